@@ -1,0 +1,130 @@
+"""One axis of the mesh as the strategies see it: exchange, gather, shift."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .traffic import Traffic
+
+
+class Arriving:
+    """Tensors on their way from a neighbour.
+
+    Holds every work handle and every buffer of the transfer until `wait`: gloo hangs when a send's handle is
+    dropped, and a buffer must outlive its transfer.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], received: list[Tensor], sent: Sequence[Tensor]) -> None:
+        self._works = list(works)
+        self._received = received
+        self._sent = list(sent)
+
+    def wait(self) -> list[Tensor]:
+        """Block until the tensors are here (on CUDA: until the current stream may use them)."""
+        while self._works:
+            self._works.pop(0).wait()
+        self._sent.clear()
+        return self._received
+
+
+class Link:
+    """The ranks this rank shares one mesh axis with.
+
+    Attributes:
+        name: the axis, under which bytes are counted.
+        ranks: global ranks of the group, in axis order.
+        rank, size: this rank's place in the group, and the group's size. A group of one never communicates.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group: dist.ProcessGroup | None,
+        ranks: Sequence[int],
+        rank: int,
+        traffic: Traffic,
+    ) -> None:
+        self.name = name
+        self.group = group
+        self.ranks = tuple(ranks)
+        self.rank = rank
+        self.size = len(ranks)
+        self.traffic = traffic
+
+    def exchange(self, outgoing: Sequence[Tensor | None], shapes: Sequence[tuple[int, ...]]) -> list[Tensor | None]:
+        """All-to-all with a tensor of its own shape for every pair of ranks.
+
+        Args:
+            outgoing: for every rank of the group the tensor it is to have, any strides; this rank's own
+                entry is ignored. All of one dtype and device.
+            shapes: shape of what every rank sends here.
+
+        Returns:
+            What every rank sent, contiguous; None in this rank's own place.
+        """
+        if self.size == 1:
+            return [None]
+        sample = next(part for part in outgoing if part is not None)
+        in_splits = [0 if peer == self.rank else _numel(part) for peer, part in enumerate(outgoing)]
+        out_splits = [0 if peer == self.rank else _product(shape) for peer, shape in enumerate(shapes)]
+        send = sample.new_empty(sum(in_splits))
+        for flat, part, count in zip(send.split(in_splits), outgoing, in_splits, strict=True):
+            if count and part is not None:
+                flat.view(part.shape).copy_(part)
+        receive = sample.new_empty(sum(out_splits))
+        dist.all_to_all_single(receive, send, out_splits, in_splits, group=self.group)
+        self.traffic.add(self.name, sum(in_splits) * send.element_size())
+        return [
+            None if peer == self.rank else flat.view(shape)
+            for peer, (flat, shape) in enumerate(zip(receive.split(out_splits), shapes, strict=True))
+        ]
+
+    def gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
+        """Every rank's piece, in rank order, along ``dim``; the lengths may differ.
+
+        Args:
+            piece: this rank's piece; its size along ``dim`` is ``lengths[self.rank]``.
+            lengths: sizes along ``dim`` of every rank's piece.
+            dim: dimension that was cut (not negative).
+
+        Returns:
+            The whole tensor, on every rank.
+        """
+        if self.size == 1:
+            return piece
+        shapes = [(*piece.shape[:dim], length, *piece.shape[dim + 1 :]) for length in lengths]
+        parts = self.exchange([piece] * self.size, shapes)
+        return torch.cat([piece if part is None else part for part in parts], dim=dim)
+
+    def shift(self, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Arriving:
+        """Send ``tensors`` to the next rank of the ring, receive as many from the previous one; returns at once.
+
+        Args:
+            tensors: contiguous tensors; they must not be written to before `Arriving.wait` returns.
+            shapes: shapes of what the previous rank sends, in the same order; dtypes are those of ``tensors``.
+        """
+        following = self.ranks[(self.rank + 1) % self.size]
+        previous = self.ranks[(self.rank - 1) % self.size]
+        received = [t.new_empty(shape) for t, shape in zip(tensors, shapes, strict=True)]
+        # Empty tensors are not sent: both sides know the shapes, and not every backend carries zero bytes.
+        operations = [dist.P2POp(dist.irecv, t, previous, self.group) for t in received if t.numel()]
+        operations += [dist.P2POp(dist.isend, t, following, self.group) for t in tensors if t.numel()]
+        # One batch: NCCL needs the sends and receives of a ring in one group call, or it can deadlock.
+        works = dist.batch_isend_irecv(operations) if operations else []
+        self.traffic.add(self.name, sum(t.numel() * t.element_size() for t in tensors))
+        return Arriving(works, received, tensors)
+
+
+def _numel(part: Tensor | None) -> int:
+    return 0 if part is None else part.numel()
+
+
+def _product(shape: Sequence[int]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product

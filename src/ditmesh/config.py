@@ -1,0 +1,137 @@
+"""What the user asks for: plain, validated data. Nothing here touches ``torch.distributed``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .errors import ConfigError
+
+Degree = int
+TextPolicy = Literal["auto", "shard", "replicate"]
+
+# Mesh axes from the slowest-varying to the fastest: neighbours on the last axis sit on neighbouring ranks,
+# because Ulysses exchanges most often and profits most from the nearest links.
+AXES = ("ring", "ulysses")
+
+
+class ParallelConfig(BaseModel):
+    """How one pipeline is spread over ranks.
+
+    Attributes:
+        ring: degree of ring attention (K,V travel round the ring; log-sum-exp merge). Liu et al. 2023,
+            arXiv:2310.01889.
+        ulysses: degree of Ulysses sequence parallelism (all-to-all between heads and sequence). Jacobs et
+            al. 2023, arXiv:2309.14509. Does not have to divide the number of heads, but cannot exceed it.
+        text: what happens to a text stream that the blocks update: ``"shard"`` cuts it over the sequence
+            ranks as the image, ``"replicate"`` keeps it whole on every rank (less communication set-up,
+            redundant work), ``"auto"`` shards it when each rank gets at least four tokens.
+        strict: refuse, by name, a tensor or integer argument of a block that follows the token count and is
+            not in the model's layout. Without it such an argument is passed on whole.
+
+    The degrees multiply to the number of ranks: ``ParallelConfig(ring=2, ulysses=2)`` is for four.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ring: Degree = Field(default=1, ge=1)
+    ulysses: Degree = Field(default=1, ge=1)
+    text: TextPolicy = "auto"
+    strict: bool = True
+
+    def __init__(self, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Degree of every mesh axis, in mesh order (slowest-varying first)."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks this configuration is for."""
+        return self.size_of(AXES)
+
+    def size_of(self, axes: Iterable[str]) -> int:
+        """Product of the degrees of ``axes``."""
+        return prod(self.degrees[axis] for axis in axes)
+
+    @property
+    def sequence(self) -> int:
+        """Degree of sequence parallelism: ring × ulysses."""
+        return self.ring * self.ulysses
+
+    def describe(self) -> str:
+        """Short text such as ``ulysses=2 ring=2``; ``1 device`` when nothing is parallel."""
+        parts = [f"{axis}={degree}" for axis, degree in reversed(self.degrees.items()) if degree > 1]
+        return " ".join(parts) or "1 device"
+
+    def check_world_size(self, world_size: int) -> None:
+        """Refuse when the degrees do not multiply to ``world_size`` ranks.
+
+        Raises:
+            ConfigError: naming both products and the way out.
+        """
+        if self.world_size != world_size:
+            product = " x ".join(f"{axis}={degree}" for axis, degree in self.degrees.items())
+            raise ConfigError(
+                f"{product} multiplies to {self.world_size} devices, but {world_size} "
+                f"{'is' if world_size == 1 else 'are'} there; "
+                f"start {self.world_size} ranks or change the degrees (for example ulysses={world_size})"
+            )
+
+    @classmethod
+    def read(cls, source: ParallelConfig | Mapping[str, Any] | str | Path) -> ParallelConfig:
+        """Read a configuration from a mapping or a YAML file (``"auto"`` needs a world size: see `auto`).
+
+        Raises:
+            ConfigError: the file cannot be read, is not YAML, or holds unknown or impossible values.
+        """
+        if isinstance(source, ParallelConfig):
+            return source
+        if isinstance(source, Mapping):
+            return cls(**{str(key): value for key, value in source.items()})
+        path = Path(source)
+        try:
+            data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the configuration {str(path)!r}: {error}; give a YAML file") from None
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{str(path)!r} is not YAML: {error}") from None
+        if data is None:
+            return cls()
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"{str(path)!r} holds a {type(data).__name__}; write lines such as 'ulysses: 2'")
+        return cls(**{str(key): value for key, value in data.items()})
+
+    @classmethod
+    def auto(cls, world_size: int, heads: int) -> ParallelConfig:
+        """The exact configuration to start from: Ulysses as far as the heads divide, ring for the rest.
+
+        Args:
+            world_size: number of ranks.
+            heads: attention heads of the model (the smallest number among its blocks).
+        """
+        ulysses = max(d for d in range(1, world_size + 1) if world_size % d == 0 and d <= heads and heads % d == 0)
+        return cls(ring=world_size // ulysses, ulysses=ulysses)
+
+
+def _explain(error: ValidationError) -> str:
+    """One sentence per wrong field, with the way out."""
+    fields = ", ".join(ParallelConfig.model_fields)
+    sentences = []
+    for problem in error.errors():
+        name = ".".join(str(part) for part in problem["loc"]) or "configuration"
+        if problem["type"] == "extra_forbidden":
+            sentences.append(f"{name!r} is not a setting of ParallelConfig; known settings: {fields}")
+        else:
+            sentences.append(f"{name}={problem['input']!r} is not possible: {problem['msg'].lower()}")
+    return "; ".join(sentences)

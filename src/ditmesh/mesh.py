@@ -1,0 +1,100 @@
+"""Axes of a `ParallelConfig` to process groups.
+
+A `Mesh` is passed to whoever needs it and never looked up: several can live in one process.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from .comm import Link, Traffic
+from .config import AXES, ParallelConfig
+from .errors import ConfigError
+
+# Seconds a collective may wait for a rank that does not come.
+DEFAULT_DEADLINE = 600.0
+
+
+class Mesh:
+    """The ranks of one configuration, laid out as a grid of axes, with one `Link` per axis.
+
+    Attributes:
+        config: the configuration it was made from.
+        device: the device this rank computes on.
+        traffic: bytes this rank has sent, by axis.
+        ring, ulysses: links of the two sequence axes.
+        sequence: link over both of them; sequence rank = ring rank × ulysses degree + ulysses rank.
+    """
+
+    def __init__(
+        self,
+        config: ParallelConfig,
+        device: torch.device | str | None = None,
+        timeout: float = DEFAULT_DEADLINE,
+    ) -> None:
+        """Build the groups. A collective call: every rank of the job makes the same one.
+
+        Args:
+            config: degrees of the axes; they must multiply to the world size.
+            device: where this rank's tensors live; default: the current CUDA device when the process group
+                runs on NCCL, else the CPU.
+            timeout: deadline of every collective, in seconds.
+
+        Raises:
+            ConfigError: the degrees do not multiply to the world size, or no process group exists though
+                more than one rank is asked for.
+        """
+        self.config = config
+        self.traffic = Traffic()
+        self._groups: list[dist.ProcessGroup] = []
+        initialised = dist.is_available() and dist.is_initialized()
+        world_size = dist.get_world_size() if initialised else 1
+        if config.world_size > 1 and not initialised:
+            raise ConfigError(
+                f"{config.describe()} is for {config.world_size} ranks, but this process runs alone; start it with "
+                f"`torchrun --nproc-per-node {config.world_size}` and call torch.distributed.init_process_group(), "
+                f"or use `ditmesh generate --devices {config.world_size}`"
+            )
+        config.check_world_size(world_size)
+        if device is None:
+            on_nccl = initialised and "nccl" in str(dist.get_backend())
+            device = torch.device("cuda", torch.cuda.current_device()) if on_nccl else torch.device("cpu")
+        self.device = torch.device(device)
+        self.rank = dist.get_rank() if initialised else 0
+        self.world_size = world_size
+        self._deadline = timedelta(seconds=timeout)
+        self._ranks = torch.arange(world_size).reshape(tuple(config.degrees.values()))
+        self.ring = self._link("ring", ("ring",))
+        self.ulysses = self._link("ulysses", ("ulysses",))
+        self.sequence = self._link("sequence", ("ring", "ulysses"))
+
+    def _link(self, name: str, axes: tuple[str, ...]) -> Link:
+        """The group of ranks that differ from this one only on ``axes``.
+
+        Every rank creates every group, in the same order, as `torch.distributed.new_group` demands.
+        """
+        inner = [AXES.index(axis) for axis in axes]
+        outer = [dim for dim in range(len(AXES)) if dim not in inner]
+        mine: dist.ProcessGroup | None = None
+        members: list[int] = []
+        for ranks in self._ranks.permute(*outer, *inner).reshape(-1, self.config.size_of(axes)).tolist():
+            if self.rank in ranks:
+                members = ranks
+            if len(ranks) > 1:
+                group = dist.new_group(ranks, timeout=self._deadline)
+                if self.rank in ranks:
+                    assert isinstance(group, dist.ProcessGroup)
+                    mine = group
+                    self._groups.append(group)
+        return Link(name, mine, members, members.index(self.rank), self.traffic)
+
+    def close(self) -> None:
+        """Give the process groups back. A collective call; the default process group stays."""
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
+
+    def __repr__(self) -> str:
+        return f"Mesh({self.config.describe()}, rank {self.rank} of {self.world_size}, {self.device})"
