@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ class _Probe:
             raise LayoutError(f"none of the block lists of {self.name} ({', '.join(self.lists)}) carries image tokens")
         order = list(self.base.blocks)
         regions.sort(key=lambda region: order.index(f"{region.blocks}.0"))
-        chained = [regions[0], *(self._chained(a, b) for a, b in zip(regions, regions[1:], strict=False))]
+        chained = [regions[0], *(self._chained(a, b) for a, b in pairwise(regions))]
         return TokenLayout(
             model=self.name,
             regions=tuple(self._what_is_read_after(r, chained[i + 1 :]) for i, r in enumerate(chained)),

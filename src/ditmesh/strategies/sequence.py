@@ -197,8 +197,8 @@ class SequenceParallel:
                     )
                     raise LayoutError(
                         f"{site.path}: argument {path!r} is {what}, and {count} is the number of {sizes[count]} "
-                        f"tokens, but the layout of {site.model} does not mention it. Add it to the layout's `cuts` (or to "
-                        "`whole`, if it does not follow the tokens), or pass strict=False to hand it on as it is"
+                        f"tokens, but the layout of {site.model} does not mention it. Add it to the layout's `cuts` "
+                        "(or to `whole`, if it does not follow the tokens), or pass strict=False to hand it on as it is"
                     )
         self._checked.add(key)
 
