@@ -25,8 +25,11 @@ class Mesh:
         config: the configuration it was made from.
         device: the device this rank computes on.
         traffic: bytes this rank has sent, by axis.
+        batch: link over the data and cfg axes, which both share out rows: guidance branches slowest.
+        cfg: link of the guidance branches.
         ring, ulysses: links of the two sequence axes.
         sequence: link over both of them; sequence rank = ring rank × ulysses degree + ulysses rank.
+        tensor: link of the ranks that share weights.
     """
 
     def __init__(
@@ -67,9 +70,12 @@ class Mesh:
         self.world_size = world_size
         self._deadline = timedelta(seconds=timeout)
         self._ranks = torch.arange(world_size).reshape(tuple(config.degrees.values()))
+        self.batch = self._link("batch", ("cfg", "data"))
+        self.cfg = self._link("cfg", ("cfg",))
         self.ring = self._link("ring", ("ring",))
         self.ulysses = self._link("ulysses", ("ulysses",))
         self.sequence = self._link("sequence", ("ring", "ulysses"))
+        self.tensor = self._link("tensor", ("tensor",))
 
     def _link(self, name: str, axes: tuple[str, ...]) -> Link:
         """The group of ranks that differ from this one only on ``axes``.
