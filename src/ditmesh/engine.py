@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
+from .compilation import compile_blocks
 from .config import ParallelConfig
 from .doors import ModelDoors
 from .errors import ConfigError, InputError
@@ -60,6 +61,8 @@ class Engine:
                 doors = ModelDoors(model, layout, SequenceParallel(config, mesh))
                 self.doors.append(doors)
                 self._undo.append(doors.close)
+                if config.compile:
+                    self._undo.append(compile_blocks(model, layout, config.compile))
             # The transformer's call, and the decoder's: the rows of a batch, the branches of guidance.
             begin: list[Callable[[], None]] = []
             if mesh.batch.size > 1:
