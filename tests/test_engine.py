@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from support.models import MAKERS, ODD, RAGGED, inputs, relative_error, run, tiny
 from torch import nn
 
 import ditmesh
@@ -15,6 +14,7 @@ from ditmesh.attention import door
 from ditmesh.attention.kernels import attend_with_lse, attend_with_lse_reference, merge_
 from ditmesh.config import ParallelConfig
 from ditmesh.tiles import even_cut, offsets
+from support.models import MAKERS, ODD, RAGGED, inputs, relative_error, run, tiny
 
 
 def everything(model: nn.Module) -> dict[str, object]:
@@ -27,7 +27,9 @@ def everything(model: nn.Module) -> dict[str, object]:
 
 
 def same(a: dict[str, object], b: dict[str, object]) -> bool:
-    return a.keys() == b.keys() and all(a[key] is b[key] or a[key] == b[key] for key in a if not torch.is_tensor(a[key]))
+    return a.keys() == b.keys() and all(
+        a[key] is b[key] or a[key] == b[key] for key in a if not torch.is_tensor(a[key])
+    )
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -183,7 +185,9 @@ def test_degrees_that_do_not_fit_the_ranks(ranks):
 
 
 def test_more_ulysses_ranks_than_heads():
-    with pytest.raises(ditmesh.ConfigError, match=r"ulysses=16 is more than the 8 attention heads.*ulysses=8 with ring=2"):
+    with pytest.raises(
+        ditmesh.ConfigError, match=r"ulysses=16 is more than the 8 attention heads.*ulysses=8 with ring=2"
+    ):
         ditmesh.engine.check_heads(ParallelConfig(ulysses=16), 8, "Model")
 
 
@@ -199,7 +203,7 @@ def test_fewer_tokens_than_ranks(ranks):
 def test_controlnet_residuals_are_refused_by_name():
     with (
         ditmesh.parallelized(tiny("Flux"), {}),
-        pytest.raises(ditmesh.InputError, match="controlnet_block_samples.*cannot run in parallel"),
+        pytest.raises(ditmesh.InputError, match=r"controlnet_block_samples.*cannot run in parallel"),
     ):
         run(tiny("Flux"), {**inputs("Flux", ODD), "controlnet_block_samples": [torch.zeros(1)]})
 
@@ -212,7 +216,7 @@ def test_twice_and_never():
 
 
 def test_more_than_one_rank_without_a_process_group():
-    with pytest.raises(ditmesh.ConfigError, match="this process runs alone.*torchrun --nproc-per-node 2"):
+    with pytest.raises(ditmesh.ConfigError, match=r"this process runs alone.*torchrun --nproc-per-node 2"):
         ditmesh.parallelize(tiny("DiT"), {"ulysses": 2})
 
 
@@ -226,7 +230,7 @@ def test_a_foreign_attention_backend_is_refused():
 
     model = MAKERS["Flux"]()
     model.transformer_blocks[0].attn.processor._attention_backend = AttentionBackendName("flex")
-    with pytest.raises(ditmesh.InputError, match="attention backend flex.*set_attention_backend"):
+    with pytest.raises(ditmesh.InputError, match=r"attention backend flex.*set_attention_backend"):
         ditmesh.parallelize(model, {})
 
 
@@ -293,8 +297,15 @@ def test_lse_kernel_and_merge(kind):
         out, lse = merge_(out, lse, *part)
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, attn_mask=mask), rtol=1e-5, atol=1e-6)
     bias = attend_with_lse_reference(
-        q, k, v, None if mask is None else torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
-        if mask.dtype == torch.bool else mask, None
+        q,
+        k,
+        v,
+        None
+        if mask is None
+        else torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+        if mask.dtype == torch.bool
+        else mask,
+        None,
     )
     torch.testing.assert_close(out, bias[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(lse, bias[1], rtol=1e-5, atol=1e-6)

@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 import torch
-from support.models import MAKERS, RAGGED, inputs, run, tiny
 from torch import nn
 
 import ditmesh
 from ditmesh.layout import LOCAL, Cut, Region, Stream, TokenLayout, joint, known_models, layout_of
 from ditmesh.layout.arguments import MISSING, Arguments, parameter_names
 from ditmesh.layout.probe import differences, probe
+from support.models import MAKERS, RAGGED, inputs, run, tiny
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -49,9 +49,12 @@ def test_differences_sees_every_part():
 
 
 def test_every_layout_is_well_formed():
-    assert {"DiTTransformer2DModel", "PixArtTransformer2DModel", "SD3Transformer2DModel", "FluxTransformer2DModel"} <= set(
-        known_models()
-    )
+    assert {
+        "DiTTransformer2DModel",
+        "PixArtTransformer2DModel",
+        "SD3Transformer2DModel",
+        "FluxTransformer2DModel",
+    } <= set(known_models())
     for layout in known_models().values():
         for region in layout.regions:
             names = {stream.name for stream in region.streams}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from support.models import ODD, RAGGED
 from support.parity import parity, without_exchange
 

@@ -14,6 +14,7 @@ from .errors import ConfigError
 
 Degree = int
 TextPolicy = Literal["auto", "shard", "replicate"]
+InputPolicy = Literal["broadcast", "strict", "trust"]
 
 # Mesh axes from the slowest-varying to the fastest: neighbours on the last axes sit on neighbouring ranks,
 # because those axes exchange most often and profit most from the nearest links.
@@ -35,6 +36,11 @@ class ParallelConfig(BaseModel):
         text: what happens to a text stream that the blocks update: ``"shard"`` cuts it over the sequence
             ranks as the image, ``"replicate"`` keeps it whole on every rank (less communication set-up,
             redundant work), ``"auto"`` shards it when each rank gets at least four tokens.
+        inputs: what a pipeline does before it starts on several ranks. ``"broadcast"`` runs rank 0's inputs on
+            all of them, ``"strict"`` refuses inputs that differ, naming field and ranks, ``"trust"`` checks
+            nothing. The first two also refuse pipelines that differ (weights, adapters, scheduler).
+        compile: compile every block with this `torch.compile` backend (``"inductor"``, ``"eager"``), as one graph
+            without breaks; communication stays outside the graph.
         strict: refuse, by name, a tensor or integer argument of a block that follows the token count and is
             not in the model's layout. Without it such an argument is passed on whole.
 
@@ -49,6 +55,8 @@ class ParallelConfig(BaseModel):
     ulysses: Degree = Field(default=1, ge=1)
     tensor: Degree = Field(default=1, ge=1)
     text: TextPolicy = "auto"
+    inputs: InputPolicy = "broadcast"
+    compile: str | None = None
     strict: bool = True
 
     def __init__(self, **data: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,12 +10,16 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
+from .compilation import compile_blocks
 from .config import ParallelConfig
 from .doors import ModelDoors
 from .errors import ConfigError, InputError
+from .inputs import AgreedInputs, weights_fingerprint
 from .layout import TokenLayout, layout_of
 from .layout.probe import probe
 from .mesh import DEFAULT_DEADLINE, Mesh
+from .request import PipelineDoor
+from .strategies.batch import BatchParallel, RowSplit
 from .strategies.sequence import SequenceParallel
 
 T = TypeVar("T")
@@ -43,27 +47,53 @@ class Engine:
         self.doors: list[ModelDoors] = []
         self._target = target
         self._owns_mesh = owns_mesh
-        self._progress_bar_config: dict[str, Any] | None = None
+        # What is undone by `close`, last first.
+        self._undo: list[Callable[[], None]] = []
 
     def open(self, models: list[tuple[nn.Module, TokenLayout]]) -> None:
-        """Open the doors of every transformer; on other ranks than 0 keep the pipeline's progress bar quiet."""
-        for model, layout in models:
-            self.doors.append(ModelDoors(model, layout, SequenceParallel(self.config, self.mesh)))
-        if self.mesh.rank > 0 and hasattr(self._target, "set_progress_bar_config"):
-            self._progress_bar_config = getattr(self._target, "_progress_bar_config", None)
-            self._target.set_progress_bar_config(**{**(self._progress_bar_config or {}), "disable": True})
-        object.__setattr__(self._target, ENGINE, self)
+        """Put everything in place; the order is that of a call, from the inside out."""
+        config, mesh, target = self.config, self.mesh, self._target
+        object.__setattr__(target, ENGINE, self)
+        self._undo.append(lambda: vars(target).pop(ENGINE))
+        try:
+            # Blocks and attention: the tokens of a sequence.
+            for model, layout in models:
+                doors = ModelDoors(model, layout, SequenceParallel(config, mesh))
+                self.doors.append(doors)
+                self._undo.append(doors.close)
+                if config.compile:
+                    self._undo.append(compile_blocks(model, layout, config.compile))
+            # The transformer's call, and the decoder's: the rows of a batch, the branches of guidance.
+            begin: list[Callable[[], None]] = []
+            if mesh.batch.size > 1:
+                for model, layout in models:
+                    rows = BatchParallel(
+                        model, mesh.batch, mesh.data, mesh.cfg, getattr(layout, "unbatched", ("img_ids", "txt_ids"))
+                    )
+                    self._undo.append(rows.close)
+                    begin.append(rows.begin_request)
+                vae = getattr(target, "vae", None)
+                if vae is not None:
+                    self._undo.append(RowSplit(vae, "decode", mesh.batch).close)
+            # The pipeline's call: the same inputs everywhere, nothing left over from the call before.
+            if not isinstance(target, nn.Module):
+                steps: list[Callable[..., Any]] = []
+                if mesh.world_size > 1 and config.inputs != "trust":
+                    inputs = AgreedInputs(target, mesh.world, config.inputs, weights_fingerprint(target))
+                    steps.append(inputs.agree)
+                steps.append(_starting(begin))
+                self._undo.append(PipelineDoor(target, steps).close)
+                if mesh.rank > 0:
+                    self._undo.append(_quiet(target))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Undo `open`, exactly. Collective when the engine made its own mesh."""
-        while self.doors:
-            self.doors.pop().close()
-        if self.mesh.rank > 0 and hasattr(self._target, "set_progress_bar_config"):
-            if self._progress_bar_config is None:
-                self._target.__dict__.pop("_progress_bar_config", None)
-            else:
-                self._target._progress_bar_config = self._progress_bar_config
-        self._target.__dict__.pop(ENGINE, None)
+        while self._undo:
+            self._undo.pop()()
+        self.doors.clear()
         if self._owns_mesh:
             self.mesh.close()
 
@@ -201,6 +231,31 @@ def check_heads(config: ParallelConfig, heads: int, model: str) -> None:
             f"ulysses={config.ulysses} is more than the {heads} attention heads of {model}; "
             f"use ulysses={best} with ring={config.sequence // best}"
         )
+
+
+def _starting(begin: list[Callable[[], None]]) -> Callable[..., Any]:
+    """A step of the pipeline's door that tells every strategy that a request begins."""
+
+    def start(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for strategy in begin:
+            strategy()
+        return args, kwargs
+
+    return start
+
+
+def _quiet(pipe: Any) -> Callable[[], None]:
+    """Silence a pipeline's progress bar; returns what undoes it."""
+    before = vars(pipe).get("_progress_bar_config")
+    pipe.set_progress_bar_config(**{**(before or {}), "disable": True})
+
+    def undo() -> None:
+        if before is None:
+            del pipe._progress_bar_config
+        else:
+            pipe._progress_bar_config = before
+
+    return undo
 
 
 def _check_backend(model: nn.Module) -> None:

@@ -6,18 +6,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-from support.models import inputs, relative_error, run, tiny
 
 import ditmesh
 from ditmesh.attention.door import sdpa
 from ditmesh.layout.conventions import Size
 from ditmesh.strategies.sequence import SequenceParallel
+from support.models import inputs, relative_error, run, tiny
 
 
 class NoExchange(SequenceParallel):
     """The negative control: attention that sees this rank's tokens only."""
 
-    def mix(self, q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale):  # noqa: D102
+    def mix(self, q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale):
         return sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
 
 
