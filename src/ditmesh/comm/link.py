@@ -55,7 +55,9 @@ class Link:
         self.size = len(ranks)
         self.traffic = traffic
 
-    def exchange(self, outgoing: Sequence[Tensor | None], shapes: Sequence[tuple[int, ...]]) -> list[Tensor | None]:
+    def exchange(
+        self, outgoing: Sequence[Tensor | None], shapes: Sequence[tuple[int, ...]]
+    ) -> list[Tensor | None]:
         """All-to-all with a tensor of its own shape for every pair of ranks.
 
         Args:
