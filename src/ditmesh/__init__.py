@@ -1,3 +1,48 @@
 """ditmesh runs an unmodified diffusers DiT pipeline on N devices and draws the same picture."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .config import ParallelConfig
+from .errors import ConfigError, DitmeshError, InputError, LayoutError, RankFailed
+
+if TYPE_CHECKING:
+    from .engine import engine_of, parallelize, parallelized, restore
+    from .layout import TokenLayout
+    from .mesh import Mesh
+
 __version__ = "0.1.0.dev0"
+
+__all__ = [
+    "ConfigError",
+    "DitmeshError",
+    "InputError",
+    "LayoutError",
+    "Mesh",
+    "ParallelConfig",
+    "RankFailed",
+    "TokenLayout",
+    "engine_of",
+    "parallelize",
+    "parallelized",
+    "restore",
+]
+
+# Loaded on first use: importing torch takes seconds, and `ditmesh --help` should not wait for it.
+_LAZY = {
+    "Mesh": "mesh",
+    "TokenLayout": "layout",
+    "engine_of": "engine",
+    "parallelize": "engine",
+    "parallelized": "engine",
+    "restore": "engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

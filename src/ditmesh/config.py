@@ -14,23 +14,33 @@ from .errors import ConfigError
 
 Degree = int
 TextPolicy = Literal["auto", "shard", "replicate"]
+InputPolicy = Literal["broadcast", "strict", "trust"]
 
-# Mesh axes from the slowest-varying to the fastest: neighbours on the last axis sit on neighbouring ranks,
-# because Ulysses exchanges most often and profits most from the nearest links.
-AXES = ("ring", "ulysses")
+# Mesh axes from the slowest-varying to the fastest: neighbours on the last axes sit on neighbouring ranks,
+# because those axes exchange most often and profit most from the nearest links.
+AXES = ("data", "cfg", "ring", "ulysses", "tensor")
 
 
 class ParallelConfig(BaseModel):
     """How one pipeline is spread over ranks.
 
     Attributes:
+        data: ranks that share the rows of a batch (prompts, pictures).
+        cfg: ranks that share the branches of classifier-free guidance.
         ring: degree of ring attention (K,V travel round the ring; log-sum-exp merge). Liu et al. 2023,
             arXiv:2310.01889.
         ulysses: degree of Ulysses sequence parallelism (all-to-all between heads and sequence). Jacobs et
             al. 2023, arXiv:2309.14509. Does not have to divide the number of heads, but cannot exceed it.
+        tensor: degree of tensor parallelism (weights cut by column and row). Shoeybi et al. 2019,
+            arXiv:1909.08053.
         text: what happens to a text stream that the blocks update: ``"shard"`` cuts it over the sequence
             ranks as the image, ``"replicate"`` keeps it whole on every rank (less communication set-up,
             redundant work), ``"auto"`` shards it when each rank gets at least four tokens.
+        inputs: what a pipeline does before it starts on several ranks. ``"broadcast"`` runs rank 0's inputs on
+            all of them, ``"strict"`` refuses inputs that differ, naming field and ranks, ``"trust"`` checks
+            nothing. The first two also refuse pipelines that differ (weights, adapters, scheduler).
+        compile: compile every block with this `torch.compile` backend (``"inductor"``, ``"eager"``), as one graph
+            without breaks; communication stays outside the graph.
         strict: refuse, by name, a tensor or integer argument of a block that follows the token count and is
             not in the model's layout. Without it such an argument is passed on whole.
 
@@ -39,9 +49,14 @@ class ParallelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    data: Degree = Field(default=1, ge=1)
+    cfg: Degree = Field(default=1, ge=1)
     ring: Degree = Field(default=1, ge=1)
     ulysses: Degree = Field(default=1, ge=1)
+    tensor: Degree = Field(default=1, ge=1)
     text: TextPolicy = "auto"
+    inputs: InputPolicy = "broadcast"
+    compile: str | None = None
     strict: bool = True
 
     def __init__(self, **data: Any) -> None:

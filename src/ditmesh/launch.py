@@ -74,14 +74,8 @@ def resolve_device(device: DeviceChoice, world_size: int) -> Literal["cpu", "cud
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus == 0:
         if device == "cuda":
-            reason = (
-                "this torch was built without CUDA"
-                if torch.version.cuda is None
-                else "the driver shows no GPU"
-            )
-            raise ConfigError(
-                f"device cuda: no GPU is there ({reason}); use --device cpu, or install torch for CUDA"
-            )
+            reason = "this torch was built without CUDA" if torch.version.cuda is None else "the driver shows no GPU"
+            raise ConfigError(f"device cuda: no GPU is there ({reason}); use --device cpu, or install torch for CUDA")
         return "cpu"
     if gpus < world_size:
         raise ConfigError(
@@ -137,9 +131,7 @@ def init_from_environment(timeout: float = 600.0, device: DeviceChoice = "auto")
         ConfigError: this process is not a rank of torchrun, or the device is not there.
     """
     if not from_torchrun():
-        raise ConfigError(
-            "RANK, WORLD_SIZE and LOCAL_RANK are not set; start this with `torchrun --nproc-per-node N`"
-        )
+        raise ConfigError("RANK, WORLD_SIZE and LOCAL_RANK are not set; start this with `torchrun --nproc-per-node N`")
     world_size, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     kind = resolve_device(device, local_size)
@@ -231,9 +223,7 @@ class RankPool:
         if timeout <= 0:
             raise ConfigError(f"a timeout of {timeout} seconds is not possible; use more than 0")
         if from_torchrun():
-            raise ConfigError(
-                "this process is a rank of torchrun already; ranks cannot start ranks of their own"
-            )
+            raise ConfigError("this process is a rank of torchrun already; ranks cannot start ranks of their own")
         self.world_size = world_size
         self.device: Literal["cpu", "cuda"] = resolve_device(device, world_size)
         self.threads = default_threads(world_size, self.device) if threads is None else threads
@@ -250,9 +240,7 @@ class RankPool:
             self._collect(time.monotonic() + START_LIMIT, f"started within {START_LIMIT:g} s", None)
         except BaseException as error:
             self._end(
-                f"a rank could not start: {error}"
-                if isinstance(error, RankFailed)
-                else "the start was broken off"
+                f"a rank could not start: {error}" if isinstance(error, RankFailed) else "the start was broken off"
             )
             raise
 
@@ -268,9 +256,7 @@ class RankPool:
             context.set_forkserver_preload(list(preload))
         for rank in range(self.world_size):
             ours, theirs = context.Pipe(duplex=True)
-            settings = _Settings(
-                rank, self.world_size, self.device, self.threads, self.timeout, str(self._folder)
-            )
+            settings = _Settings(rank, self.world_size, self.device, self.threads, self.timeout, str(self._folder))
             # Not daemonic: a rank may start processes of its own, such as data loader workers.
             process = context.Process(target=_rank_main, args=(settings, theirs), name=f"ditmesh-rank-{rank}")
             self._connections.append(ours)
@@ -336,9 +322,7 @@ class RankPool:
                 limit = None if deadline is None else time.monotonic() + deadline
                 return self._collect(limit, f"answered within {deadline:g} s" if deadline else "", on_message)
             except BaseException as error:
-                self._end(
-                    str(error).split("\n", 1)[0] if isinstance(error, RankFailed) else "a call was broken off"
-                )
+                self._end(str(error).split("\n", 1)[0] if isinstance(error, RankFailed) else "a call was broken off")
                 raise
 
     def close(self) -> None:
@@ -411,9 +395,7 @@ class RankPool:
                     failures.sort(key=lambda failure: failure.weight)
         if len(answers) == self.world_size:
             return [answers[rank] for rank in range(self.world_size)]
-        silent = [
-            r for r in range(self.world_size) if r not in answers and r not in {f.rank for f in failures}
-        ]
+        silent = [r for r in range(self.world_size) if r not in answers and r not in {f.rank for f in failures}]
         if failures:
             self._raise(failures, silent)
         raise self._late(silent, expected)
@@ -554,9 +536,7 @@ def _rank_main(settings: _Settings, connection: Connection) -> None:
     """A rank's life: join, then answer calls until told to stop or left alone."""
     # The owner decides what Ctrl-C means; the terminal sends it to every process of the group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(
-        target=_follow_owner, args=(settings.folder,), name="ditmesh-follow-owner", daemon=True
-    ).start()
+    threading.Thread(target=_follow_owner, args=(settings.folder,), name="ditmesh-follow-owner", daemon=True).start()
     stack_file = _stack_file(settings.folder, settings.rank).open("w")
     faulthandler.enable(stack_file)
     if hasattr(signal, "SIGUSR1"):

@@ -25,8 +25,12 @@ class Mesh:
         config: the configuration it was made from.
         device: the device this rank computes on.
         traffic: bytes this rank has sent, by axis.
+        world: link over all ranks.
+        batch: link over the data and cfg axes, which both share out rows.
+        data, cfg: links of the two alone.
         ring, ulysses: links of the two sequence axes.
         sequence: link over both of them; sequence rank = ring rank × ulysses degree + ulysses rank.
+        tensor: link of the ranks that share weights.
     """
 
     def __init__(
@@ -67,9 +71,14 @@ class Mesh:
         self.world_size = world_size
         self._deadline = timedelta(seconds=timeout)
         self._ranks = torch.arange(world_size).reshape(tuple(config.degrees.values()))
+        self.world = self._link("world", AXES)
+        self.batch = self._link("batch", ("data", "cfg"))
+        self.data = self._link("data", ("data",))
+        self.cfg = self._link("cfg", ("cfg",))
         self.ring = self._link("ring", ("ring",))
         self.ulysses = self._link("ulysses", ("ulysses",))
         self.sequence = self._link("sequence", ("ring", "ulysses"))
+        self.tensor = self._link("tensor", ("tensor",))
 
     def _link(self, name: str, axes: tuple[str, ...]) -> Link:
         """The group of ranks that differ from this one only on ``axes``.
@@ -80,6 +89,7 @@ class Mesh:
         outer = [dim for dim in range(len(AXES)) if dim not in inner]
         mine: dist.ProcessGroup | None = None
         members: list[int] = []
+        assert inner == sorted(inner), "torch numbers the ranks of a group in ascending order"
         for ranks in self._ranks.permute(*outer, *inner).reshape(-1, self.config.size_of(axes)).tolist():
             if self.rank in ranks:
                 members = ranks

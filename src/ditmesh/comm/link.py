@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -56,33 +57,41 @@ class Link:
         self.traffic = traffic
 
     def exchange(
-        self, outgoing: Sequence[Tensor | None], shapes: Sequence[tuple[int, ...]]
-    ) -> list[Tensor | None]:
-        """All-to-all with a tensor of its own shape for every pair of ranks.
+        self, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
+    ) -> list[list[Tensor]]:
+        """All-to-all with tensors of their own shapes for every pair of ranks.
 
         Args:
-            outgoing: for every rank of the group the tensor it is to have, any strides; this rank's own
-                entry is ignored. All of one dtype and device.
-            shapes: shape of what every rank sends here.
+            outgoing: for every rank of the group the tensors it is to have, any strides; all of one dtype.
+            shapes: shapes of the tensors that every rank sends here.
 
         Returns:
-            What every rank sent, contiguous; None in this rank's own place.
+            What every rank sent, contiguous; in this rank's own place what it gave itself, untouched.
         """
         if self.size == 1:
-            return [None]
-        sample = next(part for part in outgoing if part is not None)
-        in_splits = [0 if peer == self.rank else _numel(part) for peer, part in enumerate(outgoing)]
-        out_splits = [0 if peer == self.rank else _product(shape) for peer, shape in enumerate(shapes)]
+            return [list(outgoing[0])]
+        me = self.rank
+        sample = outgoing[me][0]
+        in_splits = [0 if peer == me else sum(t.numel() for t in parts) for peer, parts in enumerate(outgoing)]
+        out_splits = [0 if peer == me else sum(map(prod, wanted)) for peer, wanted in enumerate(shapes)]
+        # One message per peer: the tensors for it lie one after the other.
         send = sample.new_empty(sum(in_splits))
-        for flat, part, count in zip(send.split(in_splits), outgoing, in_splits, strict=True):
-            if count and part is not None:
-                flat.view(part.shape).copy_(part)
+        start = 0
+        for peer, parts in enumerate(outgoing):
+            for part in parts if peer != me else ():
+                send[start : start + part.numel()].view(part.shape).copy_(part)
+                start += part.numel()
         receive = sample.new_empty(sum(out_splits))
         dist.all_to_all_single(receive, send, out_splits, in_splits, group=self.group)
-        self.traffic.add(self.name, sum(in_splits) * send.element_size())
+        self.traffic.add(self.name, send.numel() * send.element_size())
         return [
-            None if peer == self.rank else flat.view(shape)
-            for peer, (flat, shape) in enumerate(zip(receive.split(out_splits), shapes, strict=True))
+            list(outgoing[me])
+            if peer == me
+            else [
+                flat.view(shape)
+                for flat, shape in zip(chunk.split([prod(shape) for shape in wanted]), wanted, strict=True)
+            ]
+            for peer, (chunk, wanted) in enumerate(zip(receive.split(out_splits), shapes, strict=True))
         ]
 
     def gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
@@ -98,9 +107,9 @@ class Link:
         """
         if self.size == 1:
             return piece
-        shapes = [(*piece.shape[:dim], length, *piece.shape[dim + 1 :]) for length in lengths]
-        parts = self.exchange([piece] * self.size, shapes)
-        return torch.cat([piece if part is None else part for part in parts], dim=dim)
+        shapes = [[(*piece.shape[:dim], length, *piece.shape[dim + 1 :])] for length in lengths]
+        parts = self.exchange([[piece]] * self.size, shapes)
+        return torch.cat([part for (part,) in parts], dim=dim)
 
     def shift(self, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Arriving:
         """Send ``tensors`` to the next rank of the ring, receive as many from the previous one; returns at once.
@@ -119,14 +128,3 @@ class Link:
         works = dist.batch_isend_irecv(operations) if operations else []
         self.traffic.add(self.name, sum(t.numel() * t.element_size() for t in tensors))
         return Arriving(works, received, tensors)
-
-
-def _numel(part: Tensor | None) -> int:
-    return 0 if part is None else part.numel()
-
-
-def _product(shape: Sequence[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

@@ -1,0 +1,1 @@
+"""Attention across ranks: the door, local kernels, Ulysses, ring."""

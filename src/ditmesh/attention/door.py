@@ -1,0 +1,163 @@
+"""The door to attention: one function through which every softmax attention of diffusers passes.
+
+diffusers reaches attention in two ways, its dispatcher (with the default ``native`` backend) and the older
+processors; both end in ``torch.nn.functional.scaled_dot_product_attention``. While at least one model is
+parallelised that function is replaced by a thin one which asks whether the calling thread is inside a block
+that somebody handles; everyone else (VAE, text encoders, other models, other threads) gets the original.
+
+This module holds the only process-wide state of ditmesh, because the function it stands in for is
+process-wide: the number of open doors and, per thread of execution, the handler in charge. When the last
+door closes, the original function object is back in its place.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextvars import ContextVar, Token
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import LayoutError
+
+
+class AttentionHandler(Protocol):
+    """Whoever computes attention inside a block. Shapes: q (B, H, Sq, D), k and v (B, Hk, Sk, D)."""
+
+    def attend(
+        self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """The attention output (B, H, Sq, D). ``mask`` as SDPA takes it: boolean (True = attend) or additive."""
+        ...
+
+
+# The attention of torch itself, whatever stands in its place.
+sdpa = F.scaled_dot_product_attention
+
+_handler: ContextVar[AttentionHandler | None] = ContextVar("ditmesh_attention_handler", default=None)
+_lock = threading.Lock()
+_open_doors = 0
+_replaced: Any = None
+
+
+def enter(handler: AttentionHandler) -> Token[AttentionHandler | None]:
+    """Hand this thread's attention calls to ``handler`` until `leave`."""
+    return _handler.set(handler)
+
+
+def leave(token: Token[AttentionHandler | None]) -> None:
+    """Undo the `enter` that returned ``token``."""
+    _handler.reset(token)
+
+
+def open_door() -> None:
+    """Put the door in place, unless it is. Every call is undone by one `close_door`."""
+    global _open_doors, _replaced
+    with _lock:
+        if _open_doors == 0:
+            _replaced = F.scaled_dot_product_attention
+            F.scaled_dot_product_attention = _scaled_dot_product_attention
+        _open_doors += 1
+
+
+def close_door() -> None:
+    """Undo one `open_door`; the last one puts the replaced function back."""
+    global _open_doors, _replaced
+    with _lock:
+        _open_doors -= 1
+        if _open_doors == 0:
+            F.scaled_dot_product_attention = _replaced
+            _replaced = None
+
+
+def _scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if torch.compiler.is_compiling():
+        # A compiled block must not trace who handles it, which changes from call to call: it asks when it runs.
+        return torch.ops.ditmesh.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _through_the_door(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _through_the_door(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    handler = _handler.get()
+    if handler is None:
+        original = _replaced or sdpa
+        return original(
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    if is_causal or dropout_p:
+        what = "is_causal=True" if is_causal else f"dropout_p={dropout_p}"
+        raise LayoutError(
+            f"attention with {what} inside a parallel block is not supported; run this model on one device"
+        )
+    if query.dim() != 4:
+        raise LayoutError(
+            f"attention of {query.dim()}-dimensional queries inside a parallel block; expected (B, H, S, D)"
+        )
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    return handler.attend(query, key, value, attn_mask, scale)
+
+
+@torch.library.custom_op(
+    "ditmesh::attend",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, "
+    "float? scale, bool enable_gqa) -> Tensor",
+)
+def _attend_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    out = _through_the_door(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    # One memory order, whoever computes: the compiler plans for the one `_attend_shape` declares.
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    return out.clone() if out.data_ptr() in (query.data_ptr(), value.data_ptr()) else out
+
+
+@_attend_op.register_fake
+def _attend_shape(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    batch, heads, length, _ = query.shape
+    return query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)

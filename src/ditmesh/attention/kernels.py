@@ -1,0 +1,97 @@
+"""Attention on one device that also tells the log-sum-exp of its scores, and the merge of two such results.
+
+Parts of one softmax can be computed apart and merged when each part knows the log-sum-exp (LSE) of its
+scores: Milakov & Gimelshein 2018, arXiv:1805.02867; used block-wise by ring attention, arXiv:2310.01889.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+NEG_INF = float("-inf")
+
+
+def attend_with_lse(
+    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None = None, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention and the log-sum-exp of its scores.
+
+    Args:
+        q_bhsd, k_bhsd, v_bhsd: (B, H, Sq, D), (B, H, Sk, D), (B, H, Sk, D). Sk may be 0.
+        mask: None, boolean (True = attend) or additive; broadcastable to (B, H, Sq, Sk). 4-D.
+        scale: factor of the scores; default 1/sqrt(D).
+
+    Returns:
+        The output (B, H, Sq, D) in q's dtype and the LSE (B, H, Sq) in float32. A query that may attend to
+        nothing has output 0 and LSE -inf.
+    """
+    if k_bhsd.shape[2] == 0:
+        return torch.zeros_like(q_bhsd), q_bhsd.new_full(q_bhsd.shape[:3], NEG_INF, dtype=torch.float32)
+    bias = None if mask is None else _additive(mask, q_bhsd.dtype)
+    if q_bhsd.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_bhsd, k_bhsd, v_bhsd, 0.0, False, attn_mask=bias, scale=scale
+        )
+    elif q_bhsd.device.type == "cuda" and q_bhsd.shape[-1] % 8 == 0:
+        out, lse = _cuda(q_bhsd, k_bhsd, v_bhsd, bias, scale)
+    else:
+        out, lse = attend_with_lse_reference(q_bhsd, k_bhsd, v_bhsd, bias, scale)
+    lse = lse[..., : q_bhsd.shape[2]].float()
+    if bias is not None:
+        # The fused kernels report LSE 0 for a query that sees nothing: it must not weigh in a merge.
+        dead = (bias == NEG_INF).all(dim=-1).expand(lse.shape)
+        lse = lse.masked_fill(dead, NEG_INF)
+        out = out.masked_fill(dead.unsqueeze(-1), 0)
+    return out, lse
+
+
+def attend_with_lse_reference(
+    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, bias: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """`attend_with_lse` spelt out in float32; for devices without a fused kernel that tells its LSE."""
+    scale = 1 / math.sqrt(q_bhsd.shape[-1]) if scale is None else scale
+    scores = (q_bhsd.float() @ k_bhsd.float().transpose(-1, -2)) * scale
+    if bias is not None:
+        scores = scores + bias.float()
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == NEG_INF, 0).unsqueeze(-1))
+    return (weights @ v_bhsd.float()).to(q_bhsd.dtype), lse
+
+
+def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge attention over two disjoint sets of keys; ``out`` is overwritten.
+
+    With a = LSE and b = the other's LSE the merged output is out + sigmoid(b - a) * (other - out), and its
+    LSE is log(exp a + exp b).
+
+    Args:
+        out, other_out: (B, H, S, D), of one dtype.
+        lse, other_lse: (B, H, S) float32.
+    """
+    # Both -inf: neither set has a key for the query; the difference is NaN, and any weight keeps the zeros.
+    weight = torch.sigmoid(other_lse - lse).nan_to_num_(0.0)
+    out = out.lerp_(other_out, weight.unsqueeze(-1).to(out.dtype))
+    return out, torch.logaddexp(lse, other_lse)
+
+
+def _cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    if bias is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)
+        return out, lse
+    if bias is not None:
+        # The kernel wants rows of the bias aligned to 16 bytes: pad the storage, keep the shape.
+        keys = k.shape[2]
+        padded = bias.new_zeros((*bias.shape[:-1], (keys + 15) // 16 * 16))
+        padded[..., :keys] = bias
+        bias = padded[..., :keys].expand(q.shape[0], q.shape[1], q.shape[2], keys)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, False, scale=scale)
+    return out, lse
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, NEG_INF)
+    return mask.to(dtype)

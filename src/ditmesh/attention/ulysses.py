@@ -1,0 +1,109 @@
+"""Ulysses: trade heads for tokens, attend, trade back.
+
+Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509. Here with uneven heads and lengths, several streams
+in one sequence, and streams that every rank holds whole. Keys are put in the order one device has before
+attention: the softmax then sums in the same order, and the result is the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..comm import Link
+from ..tiles import even_cut, offsets
+from .segments import Segment
+
+
+class HeadExchange:
+    """The two exchanges of one attention call between the ranks of a Ulysses group.
+
+    Segments passed to its methods have the lengths of this group's ranks, in group order.
+
+    Args:
+        link: the Ulysses link (size U).
+        heads: heads of the model, H; rank u computes ``even_cut(H, U)[u]`` of them.
+    """
+
+    def __init__(self, link: Link, heads: int) -> None:
+        self.link = link
+        self.head_counts = even_cut(heads, link.size)
+        self.head_starts = offsets(self.head_counts)
+
+    def gather_tokens(self, tensors: Sequence[Tensor], segments: Sequence[Sequence[Segment]]) -> list[Tensor]:
+        """From all heads of some tokens to some heads of all tokens.
+
+        Args:
+            tensors: q, k, v …: (B, H, s_local, D), streams one after the other.
+            segments: for every tensor the streams along its sequence.
+
+        Returns:
+            For every tensor (B, h_mine, S_group, D): streams in the same order, each stream's tokens in rank
+            order. Memory order is (B, S, h, D).
+        """
+        me, size = self.link.rank, self.link.size
+        by_rank: list[list[Tensor]] = [[] for _ in range(size)]
+        shapes: list[list[tuple[int, ...]]] = [[] for _ in range(size)]
+        for tensor, streams in zip(tensors, segments, strict=True):
+            t_bshd = tensor.transpose(1, 2)
+            batch, _, _, dim = t_bshd.shape
+            start = 0
+            for segment in streams:
+                length = segment.lengths[me]
+                mine = t_bshd[:, start : start + length]
+                start += length
+                if segment.replicated:
+                    continue
+                for peer in range(size):
+                    by_rank[peer].append(self._heads(mine, peer))
+                    shapes[peer].append((batch, segment.lengths[peer], self.head_counts[me], dim))
+        received = self.link.exchange(by_rank, shapes)
+
+        whole: list[Tensor] = []
+        slot = 0
+        for tensor, streams in zip(tensors, segments, strict=True):
+            t_bshd = tensor.transpose(1, 2)
+            parts: list[Tensor] = []
+            start = 0
+            for segment in streams:
+                length = segment.lengths[me]
+                if segment.replicated:
+                    parts.append(self._heads(t_bshd[:, start : start + length], me))
+                else:
+                    parts.extend(received[peer][slot] for peer in range(size))
+                    slot += 1
+                start += length
+            whole.append(torch.cat(parts, dim=1).transpose(1, 2))
+        return whole
+
+    def gather_heads(self, out: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """From some heads of all tokens back to all heads of this rank's tokens.
+
+        Args:
+            out: (B, h_mine, S_group, D), as `gather_tokens` orders it.
+
+        Returns:
+            (B, H, s_local, D); memory order (B, s, H, D).
+        """
+        me, size = self.link.rank, self.link.size
+        o_bshd = out.transpose(1, 2)
+        batch, _, _, dim = o_bshd.shape
+        by_rank: list[list[Tensor]] = [[] for _ in range(size)]
+        start = 0
+        for segment in segments:
+            starts = offsets(segment.lengths)
+            for peer in range(size):
+                first = start if segment.replicated else start + starts[peer]
+                by_rank[peer].append(o_bshd[:, first : first + segment.lengths[peer]])
+            start += segment.total
+        shapes = [
+            [(batch, segment.lengths[me], self.head_counts[peer], dim) for segment in segments] for peer in range(size)
+        ]
+        received = self.link.exchange(by_rank, shapes)
+        rows = [torch.cat([received[peer][slot] for peer in range(size)], dim=2) for slot in range(len(segments))]
+        return (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).transpose(1, 2)
+
+    def _heads(self, t_bshd: Tensor, rank: int) -> Tensor:
+        return t_bshd[:, :, self.head_starts[rank] : self.head_starts[rank] + self.head_counts[rank]]

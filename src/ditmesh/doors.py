@@ -1,0 +1,159 @@
+"""The doors of a transformer: its call, its blocks, its attention.
+
+Doors are torch's own forward hooks and the attention door; nothing of the model is rewritten. A handler
+behind the doors decides what happens; closing them leaves the model exactly as it was.
+"""
+
+from __future__ import annotations
+
+from contextvars import Token
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from .attention import door
+from .errors import InputError, LayoutError
+from .layout import Region, TokenLayout
+from .layout.arguments import MISSING, Arguments, parameter_names
+
+
+@dataclass(frozen=True)
+class BlockSite:
+    """A block's place in its model.
+
+    Attributes:
+        model: class name of the transformer.
+        path: path of the block, ``"transformer_blocks.3"``.
+        region: the block list it belongs to.
+        index: position in the list; is_first, is_last: whether it begins or ends the list.
+        fed_by_previous, feeds_next: its region is chained to the one before, or the one after to it.
+    """
+
+    model: str
+    path: str
+    region: Region
+    index: int
+    is_first: bool
+    is_last: bool
+    fed_by_previous: bool
+    feeds_next: bool
+
+
+class Handler(door.AttentionHandler, Protocol):
+    """What a strategy does at each door."""
+
+    def begin_call(self) -> None:
+        """The transformer is about to run."""
+        ...
+
+    def end_call(self) -> None:
+        """The transformer has run, and did not raise."""
+        ...
+
+    def before_block(self, site: BlockSite, arguments: Arguments) -> None:
+        """A block is about to run; ``arguments`` may be changed."""
+        ...
+
+    def after_block(self, site: BlockSite, output: Any) -> Any:
+        """A block has returned ``output``; returns what the model is to see."""
+        ...
+
+
+class ModelDoors:
+    """The open doors of one transformer.
+
+    Args:
+        model: the transformer; must be of the class the layout is for.
+        layout: where its tokens are.
+        handler: who answers.
+
+    Raises:
+        LayoutError: a block list of the layout is not in the model.
+    """
+
+    def __init__(self, model: nn.Module, layout: TokenLayout, handler: Handler) -> None:
+        self.model = model
+        self.layout = layout
+        self.handler = handler
+        self._handles: list[RemovableHandle] = []
+        self._attention: list[Token[door.AttentionHandler | None]] = []
+        self._names = parameter_names(type(model).forward)
+        lists = [(region, _blocks(model, region)) for region in layout.regions]
+        door.open_door()
+        try:
+            self._handles.append(model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True))
+            self._handles.append(model.register_forward_hook(self._end))
+            for position, (region, blocks) in enumerate(lists):
+                feeds_next = position + 1 < len(lists) and lists[position + 1][0].chained
+                for index, block in enumerate(blocks):
+                    site = BlockSite(
+                        model=layout.model,
+                        path=f"{region.blocks}.{index}",
+                        region=region,
+                        index=index,
+                        is_first=index == 0,
+                        is_last=index == len(blocks) - 1,
+                        fed_by_previous=region.chained and position > 0,
+                        feeds_next=feeds_next,
+                    )
+                    self._hang(block, site)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Take every hook off again. Harmless when already closed."""
+        if self._handles:
+            door.close_door()
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _hang(self, block: nn.Module, site: BlockSite) -> None:
+        names = parameter_names(type(block).forward)
+
+        def before(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            arguments = Arguments(names, args, kwargs)
+            self.handler.before_block(site, arguments)
+            self._attention.append(door.enter(self.handler))
+            return tuple(arguments.args), arguments.kwargs
+
+        def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+            return self.handler.after_block(site, output)
+
+        def leave(*_: Any) -> None:
+            if self._attention:
+                door.leave(self._attention.pop())
+
+        self._handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
+        # Runs when the block raises, too: the thread must not keep the handler.
+        self._handles.append(block.register_forward_hook(leave, always_call=True))
+        self._handles.append(block.register_forward_hook(after))
+
+    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = Arguments(self._names, args, kwargs)
+        for path, reason in self.layout.refused.items():
+            value = arguments.get(path)
+            if value is not MISSING and value is not None:
+                raise InputError(
+                    f"{self.layout.model} was called with {path!r}, which cannot run in parallel: {reason}"
+                )
+        self.handler.begin_call()
+
+    def _end(self, *_: Any) -> None:
+        self.handler.end_call()
+
+
+def _blocks(model: nn.Module, region: Region) -> list[nn.Module]:
+    try:
+        blocks = model.get_submodule(region.blocks)
+    except AttributeError:
+        raise LayoutError(
+            f"{type(model).__name__} has no block list {region.blocks!r}; its layout is of another version"
+        ) from None
+    if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
+        raise LayoutError(f"{type(model).__name__}.{region.blocks} is not a list of at least one block")
+    return list(blocks)

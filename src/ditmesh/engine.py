@@ -1,0 +1,280 @@
+"""`parallelize` and `restore`: config + layout + mesh -> strategies on doors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from .compilation import compile_blocks
+from .config import ParallelConfig
+from .doors import ModelDoors
+from .errors import ConfigError, InputError
+from .inputs import AgreedInputs, weights_fingerprint
+from .layout import TokenLayout, layout_of
+from .layout.probe import probe
+from .mesh import DEFAULT_DEADLINE, Mesh
+from .request import PipelineDoor
+from .strategies.batch import BatchParallel, RowSplit
+from .strategies.caches import AgreedCaches
+from .strategies.sequence import SequenceParallel
+
+T = TypeVar("T")
+ConfigLike = ParallelConfig | Mapping[str, Any] | str | Path
+
+# The attribute that holds a parallelised object's engine.
+ENGINE = "_ditmesh_engine"
+
+# Components of diffusers' pipelines that hold the denoising transformer (Wan has two).
+DENOISERS = ("transformer", "transformer_2")
+
+
+class Engine:
+    """What `parallelize` put on a pipeline or transformer, and how to take it off.
+
+    Attributes:
+        config: the configuration in force.
+        mesh: ranks, links, and the byte counters (`mesh.traffic`).
+        doors: open doors, one set per transformer.
+    """
+
+    def __init__(self, target: Any, config: ParallelConfig, mesh: Mesh, owns_mesh: bool) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.doors: list[ModelDoors] = []
+        self._target = target
+        self._owns_mesh = owns_mesh
+        # What is undone by `close`, last first.
+        self._undo: list[Callable[[], None]] = []
+
+    def open(self, models: list[tuple[nn.Module, TokenLayout]]) -> None:
+        """Put everything in place; the order is that of a call, from the inside out."""
+        config, mesh, target = self.config, self.mesh, self._target
+        object.__setattr__(target, ENGINE, self)
+        self._undo.append(lambda: vars(target).pop(ENGINE))
+        try:
+            # Blocks and attention: the tokens of a sequence.
+            for model, layout in models:
+                doors = ModelDoors(model, layout, SequenceParallel(config, mesh))
+                self.doors.append(doors)
+                self._undo.append(doors.close)
+                caches = AgreedCaches(model, mesh.sequence)
+                self._undo.append(caches.close)
+                handle = model.register_forward_pre_hook(lambda *_, caches=caches: caches.begin_call())
+                self._undo.append(handle.remove)
+                if config.compile:
+                    self._undo.append(compile_blocks(model, layout, config.compile))
+            # The transformer's call, and the decoder's: the rows of a batch, the branches of guidance.
+            begin: list[Callable[[], None]] = []
+            if mesh.batch.size > 1:
+                for model, layout in models:
+                    rows = BatchParallel(model, mesh.batch, mesh.data, mesh.cfg, layout.unbatched)
+                    self._undo.append(rows.close)
+                    begin.append(rows.begin_request)
+                vae = getattr(target, "vae", None)
+                if vae is not None:
+                    self._undo.append(RowSplit(vae, "decode", mesh.batch).close)
+            # The pipeline's call: the same inputs everywhere, nothing left over from the call before.
+            if not isinstance(target, nn.Module):
+                steps: list[Callable[..., Any]] = []
+                if mesh.world_size > 1 and config.inputs != "trust":
+                    inputs = AgreedInputs(target, mesh.world, config.inputs, weights_fingerprint(target))
+                    steps.append(inputs.agree)
+                steps.append(_starting(begin))
+                self._undo.append(PipelineDoor(target, steps).close)
+                if mesh.rank > 0:
+                    self._undo.append(_quiet(target))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Undo `open`, exactly. Collective when the engine made its own mesh."""
+        while self._undo:
+            self._undo.pop()()
+        self.doors.clear()
+        if self._owns_mesh:
+            self.mesh.close()
+
+
+def parallelize(
+    target: T,
+    config: ConfigLike = "auto",
+    *,
+    mesh: Mesh | None = None,
+    layout: TokenLayout | None = None,
+    timeout: float = DEFAULT_DEADLINE,
+) -> T:
+    """Make a diffusers DiT pipeline (or a bare transformer) run on all ranks of the job, in place.
+
+    Every rank calls this with the same arguments, then calls the pipeline as always, with the same inputs.
+
+    Args:
+        target: a `DiffusionPipeline` with a transformer, or a diffusers transformer. Already on its device.
+        config: a `ParallelConfig`, a mapping, the path of a YAML file, or ``"auto"``: Ulysses as far as the
+            heads divide, ring for the rest, over all ranks of the default process group.
+        mesh: share the groups of several pipelines; default: groups of its own, given back by `restore`.
+        layout: the transformer's token layout; default: the reviewed one of its class, else a probed one.
+        timeout: deadline of every collective, in seconds, when the mesh is made here.
+
+    Returns:
+        ``target`` itself.
+
+    Raises:
+        ConfigError: the degrees do not fit the ranks or the model.
+        LayoutError: the class has no reviewed layout and cannot be probed.
+        InputError: ``target`` has no transformer, or is parallelised already.
+    """
+    if hasattr(target, ENGINE):
+        raise InputError(f"this {type(target).__name__} is parallelised already; call ditmesh.restore(...) on it first")
+    models = denoisers(target)
+    layouts = [layout or find_layout(model) for model in models]
+    for model in models:
+        _check_backend(model)
+    if config == "auto":
+        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        config = ParallelConfig.auto(world_size, min(map(heads_of, models)))
+    config = ParallelConfig.read(config)
+    for model in models:
+        check_heads(config, heads_of(model), type(model).__name__)
+    owns_mesh = mesh is None
+    if mesh is None:
+        parameter = next(models[0].parameters(), None)
+        mesh = Mesh(config, None if parameter is None else parameter.device, timeout)
+    elif mesh.config.degrees != config.degrees:
+        raise ConfigError(f"the mesh is for {mesh.config.describe()}, the configuration for {config.describe()}")
+    engine = Engine(target, config, mesh, owns_mesh)
+    engine.open(list(zip(models, layouts, strict=True)))
+    return target
+
+
+def restore(target: T) -> T:
+    """Undo `parallelize`: the object is exactly what it was before. Every rank calls it.
+
+    Raises:
+        InputError: ``target`` is not parallelised.
+    """
+    engine_of(target).close()
+    return target
+
+
+@contextmanager
+def parallelized(target: T, config: ConfigLike = "auto", **options: Any) -> Iterator[T]:
+    """`parallelize` for the length of a ``with`` block. Options as there."""
+    parallelize(target, config, **options)
+    try:
+        yield target
+    finally:
+        restore(target)
+
+
+def engine_of(target: Any) -> Engine:
+    """The engine `parallelize` put on ``target``: its config, mesh and byte counters.
+
+    Raises:
+        InputError: there is none.
+    """
+    engine = getattr(target, ENGINE, None)
+    if not isinstance(engine, Engine):
+        raise InputError(f"this {type(target).__name__} is not parallelised; call ditmesh.parallelize(...) first")
+    return engine
+
+
+def denoisers(target: Any) -> list[nn.Module]:
+    """The denoising transformers of a pipeline, or the transformer itself.
+
+    Raises:
+        InputError: there is none.
+    """
+    if isinstance(target, nn.Module):
+        return [target]
+    models = [getattr(target, name, None) for name in DENOISERS]
+    found = [model for model in models if isinstance(model, nn.Module)]
+    if not found:
+        raise InputError(
+            f"{type(target).__name__} has no transformer ({' or '.join(DENOISERS)}); ditmesh parallelises diffusers' "
+            "Diffusion Transformer pipelines, not U-Nets"
+        )
+    return found
+
+
+def find_layout(model: nn.Module) -> TokenLayout:
+    """The reviewed layout of the model's class, else one derived by probing the model.
+
+    Raises:
+        LayoutError: no reviewed layout, and the probe failed; says why.
+    """
+    return layout_of(model) or probe(model)
+
+
+def heads_of(model: nn.Module) -> int:
+    """The smallest number of attention heads in the model's blocks (1 when it does not say)."""
+    counts = [
+        heads
+        for module in model.modules()
+        if hasattr(module, "to_q") and isinstance(heads := getattr(module, "heads", None), int)
+    ]
+    return min(counts, default=getattr(getattr(model, "config", None), "num_attention_heads", None) or 1)
+
+
+def check_heads(config: ParallelConfig, heads: int, model: str) -> None:
+    """Refuse more Ulysses ranks than heads.
+
+    Raises:
+        ConfigError: naming both and the way out.
+    """
+    if config.ulysses > heads:
+        divisors = [d for d in range(1, heads + 1) if heads % d == 0 and config.sequence % d == 0]
+        best = divisors[-1]
+        raise ConfigError(
+            f"ulysses={config.ulysses} is more than the {heads} attention heads of {model}; "
+            f"use ulysses={best} with ring={config.sequence // best}"
+        )
+
+
+def _starting(begin: list[Callable[[], None]]) -> Callable[..., Any]:
+    """A step of the pipeline's door that tells every strategy that a request begins."""
+
+    def start(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for strategy in begin:
+            strategy()
+        return args, kwargs
+
+    return start
+
+
+def _quiet(pipe: Any) -> Callable[[], None]:
+    """Silence a pipeline's progress bar; returns what undoes it."""
+    before = vars(pipe).get("_progress_bar_config")
+    pipe.set_progress_bar_config(**{**(before or {}), "disable": True})
+
+    def undo() -> None:
+        if before is None:
+            del pipe._progress_bar_config
+        else:
+            pipe._progress_bar_config = before
+
+    return undo
+
+
+def _check_backend(model: nn.Module) -> None:
+    """Attention must reach torch's own function, where the door is."""
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    chosen = {_AttentionBackendRegistry.get_active_backend()[0]}
+    for module in model.modules():
+        backend = getattr(getattr(module, "processor", None), "_attention_backend", None)
+        if backend is not None:
+            chosen.add(AttentionBackendName(backend))
+    foreign = chosen - {AttentionBackendName.NATIVE}
+    if foreign:
+        names = ", ".join(sorted(str(AttentionBackendName(name).value) for name in foreign))
+        raise InputError(
+            f"{type(model).__name__} uses the attention backend {names}, which does not pass through torch's "
+            "scaled_dot_product_attention; call model.set_attention_backend('native') first (torch picks flash or "
+            "cuDNN kernels by itself there)"
+        )

@@ -1,0 +1,105 @@
+"""Reading and replacing a block's arguments by path, however they were passed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MISSING = object()
+
+
+class Arguments:
+    """The arguments of one call, by name; `args` and `kwargs` hold them as they were passed.
+
+    Paths such as ``"image_rotary_emb.0"`` reach into tuples, lists and dicts. Containers are copied before
+    they are changed, so the caller's own objects stay as they are.
+    """
+
+    def __init__(self, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._names = names
+        self.args = list(args)
+        self.kwargs = dict(kwargs)
+
+    def get(self, path: str) -> Any:
+        """The value at ``path``, or `MISSING`."""
+        head, *rest = path.split(".")
+        value = self._top(head)
+        for part in rest:
+            value = _child(value, part)
+        return value
+
+    def set(self, path: str, value: Any) -> None:
+        """Replace the value at ``path``."""
+        head, *rest = path.split(".")
+        self._set_top(head, _replaced(self._top(head), rest, value))
+
+    def leaves(self) -> Iterator[tuple[str, Any]]:
+        """Every tensor and integer, with its path."""
+        for position, value in enumerate(self.args):
+            yield from _leaves(self._names[position] if position < len(self._names) else f"*{position}", value)
+        for name, value in self.kwargs.items():
+            yield from _leaves(name, value)
+
+    def _position(self, name: str) -> int | None:
+        if name.startswith("*"):
+            return int(name[1:])
+        if name in self._names and self._names.index(name) < len(self.args):
+            return self._names.index(name)
+        return None
+
+    def _top(self, name: str) -> Any:
+        position = self._position(name)
+        return self.kwargs.get(name, MISSING) if position is None else self.args[position]
+
+    def _set_top(self, name: str, value: Any) -> None:
+        position = self._position(name)
+        if position is None:
+            self.kwargs[name] = value
+        else:
+            self.args[position] = value
+
+
+def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the parameters that can be passed by position, without ``self``."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds]
+    return tuple(names[1:] if names[:1] == ["self"] else names)
+
+
+def _child(value: Any, part: str) -> Any:
+    if isinstance(value, dict):
+        return value.get(part, MISSING)
+    if isinstance(value, (tuple, list)) and int(part) < len(value):
+        return value[int(part)]
+    return MISSING
+
+
+def _replaced(container: Any, path: list[str], value: Any) -> Any:
+    if not path:
+        return value
+    head, *rest = path
+    if isinstance(container, dict):
+        return {**container, head: _replaced(container[head], rest, value)}
+    items = list(container)
+    items[int(head)] = _replaced(items[int(head)], rest, value)
+    return tuple(items) if isinstance(container, tuple) else items
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Tensor) or (isinstance(value, int) and not isinstance(value, bool)):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(f"{path}.{key}", item)
+    elif isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        for index, item in enumerate(value):
+            yield from _leaves(f"{path}.{index}", item)
+
+
+def covers(known: str, path: str) -> bool:
+    """Whether ``path`` is ``known`` or lies below it."""
+    return path == known or path.startswith(known + ".")

@@ -1,0 +1,15 @@
+"""DiT (Peebles & Xie 2022, arXiv:2212.09748): class-conditional, image tokens only."""
+
+from ..types import Region, Stream, TokenLayout, joint
+
+LAYOUT = TokenLayout(
+    model="DiTTransformer2DModel",
+    regions=(
+        Region(
+            blocks="transformer_blocks",
+            streams=(Stream("image", "hidden_states"),),
+            attention=(joint("image"),),
+            whole=("timestep", "class_labels"),
+        ),
+    ),
+)

@@ -1,0 +1,451 @@
+"""Derive a token layout by running the model.
+
+The model runs three times on tiny inputs: as a base, with a larger image, with more text. A dimension that
+grows with the image carries image tokens, one that grows with the text carries text tokens, one that grows
+with both by as much carries both; one that stays carries neither. More runs find the order of tokens in a
+joint sequence (disturb one stream, see which queries change) and what the model reads after its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import door
+from ..errors import LayoutError
+from .arguments import Arguments, covers, parameter_names
+from .conventions import Conventions, Size, candidates
+from .types import LOCAL, Attention, Cut, Region, Stream, TokenLayout
+
+BASE = Size(rows=4, cols=4, text=5)
+LARGER_IMAGE = Size(rows=6, cols=6, text=5)
+MORE_TEXT = Size(rows=4, cols=4, text=8)
+LARGER_BATCH = Size(rows=4, cols=4, text=5, batch=3)
+
+# How a size depends on the inputs: its value in the base run, and its growth with the image and with the text.
+Form = tuple[int, int, int]
+
+
+@dataclass
+class _BlockRun:
+    """What one block saw and made in one run."""
+
+    leaves: dict[str, Any] = field(default_factory=dict)
+    results: list[Any] = field(default_factory=list)
+    single: bool = False
+    attention: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+@dataclass
+class _Run:
+    """Blocks of one run by path, in the order they ran, and the model's output."""
+
+    blocks: dict[str, _BlockRun]
+    output: list[Tensor]
+
+
+class _Recorder:
+    """Attention handler that computes as usual and notes queries and keys under the block that runs."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, _BlockRun] = {}
+        self.current: _BlockRun | None = None
+
+    def attend(
+        self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        if self.current is not None:
+            self.current.attention.append((q_bhsd, k_bhsd))
+        return door.sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
+
+
+def probe(model: nn.Module) -> TokenLayout:
+    """The token layout of a transformer, derived by running it on tiny inputs.
+
+    Args:
+        model: a diffusers transformer with its weights (random ones will do). It is not changed.
+
+    Raises:
+        LayoutError: the model cannot be called by diffusers' conventions, or its tensors cannot be explained
+            as image and text tokens; says which.
+    """
+    name = type(model).__name__
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return _Probe(model, name).layout()
+    finally:
+        model.train(training)
+
+
+class _Probe:
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self.model = model
+        self.name = name
+        self.lists = _block_lists(model)
+        if not self.lists:
+            raise LayoutError(f"{name} has no ModuleList of blocks, so there is nothing to parallelise")
+        self.conventions, self.base = self._first_that_runs()
+        self.larger = self._run(LARGER_IMAGE)
+        self.wordier = self._run(MORE_TEXT)
+
+    def layout(self) -> TokenLayout:
+        regions: list[Region] = []
+        for path in self.lists:
+            region = self._region(path)
+            if region is not None:
+                regions.append(region)
+        if not regions:
+            raise LayoutError(f"none of the block lists of {self.name} ({', '.join(self.lists)}) carries image tokens")
+        order = list(self.base.blocks)
+        regions.sort(key=lambda region: order.index(f"{region.blocks}.0"))
+        chained = [regions[0], *(self._chained(a, b) for a, b in pairwise(regions))]
+        unbatched, listed = self._batch()
+        return TokenLayout(
+            model=self.name,
+            regions=tuple(self._what_is_read_after(r, chained[i + 1 :]) for i, r in enumerate(chained)),
+            unbatched=unbatched,
+            listed=listed,
+            source="probed",
+        )
+
+    # --- running -----------------------------------------------------------------------------------------
+
+    def _first_that_runs(self) -> tuple[Conventions, _Run]:
+        problems: list[str] = []
+        for conventions in candidates(self.model):
+            self.conventions = conventions
+            try:
+                run = self._run(BASE)
+                self._run(LARGER_IMAGE)
+                self._run(MORE_TEXT)
+                return conventions, run
+            except Exception as error:
+                problems.append(f"{conventions.dims}-D latents: {type(error).__name__}: {str(error).splitlines()[0]}")
+        raise LayoutError(
+            f"{self.name} has no reviewed token layout, and the probe could not run it: "
+            f"{'; '.join(dict.fromkeys(problems))}. "
+            "Write a layout (see docs/layouts.md) and pass it as parallelize(..., layout=...)"
+        )
+
+    def _run(
+        self,
+        size: Size,
+        edit_inputs: dict[str, Callable[[Arguments], None]] | None = None,
+        edit_output: dict[str, Callable[[Any], Any]] | None = None,
+    ) -> _Run:
+        recorder = _Recorder()
+        handles = []
+        for path in self.lists:
+            for index, block in enumerate(_list(self.model, path)):
+                site = f"{path}.{index}"
+                before, after = _recording_hooks(
+                    recorder, site, block, (edit_inputs or {}).get(site), (edit_output or {}).get(site)
+                )
+                handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
+                handles.append(block.register_forward_hook(after))
+        door.open_door()
+        token = door.enter(recorder)
+        try:
+            output = self.model(**self.conventions.inputs(size))
+        finally:
+            door.leave(token)
+            door.close_door()
+            for handle in handles:
+                handle.remove()
+        return _Run(recorder.runs, [value for _, value in _tensors(output)])
+
+    # --- forms -------------------------------------------------------------------------------------------
+
+    def _form(self, read: Callable[[_Run], int]) -> Form:
+        base = read(self.base)
+        return base, read(self.larger) - base, read(self.wordier) - base
+
+    def _shape_forms(self, read: Callable[[_Run], Any]) -> list[Form] | None:
+        """Form of every dimension of a tensor that all three runs have; None when it is absent or no tensor."""
+        tensors = [read(run) for run in (self.base, self.larger, self.wordier)]
+        if not all(isinstance(t, Tensor) for t in tensors) or len({t.dim() for t in tensors}) != 1:
+            return None
+        return [(a, b - a, c - a) for a, b, c in zip(*(t.shape for t in tensors), strict=True)]
+
+    # --- one block list -----------------------------------------------------------------------------------
+
+    def _region(self, path: str) -> Region | None:
+        sites = [site for site in self.base.blocks if site.rsplit(".", 1)[0] == path]
+        if not sites or not any(self.base.blocks[site].attention for site in sites):
+            return None
+        streams = self._streams(sites[0])
+        if not any(stream.name == "image" for stream in streams):
+            return None
+        forms = {
+            stream.name: self._shape_forms(lambda run, s=stream: run.blocks[sites[0]].leaves[s.arg])[stream.dim]  # type: ignore[index]
+            for stream in streams
+        }
+        order = self._joint_order(sites[0], streams, forms)
+        calls = max((self.base.blocks[site] for site in sites), key=lambda block: len(block.attention))
+        busiest = next(site for site in sites if self.base.blocks[site] is calls)
+        attention = tuple(self._attention(busiest, i, forms, order) for i in range(len(calls.attention)))
+        cuts, whole = self._arguments(sites, streams, forms, order)
+        last = self.base.blocks[sites[-1]].results
+        streams = tuple(Stream(s.name, s.arg, s.out, s.dim, used_after=last[s.out or 0] is not None) for s in streams)
+        return Region(path, streams, attention, cuts, whole)
+
+    def _streams(self, site: str) -> tuple[Stream, ...]:
+        """Arguments that come back with the same shape and grow with the image or the text."""
+        block, found = self.base.blocks[site], []
+        for position in range(len(block.results)):
+            forms = self._shape_forms(lambda run, i=position: run.blocks[site].results[i])
+            if forms is None:
+                continue
+            growing = [dim for dim, form in enumerate(forms) if form[1:] != (0, 0)]
+            if len(growing) != 1:
+                continue
+            for path in block.leaves:
+                same = self._shape_forms(lambda run, p=path: run.blocks[site].leaves.get(p)) == forms
+                if same and "." not in path and path not in [s.arg for s in found]:
+                    _, image, text = forms[growing[0]]
+                    name = "image" if image and not text else "text" if text and not image else "unified"
+                    found.append(Stream(name, path, None if block.single else position, growing[0]))
+                    break
+        if any(stream.name == "unified" for stream in found):
+            found = [Stream("image", s.arg, s.out, s.dim) if s.name == "unified" else s for s in found]
+        return tuple(sorted(found, key=lambda stream: stream.name != "image"))
+
+    def _joint_order(self, site: str, streams: tuple[Stream, ...], forms: dict[str, Form]) -> tuple[str, ...]:
+        """Order of the streams in the first attention call, by disturbing each and looking at the queries."""
+        if len(streams) == 1:
+            return (streams[0].name,)
+        queries = self.base.blocks[site].attention[0][0]
+        starts: dict[str, int] = {}
+        for stream in streams:
+
+            def disturb(arguments: Arguments, arg: str = stream.arg) -> None:
+                # Not by a constant: a norm would take that out again.
+                value = arguments.get(arg)
+                arguments.set(
+                    arg,
+                    value + torch.linspace(-1, 1, value.shape[-1], device=value.device, dtype=value.dtype),
+                )
+
+            disturbed = self._run(BASE, edit_inputs={site: disturb}).blocks[site].attention[0][0]
+            changed = ((disturbed - queries).abs().amax(dim=(0, 1, 3)) > 0).nonzero().flatten().tolist()
+            length = forms[stream.name][0]
+            if changed and changed != list(range(changed[0], changed[0] + length)):
+                raise LayoutError(f"{site}: the {stream.name} tokens are scattered over the joint sequence")
+            if changed:
+                starts[stream.name] = changed[0]
+        return tuple(sorted(starts, key=lambda name: starts[name]))
+
+    def _attention(self, site: str, index: int, forms: dict[str, Form], order: tuple[str, ...]) -> Attention:
+        def form(which: int) -> Form:
+            return self._form(lambda run: run.blocks[site].attention[index][which].shape[2])
+
+        keys = _explain(form(1), forms, order)
+        if keys is None and _follows(form(1), forms):
+            raise LayoutError(
+                f"{site}: attention call {index + 1} has {form(1)[0]} keys, which no sum of streams explains"
+            )
+        if keys is None:
+            return LOCAL
+        queries = _explain(form(0), forms, order)
+        if queries is None:
+            raise LayoutError(
+                f"{site}: attention call {index + 1} has {form(0)[0]} queries, which no sum of streams explains"
+            )
+        return Attention(queries, keys)
+
+    def _arguments(
+        self, sites: list[str], streams: tuple[Stream, ...], forms: dict[str, Form], order: tuple[str, ...]
+    ) -> tuple[tuple[Cut, ...], tuple[str, ...]]:
+        """Which other arguments follow the tokens (cuts), and which are the same for all of them (whole)."""
+        cuts: dict[str, Cut] = {}
+        whole: dict[str, None] = {}
+        for site in sites:
+            for path, value in self.base.blocks[site].leaves.items():
+                if any(path == stream.arg for stream in streams):
+                    continue
+                if isinstance(value, int):
+                    form = self._form(lambda run, s=site, p=path: run.blocks[s].leaves[p])
+                    if _follows(form, forms):
+                        raise LayoutError(
+                            f"{site}: the integer argument {path!r} counts tokens, which a cut cannot follow"
+                        )
+                    continue
+                shape = self._shape_forms(lambda run, s=site, p=path: run.blocks[s].leaves.get(p))
+                if shape is None:
+                    continue
+                tokens = {dim: _explain(form, forms, order) for dim, form in enumerate(shape)}
+                for dim, form in enumerate(shape):
+                    if tokens[dim] is None and _follows(form, forms):
+                        raise LayoutError(
+                            f"{site}: dimension {dim} of {path!r} ({form[0]}) follows the tokens in a way that "
+                            "no sum of streams explains"
+                        )
+                along = {dim: names for dim, names in tokens.items() if names is not None}
+                if len(along) == 1:
+                    ((dim, names),) = along.items()
+                    cuts[path] = Cut(path, dim, names)
+                else:
+                    whole[path] = None
+        return tuple(cuts.values()), tuple(whole)
+
+    def _batch(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Arguments of the forward without a batch dimension, and those that are lists of samples."""
+        few, many = (self.conventions.inputs(size) for size in (BASE, LARGER_BATCH))
+        self._run(LARGER_BATCH)
+        listed = [
+            name
+            for name, value in few.items()
+            if isinstance(value, list) and (len(value), len(many[name])) == (BASE.batch, LARGER_BATCH.batch)
+        ]
+        leaves = [dict(Arguments((), (), arguments).leaves()) for arguments in (few, many)]
+        unbatched = [
+            path
+            for path, value in leaves[0].items()
+            if isinstance(value, Tensor) and value.dim() and not any(covers(name, path) for name in listed)
+            if (len(value), len(leaves[1][path])) != (BASE.batch, LARGER_BATCH.batch)
+        ]
+        return tuple(unbatched), tuple(listed)
+
+    # --- between and after the lists -----------------------------------------------------------------------
+
+    def _chained(self, before: Region, region: Region) -> Region:
+        """Mark ``region`` as chained when its streams are the very tensors the list before returned."""
+        last = [site for site in self.base.blocks if site.startswith(before.blocks + ".")][-1]
+        first = self.base.blocks[f"{region.blocks}.0"]
+        results = {id(value) for value in self.base.blocks[last].results}
+        fed = {s.name for s in region.streams} == {s.name for s in before.streams} and all(
+            id(first.leaves[s.arg]) in results for s in region.streams
+        )
+        return Region(region.blocks, region.streams, region.attention, region.cuts, region.whole, chained=fed)
+
+    def _what_is_read_after(self, region: Region, later: list[Region]) -> Region:
+        """Poison each stream after the list's last block; a clean output means nobody reads it."""
+        if later and later[0].chained:
+            return region
+        last = [site for site in self.base.blocks if site.startswith(region.blocks + ".")][-1]
+        streams = []
+        for stream in region.streams:
+            used = stream.used_after
+            if used and stream is not region.main:
+                run = self._run(BASE, edit_output={last: lambda out, s=stream: _poisoned(out, s)})
+                used = not all(torch.isfinite(value).all() for value in run.output)
+            streams.append(Stream(stream.name, stream.arg, stream.out, stream.dim, used))
+        return Region(region.blocks, tuple(streams), region.attention, region.cuts, region.whole, region.chained)
+
+
+def differences(reviewed: TokenLayout, probed: TokenLayout) -> list[str]:
+    """What two layouts of one class disagree on, a sentence each; empty when they agree.
+
+    A reviewed layout may know arguments that the probe's inputs did not bring up; it may not miss one.
+    """
+    found: list[str] = []
+    for path in probed.unbatched:
+        if not any(covers(name, path) for name in reviewed.unbatched):
+            found.append(f"argument {path!r} of the forward has no batch dimension; not in the layout's `unbatched`")
+    for path in probed.listed:
+        if path not in reviewed.listed:
+            found.append(f"argument {path!r} of the forward is a list of samples; not in the layout's `listed`")
+    ours, theirs = ({region.blocks: region for region in layout.regions} for layout in (reviewed, probed))
+    for blocks in dict.fromkeys([*ours, *theirs]):
+        a, b = ours.get(blocks), theirs.get(blocks)
+        if a is None or b is None:
+            found.append(f"{blocks}: only in the {'probed' if a is None else 'reviewed'} layout")
+            continue
+        if a.streams != b.streams:
+            found.append(f"{blocks}: streams are {a.streams} against {b.streams} probed")
+        if a.chained != b.chained:
+            found.append(f"{blocks}: chained is {a.chained} against {b.chained} probed")
+        if a.attention[: len(b.attention)] != b.attention:
+            found.append(f"{blocks}: attention is {a.attention} against {b.attention} probed")
+        cuts = {cut.arg: cut for cut in a.cuts}
+        for cut in b.cuts:
+            known = cuts.get(cut.arg)
+            if known is None:
+                if not any(covers(name, cut.arg) for name in a.whole):
+                    found.append(
+                        f"{blocks}: {cut.arg!r} follows {' + '.join(cut.tokens)} along dimension {cut.dim}; "
+                        "not in the layout"
+                    )
+            elif (known.dim, known.tokens) != (cut.dim, cut.tokens):
+                found.append(f"{blocks}: {known} against {cut} probed")
+        for path in b.whole:
+            if not any(covers(name, path) for name in (*a.whole, *cuts)):
+                found.append(f"{blocks}: argument {path!r} is not in the layout")
+    return found
+
+
+def _recording_hooks(
+    recorder: _Recorder,
+    site: str,
+    block: nn.Module,
+    edit_input: Callable[[Arguments], None] | None,
+    edit_output: Callable[[Any], Any] | None,
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    names = parameter_names(type(block).forward)
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        arguments = Arguments(names, args, kwargs)
+        if edit_input is not None:
+            edit_input(arguments)
+        recorder.current = recorder.runs[site] = _BlockRun(leaves=dict(arguments.leaves()))
+        return tuple(arguments.args), arguments.kwargs
+
+    def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        run, recorder.current = recorder.current, None
+        if run is not None:
+            run.single = isinstance(output, Tensor)
+            run.results = [output] if run.single else list(output)
+        return edit_output(output) if edit_output is not None else None
+
+    return before, after
+
+
+def _block_lists(model: nn.Module) -> list[str]:
+    """Paths of the model's ModuleLists that are not inside another list's block."""
+    paths: list[str] = []
+    for path, module in model.named_modules():
+        inside = any(path.startswith(other + ".") for other in paths)
+        if isinstance(module, nn.ModuleList) and len(module) and not inside:
+            paths.append(path)
+    return paths
+
+
+def _list(model: nn.Module, path: str) -> nn.ModuleList:
+    blocks = model.get_submodule(path)
+    assert isinstance(blocks, nn.ModuleList)
+    return blocks
+
+
+def _explain(form: Form, forms: dict[str, Form], order: tuple[str, ...]) -> tuple[str, ...] | None:
+    """The streams, in joint order, whose forms add up to ``form``."""
+    if form[1:] == (0, 0):
+        return None
+    for count in range(1, len(order) + 1):
+        for names in combinations(order, count):
+            if tuple(map(sum, zip(*(forms[name] for name in names), strict=True))) == form:
+                return names
+    return None
+
+
+def _follows(form: Form, forms: dict[str, Form]) -> bool:
+    """Whether a size grows with something that is cut. Whole text (cross-attention) may grow freely."""
+    return any(form[axis] != 0 and any(stream[axis] != 0 for stream in forms.values()) for axis in (1, 2))
+
+
+def _tensors(output: Any) -> list[tuple[str, Tensor]]:
+    return [(path, value) for path, value in Arguments((), (output,), {}).leaves() if isinstance(value, Tensor)]
+
+
+def _poisoned(output: Any, stream: Stream) -> Any:
+    if stream.out is None:
+        return torch.full_like(output, torch.nan)
+    items = list(output)
+    items[stream.out] = torch.full_like(items[stream.out], torch.nan)
+    return tuple(items)

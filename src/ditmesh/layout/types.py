@@ -1,0 +1,128 @@
+"""The token layout of a transformer class: which tensors hold which tokens, as data.
+
+A diffusers DiT runs `prologue -> list(s) of blocks -> epilogue`. Inside the blocks everything is token-local
+but attention, so a strategy needs to know only what this module describes: which arguments of a block carry
+image or text tokens, along which dimension, in which order they join, and which attention calls mix them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A tensor of tokens that every block of a region takes and returns.
+
+    Attributes:
+        name: what its tokens are called in the rest of the layout: ``"image"``, ``"text"`` …
+        arg: the block's argument, ``"hidden_states"``.
+        out: position in the tuple the block returns; None when the block returns this tensor alone.
+        dim: token dimension, 1 for (B, S, C).
+        used_after: False when the model never reads this stream after the region's last block, so that
+            it need not be gathered.
+    """
+
+    name: str
+    arg: str
+    out: int | None = None
+    dim: int = 1
+    used_after: bool = True
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor argument that has one entry per token and arrives whole in every block.
+
+    Attributes:
+        arg: path of the argument; parts after a dot index into tuples and dicts: ``"image_rotary_emb.0"``,
+            ``"joint_attention_kwargs.attention_mask"``.
+        dim: token dimension; negative counts from the end.
+        tokens: the streams it covers, in order: ``("text", "image")``.
+        ndim: the cut applies only to tensors of that many dimensions (an argument that is per-token in some
+            models or calls and not in others); None for any.
+    """
+
+    arg: str
+    dim: int
+    tokens: tuple[str, ...]
+    ndim: int | None = None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One attention call of a block that mixes tokens across ranks.
+
+    Attributes:
+        queries: streams whose tokens ask, in the order they stand along the sequence.
+        keys: streams whose tokens answer, in the order one device has them.
+    """
+
+    queries: tuple[str, ...]
+    keys: tuple[str, ...]
+
+
+def joint(*tokens: str) -> Attention:
+    """Attention of these streams, in this order, with themselves."""
+    return Attention(queries=tokens, keys=tokens)
+
+
+# An attention call that needs nobody else's tokens: image queries on text that every rank has whole.
+LOCAL = Attention(queries=(), keys=())
+
+
+@dataclass(frozen=True)
+class Region:
+    """One list of blocks.
+
+    Attributes:
+        blocks: path of the `ModuleList` in the transformer.
+        streams: tensors that enter as arguments and leave as results of every block.
+        attention: the block's attention calls in the order they happen; a block may make only the first few.
+        cuts: per-token arguments that are cut to this rank's tokens.
+        whole: arguments known to be the same for all tokens, or wanted whole (modulation, cross-attended
+            text and its mask). Paths as in `Cut.arg`; a name covers everything below it.
+        chained: the streams come from the region before exactly as its last block returned them, so nothing
+            has to be gathered between the two.
+    """
+
+    blocks: str
+    streams: tuple[Stream, ...]
+    attention: tuple[Attention, ...]
+    cuts: tuple[Cut, ...] = ()
+    whole: tuple[str, ...] = ()
+    chained: bool = False
+
+    def stream(self, name: str) -> Stream:
+        """The stream of that name."""
+        return next(stream for stream in self.streams if stream.name == name)
+
+    @property
+    def main(self) -> Stream:
+        """The first stream: the image, whose tokens decide how many ranks can share the work."""
+        return self.streams[0]
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """How the tokens of one transformer class lie in its blocks' tensors.
+
+    Attributes:
+        model: name of the transformer class.
+        regions: its block lists, in the order they run.
+        refused: arguments of the transformer's forward that this layout does not cover: a call that sets one
+            is refused by name. Argument -> why.
+        unbatched: tensor arguments of the transformer's forward whose first dimension is not the batch, as
+            paths: ``("img_ids", "txt_ids")``, ``("image_rotary_emb.0", "image_rotary_emb.1")``. Every other
+            tensor argument (of at least one dimension) has one entry per sample in its first dimension.
+        listed: arguments of the forward that are Python lists with one item per sample, whatever the items
+            are: ``("x", "cap_feats")`` for a model that takes a list of latents.
+        source: ``"reviewed"`` for the table that ships, ``"probed"`` for a layout derived on the spot.
+    """
+
+    model: str
+    regions: tuple[Region, ...]
+    refused: dict[str, str] = field(default_factory=dict)
+    unbatched: tuple[str, ...] = ()
+    listed: tuple[str, ...] = ()
+    source: str = "reviewed"

@@ -1,0 +1,1 @@
+"""One module per parallel strategy. A strategy knows layouts, never model names."""

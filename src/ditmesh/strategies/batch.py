@@ -1,0 +1,243 @@
+"""Batch parallelism: rows of the batch, and branches of classifier-free guidance, shared over ranks.
+
+A transformer treats the rows of its batch independently, so cutting them changes nothing. Guidance (Ho &
+Salimans 2022, arXiv:2207.12598) comes in two styles. *Batched* pipelines put all branches in one call: they
+are rows like any other. *Sequential* pipelines call the transformer once per branch and step; there each
+rank runs another branch at the step's first call, with arguments predicted from the step before, the results
+are exchanged, and the later calls are answered from them once their arguments have proved to be as predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Link
+from ..layout.arguments import Arguments, covers, parameter_names
+from ..methods import replace_method
+from ..tiles import even_cut, offsets
+
+
+@dataclass
+class _Step:
+    """The transformer calls at one timestep: their arguments, and results computed ahead."""
+
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    ahead: dict[int, tuple[dict[str, Any], Any]] = field(default_factory=dict)
+
+
+class BatchParallel:
+    """Stands in for a transformer's forward and shares its rows and branches out.
+
+    Args:
+        model: the transformer; its ``forward`` is replaced on the instance until `close`.
+        rows: link over all ranks that may share rows (guidance and data axes).
+        data: link of the data axis alone, used when the guidance axis shares branches.
+        branches: link of the guidance axis.
+        unbatched: arguments whose first dimension is not the batch.
+    """
+
+    def __init__(
+        self, model: nn.Module, rows: Link, data: Link, branches: Link, unbatched: tuple[str, ...] = ()
+    ) -> None:
+        self.model = model
+        self.rows, self.data, self.branches = rows, data, branches
+        self.unbatched = unbatched
+        self._names = parameter_names(type(model).forward)
+        self._restore = replace_method(model, "forward", self._call)
+        self._forward: Callable[..., Any] = self._restore.original
+        self._before = _Step()
+        self._now = _Step()
+
+    def close(self) -> None:
+        """Put the model's own forward back."""
+        self._restore()
+
+    def begin_request(self) -> None:
+        """A new request starts: what the branches of the last one were is forgotten.
+
+        The first step of every request then runs alike, and the same request gives the same bits twice.
+        """
+        self._before, self._now = _Step(), _Step()
+
+    # --- one call ------------------------------------------------------------------------------------------
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = Arguments(self._names, args, kwargs)
+        if self.branches.size == 1:
+            return self._shared(arguments, self.rows)
+        seen = dict(arguments.leaves())
+        if not self._now.calls or not _same(seen.get("timestep"), self._now.calls[0].get("timestep")):
+            self._before, self._now = self._now, _Step()
+            branches = self._branches_of(self._before)
+            if branches:
+                self._run_ahead(arguments, branches)
+        number = len(self._now.calls)
+        self._now.calls.append(seen)
+        if number in self._now.ahead:
+            predicted, output = self._now.ahead.pop(number)
+            if predicted.keys() == seen.keys() and all(_same(seen[path], predicted[path]) for path in seen):
+                return output
+        sequential = bool(self._now.ahead) or number > 0
+        return self._shared(arguments, self.data if sequential else self.rows)
+
+    # --- guidance branches ------------------------------------------------------------------------------------
+
+    def _branches_of(self, step: _Step) -> list[dict[str, Any]]:
+        """For every call of a step, the arguments in which it differed from the first; empty if it was not guidance.
+
+        Calls that differ in nothing, or in the latents themselves (a sampler that asks twice at one
+        timestep), are not branches of guidance.
+        """
+        if len(step.calls) < 2:
+            return []
+        first = step.calls[0]
+        main = self._names[0]
+        differences: list[dict[str, Any]] = [{}]
+        for call in step.calls[1:]:
+            if call.keys() != first.keys():
+                return []
+            differing = {path: value for path, value in call.items() if not _same(value, first[path])}
+            if not differing or any(covers(main, path) for path in differing):
+                return []
+            differences.append(differing)
+        return differences
+
+    def _run_ahead(self, arguments: Arguments, branches: list[dict[str, Any]]) -> None:
+        """Run this rank's branches of the step, and exchange results."""
+        mine: list[tuple[int, dict[str, Any], Any]] = []
+        predictions: list[dict[str, Any]] = []
+        for number, differing in enumerate(branches):
+            branch = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
+            for path, value in differing.items():
+                branch.set(path, value)
+            predictions.append(dict(branch.leaves()))
+            if number % self.branches.size == self.branches.rank:
+                mine.append((number, predictions[number], self._shared(branch, self.data)))
+        rounds = -(-len(branches) // self.branches.size)
+        for round_ in range(rounds):
+            # A rank without a branch in the last round sends its latest result again: shapes must be known.
+            _, _, output = mine[min(round_, len(mine) - 1)]
+            for owner, result in enumerate(_exchanged(output, self.branches)):
+                number = round_ * self.branches.size + owner
+                if number < len(branches):
+                    self._now.ahead[number] = (predictions[number], result)
+
+    # --- rows --------------------------------------------------------------------------------------------------
+
+    def _shared(self, arguments: Arguments, link: Link) -> Any:
+        """The forward with its rows shared over ``link``; every rank gets all rows of the result."""
+        batch = _batch_size(arguments.get(self._names[0]))
+        if link.size == 1 or batch < 2:
+            return self._forward(*arguments.args, **arguments.kwargs)
+        counts = even_cut(batch, link.size)
+        start, count = offsets(counts)[link.rank], counts[link.rank]
+        # A rank without rows computes the last one along, so that every rank of its group takes part alike.
+        take = slice(start, start + count) if count else slice(batch - 1, batch)
+        part = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
+        for path in _batched(arguments, batch, self.unbatched):
+            part.set(path, arguments.get(path)[take])
+        output = self._forward(*part.args, **part.kwargs)
+        return _map(output, lambda rows: _gathered(rows, counts, link), lambda rows: _gathered_list(rows, counts, link))
+
+
+class RowSplit:
+    """Shares the rows of a method's first argument over ranks: the VAE's decode.
+
+    Args:
+        owner, name: the method; replaced on the instance until `close`.
+        link: ranks that share the rows.
+    """
+
+    def __init__(self, owner: Any, name: str, link: Link) -> None:
+        self.link = link
+        self._restore = replace_method(owner, name, self._call)
+
+    def close(self) -> None:
+        """Put the method back."""
+        self._restore()
+
+    def _call(self, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
+        link = self.link
+        if rows.shape[0] < 2:
+            return self._restore.original(rows, *args, **kwargs)
+        counts = even_cut(rows.shape[0], link.size)
+        start, count = offsets(counts)[link.rank], counts[link.rank]
+        take = slice(start, start + count) if count else slice(rows.shape[0] - 1, None)
+        output = self._restore.original(rows[take], *args, **kwargs)
+        return _map(output, lambda part: _gathered(part, counts, link), lambda part: part)
+
+
+def _batch_size(main: Any) -> int:
+    """Rows of the transformer's first argument: a tensor, or a list with an entry per row."""
+    return main.shape[0] if isinstance(main, Tensor) else len(main)
+
+
+def _batched(arguments: Arguments, batch: int, unbatched: tuple[str, ...]) -> list[str]:
+    """Paths of the arguments that have a row per sample: tensors, and lists of one tensor per sample."""
+    paths: list[str] = []
+    lists: set[str] = set()
+    for path, value in arguments.leaves():
+        if any(covers(name, path) for name in unbatched):
+            continue
+        parent = path.rpartition(".")[0]
+        whole = arguments.get(parent) if parent else None
+        if isinstance(whole, list) and len(whole) == batch:
+            if parent not in lists:
+                lists.add(parent)
+                paths.append(parent)
+        elif isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch:
+            paths.append(path)
+    return paths
+
+
+def _gathered(rows: Tensor, counts: tuple[int, ...], link: Link) -> Tensor:
+    count = counts[link.rank]
+    return link.gather(rows[:count].contiguous(), counts, dim=0)
+
+
+def _gathered_list(rows: list[Tensor], counts: tuple[int, ...], link: Link) -> list[Tensor]:
+    """Lists of equally shaped tensors, one per row."""
+    return list(_gathered(torch.stack(rows), counts, link).unbind())
+
+
+def _exchanged(output: Any, link: Link) -> list[Any]:
+    """The output of every rank of the link, in rank order."""
+    received: list[list[Tensor]] = []
+
+    def exchange(tensor: Tensor) -> Tensor:
+        parts = link.exchange([[tensor]] * link.size, [[tuple(tensor.shape)]] * link.size)
+        received.append([part for (part,) in parts])
+        return tensor
+
+    _map(output, exchange, lambda tensors: [exchange(tensor) for tensor in tensors])
+    results = []
+    for rank in range(link.size):
+        tensors = iter([parts[rank] for parts in received])
+        results.append(_map(output, lambda _, t=tensors: next(t), lambda old, t=tensors: [next(t) for _ in old]))
+    return results
+
+
+def _map(output: Any, tensor: Callable[[Tensor], Tensor], tensors: Callable[[list[Tensor]], list[Tensor]]) -> Any:
+    """A transformer's output with every tensor, and every list of tensors, replaced."""
+    if isinstance(output, Tensor):
+        return tensor(output)
+    if isinstance(output, list):
+        return tensors(output)
+    if isinstance(output, tuple):
+        return tuple(_map(item, tensor, tensors) for item in output)
+    if isinstance(output, dict):  # diffusers' BaseOutput, too
+        return type(output)(**{key: _map(value, tensor, tensors) for key, value in output.items()})
+    return output
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+    return type(a) is type(b) and not isinstance(a, Tensor) and a == b

@@ -1,0 +1,43 @@
+"""What the parity tests run on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+
+import ditmesh
+from ditmesh.attention.door import sdpa
+from ditmesh.layout.conventions import Size
+from ditmesh.strategies.sequence import SequenceParallel
+from support.models import inputs, relative_error, run, tiny
+
+
+class NoExchange(SequenceParallel):
+    """The negative control: attention that sees this rank's tokens only."""
+
+    def mix(self, q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale):
+        return sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
+
+
+def parity(name: str, config: dict[str, Any], size: Size, masks: bool = True) -> dict[str, Any]:
+    """One forward in parallel against the unmodified model in the same process."""
+    model, arguments = tiny(name), inputs(name, size, masks)
+    truth = run(model, arguments)
+    with ditmesh.parallelized(model, config):
+        value = run(model, arguments)
+        again = run(model, arguments)
+        sent = dict(ditmesh.engine_of(model).mesh.traffic.bytes_sent)
+    return {
+        "error": relative_error(value, truth),
+        "equal": torch.equal(value, truth),
+        "repeats": torch.equal(value, again),
+        "sent": {axis: count // 2 for axis, count in sent.items()},
+    }
+
+
+def without_exchange(name: str, config: dict[str, Any], size: Size) -> float:
+    """Error of `parity` when no rank sees another's keys."""
+    with mock.patch("ditmesh.engine.SequenceParallel", NoExchange):
+        return parity(name, config, size)["error"]

@@ -1,0 +1,191 @@
+"""Layouts: the reviewed table, the probe, and strict mode."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import ditmesh
+from ditmesh.layout import LOCAL, Cut, Region, Stream, TokenLayout, joint, known_models, layout_of
+from ditmesh.layout.arguments import MISSING, Arguments, parameter_names
+from ditmesh.layout.probe import differences, probe
+from support.models import MAKERS, RAGGED, inputs, run, tiny
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_probe_agrees_with_the_reviewed_layout(name):
+    model = tiny(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    assert differences(layout_of(model), probe(model)) == []
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_differences_sees_every_part():
+    """The comparison above can fail: each kind of wrong layout is noticed."""
+    probed = probe(tiny("Flux"))
+    right = layout_of(tiny("Flux"))
+    first, second = right.regions
+    text_first = tuple(dataclasses.replace(s, out=1 - s.out) for s in first.streams)
+    wrong = {
+        "streams": dataclasses.replace(first, streams=text_first),
+        "attention": dataclasses.replace(first, attention=(joint("image", "text"),)),
+        "image_rotary_emb.0": dataclasses.replace(first, cuts=first.cuts[1:]),
+        "dim=1": dataclasses.replace(first, cuts=(Cut("image_rotary_emb.0", 1, ("text", "image")), *first.cuts[1:])),
+        "temb": dataclasses.replace(first, whole=()),
+    }
+    for expected, region in wrong.items():
+        found = differences(dataclasses.replace(right, regions=(region, second)), probed)
+        assert len(found) == (2 if expected == "image_rotary_emb.0" and len(found) == 2 else 1)
+        assert expected in found[0]
+    batched = differences(dataclasses.replace(right, unbatched=("img_ids",)), probed)
+    assert len(batched) == 1
+    assert "'txt_ids'" in batched[0]
+    unchained = dataclasses.replace(second, chained=False)
+    assert "chained" in differences(dataclasses.replace(right, regions=(first, unchained)), probed)[0]
+    assert "only in the probed" in differences(dataclasses.replace(right, regions=(first,)), probed)[0]
+
+
+def test_every_layout_is_well_formed():
+    assert {
+        "DiTTransformer2DModel",
+        "PixArtTransformer2DModel",
+        "SD3Transformer2DModel",
+        "FluxTransformer2DModel",
+    } <= set(known_models())
+    for layout in known_models().values():
+        for region in layout.regions:
+            names = {stream.name for stream in region.streams}
+            assert region.main.name == "image"
+            for cut in region.cuts:
+                assert set(cut.tokens) <= names
+            for attention in region.attention:
+                assert attention == LOCAL or set(attention.queries) | set(attention.keys) <= names
+
+
+def test_a_model_that_cannot_be_probed_is_refused_with_reasons():
+    class Strange(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config = type("Config", (), {"in_channels": 4})()
+            self.blocks = nn.ModuleList([nn.Linear(4, 4)])
+
+        def forward(self, hidden_states, secret):
+            return (self.blocks[0](hidden_states) + secret,)
+
+    with pytest.raises(ditmesh.LayoutError, match=r"Strange has no reviewed token layout.*secret.*Write a layout"):
+        ditmesh.parallelize(Strange(), {})
+
+
+def test_a_model_without_blocks_is_refused():
+    model = nn.Linear(2, 2)
+    model.config = object()
+    with pytest.raises(ditmesh.LayoutError, match="no ModuleList"):
+        ditmesh.parallelize(model, {})
+
+
+# --- strict mode -----------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A block with a per-token argument and an integer that counts tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.to_q = nn.Linear(16, 16)
+
+    def forward(self, hidden_states, bias=None, count=None):
+        x = self.to_q(hidden_states).unflatten(-1, (2, 8)).transpose(1, 2)
+        out = torch.nn.functional.scaled_dot_product_attention(x, x, x).transpose(1, 2).flatten(2)
+        if bias is not None:
+            out = out + bias
+        if count is not None:
+            out = out * (count / 10)
+        return hidden_states + out
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, hidden_states, bias=None, count=None):
+        for block in self.blocks:
+            hidden_states = block(hidden_states, bias=bias, count=count)
+        return (hidden_states,)
+
+
+LAYOUT = TokenLayout(
+    model="Tokens",
+    regions=(Region("blocks", (Stream("image", "hidden_states"),), attention=(joint("image"),)),),
+)
+COMPLETE = dataclasses.replace(
+    LAYOUT, regions=(dataclasses.replace(LAYOUT.regions[0], cuts=(Cut("bias", 1, ("image",)),)),)
+)
+
+
+def strict(argument, layout, is_strict=True):
+    model = Tokens().eval()
+    x = torch.randn(2, 20, 16, generator=torch.Generator().manual_seed(0))
+    extra = {"bias": torch.randn(2, 20, 16, generator=torch.Generator().manual_seed(1)), "count": 20, "none": None}
+    arguments = {"hidden_states": x, **({argument: extra[argument]} if argument != "none" else {})}
+    truth = run(model, arguments)
+    with ditmesh.parallelized(model, {"ring": 2, "strict": is_strict}, layout=layout):
+        try:
+            return float((run(model, arguments) - truth).abs().max())
+        except ditmesh.LayoutError as error:
+            return str(error)
+
+
+def test_an_argument_that_follows_the_tokens_and_is_not_planned_is_an_error(ranks):
+    for message in ranks(2).run(strict, "bias", LAYOUT):
+        assert "blocks.0: argument 'bias' is a tensor of shape (2, 20, 16)" in message
+        assert "20 is the number of image tokens" in message
+        assert "`cuts`" in message
+    for message in ranks(2).run(strict, "count", LAYOUT):
+        assert "argument 'count' is the integer 20" in message
+
+
+def test_a_planned_argument_is_cut(ranks):
+    assert all(error < 1e-6 for error in ranks(2).run(strict, "none", LAYOUT))
+    assert all(error < 1e-6 for error in ranks(2).run(strict, "bias", COMPLETE))
+
+
+def one_cut_missing():
+    """Flux without its rotary tables planned: never a silent wrong picture."""
+    layout = layout_of(tiny("Flux"))
+    bare = tuple(dataclasses.replace(region, cuts=region.cuts[2:]) for region in layout.regions)
+    with ditmesh.parallelized(tiny("Flux"), {"ulysses": 2}, layout=dataclasses.replace(layout, regions=bare)):
+        try:
+            run(tiny("Flux"), inputs("Flux", RAGGED))
+        except ditmesh.LayoutError as error:
+            return str(error)
+
+
+def test_missing_rotary_cut_is_named(ranks):
+    for message in ranks(2).run(one_cut_missing):
+        assert "transformer_blocks.0: argument 'image_rotary_emb.0'" in message
+        assert "text" in message
+        assert "image" in message
+
+
+# --- arguments -------------------------------------------------------------------------------------------------
+
+
+def test_arguments_are_found_and_replaced_by_path():
+    def forward(self, hidden, tables=None, options=None): ...
+
+    tables, options = (torch.zeros(1), torch.ones(1)), {"mask": torch.zeros(2)}
+    arguments = Arguments(parameter_names(forward), (torch.zeros(3), tables), {"options": options, "count": 4})
+    assert [path for path, _ in arguments.leaves()] == ["hidden", "tables.0", "tables.1", "options.mask", "count"]
+    arguments.set("tables.1", 5)
+    arguments.set("options.mask", 6)
+    assert arguments.get("tables.1") == 5
+    assert arguments.get("options.mask") == 6
+    assert arguments.get("options.other") is MISSING
+    assert arguments.get("tables.7") is MISSING
+    assert torch.is_tensor(tables[1])
+    assert torch.is_tensor(options["mask"])
