@@ -118,17 +118,13 @@ class ParallelConfig(BaseModel):
         try:
             data = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"cannot read the configuration {str(path)!r}: {error}; give a YAML file"
-            ) from None
+            raise ConfigError(f"cannot read the configuration {str(path)!r}: {error}; give a YAML file") from None
         except yaml.YAMLError as error:
             raise ConfigError(f"{str(path)!r} is not YAML: {error}") from None
         if data is None:
             return cls()
         if not isinstance(data, Mapping):
-            raise ConfigError(
-                f"{str(path)!r} holds a {type(data).__name__}; write lines such as 'ulysses: 2'"
-            )
+            raise ConfigError(f"{str(path)!r} holds a {type(data).__name__}; write lines such as 'ulysses: 2'")
         return cls(**{str(key): value for key, value in data.items()})
 
     @classmethod
@@ -139,9 +135,7 @@ class ParallelConfig(BaseModel):
             world_size: number of ranks.
             heads: attention heads of the model (the smallest number among its blocks).
         """
-        ulysses = max(
-            d for d in range(1, world_size + 1) if world_size % d == 0 and d <= heads and heads % d == 0
-        )
+        ulysses = max(d for d in range(1, world_size + 1) if world_size % d == 0 and d <= heads and heads % d == 0)
         return cls(ring=world_size // ulysses, ulysses=ulysses)
 
 
