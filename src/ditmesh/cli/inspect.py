@@ -81,7 +81,8 @@ def _show(facts: dict[str, Any], layout: TokenLayout, check: bool) -> None:
     console.print(f"[bold]{facts['transformer']}[/] of {facts['pipeline']} ({facts['model']})", highlight=False)
     console.print(
         f"{facts['parameters'] / 1e6:,.1f} million parameters, {facts['heads'] or '?'} heads; "
-        f"{width} x {height} pixels are {facts['image_tokens']:,} image tokens; sizes in multiples of {facts['size_multiple']}",
+        f"{width} x {height} pixels are {facts['image_tokens']:,} image tokens; "
+        f"sizes in multiples of {facts['size_multiple']}",
         highlight=False,
     )
     table = Table(title=f"Token layout ({layout.source})", title_justify="left")
