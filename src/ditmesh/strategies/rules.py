@@ -22,7 +22,8 @@ class Rule:
         beside: names of children of any kind, one of which it must have (none: no condition).
         column: path of a linear -> widths of its output features.
         row: path of a linear -> widths of its input features.
-        gathered: paths of linears that are cut by output features and put together again behind.
+        gathered: paths of linears that are cut by output features and put together again behind; those that
+            narrow their input (a model's last projection) stay whole.
         attention: path of the attention whose heads are meant (``""``: the module itself).
         gated: a column linear may hold its widths twice, for a value and its gate.
     """
@@ -153,6 +154,15 @@ RULES: tuple[Rule, ...] = (
         needs=("proj", "gate_layer", "out"),
         column={"proj": ("hidden",), "gate_layer": ("hidden",)},
         row={"out": ("hidden",)},
+    ),
+    # A timestep's embedder; DiT has one in every block.
+    Rule(
+        name="embedder",
+        needs=("linear_1", "linear_2"),
+        lacks=("linear_3", "out_projection"),
+        beside=("act",),
+        column={"linear_1": ("hidden",)},
+        row={"linear_2": ("hidden",)},
     ),
     # Modulation: up to 40 % of a model's weights, applied to one vector per picture. Cut by output features and
     # gathered, since gathering a (B, 6 D) vector costs nothing beside the blocks.

@@ -164,7 +164,7 @@ def _apply(made: Plan, rule: Rule, path: str, module: nn.Module, degree: int, cl
     if rule.gathered:
         for name in rule.gathered:
             linear = _linear_at(module, name)
-            if linear is not None:
+            if linear is not None and linear.out_features >= linear.in_features:
                 made.sites.append(Site(_join(path, name), "gathered", _hidden_cut(linear.out_features, degree)))
         claimed.add(path)
         return

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm import Link
 from ..errors import InputError
-from ..layout.arguments import Arguments, parameter_names
+from ..layout.arguments import Arguments, covers, parameter_names
 from .rules import Table
 from .slices import Cut, Plan, Site, base_of, norm_width, plan
 
@@ -162,10 +162,17 @@ class TensorParallel:
         for name in _WHOLE_ONLY:
             if hasattr(model, name):
                 self._replace(model, name, _refuse_to(name))
-        if hasattr(model, "fuse_lora"):
-            self._replace(model, "fuse_lora", self._after(self._follow_adapters, model.fuse_lora))
-        if hasattr(model, "load_lora_adapter"):
-            load = model.load_lora_adapter
+        fuse = getattr(model, "fuse_lora", None)
+        if callable(fuse):
+
+            def fuse_lora(*args: Any, **kwargs: Any) -> Any:
+                # Adapters are added to weights that are cut: they must be cut alike, even before the first call.
+                self._follow_adapters()
+                return fuse(*args, **kwargs)
+
+            self._replace(model, "fuse_lora", fuse_lora)
+        load = getattr(model, "load_lora_adapter", None)
+        if callable(load):
 
             def load_lora_adapter(*args: Any, **kwargs: Any) -> Any:
                 # A hot-swap copies into the tensors that are there: they must have their whole size.
@@ -174,13 +181,6 @@ class TensorParallel:
                 return load(*args, **kwargs)
 
             self._replace(model, "load_lora_adapter", load_lora_adapter)
-
-    def _after(self, first: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            first()
-            return method(*args, **kwargs)
-
-        return call
 
     def _before_call(self, *_: Any) -> None:
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters()):
@@ -326,14 +326,12 @@ def _check_plain(site: Site, base: nn.Module) -> None:
             f"the weight of {site.path} is not loaded (it is on the meta device); take off CPU offloading, or load the "
             "model with ditmesh.load()"
         )
-    plain = (
-        type(weight.data) is Tensor and weight.is_floating_point() and weight.dim() == (1 if site.kind == "norm" else 2)
-    )
-    if not plain:
+    dimensions = 1 if site.kind == "norm" else 2
+    if type(weight.data) is not Tensor or not weight.is_floating_point() or weight.dim() != dimensions:
         raise InputError(
-            f"the weight of {site.path} ({type(base).__name__}) is {type(weight).__name__} of {weight.dtype} with shape "
-            f"{tuple(weight.shape)}; tensor parallelism cuts plain floating-point weights. Use ulysses or ring with "
-            "quantised models"
+            f"the weight of {site.path} ({type(base).__name__}) is {type(weight).__name__} of {weight.dtype} with "
+            f"shape {tuple(weight.shape)}; tensor parallelism cuts plain floating-point weights. Use ulysses or ring "
+            "with quantised models"
         )
 
 
@@ -346,13 +344,9 @@ def _table_slicer(module: nn.Module, table: Table, cut: Cut, rank: int) -> Calla
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         arguments = Arguments(names, args, kwargs)
         for path, value in list(arguments.leaves()):
-            meant = path == table.argument or path.startswith(table.argument + ".")
-            if (
-                meant
-                and isinstance(value, Tensor)
-                and value.dim() == table.ndim
-                and value.shape[table.dim] == cut.total
-            ):
+            if not covers(table.argument, path) or not isinstance(value, Tensor) or value.dim() != table.ndim:
+                continue
+            if value.shape[table.dim] == cut.total:
                 arguments.set(path, value.narrow(table.dim, start, length))
         return tuple(arguments.args), arguments.kwargs
 
