@@ -86,7 +86,12 @@ def meta(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["FluxTransformer2DModel", "Flux2Transformer2DModel", "QwenImageTransformer2DModel", "QwenImage21Transformer2DModel"],
+    [
+        "FluxTransformer2DModel",
+        "Flux2Transformer2DModel",
+        "QwenImageTransformer2DModel",
+        "QwenImage21Transformer2DModel",
+    ],
 )
 def test_rules_agree_with_the_plans_of_diffusers(name):
     """Where diffusers says how a class is cut, the rules cut the same weights the same way, and more besides."""
@@ -98,11 +103,9 @@ def test_rules_agree_with_the_plans_of_diffusers(name):
     for key, spec in theirs.items():
         dim, cut = ours[key]
         assert dim == spec.dim
-        size = model.get_parameter(key).shape[dim]
-        unit = size // sum(spec.block_sizes) if spec.block_sizes else 1
-        blocks = [unit * part for part in spec.block_sizes] if spec.block_sizes else [size]
-        expected = Cut(tuple((block // 2, block // 2) for block in blocks))
-        assert all(cut.runs(rank) == expected.runs(rank) for rank in (0, 1)), key
+        if dim is not None:
+            expected = Cut(tuple((block // 2, block // 2) for block in spec.block_sizes))
+            assert all(cut.runs(rank) == expected.runs(rank) for rank in (0, 1)), key
 
 
 @pytest.mark.parametrize(
@@ -171,7 +174,9 @@ def test_grouped_queries_stay_with_their_keys():
 
 
 def test_more_ranks_than_heads():
-    with pytest.raises(ditmesh.ConfigError, match=r"tensor=16 is more than the 8 attention heads of Model; use tensor <= 8"):
+    with pytest.raises(
+        ditmesh.ConfigError, match=r"tensor=16 is more than the 8 attention heads of Model; use tensor <= 8"
+    ):
         ditmesh.engine.check_heads(ParallelConfig(tensor=16), 8, "Model")
     with pytest.raises(ditmesh.ConfigError, match=r"ulysses=4 is more than the 2 attention heads that tensor=4 leaves"):
         ditmesh.engine.check_heads(ParallelConfig(tensor=4, ulysses=4), 8, "Model")

@@ -49,7 +49,9 @@ def expected_tensor_bytes(model: str, size: Size, rank: int, degree: int, sequen
     else:
         sums = [image, image, text, text] * 2 + [image + text] * 2
         gathers, vectors = [6, 6] * 2 + [3] * 2 + [2], 2
-    reduced = sum(2 * (degree - 1) * tokens * size.batch * width * FLOAT // degree for tokens in [*sums, *[1] * vectors])
+    reduced = sum(
+        2 * (degree - 1) * tokens * size.batch * width * FLOAT // degree for tokens in [*sums, *[1] * vectors]
+    )
     gathered = sum((degree - 1) * parts * width // degree * size.batch * FLOAT for parts in gathers)
     return reduced + gathered
 

@@ -207,13 +207,17 @@ class TensorParallel:
         for site, outer in self._linears():
             base = base_of(outer)
             if site.kind != "column":
-                hung = self._epilogues.get(site.path)
-                if hung is None or hung[0] is not outer:
-                    if hung is not None:
-                        hung[1].remove()
-                    self._epilogues[site.path] = (outer, outer.register_forward_hook(self._epilogue(site)))
+                self._hang_epilogue(site, outer)
             if outer is not base:
                 self._cut_adapters(site, outer)
+
+    def _hang_epilogue(self, site: Site, outer: nn.Module) -> None:
+        hung = self._epilogues.get(site.path)
+        if hung is not None and hung[0] is outer:
+            return
+        if hung is not None:
+            hung[1].remove()
+        self._epilogues[site.path] = (outer, outer.register_forward_hook(self._epilogue(site)))
 
     def _cut_adapters(self, site: Site, outer: nn.Module) -> None:
         rank = self.link.rank
