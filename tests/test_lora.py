@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from support.lora import fused, refused, story, uncut, with_bias
-from test_parity import TOLERANCE, name_of
 
 from ditmesh.config import ParallelConfig
+from support.lora import fused, refused, story, uncut, with_bias
+from test_parity import TOLERANCE, name_of
 
 CONFIGS = [{"ulysses": 2}, {"ring": 2}, {"tensor": 2}, {"tensor": 3}, {"tensor": 2, "ulysses": 2}]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import diffusers
 import pytest
 import torch
-from support.models import ODD, RAGGED, inputs, run, tiny
-from support.parity import parity
-from support.tensor import expected_tensor_bytes, memory, replicated, restored, without_sum
-from test_parity import MODELS, SIZES, TOLERANCE, name_of
 
 import ditmesh
 from ditmesh.config import ParallelConfig
 from ditmesh.strategies.slices import Cut, plan
+from support.models import ODD, RAGGED, inputs, run, tiny
+from support.parity import parity
+from support.tensor import expected_tensor_bytes, memory, replicated, restored, without_sum
+from test_parity import MODELS, SIZES, TOLERANCE, name_of
 
 CONFIGS = [
     {"tensor": 2},

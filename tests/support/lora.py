@@ -10,12 +10,12 @@ from unittest import mock
 import torch
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
-from support.models import RAGGED, inputs, relative_error, run, tiny
-from support.tensor import bits, same_bits
 from torch import nn
 
 import ditmesh
 from ditmesh.strategies.tensor import TensorParallel
+from support.models import RAGGED, inputs, relative_error, run, tiny
+from support.tensor import bits, same_bits
 
 # Column, row and gathered linears, and linears that tensor parallelism leaves whole (x_embedder, pos_embed.proj).
 TARGETS = [

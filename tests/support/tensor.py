@@ -6,14 +6,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-from support.models import RAGGED, inputs, relative_error, run, tiny
-from support.parity import parity
-from support.traffic import FLOAT, split
 from torch import nn
 
 import ditmesh
 from ditmesh.comm import Link
 from ditmesh.layout.conventions import Size
+from support.models import RAGGED, inputs, relative_error, run, tiny
+from support.parity import parity
+from support.traffic import FLOAT, split
 
 
 def without_sum(name: str, config: dict[str, Any], size: Size) -> float:
@@ -44,7 +44,7 @@ def expected_tensor_bytes(model: str, size: Size, rank: int, degree: int, sequen
         sums, gathers, vectors = [image, image, image] * 3, [], 1
     elif model == "SD3":
         # The first block has a second attention; the last returns no text. norm_out has two widths.
-        sums = [image, image, image, text, text] + [image, image, text, text] + [image, image]
+        sums = [image, image, image, text, text, image, image, text, text, image, image]
         gathers, vectors = [9, 6, 6, 6, 6, 2, 2], 1
     else:
         sums = [image, image, text, text] * 2 + [image + text] * 2
