@@ -40,6 +40,9 @@ def test_differences_sees_every_part():
         found = differences(dataclasses.replace(right, regions=(region, second)), probed)
         assert len(found) == (2 if expected == "image_rotary_emb.0" and len(found) == 2 else 1)
         assert expected in found[0]
+    batched = differences(dataclasses.replace(right, unbatched=("img_ids",)), probed)
+    assert len(batched) == 1
+    assert "'txt_ids'" in batched[0]
     unchained = dataclasses.replace(second, chained=False)
     assert "chained" in differences(dataclasses.replace(right, regions=(first, unchained)), probed)[0]
     assert "only in the probed" in differences(dataclasses.replace(right, regions=(first,)), probed)[0]

@@ -39,6 +39,8 @@ class ParallelConfig(BaseModel):
         inputs: what a pipeline does before it starts on several ranks. ``"broadcast"`` runs rank 0's inputs on
             all of them, ``"strict"`` refuses inputs that differ, naming field and ranks, ``"trust"`` checks
             nothing. The first two also refuse pipelines that differ (weights, adapters, scheduler).
+        compile: compile every block with this `torch.compile` backend (``"inductor"``, ``"eager"``), as one graph
+            without breaks; communication stays outside the graph.
         strict: refuse, by name, a tensor or integer argument of a block that follows the token count and is
             not in the model's layout. Without it such an argument is passed on whole.
 
@@ -54,6 +56,7 @@ class ParallelConfig(BaseModel):
     tensor: Degree = Field(default=1, ge=1)
     text: TextPolicy = "auto"
     inputs: InputPolicy = "broadcast"
+    compile: str | None = None
     strict: bool = True
 
     def __init__(self, **data: Any) -> None:

@@ -16,6 +16,7 @@ import threading
 from contextvars import ContextVar, Token
 from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -81,9 +82,26 @@ def _scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    if torch.compiler.is_compiling():
+        # A compiled block must not trace who handles it, which changes from call to call: it asks when it runs.
+        return torch.ops.ditmesh.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _through_the_door(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _through_the_door(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
     handler = _handler.get()
     if handler is None:
-        return _replaced(
+        original = _replaced or sdpa
+        return original(
             query,
             key,
             value,
@@ -106,3 +124,40 @@ def _scaled_dot_product_attention(
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     return handler.attend(query, key, value, attn_mask, scale)
+
+
+@torch.library.custom_op(
+    "ditmesh::attend",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, "
+    "float? scale, bool enable_gqa) -> Tensor",
+)
+def _attend_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    out = _through_the_door(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    # One memory order, whoever computes: the compiler plans for the one `_attend_shape` declares.
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    return out.clone() if out.data_ptr() in (query.data_ptr(), value.data_ptr()) else out
+
+
+@_attend_op.register_fake
+def _attend_shape(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    batch, heads, length, _ = query.shape
+    return query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)

@@ -25,6 +25,7 @@ from .types import LOCAL, Attention, Cut, Region, Stream, TokenLayout
 BASE = Size(rows=4, cols=4, text=5)
 LARGER_IMAGE = Size(rows=6, cols=6, text=5)
 MORE_TEXT = Size(rows=4, cols=4, text=8)
+LARGER_BATCH = Size(rows=4, cols=4, text=5, batch=3)
 
 # How a size depends on the inputs: its value in the base run, and its growth with the image and with the text.
 Form = tuple[int, int, int]
@@ -105,9 +106,12 @@ class _Probe:
         order = list(self.base.blocks)
         regions.sort(key=lambda region: order.index(f"{region.blocks}.0"))
         chained = [regions[0], *(self._chained(a, b) for a, b in pairwise(regions))]
+        unbatched, listed = self._batch()
         return TokenLayout(
             model=self.name,
             regions=tuple(self._what_is_read_after(r, chained[i + 1 :]) for i, r in enumerate(chained)),
+            unbatched=unbatched,
+            listed=listed,
             source="probed",
         )
 
@@ -291,6 +295,24 @@ class _Probe:
                     whole[path] = None
         return tuple(cuts.values()), tuple(whole)
 
+    def _batch(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Arguments of the forward without a batch dimension, and those that are lists of samples."""
+        few, many = (self.conventions.inputs(size) for size in (BASE, LARGER_BATCH))
+        self._run(LARGER_BATCH)
+        listed = [
+            name
+            for name, value in few.items()
+            if isinstance(value, list) and (len(value), len(many[name])) == (BASE.batch, LARGER_BATCH.batch)
+        ]
+        leaves = [dict(Arguments((), (), arguments).leaves()) for arguments in (few, many)]
+        unbatched = [
+            path
+            for path, value in leaves[0].items()
+            if isinstance(value, Tensor) and value.dim() and not any(covers(name, path) for name in listed)
+            if (len(value), len(leaves[1][path])) != (BASE.batch, LARGER_BATCH.batch)
+        ]
+        return tuple(unbatched), tuple(listed)
+
     # --- between and after the lists -----------------------------------------------------------------------
 
     def _chained(self, before: Region, region: Region) -> Region:
@@ -324,6 +346,12 @@ def differences(reviewed: TokenLayout, probed: TokenLayout) -> list[str]:
     A reviewed layout may know arguments that the probe's inputs did not bring up; it may not miss one.
     """
     found: list[str] = []
+    for path in probed.unbatched:
+        if not any(covers(name, path) for name in reviewed.unbatched):
+            found.append(f"argument {path!r} of the forward has no batch dimension; not in the layout's `unbatched`")
+    for path in probed.listed:
+        if path not in reviewed.listed:
+            found.append(f"argument {path!r} of the forward is a list of samples; not in the layout's `listed`")
     ours, theirs = ({region.blocks: region for region in layout.regions} for layout in (reviewed, probed))
     for blocks in dict.fromkeys([*ours, *theirs]):
         a, b = ours.get(blocks), theirs.get(blocks)

@@ -112,10 +112,17 @@ class TokenLayout:
         regions: its block lists, in the order they run.
         refused: arguments of the transformer's forward that this layout does not cover: a call that sets one
             is refused by name. Argument -> why.
+        unbatched: tensor arguments of the transformer's forward whose first dimension is not the batch, as
+            paths: ``("img_ids", "txt_ids")``, ``("image_rotary_emb.0", "image_rotary_emb.1")``. Every other
+            tensor argument (of at least one dimension) has one entry per sample in its first dimension.
+        listed: arguments of the forward that are Python lists with one item per sample, whatever the items
+            are: ``("x", "cap_feats")`` for a model that takes a list of latents.
         source: ``"reviewed"`` for the table that ships, ``"probed"`` for a layout derived on the spot.
     """
 
     model: str
     regions: tuple[Region, ...]
     refused: dict[str, str] = field(default_factory=dict)
+    unbatched: tuple[str, ...] = ()
+    listed: tuple[str, ...] = ()
     source: str = "reviewed"

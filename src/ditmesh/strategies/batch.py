@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Link
-from ..layout.arguments import MISSING, Arguments, covers, parameter_names
+from ..layout.arguments import Arguments, covers, parameter_names
+from ..methods import replace_method
 from ..tiles import even_cut, offsets
 
 
@@ -169,22 +170,6 @@ class RowSplit:
         take = slice(start, start + count) if count else slice(rows.shape[0] - 1, None)
         output = self._restore.original(rows[take], *args, **kwargs)
         return _map(output, lambda part: _gathered(part, counts, link), lambda part: part)
-
-
-class replace_method:  # noqa: N801  (used as a function)
-    """Replace ``owner.name`` on the instance; calling the result puts things back as they were."""
-
-    def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-        self.original: Callable[..., Any] = getattr(owner, name)
-        self._owner, self._name = owner, name
-        self._had = vars(owner).get(name, MISSING)
-        vars(owner)[name] = replacement
-
-    def __call__(self) -> None:
-        if self._had is MISSING:
-            vars(self._owner).pop(self._name, None)
-        else:
-            vars(self._owner)[self._name] = self._had
 
 
 def _batch_size(main: Any) -> int:

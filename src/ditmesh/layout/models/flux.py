@@ -33,6 +33,7 @@ LAYOUT = TokenLayout(
             chained=True,
         ),
     ),
+    unbatched=("img_ids", "txt_ids"),
     refused={
         "controlnet_block_samples": "ControlNet residuals are added between blocks to whole sequences",
         "controlnet_single_block_samples": "ControlNet residuals are added between blocks to whole sequences",

@@ -1,0 +1,43 @@
+"""torch.compile under the doors.
+
+A block is compiled inside its doors: the hooks that cut and gather run in Python around it, and attention is
+one opaque operator (`ditmesh::attend`) that asks at run time who computes it. The graph therefore has no break
+and does not depend on ranks, layers or requests; only on shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from .errors import InputError
+from .layout import TokenLayout
+from .methods import replace_method
+
+
+def compile_blocks(model: nn.Module, layout: TokenLayout, backend: str) -> Callable[[], None]:
+    """Compile the forward of every block of the layout's lists, each as one full graph.
+
+    Returns:
+        What puts the blocks' own forwards back.
+
+    Raises:
+        InputError: torch has no such backend.
+    """
+    known = torch.compiler.list_backends(None)
+    if backend not in known:
+        raise InputError(f"compile={backend!r} is not a backend of torch.compile here; use one of {', '.join(known)}")
+    undo: list[Callable[[], None]] = []
+    for region in layout.regions:
+        blocks = model.get_submodule(region.blocks)
+        for block in blocks.children():
+            compiled = torch.compile(block.forward, backend=backend, fullgraph=True)
+            undo.append(replace_method(block, "forward", compiled))
+
+    def restore() -> None:
+        while undo:
+            undo.pop()()
+
+    return restore

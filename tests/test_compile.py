@@ -1,0 +1,46 @@
+"""torch.compile: every block is one graph, and the result stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import ditmesh
+from support.models import RAGGED, inputs, relative_error, run, tiny
+
+TOLERANCE = 1e-5
+
+
+def compiled(name: str, config: dict[str, Any]) -> tuple[float, float, bool]:
+    """Error of the compiled model in parallel, error after `restore`, and whether attention crossed ranks."""
+    model, arguments = tiny(name), inputs(name, RAGGED)
+    truth = run(model, arguments)
+    torch._dynamo.reset()
+    with ditmesh.parallelized(model, config):
+        value = run(model, arguments)
+        exchanged = sum(ditmesh.engine_of(model).mesh.traffic.bytes_sent.values()) > 0
+    return relative_error(value, truth), relative_error(run(model, arguments), truth), exchanged
+
+
+@pytest.mark.parametrize("config", [{"ulysses": 2}, {"ring": 2}], ids=str)
+@pytest.mark.parametrize("name", ["PixArt", "SD3", "Flux"])
+def test_blocks_compile_without_a_break(ranks, name, config):
+    """fullgraph=True raises at the first break; the eager backend runs the captured graph as it is."""
+    for error, after, exchanged in ranks(2).run(compiled, name, {**config, "compile": "eager"}):
+        assert error < TOLERANCE
+        assert after == 0
+        assert exchanged
+
+
+def test_inductor(ranks):
+    for error, after, exchanged in ranks(2).run(compiled, "Flux", {"ulysses": 2, "compile": "inductor"}):
+        assert error < TOLERANCE
+        assert after == 0
+        assert exchanged
+
+
+def test_an_unknown_backend_is_refused():
+    with pytest.raises(ditmesh.InputError, match=r"compile='fast' is not a backend.*inductor"):
+        ditmesh.parallelize(tiny("DiT"), {"compile": "fast"})
