@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import RAGGED, inputs, relative_error, run, tiny
 
 import ditmesh
+from support.models import RAGGED, inputs, relative_error, run, tiny
 
 TOLERANCE = 1e-5
 

@@ -20,6 +20,7 @@ from .layout.probe import probe
 from .mesh import DEFAULT_DEADLINE, Mesh
 from .request import PipelineDoor
 from .strategies.batch import BatchParallel, RowSplit
+from .strategies.caches import AgreedCaches
 from .strategies.sequence import SequenceParallel
 
 T = TypeVar("T")
@@ -61,15 +62,17 @@ class Engine:
                 doors = ModelDoors(model, layout, SequenceParallel(config, mesh))
                 self.doors.append(doors)
                 self._undo.append(doors.close)
+                caches = AgreedCaches(model, mesh.sequence)
+                self._undo.append(caches.close)
+                handle = model.register_forward_pre_hook(lambda *_, caches=caches: caches.begin_call())
+                self._undo.append(handle.remove)
                 if config.compile:
                     self._undo.append(compile_blocks(model, layout, config.compile))
             # The transformer's call, and the decoder's: the rows of a batch, the branches of guidance.
             begin: list[Callable[[], None]] = []
             if mesh.batch.size > 1:
                 for model, layout in models:
-                    rows = BatchParallel(
-                        model, mesh.batch, mesh.data, mesh.cfg, getattr(layout, "unbatched", ("img_ids", "txt_ids"))
-                    )
+                    rows = BatchParallel(model, mesh.batch, mesh.data, mesh.cfg, layout.unbatched)
                     self._undo.append(rows.close)
                     begin.append(rows.begin_request)
                 vae = getattr(target, "vae", None)

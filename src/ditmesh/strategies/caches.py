@@ -1,0 +1,78 @@
+"""diffusers' caches under sequence parallelism: every rank takes the same decision.
+
+First Block Cache skips the remaining blocks when the first block's residual has changed little. Each rank
+sees only its own tokens; ranks that decide differently wait for one another for ever. Here the statistic is
+summed over the ranks before it is compared, so that the decision is one device's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Link
+from ..errors import InputError
+from ..methods import replace_method
+
+
+class AgreedCaches:
+    """Watches for First Block Cache hooks on a transformer's blocks and makes their decisions common.
+
+    `begin_call` looks for hooks before every run of the transformer, so a cache may be enabled before or
+    after `parallelize`, and changed between requests.
+
+    Args:
+        model: the transformer.
+        link: the sequence link.
+    """
+
+    def __init__(self, model: nn.Module, link: Link) -> None:
+        self._model = model
+        self._link = link
+        self._replaced: list[tuple[Any, replace_method]] = []
+
+    def begin_call(self) -> None:
+        """Attach to hooks that are new."""
+        if self._link.size == 1 or not getattr(self._model, "is_cache_enabled", True):
+            return
+        known = [hook for hook, _ in self._replaced]
+        for hook in _first_block_hooks(self._model):
+            if all(hook is not other for other in known):
+                self._replaced.append((hook, self._agreeing(hook)))
+
+    def close(self) -> None:
+        """Give every hook its own decision back."""
+        while self._replaced:
+            self._replaced.pop()[1]()
+
+    def _agreeing(self, hook: Any) -> replace_method:
+        if not hasattr(hook, "state_manager") or not hasattr(hook, "threshold"):
+            raise InputError(
+                f"this diffusers' {type(hook).__name__} decides in a way ditmesh does not know; disable the cache "
+                "or use one rank per sequence"
+            )
+
+        def decide(residual: Tensor) -> bool:
+            state = hook.state_manager.get_state()
+            before = state.head_block_residual
+            if before is None:
+                return True
+            sums = torch.stack(
+                [(residual - before).abs().sum(dtype=torch.float64), before.abs().sum(dtype=torch.float64)]
+            )
+            parts = self._link.gather(sums.unsqueeze(0), (1,) * self._link.size, dim=0)
+            change, size = parts.sum(dim=0).tolist()
+            return change / size > hook.threshold
+
+        return replace_method(hook, "_should_compute_remaining_blocks", decide)
+
+
+def _first_block_hooks(model: nn.Module) -> list[Any]:
+    found = []
+    for module in model.modules():
+        registry = getattr(module, "_diffusers_hook", None)
+        hooks = getattr(registry, "hooks", {})
+        found += [hook for hook in hooks.values() if hasattr(hook, "_should_compute_remaining_blocks")]
+    return found
