@@ -131,7 +131,9 @@ class ModelDoors:
             try:
                 module = block.get_submodule(leaf.module)
             except AttributeError:
-                raise LayoutError(f"{site.path} has no module {leaf.module!r}; its layout is of another version") from None
+                raise LayoutError(
+                    f"{site.path} has no module {leaf.module!r}; its layout is of another version"
+                ) from None
             self._undo.append(self.handler.adapt(site, leaf.rule, module))
 
         def before(
