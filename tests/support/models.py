@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,7 +11,7 @@ import diffusers
 import torch
 from torch import nn
 
-from ditmesh.layout.conventions import Conventions, Size
+from ditmesh.layout.conventions import Conventions, Size, Way
 
 # B=1 with lengths that divide by nothing, B=2 with ragged masks where the model takes masks.
 ODD = Size(rows=7, cols=7, text=13, batch=1)
@@ -75,6 +76,9 @@ def _flux() -> nn.Module:
     )
 
 
+# How the pipelines call the model, where that is not with (B, C, H, W) latents.
+WAYS = {"PixArt": Way("bchw", masked="image"), "Flux": Way("bsc")}
+
 MAKERS: dict[str, Callable[[], nn.Module]] = {"DiT": _dit, "PixArt": _pixart, "SD3": _sd3, "Flux": _flux}
 
 
@@ -93,13 +97,13 @@ def tiny(name: str) -> nn.Module:
 
 def inputs(name: str, size: Size, masks: bool = True) -> dict[str, Any]:
     """Arguments of the model's forward; with B=2 every mask is ragged."""
-    made = Conventions(tiny(name), 3 if name == "Flux" else 4, optional=masks).inputs(size)
-    if size.batch > 1:
-        for key in ("attention_mask", "encoder_attention_mask"):
-            if key in made:
-                made[key][0, -5:] = 0
-        if "joint_attention_kwargs" in made:
-            made["joint_attention_kwargs"]["attention_mask"][0, ..., 3:9] = False
+    model = tiny(name)
+    made = Conventions(model, replace(WAYS.get(name, Way("bchw")), optional=masks)).inputs(size)
+    for key, value in [*made.items(), *made.get("joint_attention_kwargs", {}).items()]:
+        if "mask" in key and isinstance(value, torch.Tensor) and value.dtype == torch.bool:
+            value.fill_(True)
+            if size.batch > 1 and masks:
+                value[0, ..., -5 if value.shape[-1] > 5 else -1 :] = False
     return made
 
 
