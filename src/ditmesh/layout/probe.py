@@ -147,8 +147,8 @@ class _Probe:
         ]
         if len([path for path, _ in groupby(turns)]) > len(regions):
             raise LayoutError(
-                f"the block lists of {self.name} run by turns ({', '.join(r.blocks for r in regions)}), which the probe "
-                "cannot describe; write a layout with `alternating` (see docs/layouts.md)"
+                f"the block lists of {self.name} run by turns ({', '.join(r.blocks for r in regions)}), which "
+                "the probe cannot describe; write a layout with `alternating` (see docs/layouts.md)"
             )
         chained = [regions[0], *(self._chained(a, b) for a, b in pairwise(regions))]
         unbatched, listed = self._batch()
