@@ -54,7 +54,7 @@ def check(model: str, config: ParallelConfig) -> None:
     elif "wrong" in outcome:
         raise ConfigError(
             f"{model} with {config.describe()} is known to draw a wrong picture (relative error "
-            f"{outcome['wrong']:.1g}); use one of: {', '.join(name for name, o in table()[model].items() if 'error' in o)}"
+            f"{outcome['wrong']:.1g}); use one of: {', '.join(k for k, o in table()[model].items() if 'error' in o)}"
         )
 
 
