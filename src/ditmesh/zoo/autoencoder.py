@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
-from torch.nn import functional as F
 
 KL_WEIGHT = 1e-3  # on nats per pixel value
 EDGE_WEIGHT = 0.5
@@ -78,7 +77,7 @@ def decode(model: AutoencoderKL, latents: Tensor, batch: int = 32) -> np.ndarray
 
 
 def psnr(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """Peak signal-to-noise ratio in dB of each of n ``uint8`` pictures: (n,). Equal pictures give infinity."""
+    """Peak signal-to-noise ratio in dB of each of n ``uint8`` pictures: (n,); infinity if equal."""
     error = (ours.astype(np.float64) - theirs.astype(np.float64)) ** 2
     with np.errstate(divide="ignore"):
         return 10.0 * np.log10(255.0**2 / error.reshape(len(error), -1).mean(axis=1))

@@ -1,4 +1,4 @@
-"""From trained modules to an ordinary diffusers directory, with what is needed to test it without the pictures."""
+"""From trained modules to an ordinary diffusers directory that can be tested without the pictures."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from ditmesh.zoo import text
 from ditmesh.zoo.data import Pictures
 
 if TYPE_CHECKING:
@@ -46,11 +47,12 @@ def export(parts: Parts, pictures: Pictures, out: Path) -> None:
         tokenizer=parts.tokenizer,
         text_encoder_2=parts.text_encoder_2,
         tokenizer_2=parts.tokenizer,
-        text_encoder_3=None,  # pyright: ignore[reportArgumentType]
-        tokenizer_3=None,  # pyright: ignore[reportArgumentType]
+        text_encoder_3=text.make_silent_t5(parts.tokenizer, parts.transformer.config["joint_attention_dim"]),
+        tokenizer_3=parts.tokenizer,  # pyright: ignore[reportArgumentType]
     )
     pipe.save_pretrained(out)
-    for name in ("tokenizer", "tokenizer_2"):  # the two files that every release of transformers reads
+    # The two files that every release of transformers reads.
+    for name in ("tokenizer", "tokenizer_2", "tokenizer_3"):
         for file in ("vocab.json", "merges.txt"):
             shutil.copy(Path(parts.tokenizer.name_or_path) / file, out / name / file)
     halve(out / "transformer" / "diffusion_pytorch_model.safetensors")

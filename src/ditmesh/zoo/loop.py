@@ -22,7 +22,7 @@ console = Console(stderr=True, highlight=False)
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how fast to train: ``steps`` optimizer steps of ``batch`` samples at peak rate ``rate``."""
+    """How long and how fast to train: ``steps`` steps of ``batch`` samples at peak rate ``rate``."""
 
     steps: int
     batch: int
@@ -35,7 +35,7 @@ class Plan:
     save_every: float = 120.0
 
     def rate_at(self, step: int) -> float:
-        """The learning rate of a step: linear warm-up, flat, then linear to zero over the last ``cooldown``."""
+        """The learning rate of a step: linear rise, flat, linear to zero over the last ``cooldown``."""
         up = min(1.0, (step + 1) / max(1, self.warmup))
         left = (self.steps - step) / max(1.0, self.steps * self.cooldown)
         return self.rate * min(up, 1.0, max(left, 0.0))
@@ -43,7 +43,7 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """Where a loop stopped: steps done, whether that is all of them, seconds of training, last smoothed loss."""
+    """Where a loop stopped: steps done, whether those are all, seconds of training, smoothed loss."""
 
     step: int
     finished: bool
@@ -64,12 +64,12 @@ def train(
     stop_at: int | None = None,
     every: Callable[[int], None] | None = None,
 ) -> Outcome:
-    """Trains ``modules`` together on ``loss_of(step, generator)`` and leaves them with their averaged weights.
+    """Trains ``modules`` together on ``loss_of(step, generator)``; leaves them with averaged weights.
 
-    ``rates`` multiplies the learning rate of single modules. The loop ends at ``plan.steps``, or earlier after
-    ``stop_after`` seconds or at step ``stop_at``; in every case it first writes ``checkpoint``, from which the
-    next call goes on to the same result, bit for bit, on the same machine and number of threads. ``every`` is
-    called after each checkpoint while the modules carry the averaged weights.
+    ``rates`` multiplies the learning rate of single modules. The loop ends at ``plan.steps``, or earlier
+    after ``stop_after`` seconds or at step ``stop_at``; in every case it first writes ``checkpoint``,
+    from which the next call goes on to the same result, bit for bit, on the same machine and number of
+    threads. ``every`` is called after each checkpoint while the modules carry the averaged weights.
     """
     rates = rates or {}
     groups = [

@@ -1,4 +1,4 @@
-"""The words: a tokenizer with a small vocabulary of its own, two small CLIP text encoders, and prompt variants.
+"""The words: a tokenizer with a vocabulary of its own, two small CLIP text encoders, prompt variants.
 
 ``StableDiffusion3Pipeline`` reads a prompt with two CLIP encoders and a T5 encoder, which may be absent; what
 is computed here for training is what its ``encode_prompt`` computes for drawing.
@@ -19,7 +19,7 @@ from tokenizers.pre_tokenizers import Sequence as Chain
 from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5Config, T5EncoderModel
 
 from ditmesh.zoo.data import Entry
 
@@ -29,7 +29,7 @@ TEMPLATES = ("{}", "picture of {}", "a picture of {}", "an image of {}", "a draw
 
 
 def variants(caption: str) -> list[str]:
-    """The ways a caption may be written in a prompt: without its article, and behind 'a picture of' and such."""
+    """The ways to write a caption in a prompt: without its article, behind 'a picture of' and such."""
     bare = caption
     for article in ("a ", "an ", "the "):
         if caption.startswith(article):
@@ -42,7 +42,7 @@ def variants(caption: str) -> list[str]:
 
 
 def make_tokenizer(captions: Iterable[str], folder: Path) -> CLIPTokenizer:
-    """Trains a byte-level byte-pair encoding in which every word of the captions is one token; saves and loads it.
+    """Trains and saves a byte-level byte-pair encoding in which every word of the captions is one token.
 
     Any other word is spelled with pieces, so every prompt has an encoding. (Sennrich et al. 2016,
     arXiv:1508.07909.)
@@ -103,6 +103,30 @@ def make_encoder(tokenizer: CLIPTokenizer, width: int = 96) -> CLIPTextModelWith
     return CLIPTextModelWithProjection(config)
 
 
+def make_silent_t5(tokenizer: CLIPTokenizer, joint_width: int) -> T5EncoderModel:
+    """A T5 encoder of zeros: whatever it reads, it says exactly zero, as if the pipeline had no T5 encoder.
+
+    diffusers can run ``StableDiffusion3Pipeline`` without its third encoder, but ``from_pretrained``
+    refuses a directory that lacks it unless the caller passes ``text_encoder_3=None``. With this
+    stand-in it loads as is.
+    """
+    config = T5Config(
+        vocab_size=len(tokenizer),
+        d_model=joint_width,
+        d_kv=8,
+        d_ff=8,
+        num_layers=1,
+        num_heads=1,
+        pad_token_id=tokenizer.convert_tokens_to_ids(END),
+        eos_token_id=tokenizer.convert_tokens_to_ids(END),
+    )
+    encoder = T5EncoderModel(config)
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.zero_()
+    return encoder
+
+
 def tokenize(tokenizer: CLIPTokenizer, prompts: Sequence[str]) -> Tensor:
     """Prompts -> (n, MAX_TOKENS) token numbers, padded as the pipeline pads them."""
     out = tokenizer(
@@ -114,10 +138,11 @@ def tokenize(tokenizer: CLIPTokenizer, prompts: Sequence[str]) -> Tensor:
 def encode(
     encoders: Sequence[CLIPTextModelWithProjection], tokens: Tensor, joint_width: int
 ) -> tuple[Tensor, Tensor]:
-    """(n, tokens) -> prompt embeddings (n, tokens, joint_width) and pooled embeddings (n, sum of projections).
+    """(n, tokens) -> prompt embeddings (n, tokens, joint_width), pooled (n, sum of projections).
 
-    As in ``StableDiffusion3Pipeline.encode_prompt``: the last layer but one of each CLIP encoder, side by side,
-    filled up with zeros to ``joint_width``. The zero tokens of the absent T5 encoder are not appended here.
+    As in ``StableDiffusion3Pipeline.encode_prompt``: the last layer but one of each CLIP encoder, side
+    by side, filled up with zeros to ``joint_width``. The zero tokens of the absent T5 encoder are not
+    appended here.
     """
     hidden, pooled = [], []
     for encoder in encoders:

@@ -1,9 +1,9 @@
 """Trains the embedded text-to-image model from nothing: ``python -m ditmesh.zoo.train --out DIR --data DIR``.
 
-Stages, each of which is skipped when its result is there: fetch the pictures, train the autoencoder, encode the
-pictures, train the transformer and its text encoders, export a ``StableDiffusion3Pipeline`` directory, evaluate
-it. The run can be interrupted at any time and started again with the same arguments. ``--data`` keeps what was
-downloaded and the checkpoints; ``--out`` receives the model alone.
+Stages, each of which is skipped when its result is there: fetch the pictures, train the autoencoder,
+encode the pictures, train the transformer and its text encoders, export a ``StableDiffusion3Pipeline``
+directory, evaluate it. The run can be interrupted at any time and started again with the same arguments.
+``--data`` keeps what was downloaded and the checkpoints; ``--out`` receives the model alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
 from ditmesh.zoo import autoencoder as ae
-from ditmesh.zoo import evaluate, export, loop, text, transformer
+from ditmesh.zoo import card, evaluate, export, loop, text, transformer
 from ditmesh.zoo.data import Pictures, load
 from ditmesh.zoo.loop import console
 
@@ -185,33 +185,39 @@ def run(
 
     parts = make_parts(recipe, pictures, folder / "tokenizer")
     first = train_autoencoder(recipe, parts.vae, pictures, folder, stop_after=left())
+    reconstructed = ae.decode(parts.vae, ae.encode(parts.vae, pictures.chosen))
     record: dict[str, Any] = {
+        "pictures": {"captioned": len(pictures.chosen), "wider": len(pictures.wider)},
+        "recipe": {**asdict(recipe), "max_tokens": text.MAX_TOKENS},
+        "machine": {
+            "processor": platform.machine(),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        },
+        "parameters": export.count_parameters(parts),
         "autoencoder": {
-            "steps": first.step,
-            "finished": first.finished,
-            "minutes": round(first.seconds / 60, 1),
-        }
+            **_times(first),
+            "psnr": round(float(ae.psnr(reconstructed, pictures.chosen).mean()), 2),
+        },
     }
     if first.finished:
         second = train_transformer(recipe, parts, pictures, folder, stop_after=left())
-        record["transformer"] = {
-            "steps": second.step,
-            "finished": second.finished,
-            "minutes": round(second.seconds / 60, 1),
-            "steps_per_second": round(second.step / max(second.seconds, 1e-9), 2),
-            "loss": round(second.loss, 4),
-        }
-    record["machine"] = {
-        "processor": platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
+        record["transformer"] = {**_times(second), "loss": round(second.loss, 4)}
     export.export(parts, pictures, out)
-    record["parameters"] = export.count_parameters(parts)
-    if check:
+    if check and first.finished:
         record["evaluation"] = evaluate.evaluate(out, steps=steps, guidance=guidance)
+        card.write(out, record)
     (out / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return record
+
+
+def _times(outcome: loop.Outcome) -> dict[str, Any]:
+    return {
+        "steps": outcome.step,
+        "finished": outcome.finished,
+        "minutes": round(outcome.seconds / 60, 1),
+        "steps_per_second": round(outcome.step / max(outcome.seconds, 1e-9), 2),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

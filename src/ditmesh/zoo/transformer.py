@@ -7,13 +7,14 @@ drawn from a logit-normal distribution.
 Two things make training cheap on a CPU without changing the model:
 
 * **One zero token for many.** Without a T5 encoder the pipeline appends ``max_sequence_length`` (256 unless
-  the caller says otherwise) zero tokens to the text. They carry no position, so all of them are equal in every
-  block, and n equal keys in softmax attention are the same as one key whose score is raised by log n. Training
-  computes one of them and adds log n; n varies from step to step, so a drawing may use any length.
+  the caller says otherwise) zero tokens to the text. They carry no position, so all of them are equal in
+  every block, and n equal keys in softmax attention are the same as one key whose score is raised by log
+  n. Training computes one of them and adds log n; n varies from step to step, so a drawing may use any
+  length.
 * **A part of the image tokens.** Every token predicts its own noise, so a step may work on a random part of
-  the tokens (as in masked training of diffusion transformers: Zheng et al. 2023, arXiv:2306.09305). Their keys
-  are raised by log(all / part), which keeps the balance between text and picture; the last part of the training
-  sees all tokens.
+  the tokens (as in masked training of diffusion transformers: Zheng et al. 2023, arXiv:2306.09305).
+  Their keys are raised by log(all / part), which keeps the balance between text and picture; the last
+  part of the training sees all tokens.
 """
 
 from __future__ import annotations
@@ -106,9 +107,10 @@ def predict(
 ) -> Tensor:
     """The model's output token by token: (n, kept tokens, channels).
 
-    ``latents`` (n, channels, side, side), ``levels`` (n,) in [0, 1], ``prompt`` (n, tokens, joint width) without
-    zero tokens, ``pooled`` (n, pooled width); ``kept`` (n, k) are the image tokens to work on, all if None.
-    With all tokens this equals ``model(...)`` on the prompt with ``zero_tokens`` zero tokens behind it.
+    ``latents`` (n, channels, side, side), ``levels`` (n,) in [0, 1], ``prompt`` (n, tokens, joint width)
+    without zero tokens, ``pooled`` (n, pooled width); ``kept`` (n, k) are the image tokens to work on,
+    all if None. With all tokens this equals ``model(...)`` on the prompt with ``zero_tokens`` zero
+    tokens behind it.
     """
     image: Tensor = model.pos_embed(latents)
     count = image.shape[1]
