@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL  # pyright: ignore[reportPrivateImportUsage]
 from torch import Tensor
 
 KL_WEIGHT = 1e-3  # on nats per pixel value
@@ -22,9 +23,9 @@ EDGE_WEIGHT = 0.5
 def make_autoencoder(widths: tuple[int, ...] = (24, 48, 48), latent_channels: int = 8) -> AutoencoderKL:
     """A fresh autoencoder. Pixels shrink by ``2 ** (len(widths) - 1)`` along each side."""
     return AutoencoderKL(
-        block_out_channels=widths,
-        down_block_types=("DownEncoderBlock2D",) * len(widths),
-        up_block_types=("UpDecoderBlock2D",) * len(widths),
+        block_out_channels=widths,  # pyright: ignore[reportArgumentType]
+        down_block_types=("DownEncoderBlock2D",) * len(widths),  # pyright: ignore[reportArgumentType]
+        up_block_types=("UpDecoderBlock2D",) * len(widths),  # pyright: ignore[reportArgumentType]
         latent_channels=latent_channels,
         layers_per_block=1,
         norm_num_groups=8,
@@ -71,7 +72,8 @@ def decode(model: AutoencoderKL, latents: Tensor, batch: int = 32) -> np.ndarray
     """Unscaled latents -> (n, h, w, 3) ``uint8`` pictures."""
     parts = []
     for start in range(0, len(latents), batch):
-        out = model.decode(latents[start : start + batch]).sample  # pyright: ignore[reportAttributeAccessIssue]
+        some: Any = latents[start : start + batch]
+        out = model.decode(some).sample  # pyright: ignore[reportAttributeAccessIssue]
         parts.append(((out + 1.0) * 127.5).round().clamp(0, 255).to(torch.uint8))
     return torch.cat(parts).permute(0, 2, 3, 1).numpy()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline  # pyright: ignore[reportPrivateImportUsage]
 
 from ditmesh.zoo import export
 from ditmesh.zoo.loop import console

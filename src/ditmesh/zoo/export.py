@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,  # pyright: ignore[reportPrivateImportUsage]
+    StableDiffusion3Pipeline,  # pyright: ignore[reportPrivateImportUsage]
+)
 from PIL import Image
 from safetensors.torch import load_file, save_file
 

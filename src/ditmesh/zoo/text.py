@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -86,6 +87,11 @@ def make_tokenizer(captions: Iterable[str], folder: Path) -> CLIPTokenizer:
     return CLIPTokenizer.from_pretrained(folder)
 
 
+def _special_tokens(tokenizer: CLIPTokenizer) -> dict[str, Any]:
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: getattr(tokenizer, name) for name in names}
+
+
 def make_encoder(tokenizer: CLIPTokenizer, width: int = 96) -> CLIPTextModelWithProjection:
     """A fresh two-layer CLIP text encoder for the tokenizer, with a projection as wide as itself."""
     config = CLIPTextConfig(
@@ -96,9 +102,7 @@ def make_encoder(tokenizer: CLIPTokenizer, width: int = 96) -> CLIPTextModelWith
         num_hidden_layers=2,
         num_attention_heads=4,
         max_position_embeddings=MAX_TOKENS,
-        bos_token_id=tokenizer.convert_tokens_to_ids(START),
-        eos_token_id=tokenizer.convert_tokens_to_ids(END),
-        pad_token_id=tokenizer.convert_tokens_to_ids(END),
+        **_special_tokens(tokenizer),
     )
     return CLIPTextModelWithProjection(config)
 
@@ -117,8 +121,7 @@ def make_silent_t5(tokenizer: CLIPTokenizer, joint_width: int) -> T5EncoderModel
         d_ff=8,
         num_layers=1,
         num_heads=1,
-        pad_token_id=tokenizer.convert_tokens_to_ids(END),
-        eos_token_id=tokenizer.convert_tokens_to_ids(END),
+        **_special_tokens(tokenizer),
     )
     encoder = T5EncoderModel(config)
     with torch.no_grad():

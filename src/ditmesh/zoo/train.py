@@ -19,7 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, SD3Transformer2DModel
+from diffusers import (
+    AutoencoderKL,  # pyright: ignore[reportPrivateImportUsage]
+    SD3Transformer2DModel,  # pyright: ignore[reportPrivateImportUsage]
+)
 from torch import Tensor
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 

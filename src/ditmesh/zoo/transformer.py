@@ -20,12 +20,12 @@ Two things make training cheap on a CPU without changing the model:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from diffusers import SD3Transformer2DModel
+from diffusers import SD3Transformer2DModel  # pyright: ignore[reportPrivateImportUsage]
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -67,17 +67,12 @@ def make_transformer(
             nn.init.xavier_uniform_(module.weight)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-    for block in model.transformer_blocks:
-        _zero(block.norm1.linear)
-        _zero(block.norm1_context.linear)
-    _zero(model.norm_out.linear)
-    _zero(model.proj_out)
+    modulations: list[Any] = [model.norm_out, *(block.norm1 for block in model.transformer_blocks)]
+    modulations += [block.norm1_context for block in model.transformer_blocks]
+    for layer in (*(modulation.linear for modulation in modulations), model.proj_out):
+        nn.init.zeros_(layer.weight)
+        nn.init.zeros_(layer.bias)
     return model
-
-
-def _zero(layer: Any) -> None:
-    nn.init.zeros_(layer.weight)
-    nn.init.zeros_(layer.bias)
 
 
 @contextmanager
@@ -148,12 +143,3 @@ def flow_loss(
     which = int(torch.randint(len(ZERO_TOKENS), (1,), generator=generator))
     ours = predict(model, mixed, levels, prompt, pooled, zero_tokens=ZERO_TOKENS[which], kept=kept)
     return F.mse_loss(ours, target)
-
-
-def shuffled(count: int, generator: torch.Generator, batch: int) -> Callable[[], Tensor]:
-    """Draws (batch,) picture numbers, uniformly."""
-
-    def draw() -> Tensor:
-        return torch.randint(count, (batch,), generator=generator)
-
-    return draw
