@@ -189,6 +189,6 @@ class Prompts:
         rows = []
         for place, picture in enumerate(pictures.tolist()):
             drop, kind, which = chance[0][place], chance[1][place], chance[2][place]
-            pool = self._plain[picture] if kind < 0.6 else self._other[picture]
+            pool = self._plain[picture] if kind < 0.75 else self._other[picture]
             rows.append(0 if drop < self._dropout else pool[int(which * len(pool))])
         return self.tokens[torch.tensor(rows)]

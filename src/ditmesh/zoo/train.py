@@ -50,11 +50,11 @@ class Recipe:
         default_factory=lambda: loop.Plan(steps=1400, batch=16, rate=2e-3, warmup=50, average=0.995)
     )
     transformer: loop.Plan = field(
-        default_factory=lambda: loop.Plan(steps=5000, batch=32, rate=1.5e-3, warmup=200, average=0.998)
+        default_factory=lambda: loop.Plan(steps=4300, batch=32, rate=1.5e-3, warmup=200, average=0.998)
     )
-    part: int = 64
-    part_share: float = 0.7
-    whole_batch: int = 16
+    part: int = 24
+    part_share: float = 0.9
+    whole_batch: int = 8
     seed: int = 0
 
     @property
