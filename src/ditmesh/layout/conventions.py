@@ -164,7 +164,7 @@ class Conventions:
             case "audio_timestep" if self.way.per_token:
                 return torch.linspace(1, 900, size.audio, device=self.device).expand(batch, -1)
             case "timestep" | "timestep_r" if name == "timestep" or self._first(("use_meanflow",)):
-                return torch.full((batch,), 500, device=self.device)
+                return full(500.0, batch).to(self.dtype)
             case "t":
                 return full(0.5, batch)
             case "class_labels" | "style":
