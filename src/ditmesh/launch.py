@@ -488,12 +488,18 @@ class RankPool:
         return "\n\n".join(parts)
 
     def _stack(self, rank: int) -> str:
-        """What the rank's fault handler has written, without the list of all loaded extension modules."""
+        """What the rank's fault handler has written, less what says nothing about the failure."""
         try:
             text = _stack_file(str(self._folder), rank).read_text(errors="replace")
         except OSError:
             return ""
-        return "\n".join(line for line in text.splitlines() if not line.startswith("Extension modules:"))
+        kept, ours = [], False
+        for line in text.splitlines():
+            # From this module outwards every rank looks the same.
+            ours = (ours and line.startswith("  File")) or f'"{__file__}"' in line
+            if not ours and not line.startswith("Extension modules:"):
+                kept.append(line)
+        return "\n".join(kept)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,0 +1,39 @@
+"""What a benchmark ran on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, cores, memory, GPU and versions; ``text`` holds them in a sentence."""
+    import diffusers
+
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        cpu = names[0] if names else cpu
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    machine: dict[str, Any] = {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "gpu": gpu,
+        "torch": torch.__version__,
+        "diffusers": diffusers.__version__,
+        "python": platform.python_version(),
+        "date": date.today().isoformat(),
+    }
+    machine["text"] = (
+        f"{cpu}, {machine['cores']} cores, {gpu or 'no GPU'}; Python {machine['python']}, "
+        f"torch {machine['torch']}, diffusers {machine['diffusers']}; {machine['date']}"
+    )
+    return machine

@@ -1,0 +1,108 @@
+"""`ditmesh inspect`: what a model's tokens look like to ditmesh."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    from ..layout import TokenLayout
+
+
+def inspect(
+    model: Annotated[str, typer.Argument(help="Folder or hub id of a diffusers pipeline.")] = "",
+    size: Annotated[str | None, typer.Option(help="Picture size, WIDTHxHEIGHT in pixels.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Probe the class and compare with the reviewed layout.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show a model's token layout, parameters and token counts; with --check, probe it and compare.
+
+    Example: ditmesh inspect ./my-model --size 1024x1024 --check
+
+    Exits with code 1 when --check finds a difference.
+    """
+    from .. import zoo
+    from ..layout import known_models
+    from ..layout.describe import as_data, checked, on_meta
+    from ..model_info import find_model
+
+    info = find_model(model or zoo.path())
+    name, config = info.transformer_class, info.transformer
+    reviewed = known_models().get(name)
+    probed, differences = checked(name, config) if check or reviewed is None else (None, [])
+    layout = reviewed or probed
+    assert layout is not None
+    parameters = sum(parameter.numel() for parameter in on_meta(name, config).parameters())
+    width, height = _size(size) or info.default_size or (1024, 1024)
+    info.check_size(width, height)
+    facts: dict[str, Any] = {
+        "model": info.name,
+        "pipeline": info.pipeline_class,
+        "transformer": name,
+        "parameters": parameters,
+        "heads": info.heads,
+        "size": [width, height],
+        "image_tokens": info.image_tokens(width, height),
+        "size_multiple": info.size_multiple,
+        "layout": as_data(layout),
+    }
+    if check:
+        facts["probed"] = as_data(probed) if probed else None
+        facts["differences"] = differences
+    if as_json:
+        print(json.dumps(facts, indent=1))
+    else:
+        _show(facts, layout, check)
+    if differences:
+        raise typer.Exit(1)
+
+
+def _size(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    width, by, height = text.lower().partition("x")
+    if not (by and width.isdigit() and height.isdigit()):
+        raise InputError(f"size {text!r} is not WIDTHxHEIGHT; write it as 1024x1024")
+    return int(width), int(height)
+
+
+def _show(facts: dict[str, Any], layout: TokenLayout, check: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    width, height = facts["size"]
+    console.print(f"[bold]{facts['transformer']}[/] of {facts['pipeline']} ({facts['model']})", highlight=False)
+    console.print(
+        f"{facts['parameters'] / 1e6:,.1f} million parameters, {facts['heads'] or '?'} heads; "
+        f"{width} x {height} pixels are {facts['image_tokens']:,} image tokens; "
+        f"sizes in multiples of {facts['size_multiple']}",
+        highlight=False,
+    )
+    table = Table(title=f"Token layout ({layout.source})", title_justify="left")
+    for column in ("blocks", "what", "argument", "tokens"):
+        table.add_column(column)
+    for region in layout.regions:
+        chained = " (fed by the list before)" if region.chained else ""
+        rows = [("stream", s.arg, f"{s.name}, dimension {s.dim}") for s in region.streams]
+        rows += [("cut", c.arg, f"{' + '.join(c.tokens)}, dimension {c.dim}") for c in region.cuts]
+        rows += [("whole", path, "") for path in region.whole]
+        for number, attention in enumerate(region.attention, 1):
+            mixes = f"{' + '.join(attention.queries)} ask {' + '.join(attention.keys)}" if attention.keys else "local"
+            rows.append((f"attention {number}", "", mixes))
+        for row, values in enumerate(rows):
+            table.add_row(region.blocks + chained if row == 0 else "", *values)
+        table.add_section()
+    console.print(table)
+    if layout.refused:
+        console.print("Refused in parallel: " + ", ".join(layout.refused), highlight=False)
+    if check and not facts["differences"]:
+        console.print("[green]The probe agrees with this layout.[/]")
+    for difference in facts.get("differences", []):
+        console.print(f"[red]differs[/] {difference}", highlight=False)

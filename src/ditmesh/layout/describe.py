@@ -1,0 +1,67 @@
+"""A transformer class as `ditmesh inspect` shows it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import InputError
+from .probe import differences, probe
+from .table import known_models
+from .types import TokenLayout
+
+# Config entries that say how many blocks a list has; a probe needs two.
+DEPTHS = ("num_layers", "num_single_layers", "num_refiner_layers", "num_attention_blocks", "depth", "n_layers")
+
+
+def model_class(name: str) -> type[Any]:
+    """The diffusers class of that name.
+
+    Raises:
+        InputError: the installed diffusers has no such transformer.
+    """
+    import diffusers
+
+    found = getattr(diffusers, name, None)
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise InputError(f"diffusers {diffusers.__version__} has no model class {name!r}; upgrade diffusers")
+    return found
+
+
+def on_meta(name: str, config: dict[str, Any]) -> nn.Module:
+    """The model without storage for its weights: parameters can be counted, nothing can run."""
+    with torch.device("meta"):
+        return model_class(name).from_config(config)
+
+
+def shortened(name: str, config: dict[str, Any]) -> nn.Module:
+    """The model with at most two blocks per list and random weights: enough to probe its layout."""
+    short = {key: min(value, 2) if key in DEPTHS and isinstance(value, int) else value for key, value in config.items()}
+    generator_state = torch.get_rng_state()
+    try:
+        torch.manual_seed(0)
+        return model_class(name).from_config(short).eval()
+    finally:
+        torch.set_rng_state(generator_state)
+
+
+def checked(name: str, config: dict[str, Any]) -> tuple[TokenLayout, list[str]]:
+    """The layout that a probe of the class derives, and what the reviewed one says differently.
+
+    Returns:
+        The probed layout; sentences, none when both agree (or when there is no reviewed layout).
+
+    Raises:
+        LayoutError: the probe failed.
+    """
+    probed = probe(shortened(name, config))
+    reviewed = known_models().get(name)
+    return probed, differences(reviewed, probed) if reviewed else []
+
+
+def as_data(layout: TokenLayout) -> dict[str, Any]:
+    """The layout as plain data, for JSON."""
+    return dataclasses.asdict(layout)
