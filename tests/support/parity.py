@@ -10,6 +10,7 @@ import torch
 import ditmesh
 from ditmesh.attention.door import sdpa
 from ditmesh.layout.conventions import Size
+from ditmesh.strategies import leaves
 from ditmesh.strategies.sequence import SequenceParallel
 from support.models import inputs, relative_error, run, sizes, tiny
 
@@ -56,3 +57,9 @@ def parity_of_all_sizes(
             result = parity(name, {**config, "text": text}, size)
             found.append((label, text, result["error"], result["repeats"]))
     return found
+
+
+def without_leaf(name: str, config: dict[str, Any], size: Size, rule: str) -> float:
+    """Error of `parity` when the modules of one leaf rule see this rank's tokens only."""
+    with mock.patch.dict(leaves.RULES, {rule: lambda *_: lambda: None}):
+        return parity(name, config, size)["error"]

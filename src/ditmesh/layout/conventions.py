@@ -212,7 +212,7 @@ class Conventions:
                 return mask(2)
             case "encoder_attention_mask" | "encoder_hidden_states_mask" | "audio_encoder_attention_mask" if wanted:
                 return mask(size.text)
-            case "attention_mask" if self.way.masked != "nothing":
+            case "attention_mask" if self.way.optional and self.way.masked != "nothing":
                 tokens = {"image": size.image, "text": size.text, "joint": size.image + size.text}
                 return mask(tokens[self.way.masked])
             case "joint_attention_kwargs" if self.way.optional and self.way.masked == "nothing":
