@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
+from . import support
 from .compilation import compile_blocks
 from .config import ParallelConfig
 from .doors import ModelDoors
@@ -149,6 +150,7 @@ def parallelize(
     config = ParallelConfig.read(config)
     for model in models:
         check_heads(config, heads_of(model), type(model).__name__)
+        support.check(type(model).__name__, config)
     owns_mesh = mesh is None
     if mesh is None:
         parameter = next(models[0].parameters(), None)
