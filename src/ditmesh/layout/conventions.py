@@ -164,7 +164,7 @@ class Conventions:
             case "audio_timestep" if self.way.per_token:
                 return torch.linspace(1, 900, size.audio, device=self.device).expand(batch, -1)
             case "timestep" | "timestep_r" if name == "timestep" or self._first(("use_meanflow",)):
-                return torch.full((batch,), 500, device=self.device)
+                return full(500.0, batch).to(self.dtype)
             case "t":
                 return full(0.5, batch)
             case "class_labels" | "style":
@@ -212,7 +212,7 @@ class Conventions:
                 return mask(2)
             case "encoder_attention_mask" | "encoder_hidden_states_mask" | "audio_encoder_attention_mask" if wanted:
                 return mask(size.text)
-            case "attention_mask" if self.way.masked != "nothing":
+            case "attention_mask" if self.way.optional and self.way.masked != "nothing":
                 tokens = {"image": size.image, "text": size.text, "joint": size.image + size.text}
                 return mask(tokens[self.way.masked])
             case "joint_attention_kwargs" if self.way.optional and self.way.masked == "nothing":

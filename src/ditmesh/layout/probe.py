@@ -31,10 +31,13 @@ Form = tuple[int, ...]
 class _BlockRun:
     """What one block saw and made in one run."""
 
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
     leaves: dict[str, Any] = field(default_factory=dict)
     results: list[Any] = field(default_factory=list)
     single: bool = False
-    attention: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    # queries, keys and output of every attention call
+    attention: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
 
 @dataclass
@@ -55,9 +58,22 @@ class _Recorder:
     def attend(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
+        out = door.sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
         if self.current is not None:
-            self.current.attention.append((q_bhsd, k_bhsd))
-        return door.sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
+            self.current.attention.append((q_bhsd, k_bhsd, out))
+        return out
+
+
+class _Replay:
+    """Attention handler that answers with what the same block's attention gave before, whatever is asked."""
+
+    def __init__(self, run: _BlockRun) -> None:
+        self.outputs = iter([out for _, _, out in run.attention])
+
+    def attend(
+        self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        return next(self.outputs)
 
 
 def probe(model: nn.Module) -> TokenLayout:
@@ -142,13 +158,12 @@ class _Probe:
             raise LayoutError(f"none of the block lists of {self.name} ({', '.join(self.lists)}) carries image tokens")
         order = list(self.base.blocks)
         regions.sort(key=lambda region: order.index(f"{region.blocks}.0"))
-        turns = [
-            site.rsplit(".", 1)[0] for site in order if site.rsplit(".", 1)[0] in [region.blocks for region in regions]
-        ]
+        lists = [region.blocks for region in regions]
+        turns = [site.rsplit(".", 1)[0] for site in order if site.rsplit(".", 1)[0] in lists]
         if len([path for path, _ in groupby(turns)]) > len(regions):
             raise LayoutError(
-                f"the block lists of {self.name} run by turns ({', '.join(r.blocks for r in regions)}), which "
-                "the probe cannot describe; write a layout with `alternating` (see docs/layouts.md)"
+                f"the block lists of {self.name} run by turns ({', '.join(lists)}), which the probe cannot describe; "
+                "write a layout with `alternating` (see docs/layouts.md)"
             )
         chained = [regions[0], *(self._chained(a, b) for a, b in pairwise(regions))]
         unbatched, listed = self._batch()
@@ -226,13 +241,16 @@ class _Probe:
         calls = max((self.base.blocks[site] for site in sites), key=lambda block: len(block.attention))
         busiest = next(site for site in sites if self.base.blocks[site] is calls)
         attention = self._attention_calls(busiest, forms, order)
-        cuts, whole, counts = self._arguments(sites, streams, forms, order)
+        for site in sites:
+            self._check_locality(site, streams)
+        local = self._made_by_earlier_blocks(sites, streams)
+        cuts, whole, counts = self._arguments(sites, streams, local, forms, order)
         last = self.base.blocks[sites[-1]].results
         ragged = {call.ragged for call in attention}
         streams = tuple(
             replace(s, used_after=last[s.out or 0] is not None, replicate=s.name in ragged) for s in streams
         )
-        return Region(path, streams, attention, cuts, whole, counts=counts)
+        return Region(path, streams, attention, cuts, whole, local=local, counts=counts)
 
     def _streams(self, site: str) -> tuple[Stream, ...]:
         """Arguments that come back with the same shape and grow with the image or the text."""
@@ -283,6 +301,51 @@ class _Probe:
         joint = sorted(starts, key=lambda name: starts[name])
         return (*joint, *(stream.name for stream in streams if stream.name not in joint))
 
+    def _check_locality(self, site: str, streams: tuple[Stream, ...]) -> None:
+        """Disturb one token with attention's answers held fixed: no other token may change."""
+        block, run = self.model.get_submodule(site), self.base.blocks[site]
+        names = parameter_names(type(block).forward)
+        for stream in streams:
+            arguments = Arguments(names, run.args, run.kwargs)
+            tokens = arguments.get(stream.arg).clone()
+            middle = tokens.shape[stream.dim] // 2
+            token = tokens.select(stream.dim, middle)
+            token += torch.linspace(-1, 1, token.shape[-1], device=token.device, dtype=token.dtype)
+            arguments.set(stream.arg, tokens)
+            door.open_door()
+            handed = door.enter(_Replay(run))
+            try:
+                output = block(*arguments.args, **arguments.kwargs)
+            finally:
+                door.leave(handed)
+                door.close_door()
+            results = [output] if isinstance(output, Tensor) else list(output)
+            for other in streams:
+                new, old = results[other.out or 0], run.results[other.out or 0]
+                if new is None:
+                    continue
+                others = tuple(dim for dim in range(new.dim()) if dim != other.dim)
+                changed = ((new - old).abs().amax(dim=others) > 0).nonzero().flatten().tolist()
+                if changed not in ([], [middle] if other is stream else []):
+                    raise LayoutError(
+                        f"{site}: {stream.name} token {middle} changes {other.name} tokens {changed[:5]} even when "
+                        "attention's answers are held fixed, so tokens are mixed by something else (a convolution, "
+                        "attention without a softmax …), which the probe cannot follow; write a layout with `leaves` "
+                        "(see docs/layouts.md)"
+                    )
+
+    def _made_by_earlier_blocks(self, sites: list[str], streams: tuple[Stream, ...]) -> tuple[str, ...]:
+        """Arguments besides the streams that are the very tensors an earlier block of the list returned."""
+        made: dict[int, Tensor] = {}
+        local: dict[str, None] = {}
+        for site in sites:
+            run = self.base.blocks[site]
+            for path, value in run.leaves.items():
+                if id(value) in made and path not in [stream.arg for stream in streams]:
+                    local[path] = None
+            made.update({id(value): value for value in run.results if isinstance(value, Tensor)})
+        return tuple(local)
+
     def _attention_calls(self, site: str, forms: dict[str, Form], order: tuple[str, ...]) -> tuple[Attention, ...]:
         """The attention calls of one block; a call that is made for every sample apart is listed once."""
         calls = [self._attention(site, i, forms, order) for i in range(len(self.base.blocks[site].attention))]
@@ -316,7 +379,12 @@ class _Probe:
         return Attention(queries, keys, ragged=partial)
 
     def _arguments(
-        self, sites: list[str], streams: tuple[Stream, ...], forms: dict[str, Form], order: tuple[str, ...]
+        self,
+        sites: list[str],
+        streams: tuple[Stream, ...],
+        local: tuple[str, ...],
+        forms: dict[str, Form],
+        order: tuple[str, ...],
     ) -> tuple[tuple[Cut, ...], tuple[str, ...], tuple[Count, ...]]:
         """Which other arguments follow the tokens (cuts), are the same for all of them (whole), or count them."""
         cuts: dict[str, Cut] = {}
@@ -324,7 +392,7 @@ class _Probe:
         whole: dict[str, None] = {}
         for site in sites:
             for path, value in self.base.blocks[site].leaves.items():
-                if any(path == stream.arg for stream in streams):
+                if any(path == stream.arg for stream in streams) or path in local:
                     continue
                 if isinstance(value, int):
                     form = self._form(lambda run, s=site, p=path: run.blocks[s].leaves[p])
@@ -437,6 +505,9 @@ def differences(reviewed: TokenLayout, probed: TokenLayout) -> list[str]:
                 (known.dim, known.tokens) != (cut.dim, cut.tokens) for known in same
             ):
                 found.append(f"{blocks}: {same or 'whole'} against {cut} probed")
+        for path in b.local:
+            if path not in a.local:
+                found.append(f"{blocks}: {path!r} is made by an earlier block; not in the layout's `local`")
         for count in b.counts:
             if count not in a.counts:
                 found.append(f"{blocks}: {count} probed, not in the layout")
@@ -459,7 +530,9 @@ def _recording_hooks(
         arguments = Arguments(names, args, kwargs)
         if edit_input is not None:
             edit_input(arguments)
-        recorder.current = recorder.runs[site] = _BlockRun(leaves=dict(arguments.leaves()))
+        recorder.current = recorder.runs[site] = _BlockRun(
+            tuple(arguments.args), arguments.kwargs, leaves=dict(arguments.leaves())
+        )
         return tuple(arguments.args), arguments.kwargs
 
     def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:

@@ -138,6 +138,8 @@ class Region:
         cuts: per-token arguments that are cut to this rank's tokens.
         whole: arguments known to be the same for all tokens, or wanted whole (modulation, cross-attended
             text and its mask). Paths as in `Cut.arg`; a name covers everything below it.
+        local: arguments that hold this rank's tokens already, because an earlier block of the list made them:
+            ``("skip",)`` for a block that is fed the result of an earlier one.
         counts: integer arguments that count tokens.
         grid: set when the blocks unfold the image's tokens into rows and columns.
         leaves: modules that mix tokens without attention.
@@ -151,6 +153,7 @@ class Region:
     cuts: tuple[Cut, ...] = ()
     whole: tuple[str, ...] = ()
     chained: bool = False
+    local: tuple[str, ...] = ()
     counts: tuple[Count, ...] = ()
     grid: Grid | None = None
     leaves: tuple[Leaf, ...] = ()

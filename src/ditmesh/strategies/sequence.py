@@ -227,7 +227,7 @@ class SequenceParallel:
         if self.link.size == 1:
             return
         region, segments = site.region, self._call.segments
-        known = [stream.arg for stream in region.streams] + list(region.whole)
+        known = [stream.arg for stream in region.streams] + [*region.whole, *region.local]
         known += [count.arg for count in region.counts]
         known += [region.grid.rows, region.grid.cols] if region.grid else []
 
