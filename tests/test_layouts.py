@@ -15,7 +15,6 @@ from ditmesh.layout.probe import differences, probe
 from ditmesh.strategies.leaves import RULES
 from support.models import MAKERS, RAGGED, inputs, run, tiny
 
-
 # Their blocks mix tokens in ways that only a person can describe.
 NOT_PROBED = {"Sana": "even when attention's answers are held fixed", "Latte": "run by turns"}
 
