@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,3 +33,36 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     yield get
     for pool in pools.values():
         pool.close()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-support",
+        action="store_true",
+        help="write what the parity matrix found to src/ditmesh/support.json and docs/support.md",
+    )
+
+
+@pytest.fixture(scope="session")
+def record_support(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str, dict[str, Any]], None]]:
+    """``record_support(class_name, combination, outcome)``: one cell of the support table."""
+    cells: dict[str, dict[str, dict[str, Any]]] = {}
+
+    def record(model: str, combination: str, outcome: dict[str, Any]) -> None:
+        cells.setdefault(model, {})[combination] = outcome
+
+    yield record
+    if request.config.getoption("--write-support"):
+        import diffusers
+        import torch
+
+        from ditmesh import support
+
+        data = {
+            "diffusers": diffusers.__version__,
+            "torch": torch.__version__.split("+")[0],
+            "classes": {name: cells[name] for name in sorted(cells)},
+        }
+        support.TABLE.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        page = Path(__file__).parents[1] / "docs" / "support.md"
+        page.write_text(support.as_markdown(), encoding="utf-8")

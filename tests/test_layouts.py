@@ -12,15 +12,25 @@ import ditmesh
 from ditmesh.layout import LOCAL, Cut, Region, Stream, TokenLayout, joint, known_models, layout_of
 from ditmesh.layout.arguments import MISSING, Arguments, parameter_names
 from ditmesh.layout.probe import differences, probe
+from ditmesh.strategies.leaves import RULES
 from support.models import MAKERS, RAGGED, inputs, run, tiny
 
+# Their blocks mix tokens in ways that only a person can describe.
+NOT_PROBED = {"Sana": "even when attention's answers are held fixed", "Latte": "run by turns"}
 
-@pytest.mark.parametrize("name", MAKERS)
+
+@pytest.mark.parametrize("name", [name for name in MAKERS if name not in NOT_PROBED])
 def test_probe_agrees_with_the_reviewed_layout(name):
     model = tiny(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     assert differences(layout_of(model), probe(model)) == []
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", NOT_PROBED)
+def test_probe_says_what_it_cannot_describe(name):
+    with pytest.raises(ditmesh.LayoutError, match=NOT_PROBED[name]):
+        probe(tiny(name))
 
 
 def test_differences_sees_every_part():
@@ -48,20 +58,24 @@ def test_differences_sees_every_part():
     assert "only in the probed" in differences(dataclasses.replace(right, regions=(first,)), probed)[0]
 
 
+def test_every_tiny_model_has_a_reviewed_layout():
+    assert {type(tiny(name)).__name__ for name in MAKERS} == set(known_models())
+
+
 def test_every_layout_is_well_formed():
-    assert {
-        "DiTTransformer2DModel",
-        "PixArtTransformer2DModel",
-        "SD3Transformer2DModel",
-        "FluxTransformer2DModel",
-    } <= set(known_models())
     for layout in known_models().values():
         for region in layout.regions:
             names = {stream.name for stream in region.streams}
             assert region.main.name == "image"
             for cut in region.cuts:
                 assert set(cut.tokens) <= names
+            for count in region.counts:
+                assert count.stream in names
+            for leaf in region.leaves:
+                assert leaf.rule in RULES
             for attention in region.attention:
+                assert attention.ragged is None or region.stream(attention.ragged).replicate
+                assert not attention.per_sample or attention is region.attention[-1]
                 assert attention == LOCAL or set(attention.queries) | set(attention.keys) <= names
 
 
@@ -189,3 +203,14 @@ def test_arguments_are_found_and_replaced_by_path():
     assert arguments.get("tables.7") is MISSING
     assert torch.is_tensor(tables[1])
     assert torch.is_tensor(options["mask"])
+
+
+def test_arguments_beyond_the_named_ones_go_by_position():
+    def forward(self, hidden, *rest): ...
+
+    arguments = Arguments(parameter_names(forward), (torch.zeros(3), 7, 8), {})
+    assert [path for path, _ in arguments.leaves()] == ["hidden", "*1", "*2"]
+    arguments.set("*2", 9)
+    assert arguments.args[2] == 9
+    assert arguments.get("*0") is MISSING  # it has a name
+    assert arguments.get("*3") is MISSING

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from support.models import ODD, RAGGED
-from support.parity import parity, without_exchange
+from ditmesh.layout import layout_of
+from support.models import MAKERS, ODD, RAGGED, sizes, tiny
+from support.parity import (
+    parity,
+    parity_of_all_sizes,
+    without_exchange,
+    without_leaf,
+)
 
 TOLERANCE = 1e-5  # relative, float32; measured errors are below 1e-6
 MODELS = ["DiT", "PixArt", "SD3", "Flux"]
@@ -42,6 +48,21 @@ def test_negative_control(ranks, model, config):
         assert error > 100 * TOLERANCE
 
 
+@pytest.mark.parametrize("config", [{"ulysses": 2}, {"ulysses": 3}, {"ulysses": 2, "ring": 2}], ids=name_of)
+@pytest.mark.parametrize("model", [name for name in MAKERS if name not in MODELS])
+def test_every_class_equals_one_device(ranks, model, config):
+    """B=1 with odd lengths and B=2 ragged, text cut and whole; and the negative control."""
+    layout = layout_of(tiny(model))
+    texts = ("shard", "replicate") if any(s.name == "text" for r in layout.regions for s in r.streams) else ("shard",)
+    pool = ranks(ranks_of(config))
+    for results in pool.run(parity_of_all_sizes, model, config, texts):
+        for label, text, error, repeats in results:
+            assert error <= TOLERANCE, (label, text)
+            assert repeats
+    for error in pool.run(without_exchange, model, config, sizes(model)["B=2 ragged"]):
+        assert error > 100 * TOLERANCE
+
+
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("model", ["SD3", "Flux"])
 def test_ulysses_is_bit_equal(ranks, model, world):
@@ -50,9 +71,16 @@ def test_ulysses_is_bit_equal(ranks, model, world):
         assert result["equal"]
 
 
+@pytest.mark.parametrize("rule", ["linear_attention", "conv_rows"])
+def test_every_leaf_rule_is_needed(ranks, rule):
+    """Sana with one of its two rules missing is wrong by orders of magnitude."""
+    for error in ranks(2).run(without_leaf, "Sana", {"ulysses": 2}, ODD, rule):
+        assert error > 100 * TOLERANCE
+
+
 @pytest.mark.parametrize("text", ["shard", "replicate"])
 def test_more_ranks_than_text_tokens(ranks, text):
-    """With fewer text tokens than ranks some shards are empty."""
+    """With fewer text tokens than ranks every rank keeps the text whole."""
     from ditmesh.layout.conventions import Size
 
     size = Size(rows=8, cols=8, text=3, batch=2)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
+from . import support
 from .compilation import compile_blocks
 from .config import ParallelConfig
 from .doors import ModelDoors
@@ -22,6 +23,7 @@ from .request import PipelineDoor
 from .strategies.batch import BatchParallel, RowSplit
 from .strategies.caches import AgreedCaches
 from .strategies.sequence import SequenceParallel
+from .strategies.tensor import TensorParallel
 
 T = TypeVar("T")
 ConfigLike = ParallelConfig | Mapping[str, Any] | str | Path
@@ -56,7 +58,14 @@ class Engine:
         config, mesh, target = self.config, self.mesh, self._target
         object.__setattr__(target, ENGINE, self)
         self._undo.append(lambda: vars(target).pop(ENGINE))
+        fingerprint = ""
+        if mesh.world_size > 1 and config.inputs != "trust" and not isinstance(target, nn.Module):
+            fingerprint = weights_fingerprint(target)
         try:
+            # The weights: every rank of the tensor axis keeps its slices.
+            if mesh.tensor.size > 1:
+                for model, _ in models:
+                    self._undo.append(TensorParallel(model, mesh.tensor).close)
             # Blocks and attention: the tokens of a sequence.
             for model, layout in models:
                 doors = ModelDoors(model, layout, SequenceParallel(config, mesh))
@@ -82,7 +91,7 @@ class Engine:
             if not isinstance(target, nn.Module):
                 steps: list[Callable[..., Any]] = []
                 if mesh.world_size > 1 and config.inputs != "trust":
-                    inputs = AgreedInputs(target, mesh.world, config.inputs, weights_fingerprint(target))
+                    inputs = AgreedInputs(target, mesh.world, config.inputs, fingerprint)
                     steps.append(inputs.agree)
                 steps.append(_starting(begin))
                 self._undo.append(PipelineDoor(target, steps).close)
@@ -141,6 +150,7 @@ def parallelize(
     config = ParallelConfig.read(config)
     for model in models:
         check_heads(config, heads_of(model), type(model).__name__)
+        support.check(type(model).__name__, config)
     owns_mesh = mesh is None
     if mesh is None:
         parameter = next(models[0].parameters(), None)
@@ -222,16 +232,28 @@ def heads_of(model: nn.Module) -> int:
 
 
 def check_heads(config: ParallelConfig, heads: int, model: str) -> None:
-    """Refuse more Ulysses ranks than heads.
+    """Refuse more tensor ranks than heads, and more Ulysses ranks than a tensor rank has heads.
 
     Raises:
         ConfigError: naming both and the way out.
     """
-    if config.ulysses > heads:
-        divisors = [d for d in range(1, heads + 1) if heads % d == 0 and config.sequence % d == 0]
-        best = divisors[-1]
+    if config.tensor > heads:
         raise ConfigError(
-            f"ulysses={config.ulysses} is more than the {heads} attention heads of {model}; "
+            f"tensor={config.tensor} is more than the {heads} attention heads of {model}; use tensor <= {heads} and "
+            "ulysses or ring for the rest"
+        )
+    # Uneven cuts leave the last rank with the fewest heads.
+    local = heads // config.tensor
+    if config.ulysses > local:
+        divisors = [d for d in range(1, local + 1) if local % d == 0 and config.sequence % d == 0]
+        best = divisors[-1]
+        whose = (
+            f"{local} attention heads that tensor={config.tensor} leaves a rank"
+            if config.tensor > 1
+            else (f"{heads} attention heads")
+        )
+        raise ConfigError(
+            f"ulysses={config.ulysses} is more than the {whose} of {model}; "
             f"use ulysses={best} with ring={config.sequence // best}"
         )
 

@@ -1,0 +1,191 @@
+"""LoRA adapters for the tiny models, and what happens to them on every rank."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import torch
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+from torch import nn
+
+import ditmesh
+from ditmesh.strategies.tensor import TensorParallel
+from support.models import RAGGED, inputs, relative_error, run, tiny
+from support.tensor import bits, same_bits
+
+# Column, row and gathered linears, and linears that tensor parallelism leaves whole (x_embedder, pos_embed.proj).
+TARGETS = [
+    "to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_out.0", "to_add_out", "proj", "net.2",
+    "proj_mlp", "proj_out", "norm1.linear", "norm.linear", "context_embedder",
+]  # fmt: skip
+
+
+def settings(rank: int, **options: Any) -> LoraConfig:
+    """A LoRA on every kind of linear, with random weights (as made, lora_B is zero and changes nothing)."""
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=TARGETS, init_lora_weights=False, **options)
+
+
+@cache
+def adapter(name: str, seed: int, rank: int = 4) -> dict[str, torch.Tensor]:
+    """Weights of an adapter of a family's tiny model, the same in every process."""
+    model = copy.deepcopy(tiny(name))
+    torch.manual_seed(seed)
+    model.add_adapter(settings(rank))
+    return {f"transformer.{key}": 3 * value for key, value in get_peft_model_state_dict(model).items()}
+
+
+def load(model: nn.Module, weights: dict[str, torch.Tensor], name: str, **options: Any) -> None:
+    """Load an adapter as diffusers' pipelines do."""
+    model.load_lora_adapter({**weights}, adapter_name=name, prefix="transformer", **options)
+
+
+def unload(model: nn.Module) -> None:
+    """Take all adapters off. diffusers collects garbage after every layer, which takes seconds in all."""
+    with mock.patch("gc.collect"):
+        model.unload_lora()
+
+
+def outputs(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
+    """What a model with adapters ``a`` and ``b`` draws under every setting of them."""
+    arguments = inputs(name, RAGGED)
+    drawn: dict[str, torch.Tensor] = {}
+    model.set_adapters("a")
+    drawn["a"] = run(model, arguments)
+    model.set_adapters("b")
+    drawn["b"] = run(model, arguments)
+    model.set_adapters(["a", "b"], [0.7, -0.4])
+    drawn["both, weighted"] = run(model, arguments)
+    model.set_adapters("a")
+    key = "joint_attention_kwargs"
+    drawn["scaled in the call"] = run(model, {**arguments, key: {**arguments.get(key, {}), "scale": 0.3}})
+    model.disable_adapters()
+    drawn["disabled"] = run(model, arguments)
+    model.enable_adapters()
+    drawn["enabled"] = run(model, arguments)
+    return drawn
+
+
+def story(name: str, config: dict[str, Any], before: bool) -> dict[str, Any]:
+    """Adapters loaded before or after parallelising; every use of them against one device; then back again."""
+    alone, model, arguments = copy.deepcopy(tiny(name)), copy.deepcopy(tiny(name)), inputs(name, RAGGED)
+    weights = {"a": adapter(name, 1), "b": adapter(name, 2, rank=6)}
+    plain, untouched = run(alone, arguments), bits(model)
+    for key, value in weights.items():
+        load(alone, value, key)
+    truths = outputs(alone, name)
+    spread = min(relative_error(truths[key], plain) for key in truths if key != "disabled")
+
+    if before:
+        for key, value in weights.items():
+            load(model, value, key)
+        whole = bits(model)
+    ditmesh.parallelize(model, config)
+    if not before:
+        base = relative_error(run(model, arguments), plain)
+        assert base < 1e-5
+        load(model, weights["a"], "a")
+        run(model, arguments)
+        load(model, weights["b"], "b")
+    errors = {key: relative_error(value, truths[key]) for key, value in outputs(model, name).items()}
+    if before:
+        ditmesh.restore(model)
+        kept = same_bits(whole, bits(model))
+        errors["restored"] = max(relative_error(v, truths[key]) for key, v in outputs(model, name).items())
+        unload(model)
+    else:
+        model.delete_adapters("a")
+        model.set_adapters("b")
+        errors["one deleted"] = relative_error(run(model, arguments), truths["b"])
+        unload(model)
+        errors["unloaded"] = relative_error(run(model, arguments), plain)
+        load(model, weights["b"], "b")
+        errors["loaded again"] = relative_error(run(model, arguments), truths["b"])
+        unload(model)
+        ditmesh.restore(model)
+        kept = True
+    return {
+        "errors": errors,
+        "spread": spread,
+        "kept": kept,
+        "untouched": same_bits(untouched, bits(model)),
+        "output": torch.equal(run(model, arguments), plain),
+    }
+
+
+def uncut(name: str, config: dict[str, Any]) -> float:
+    """The negative control: every rank keeps all of a row-parallel layer's lora_B output for itself."""
+    alone, model, arguments = copy.deepcopy(tiny(name)), copy.deepcopy(tiny(name)), inputs(name, RAGGED)
+    load(alone, adapter(name, 1), "a")
+    truth = run(alone, arguments)
+    ditmesh.parallelize(model, config)
+    with mock.patch.object(TensorParallel, "_follow_adapters", _cut_only):
+        load(model, adapter(name, 1), "a")
+        return relative_error(run(model, arguments), truth)
+
+
+def _cut_only(self: TensorParallel) -> None:
+    """Adapters are cut, but the sums stay behind the base layers."""
+    for site, outer in self._linears():
+        if site.kind == "gathered":
+            self._hang_epilogue(site, outer)
+        if hasattr(outer, "base_layer"):
+            self._cut_adapters(site, outer)
+
+
+def fused(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """An adapter fused into the weights right after loading, unfused, swapped in place, restored."""
+    alone, model, arguments = copy.deepcopy(tiny(name)), copy.deepcopy(tiny(name)), inputs(name, RAGGED)
+    plain = run(alone, arguments)
+    first, second = adapter(name, 1, rank=6), adapter(name, 2, rank=4)
+    load(alone, first, "a")
+    truth = run(alone, arguments)
+    unload(alone)
+    load(alone, second, "a")
+    swapped = run(alone, arguments)
+    errors = {}
+    with ditmesh.parallelized(model, config):
+        load(model, first, "a")
+        model.fuse_lora()
+        errors["fused"] = relative_error(run(model, arguments), truth)
+        model.unfuse_lora()
+        errors["unfused"] = relative_error(run(model, arguments), truth)
+        # The new adapter has a lower rank: peft copies it into the old one's tensors.
+        load(model, second, "a", hotswap=True)
+        errors["swapped"] = relative_error(run(model, arguments), swapped)
+        model.fuse_lora()
+        errors["swapped and fused"] = relative_error(run(model, arguments), swapped)
+    errors["restored, fused"] = relative_error(run(model, arguments), swapped)
+    model.unfuse_lora()
+    unload(model)
+    errors["unloaded"] = relative_error(run(model, arguments), plain)
+    return errors
+
+
+def with_bias(name: str, config: dict[str, Any]) -> dict[str, float]:
+    """Adapters whose lora_B has a bias: added once, not once a rank."""
+    alone, model, arguments = copy.deepcopy(tiny(name)), copy.deepcopy(tiny(name)), inputs(name, RAGGED)
+    for each in (alone, model):
+        torch.manual_seed(3)
+        each.add_adapter(settings(4, lora_bias=True))
+        for key, parameter in each.named_parameters():
+            if "lora_B" in key and key.endswith("bias"):
+                parameter.data.add_(0.1)
+    truth, whole = run(alone, arguments), bits(model)
+    with ditmesh.parallelized(model, config):
+        error = relative_error(run(model, arguments), truth)
+    return {"error": error, "restored": same_bits(whole, bits(model))}
+
+
+def refused(options: dict[str, Any]) -> str:
+    """The message for an adapter that tensor parallelism does not know."""
+    model = copy.deepcopy(tiny("SD3"))
+    model.add_adapter(settings(4, **options))
+    try:
+        ditmesh.parallelize(model, {"tensor": 2})
+    except ditmesh.InputError as error:
+        return str(error)
+    return "not refused"
