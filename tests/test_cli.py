@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -146,22 +147,20 @@ def test_a_rank_that_dies_is_reported_and_pictures_are_kept(
 ) -> None:
     from ditmesh.launch import RankPool
 
-    pools: list[RankPool] = []
-    start = RankPool.__init__
+    pids: list[int] = []
+    run_on = RankPool.run
 
-    def remember(self: RankPool, *arguments: Any) -> None:
-        start(self, *arguments)
-        pools.append(self)
-
-    monkeypatch.setattr(RankPool, "__init__", remember)
-    receive = RankPool._hear
-
-    def hear(self: RankPool, *arguments: Any) -> Any:
-        if len(list(tmp_path.glob("*.png"))) >= 3:
+    def run_and_kill(self: RankPool, *arguments: Any, **more: Any) -> list[Any]:
+        def kill() -> None:
+            while len(list(tmp_path.glob("*.png"))) < 3:
+                time.sleep(0.01)
             os.kill(self.pids[1], signal.SIGKILL)
-        return receive(self, *arguments)
 
-    monkeypatch.setattr(RankPool, "_hear", hear)
+        pids.extend(self.pids)
+        threading.Thread(target=kill, daemon=True).start()
+        return run_on(self, *arguments, **more)
+
+    monkeypatch.setattr(RankPool, "run", run_and_kill)
     many = ["fox"] * 300
     code = run(
         "generate", *many, "--model", model, "--devices", "2", "--steps", "1", "--threads", "1", "--out", tmp_path
@@ -170,7 +169,7 @@ def test_a_rank_that_dies_is_reported_and_pictures_are_kept(
     assert code == 1
     assert "rank 1 of 2 was killed by SIGKILL" in said
     assert "of 300 pictures were drawn before" in said
-    assert [pid for pid in pools[0].pids if processes.alive(pid)] == []
+    assert [pid for pid in pids if processes.alive(pid)] == []
     assert all(read_receipt(path).prompt == "fox" for path in tmp_path.glob("*.png"))
 
 
