@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ditmesh.layout import layout_of
 from support.models import MAKERS, ODD, RAGGED, sizes, tiny
 from support.parity import (
     parity,
@@ -11,8 +12,6 @@ from support.parity import (
     without_exchange,
     without_leaf,
 )
-
-from ditmesh.layout import layout_of
 
 TOLERANCE = 1e-5  # relative, float32; measured errors are below 1e-6
 MODELS = ["DiT", "PixArt", "SD3", "Flux"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.made_up import MadeUpTransformer
-from support.models import relative_error, run
-from support.parity import NoExchange
 
 import ditmesh
 from ditmesh.layout import LOCAL, Cut, Stream, joint
 from ditmesh.layout.probe import probe
+from support.made_up import MadeUpTransformer
+from support.models import relative_error, run
+from support.parity import NoExchange
 
 
 def arguments():
