@@ -212,9 +212,7 @@ def tiny_transformer():
     from ditmesh.zoo.transformer import make_transformer
 
     torch.manual_seed(0)
-    model = make_transformer(
-        side=4, channels=4, layers=2, heads=2, head_dim=8, joint_width=16, pooled_width=16
-    )
+    model = make_transformer(side=4, channels=4, layers=2, heads=2, head_dim=8, joint_width=16, pooled_width=16)
     for parameter in model.parameters():  # fresh models are the identity: stir them
         torch.nn.init.normal_(parameter, std=0.1)
     return model.eval()
@@ -323,9 +321,7 @@ def test_a_run_out_of_time_can_go_on(archive: Path, tmp_path: Path):
     from ditmesh.zoo.data import build
 
     pictures = build(archive, 16, entries())
-    record = train.run(
-        tmp_path / "a", tmp_path / "w", tiny_recipe(), pictures=pictures, minutes=0, check=False
-    )
+    record = train.run(tmp_path / "a", tmp_path / "w", tiny_recipe(), pictures=pictures, minutes=0, check=False)
     assert not record["autoencoder"]["finished"]
     record = train.run(tmp_path / "a", tmp_path / "w", tiny_recipe(), pictures=pictures, check=False)
     assert record["transformer"]["finished"]

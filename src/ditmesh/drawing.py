@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -232,6 +233,7 @@ def draw(job: Job, *, report: Report | None = None) -> float:
     on_cuda = grouped and "nccl" in str(dist.get_backend())
     device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     started = time.perf_counter()
+    _quieten()
     _check_class(job)
     pipe = _load(job, device)
     parameters = _call_parameters(pipe)
@@ -357,20 +359,29 @@ def _default(parameters: Any, name: str, otherwise: Any) -> Any:
 
 
 def _load(job: Job, device: torch.device) -> Any:
-    """The pipeline on its device, silent."""
-    import diffusers
+    """The pipeline on its device, without a progress bar of its own."""
     import torch
-    import transformers
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-    # One progress bar for the job is enough; N of them from N ranks are none.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
+    # The argument was renamed in diffusers 0.42.
+    renamed = tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 42)
+    dtype = {"dtype" if renamed else "torch_dtype": getattr(torch, job.dtype)}
     try:
-        pipe = DiffusionPipeline.from_pretrained(job.model, torch_dtype=getattr(torch, job.dtype))
+        pipe = DiffusionPipeline.from_pretrained(job.model, **dtype)
     except (OSError, ValueError, ImportError) as error:
         raise InputError(f"model {job.name!r} cannot be loaded: {str(error).strip()}") from error
     pipe.to(device)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def _quieten() -> None:
+    """N ranks that all show loading bars and say what optional package they lack tell the user nothing."""
+    import diffusers
+    import transformers
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    if "TRANSFORMERS_VERBOSITY" not in os.environ:
+        transformers.utils.logging.set_verbosity_error()

@@ -292,10 +292,12 @@ def _say(result: dict[str, Any]) -> None:
     count = len(result["pictures"])
     config = ParallelConfig(**result["config"]).describe()
     devices = f"{result['devices']} {'device' if result['devices'] == 1 else 'devices'}"
-    threads = f", {result['threads']} {'thread' if result['threads'] == 1 else 'threads'} each"
+    threads = f"{result['threads']} {'thread' if result['threads'] == 1 else 'threads'}"
+    on_cpu = result["device"] == "cpu"
+    where = f"{config}, {result['device']}{f', {threads} each' if on_cpu else ''}"
     console.print(
-        f"{count} {'picture' if count == 1 else 'pictures'} in {result['out']}/: "
-        f"{result['seconds']:.2f} s on {devices} ({config}, {result['device']}{threads if result['device'] == 'cpu' else ''}), "
+        f"{count} {'picture' if count == 1 else 'pictures'} in {result['out']}: "
+        f"{result['seconds']:.2f} s on {devices} ({where}), "
         f"{result['load_seconds']:.1f} s to load, {result['total_seconds']:.1f} s in all",
         markup=False,
     )
@@ -307,7 +309,7 @@ def _say(result: dict[str, Any]) -> None:
             else f"pixels differ by at most {facts['largest_difference']} of 255"
         )
         console.print(
-            f"one device{threads.replace(' each', '') if result['device'] == 'cpu' else ''}: "
-            f"{facts['one_device_seconds']:.2f} s; {devices}: {facts['ratio']:.2f} times as fast, {pixels}",
+            f"one device{f' ({threads})' if on_cpu else ''}: {facts['one_device_seconds']:.2f} s; "
+            f"{devices}: {facts['ratio']:.2f} times as fast, {pixels}",
             markup=False,
         )
