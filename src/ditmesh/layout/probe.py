@@ -102,7 +102,7 @@ def _first_way(model: nn.Module, name: str) -> Way:
     """The most informative way to call the model that works."""
     if not _block_lists(model):
         raise LayoutError(f"{name} has no ModuleList of blocks, so there is nothing to parallelise")
-    problems: list[str] = []
+    problems: dict[str, Way] = {}
     for way in ways(model):
         conventions = Conventions(model, way)
         try:
@@ -110,9 +110,10 @@ def _first_way(model: nn.Module, name: str) -> Way:
                 model(**conventions.inputs(size))
             return way
         except Exception as error:
-            problems.append(f"{way}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            problems.setdefault(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", way)
+    reasons = "; ".join(f"{way}: {problem}" for problem, way in problems.items())
     raise LayoutError(
-        f"{name} has no reviewed token layout, and the probe could not run it: {'; '.join(dict.fromkeys(problems))}. "
+        f"{name} has no reviewed token layout, and the probe could not run it: {reasons}. "
         "Write a layout (see docs/layouts.md) and pass it as parallelize(..., layout=...)"
     )
 
