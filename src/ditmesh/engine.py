@@ -81,7 +81,7 @@ class Engine:
             begin: list[Callable[[], None]] = []
             if mesh.batch.size > 1:
                 for model, layout in models:
-                    rows = BatchParallel(model, mesh.batch, mesh.data, mesh.cfg, layout.unbatched)
+                    rows = BatchParallel(model, mesh.batch, mesh.data, mesh.cfg, layout.unbatched, layout.listed)
                     self._undo.append(rows.close)
                     begin.append(rows.begin_request)
                 vae = getattr(target, "vae", None)
