@@ -105,8 +105,13 @@ def test_a_hub_that_never_answers_does_not_hang(monkeypatch: pytest.MonkeyPatch)
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(model_info, "HUB_LIMIT", 0.5)
-    # Resolving a name can take as long as it likes.
-    monkeypatch.setattr("socket.create_connection", lambda *_, **__: time.sleep(20))
+
+    def never_answers(*_: object, **__: object) -> None:
+        # Resolving a name can take as long as it likes.
+        time.sleep(20)
+        raise OSError
+
+    monkeypatch.setattr("socket.create_connection", never_answers)
     started = time.monotonic()
     with pytest.raises(InputError, match="cannot be reached"):
         find_model("nobody/nothing")

@@ -121,7 +121,7 @@ class ParallelConfig(BaseModel):
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the configuration {str(path)!r}: {error}; give a YAML file") from None
         except yaml.YAMLError as error:
-            raise ConfigError(f"{str(path)!r} is not YAML: {error}") from None
+            raise ConfigError(f"{str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
         if data is None:
             return cls()
         if not isinstance(data, Mapping):
