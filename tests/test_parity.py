@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
+import ditmesh
 from ditmesh.layout import layout_of
 from support.models import MAKERS, ODD, RAGGED, sizes, tiny
 from support.parity import (
@@ -99,3 +102,40 @@ def test_bytes_on_the_wire(ranks, model):
             results = ranks(ranks_of(config)).run(parity, model, {**config, "text": "shard"}, size, False)
             for rank, result in enumerate(results):
                 assert result["sent"] == expected_bytes(model, config, size, rank)
+
+
+def ring_events(config):
+    """What happens in one attention, in order: a transfer posted, a block computed, a transfer waited for."""
+    import torch
+    import torch.distributed as dist
+
+    from ditmesh.attention import ring
+    from ditmesh.comm import Arriving, Link
+
+    events = []
+    shift, wait, compute = Link.shift, Arriving.wait, ring.attend_with_lse
+
+    def noted(name, function):
+        def call(*args, **kwargs):
+            events.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    mesh = ditmesh.Mesh(ditmesh.ParallelConfig(**config))
+    q = torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with (
+        mock.patch.object(Link, "shift", noted("post", shift)),
+        mock.patch.object(Arriving, "wait", noted("wait", wait)),
+        mock.patch.object(ring, "attend_with_lse", noted("compute", compute)),
+    ):
+        ring.ring_attention(mesh.ring, q, q, q, [8] * mesh.ring.size)
+    mesh.close()
+    return events
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_transfers_hide_behind_compute(ranks, world):
+    """Each transfer is posted before a block is computed and waited for after it."""
+    expected = ["post", "compute", "wait"] * (world - 1) + ["compute"]
+    assert ranks(world).run(ring_events, {"ring": world}) == [expected] * world

@@ -14,6 +14,7 @@ class Config:
 
     in_channels = 6
     cross_attention_dim = 10
+    num_attention_heads = HEADS
 
 
 def attend(q_bsc: Tensor, k_bsc: Tensor, v_bsc: Tensor) -> Tensor:

@@ -209,7 +209,7 @@ def _ltx() -> nn.Module:
     )
 
 
-def _ltx2(rope_type: str = "interleaved") -> nn.Module:
+def _ltx2(rope_type: str = "interleaved", perturbed_attn: bool = False) -> nn.Module:
     return diffusers.LTX2VideoTransformer3DModel(
         in_channels=8,
         out_channels=8,
@@ -224,6 +224,7 @@ def _ltx2(rope_type: str = "interleaved") -> nn.Module:
         num_layers=2,
         caption_channels=32,
         rope_type=rope_type,
+        perturbed_attn=perturbed_attn,
     )
 
 
@@ -405,6 +406,7 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "LTX I2V": _ltx,
     "LTX2": _ltx2,
     "LTX2 I2V": lambda: _ltx2("split"),
+    "LTX2 STG": lambda: _ltx2(perturbed_attn=True),
     "Mochi": _mochi,
     "AuraFlow": _auraflow,
     "CogView4": _cogview4,
@@ -437,6 +439,7 @@ WAYS = {
     "LTX I2V": Way("bsc", per_token=True),
     "LTX2": Way("bsc"),
     "LTX2 I2V": Way("bsc", per_token=True),
+    "LTX2 STG": Way("bsc"),
     "Mochi": Way("bcfhw"),
     "CogView4": Way("bchw", masked="text"),
     "Chroma": Way("bsc", masked="joint"),
@@ -490,6 +493,11 @@ def inputs(name: str, size: Size, masks: bool = True) -> dict[str, Any]:
     if name == "QwenImage edit":
         # The picture and, in its last three rows, the picture it is to be made from.
         made["img_shapes"] = [[(1, size.rows - 3, size.cols), (1, 3, size.cols)]] * size.batch
+    if name == "LTX2 STG":
+        # Spatio-temporal guidance: the second block leaves its self-attention out; for one sample of two only,
+        # it computes it and drops it.
+        made["spatio_temporal_guidance_blocks"] = [1]
+        made["perturbation_mask"] = torch.tensor([0.0, 1.0][: size.batch])
     return made
 
 

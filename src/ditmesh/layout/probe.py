@@ -102,7 +102,7 @@ def _first_way(model: nn.Module, name: str) -> Way:
     """The most informative way to call the model that works."""
     if not _block_lists(model):
         raise LayoutError(f"{name} has no ModuleList of blocks, so there is nothing to parallelise")
-    problems: list[str] = []
+    problems: dict[str, Way] = {}
     for way in ways(model):
         conventions = Conventions(model, way)
         try:
@@ -110,9 +110,10 @@ def _first_way(model: nn.Module, name: str) -> Way:
                 model(**conventions.inputs(size))
             return way
         except Exception as error:
-            problems.append(f"{way}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            problems.setdefault(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", way)
+    reasons = "; ".join(f"{way}: {problem}" for problem, way in problems.items())
     raise LayoutError(
-        f"{name} has no reviewed token layout, and the probe could not run it: {'; '.join(dict.fromkeys(problems))}. "
+        f"{name} has no reviewed token layout, and the probe could not run it: {reasons}. "
         "Write a layout (see docs/layouts.md) and pass it as parallelize(..., layout=...)"
     )
 
@@ -492,7 +493,7 @@ def differences(reviewed: TokenLayout, probed: TokenLayout) -> list[str]:
             found.append(f"{blocks}: streams are {a.streams} against {b.streams} probed")
         if a.chained != b.chained:
             found.append(f"{blocks}: chained is {a.chained} against {b.chained} probed")
-        if a.attention[: len(b.attention)] != b.attention:
+        if tuple(replace(call, unless=None) for call in a.attention[: len(b.attention)]) != b.attention:
             found.append(f"{blocks}: attention is {a.attention} against {b.attention} probed")
         for cut in b.cuts:
             same = [known for known in a.cuts if known.arg == cut.arg and known.ndim in (None, cut.ndim)]

@@ -110,12 +110,14 @@ class Attention:
         ragged: a replicated stream of which only some tokens take part, their number known from the call
             itself: ``"text"`` when the block leaves padding out.
         per_sample: the block makes this call once for every sample of the batch. Only for its last entry.
+        unless: argument of the block that, when true, makes it leave this call out: ``"all_perturbed"``.
     """
 
     queries: tuple[str, ...]
     keys: tuple[str, ...]
     ragged: str | None = None
     per_sample: bool = False
+    unless: str | None = None
 
 
 def joint(*tokens: str) -> Attention:

@@ -99,10 +99,12 @@ def linear_attention(module: nn.Module, link: Link, what: str) -> Callable[[], N
             f"{what}: the rule linear_attention stands in for {' or '.join(LINEAR_PROCESSORS)}, but the processor is "
             f"{type(original).__name__}"
         )
-    module.processor = _LinearAttention(link)
+    # Any: to a type checker an attribute of a module is a tensor or a module, and a processor is neither.
+    attention: Any = module
+    attention.processor = _LinearAttention(link)
 
     def undo() -> None:
-        module.processor = original
+        attention.processor = original
 
     return undo
 

@@ -22,8 +22,8 @@ from ..attention.ulysses import HeadExchange
 from ..config import ParallelConfig
 from ..doors import BlockSite
 from ..errors import ConfigError, LayoutError
-from ..layout import Grid, Stream
-from ..layout.arguments import Arguments, covers
+from ..layout import Attention, Grid, Stream
+from ..layout.arguments import MISSING, Arguments, covers
 from ..mesh import Mesh
 from ..tiles import even_cut
 from . import leaves
@@ -43,6 +43,8 @@ class _Call:
     # the span of blocks that has been entered and not yet left
     entered: str | None = None
     site: BlockSite | None = None
+    # the attention calls that the block in progress is going to make, and how many it has made
+    attention: tuple[Attention, ...] = ()
     attention_calls: int = 0
 
 
@@ -87,6 +89,11 @@ class SequenceParallel:
         """Cut this block's per-token arguments to this rank's tokens; at a region's first block, its streams too."""
         call = self._call
         call.site, call.attention_calls = site, 0
+        call.attention = tuple(
+            planned
+            for planned in site.region.attention
+            if planned.unless is None or not _true(arguments, planned.unless)
+        )
         if call.entered != site.span:
             self._enter(site, arguments)
         if self.config.strict:
@@ -279,7 +286,7 @@ class SequenceParallel:
         index, call.attention_calls = call.attention_calls, call.attention_calls + 1
         if self.link.size == 1:
             return sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
-        listed = site.region.attention
+        listed = call.attention
         if index >= len(listed) and not (listed and listed[-1].per_sample):
             raise LayoutError(
                 f"{site.path} makes attention call number {index + 1}, but the layout of {site.model} lists "
@@ -372,6 +379,11 @@ class SequenceParallel:
                 f"ulysses={self.mesh.ulysses.size} is more than the {q.shape[1]} heads of {site.path}; use ulysses <= "
                 f"{q.shape[1]} and ring for the rest"
             )
+
+
+def _true(arguments: Arguments, path: str) -> bool:
+    value = arguments.get(path)
+    return value is not MISSING and value is not None and bool(value)
 
 
 def _of_ranks(segments: list[Segment], ranks: range) -> list[Segment]:

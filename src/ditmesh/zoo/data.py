@@ -99,9 +99,7 @@ def fetch(folder: Path) -> Path:
         check=False,
     )
     if done.returncode != 0 or not archive.exists():
-        raise RuntimeError(
-            f"`npm pack {PACKAGE}@{VERSION}` failed ({done.returncode}): {done.stderr.strip()}"
-        )
+        raise RuntimeError(f"`npm pack {PACKAGE}@{VERSION}` failed ({done.returncode}): {done.stderr.strip()}")
     return archive
 
 

@@ -59,9 +59,7 @@ def export(parts: Parts, pictures: Pictures, out: Path) -> None:
         for file in ("vocab.json", "merges.txt"):
             shutil.copy(Path(parts.tokenizer.name_or_path) / file, out / name / file)
     halve(out / "transformer" / "diffusion_pytorch_model.safetensors")
-    captions = [
-        {"code": e.code, "caption": e.caption, "also": list(e.captions[1:])} for e in pictures.entries
-    ]
+    captions = [{"code": e.code, "caption": e.caption, "also": list(e.captions[1:])} for e in pictures.entries]
     (out / "captions.json").write_text(json.dumps(captions, indent=0) + "\n", encoding="utf-8")
     thumbnails(pictures.chosen).save(out / "thumbnails.png", optimize=True)
 
@@ -69,8 +67,7 @@ def export(parts: Parts, pictures: Pictures, out: Path) -> None:
 def halve(file: Path) -> None:
     """Rewrites a safetensors file with its float32 tensors in float16."""
     tensors = {
-        name: tensor.half() if tensor.dtype == torch.float32 else tensor
-        for name, tensor in load_file(file).items()
+        name: tensor.half() if tensor.dtype == torch.float32 else tensor for name, tensor in load_file(file).items()
     }
     save_file(tensors, file, metadata={"format": "pt"})
 
@@ -93,9 +90,7 @@ def thumbnails(pictures: np.ndarray, size: int = THUMBNAIL) -> Image.Image:
 
 def shrink(pictures: np.ndarray, size: int = THUMBNAIL) -> np.ndarray:
     """(n, h, w, 3) -> (n, size, size, 3), by averaging boxes."""
-    return np.stack(
-        [np.asarray(Image.fromarray(p).resize((size, size), Image.Resampling.BOX)) for p in pictures]
-    )
+    return np.stack([np.asarray(Image.fromarray(p).resize((size, size), Image.Resampling.BOX)) for p in pictures])
 
 
 def read_sheet(file: Path, count: int, size: int = THUMBNAIL, columns: int = COLUMNS) -> np.ndarray:

@@ -77,9 +77,7 @@ def train(
         for key, module in modules.items()
     ]
     parameters = [p for group in groups for p in group["params"]]
-    optimizer = torch.optim.AdamW(
-        groups, lr=plan.rate, betas=(0.9, 0.99), weight_decay=plan.weight_decay, fused=True
-    )
+    optimizer = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.99), weight_decay=plan.weight_decay, fused=True)
     average = EMAModel(parameters, decay=plan.average, foreach=True)
     generator = torch.Generator().manual_seed(seed)
     step, spent, smooth = 0, 0.0, float("nan")

@@ -55,9 +55,7 @@ def make_tokenizer(captions: Iterable[str], folder: Path) -> CLIPTokenizer:
         [Split(" ", "removed"), ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     alphabet = sorted(ByteLevel.alphabet())
-    trainer = BpeTrainer(
-        vocab_size=100_000, initial_alphabet=alphabet, end_of_word_suffix="</w>", show_progress=False
-    )
+    trainer = BpeTrainer(vocab_size=100_000, initial_alphabet=alphabet, end_of_word_suffix="</w>", show_progress=False)
     raw.train_from_iterator(words, trainer)
     merges = [
         tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge)
@@ -132,15 +130,11 @@ def make_silent_t5(tokenizer: CLIPTokenizer, joint_width: int) -> T5EncoderModel
 
 def tokenize(tokenizer: CLIPTokenizer, prompts: Sequence[str]) -> Tensor:
     """Prompts -> (n, MAX_TOKENS) token numbers, padded as the pipeline pads them."""
-    out = tokenizer(
-        list(prompts), padding="max_length", max_length=MAX_TOKENS, truncation=True, return_tensors="pt"
-    )
+    out = tokenizer(list(prompts), padding="max_length", max_length=MAX_TOKENS, truncation=True, return_tensors="pt")
     return out.input_ids
 
 
-def encode(
-    encoders: Sequence[CLIPTextModelWithProjection], tokens: Tensor, joint_width: int
-) -> tuple[Tensor, Tensor]:
+def encode(encoders: Sequence[CLIPTextModelWithProjection], tokens: Tensor, joint_width: int) -> tuple[Tensor, Tensor]:
     """(n, tokens) -> prompt embeddings (n, tokens, joint_width), pooled (n, sum of projections).
 
     As in ``StableDiffusion3Pipeline.encode_prompt``: the last layer but one of each CLIP encoder, side

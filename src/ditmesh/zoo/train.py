@@ -126,9 +126,7 @@ def train_autoencoder(
     return outcome
 
 
-def train_transformer(
-    recipe: Recipe, parts: Parts, pictures: Pictures, folder: Path, **limits: Any
-) -> loop.Outcome:
+def train_transformer(recipe: Recipe, parts: Parts, pictures: Pictures, folder: Path, **limits: Any) -> loop.Outcome:
     """Trains the transformer together with both text encoders on the encoded pictures."""
     plan = recipe.transformer
     latents = ae.scale(parts.vae, ae.encode(parts.vae, pictures.chosen))
@@ -178,9 +176,7 @@ def run(
     recipe = recipe or Recipe()
     folder.mkdir(parents=True, exist_ok=True)
     pictures = load(folder, recipe.size) if pictures is None else pictures
-    console.print(
-        f"{len(pictures.chosen)} captioned pictures, {len(pictures.wider)} more for the autoencoder"
-    )
+    console.print(f"{len(pictures.chosen)} captioned pictures, {len(pictures.wider)} more for the autoencoder")
     deadline = None if minutes is None else time.monotonic() + 60 * minutes
 
     def left() -> float | None:

@@ -1,6 +1,9 @@
-"""LTX-2 (Lightricks 2025): a video and an audio stream that attend to themselves, to text and to one another."""
+"""LTX-2 (Lightricks 2025): a video and an audio stream that attend to themselves, to text and to one another.
 
-from ..types import LOCAL, Attention, Cut, Region, Stream, TokenLayout, joint
+Spatio-temporal guidance leaves the self-attention of some blocks out.
+"""
+
+from ..types import LOCAL, Attention, Cut, Region, Stream, TokenLayout
 
 LAYOUT = TokenLayout(
     model="LTX2VideoTransformer3DModel",
@@ -9,8 +12,8 @@ LAYOUT = TokenLayout(
             blocks="transformer_blocks",
             streams=(Stream("image", "hidden_states", out=0), Stream("audio", "audio_hidden_states", out=1)),
             attention=(
-                joint("image"),
-                joint("audio"),
+                Attention(queries=("image",), keys=("image",), unless="all_perturbed"),
+                Attention(queries=("audio",), keys=("audio",), unless="all_perturbed"),
                 LOCAL,
                 LOCAL,
                 Attention(queries=("image",), keys=("audio",)),
@@ -45,14 +48,14 @@ LAYOUT = TokenLayout(
                 "audio_encoder_hidden_states",
                 "encoder_attention_mask",
                 "audio_encoder_attention_mask",
+                "perturbation_mask",
+                "all_perturbed",
                 "temb_prompt",
                 "temb_prompt_audio",
             ),
         ),
     ),
     refused={
-        "perturbation_mask": "guidance by skipped attention leaves attention calls out",
-        "spatio_temporal_guidance_blocks": "guidance by skipped attention leaves attention calls out",
         "video_self_attention_mask": "a mask over pairs of video tokens is not cut",
     },
 )
