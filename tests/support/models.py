@@ -455,8 +455,19 @@ WAYS = {
 def tiny(name: str) -> nn.Module:
     """The tiny model of a family, the same weights in every process."""
     torch.manual_seed(0)
-    model = MAKERS[name]().eval()
-    # Fresh models hold zeros and ones in places (biases, scale tables); a mistake there would not show.
+    return stirred(MAKERS[name]().eval())
+
+
+@cache
+def variant(name: str, **changes: Any) -> nn.Module:
+    """The tiny model of a family with some settings of its configuration changed."""
+    base = MAKERS[name]()
+    torch.manual_seed(0)
+    return stirred(type(base).from_config(dict(base.config), **changes).eval())
+
+
+def stirred(model: nn.Module) -> nn.Module:
+    """Fresh models hold zeros and ones in places (biases, scale tables); a mistake there would not show."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
