@@ -54,6 +54,7 @@ class Recipe:
     )
     part: int = 24
     part_share: float = 0.9
+    part_level_mean: float = 0.7
     whole_batch: int = 8
     seed: int = 0
 
@@ -140,8 +141,15 @@ def train_transformer(
         batch = plan.batch if partial else recipe.whole_batch
         rows = torch.randint(len(latents), (batch,), generator=generator)
         prompt, pooled = text.encode(encoders, prompts.draw(rows, generator), 2 * recipe.text_width)
-        keep = recipe.part if partial else None
-        return transformer.flow_loss(parts.transformer, latents[rows], prompt, pooled, generator, keep)
+        return transformer.flow_loss(
+            parts.transformer,
+            latents[rows],
+            prompt,
+            pooled,
+            generator,
+            keep=recipe.part if partial else None,
+            level_mean=recipe.part_level_mean if partial else 0.0,
+        )
 
     return loop.train(
         "transformer",
