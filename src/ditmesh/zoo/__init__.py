@@ -34,7 +34,7 @@ EMBEDDED: dict[str, Embedded] = {
         summary="text to 64x64 emoji, trained on 256 captioned Fluent Emoji",
         size=64,
         image_tokens=256,
-        steps=16,
+        steps=12,
         guidance_scale=2.0,
         max_sequence_length=16,
     ),

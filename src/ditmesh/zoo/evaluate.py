@@ -17,7 +17,7 @@ from diffusers import DiffusionPipeline  # pyright: ignore[reportPrivateImportUs
 from ditmesh.zoo import export
 from ditmesh.zoo.loop import console
 
-STEPS = 16
+STEPS = 12
 GUIDANCE = 2.0
 ZERO_TOKENS = 16  # the pipeline's max_sequence_length; its default of 256 only costs time
 
