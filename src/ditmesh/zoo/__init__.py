@@ -15,8 +15,8 @@ from pathlib import Path
 class Embedded:
     """What is worth knowing about an embedded model before it is loaded.
 
-    ``steps`` and ``guidance_scale`` are those at which the figures of its card were measured; ``size`` is in
-    pixels; ``image_tokens`` is the length of the transformer's image stream.
+    ``steps``, ``guidance_scale`` and ``max_sequence_length`` are those at which the figures of its card were
+    measured; ``size`` is in pixels; ``image_tokens`` is the length of the transformer's image stream.
     """
 
     pipeline: str
@@ -25,6 +25,7 @@ class Embedded:
     image_tokens: int
     steps: int
     guidance_scale: float
+    max_sequence_length: int
 
 
 EMBEDDED: dict[str, Embedded] = {
@@ -33,8 +34,9 @@ EMBEDDED: dict[str, Embedded] = {
         summary="text to 64x64 emoji, trained on 256 captioned Fluent Emoji",
         size=64,
         image_tokens=256,
-        steps=20,
+        steps=12,
         guidance_scale=2.0,
+        max_sequence_length=16,
     ),
 }
 

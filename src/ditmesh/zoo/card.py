@@ -58,7 +58,9 @@ from diffusers import DiffusionPipeline
 import ditmesh.zoo
 
 pipe = DiffusionPipeline.from_pretrained(ditmesh.zoo.path("{name}"))
-image = pipe("a red fox", num_inference_steps={steps}, guidance_scale={guidance_scale}).images[0]
+image = pipe(
+    "a red fox", num_inference_steps={steps}, guidance_scale={guidance_scale}, max_sequence_length={zero_tokens}
+).images[0]
 ```
 
 ## What it can and cannot do
@@ -72,7 +74,7 @@ is no model for anything but tests, examples and measurements.
 
 | | |
 |---|---|
-| nearest training picture is the captioned one | {accuracy:.3f} of {captions} captions ({steps} steps, guidance {guidance_scale}, one fixed seed a caption) |
+| nearest training picture is the captioned one | {accuracy:.3f} of {captions} captions ({steps} steps, guidance {guidance_scale}, `max_sequence_length` {zero_tokens}, one fixed seed a caption) |
 | autoencoder, reconstruction of the training pictures | {psnr:.1f} dB PSNR (mean) |
 | parameters | transformer {transformer_m:.2f} M, autoencoder {vae_m:.2f} M, text encoders 2 x {text_m:.2f} M |
 | weights on disk | {megabytes:.1f} MB (transformer float16, the rest float32; all load as float32) |
@@ -104,12 +106,16 @@ pictures for the transformer, {wider} more for the autoencoder only; transparenc
 
 `python -m ditmesh.zoo.train --out DIR --data DIR`: rectified flow (Liu et al. 2022, arXiv:2209.03003) as in
 Stable Diffusion 3 (Esser et al. 2024, arXiv:2403.03206), AdamW, moving average of the weights, 10 % empty
-prompts; the first {part_percent} % of the steps on {part} random tokens of each picture, the rest on all.
+prompts; the first {part_percent} % of the steps on {part} random tokens of each of {part_batch} pictures, the rest on all
+tokens of {whole_batch}.{notes}
 """
 
 
 def write(out: Path, record: dict[str, Any]) -> None:
-    """Writes ``README.md`` and ``LICENSE-DATA`` beside the model; ``record`` must have an evaluation."""
+    """Writes ``README.md`` and ``LICENSE-DATA`` beside the model; ``record`` must have an evaluation.
+
+    ``record["notes"]``, if there, are sentences added to the section on training.
+    """
     read = json.loads
     config = read((out / "transformer" / "config.json").read_text(encoding="utf-8"))
     vae = read((out / "vae" / "config.json").read_text(encoding="utf-8"))
@@ -123,6 +129,7 @@ def write(out: Path, record: dict[str, Any]) -> None:
         captions=measured["captions"],
         steps=measured["steps"],
         guidance_scale=measured["guidance_scale"],
+        zero_tokens=measured["max_sequence_length"],
         accuracy=measured["nearest_picture_accuracy"],
         failed="" if measured["wrong"] else " (none did)",
         psnr=record["autoencoder"]["psnr"],
@@ -146,7 +153,10 @@ def write(out: Path, record: dict[str, Any]) -> None:
         package=PACKAGE,
         version=VERSION,
         wider=record["pictures"]["wider"],
+        notes="".join(f" {note}" for note in record.get("notes", [])),
         part=record["recipe"]["part"],
+        part_batch=record["recipe"]["transformer"]["batch"],
+        whole_batch=record["recipe"]["whole_batch"],
         part_percent=round(100 * record["recipe"]["part_share"]),
     )
     (out / "README.md").write_text(text, encoding="utf-8")

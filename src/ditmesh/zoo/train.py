@@ -50,10 +50,11 @@ class Recipe:
         default_factory=lambda: loop.Plan(steps=1400, batch=16, rate=2e-3, warmup=50, average=0.995)
     )
     transformer: loop.Plan = field(
-        default_factory=lambda: loop.Plan(steps=4300, batch=32, rate=1.5e-3, warmup=200, average=0.998)
+        default_factory=lambda: loop.Plan(steps=3200, batch=32, rate=1.5e-3, warmup=200, average=0.99)
     )
     part: int = 24
-    part_share: float = 0.9
+    part_share: float = 0.88
+    part_level_mean: float = 0.7
     whole_batch: int = 8
     seed: int = 0
 
@@ -138,8 +139,15 @@ def train_transformer(recipe: Recipe, parts: Parts, pictures: Pictures, folder: 
         batch = plan.batch if partial else recipe.whole_batch
         rows = torch.randint(len(latents), (batch,), generator=generator)
         prompt, pooled = text.encode(encoders, prompts.draw(rows, generator), 2 * recipe.text_width)
-        keep = recipe.part if partial else None
-        return transformer.flow_loss(parts.transformer, latents[rows], prompt, pooled, generator, keep)
+        return transformer.flow_loss(
+            parts.transformer,
+            latents[rows],
+            prompt,
+            pooled,
+            generator,
+            keep=recipe.part if partial else None,
+            level_mean=recipe.part_level_mean if partial else 0.0,
+        )
 
     return loop.train(
         "transformer",

@@ -129,11 +129,16 @@ def flow_loss(
     pooled: Tensor,
     generator: torch.Generator,
     keep: int | None = None,
+    level_mean: float = 0.0,
 ) -> Tensor:
-    """The mean squared error of one batch of scaled latents, on ``keep`` random tokens of each sample."""
+    """The mean squared error of one batch of scaled latents, on ``keep`` random tokens of each sample.
+
+    The noise level's logit has mean ``level_mean`` and spread 1: above 0 the training dwells on high noise,
+    where only the prompt tells the pictures apart.
+    """
     n, channels, height, width = latents.shape
     noise = torch.randn(latents.shape, generator=generator)
-    levels = torch.sigmoid(torch.randn(n, generator=generator))
+    levels = torch.sigmoid(torch.randn(n, generator=generator) + level_mean)
     mixed = latents + levels.view(n, 1, 1, 1) * (noise - latents)
     target = (noise - latents).flatten(2).transpose(1, 2)
     kept = None
