@@ -12,7 +12,9 @@ from ..errors import InputError
 
 def doctor(
     devices: Annotated[int, typer.Option(help="Ranks to measure between; 1 measures nothing.")] = 2,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What the ranks run on.")] = "cpu",
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="What the ranks run on; auto: GPUs if there is one for each.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Show versions, devices and backends, measure transfers between ranks, and say what is missing.
@@ -33,6 +35,8 @@ def doctor(
     facts["devices"] = devices
     facts["transfers"] = []
     if devices > 1:
+        if device == "auto" and len(facts["gpus"]) < devices:
+            device = "cpu"
         with RankPool(devices, device, threads=1, timeout=120.0, preload=("torch", "torch.distributed")) as pool:
             facts["device"] = pool.device
             facts["transfers"] = as_data(measure_links(pool))
