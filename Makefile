@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEVICES ?= 2
 OUT ?= outputs
-PROMPTS ?= "a red fox" "a cactus" "a hot air balloon" "a slice of pizza"
+PROMPTS ?= "a red fox" "a cactus" "a pizza" "a red apple"
 
 .PHONY: generate test test-all lint format bench gpu-check clean
 
@@ -35,6 +35,7 @@ format: $(BIN)/ditmesh
 
 bench: $(BIN)/ditmesh  ## paired measurements on this machine; wants it quiet
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sequence.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/tensor.py
 
 gpu-check: $(BIN)/ditmesh  ## parity and kernels on a CUDA device
 	$(BIN)/python benchmarks/gpu_check.py

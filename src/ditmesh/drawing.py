@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from . import support
 from .config import ParallelConfig
 from .errors import ConfigError, InputError
 from .launch import Report
@@ -134,6 +135,27 @@ def check_job(job: Job, model: ModelInfo, devices: int) -> None:
     if not isinstance(job.config, str):
         check_config(job.config, model, devices, job.size)
     check_folder(job.out)
+    if devices > 1:
+        check_layout(model)
+
+
+def check_layout(model: ModelInfo) -> None:
+    """Refuse a transformer whose tokens nobody can place, before any rank loads its weights.
+
+    A class that the support table knows has a layout. Any other is probed here, with two blocks and random
+    weights, as every rank will probe it with the real ones.
+
+    Raises:
+        LayoutError: the class has no reviewed layout and the probe failed.
+        InputError: the installed diffusers has no such class.
+    """
+    if model.transformer_class in support.table():
+        return
+    from .layout import known_models
+    from .layout.describe import checked
+
+    if model.transformer_class not in known_models():
+        checked(model.transformer_class, model.transformer)
 
 
 def check_config(config: ParallelConfig, model: ModelInfo, devices: int, size: tuple[int, int] | None = None) -> None:
