@@ -43,6 +43,7 @@ class Job:
         steps: denoising steps; None: the pipeline's own number.
         guidance: guidance scale; None: the pipeline's own.
         size: width and height in pixels; None: the pipeline's own.
+        max_sequence_length: longest prompt in tokens, where the pipeline takes it; None: the pipeline's own.
         seed: of the first picture; picture i has ``seed + i``.
         images: pictures per prompt.
         dtype: of the weights.
@@ -60,6 +61,7 @@ class Job:
     steps: int | None = None
     guidance: float | None = None
     size: tuple[int, int] | None = None
+    max_sequence_length: int | None = None
     seed: int = 0
     images: int = 1
     dtype: Dtype = "float32"
@@ -283,6 +285,8 @@ def draw(job: Job, *, report: Report | None = None) -> float:
             arguments["negative_prompt"] = job.negative
         if job.size is not None and "width" in parameters:
             arguments["width"], arguments["height"] = job.size
+        if job.max_sequence_length is not None and "max_sequence_length" in parameters:
+            arguments["max_sequence_length"] = job.max_sequence_length
         if "callback_on_step_end" in parameters:
             arguments["callback_on_step_end"] = _on_step(say, job.images)
         if grouped:
@@ -304,6 +308,7 @@ def draw(job: Job, *, report: Report | None = None) -> float:
                 index=index,
                 steps=steps,
                 guidance=guidance,
+                max_sequence_length=arguments.get("max_sequence_length"),
                 width=image.width,
                 height=image.height,
                 model=job.name,
