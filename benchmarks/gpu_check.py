@@ -71,13 +71,13 @@ def model_rows(config: dict[str, Any] | None, dtype_name: str, repeats: int) -> 
     import diffusers
 
     import ditmesh
-    from ditmesh.layout.conventions import Conventions, Size
+    from ditmesh.layout.conventions import Conventions, Size, Way
     from sequence import MODEL, SIDE, TEXT
 
     dtype = getattr(torch, dtype_name)
     torch.manual_seed(0)
     model = diffusers.FluxTransformer2DModel(**MODEL).eval().to("cuda", dtype)
-    inputs = Conventions(model, 3, optional=False).inputs(Size(SIDE, SIDE, TEXT, batch=1))
+    inputs = Conventions(model, Way("bsc")).inputs(Size(SIDE, SIDE, TEXT, batch=1))
 
     def forward() -> torch.Tensor:
         with torch.no_grad():

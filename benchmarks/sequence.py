@@ -64,9 +64,9 @@ def benchmark_model() -> torch.nn.Module:
 @cache
 def benchmark_inputs() -> dict[str, Any]:
     """Arguments of its forward."""
-    from ditmesh.layout.conventions import Conventions, Size
+    from ditmesh.layout.conventions import Conventions, Size, Way
 
-    return Conventions(benchmark_model(), 3, optional=False).inputs(Size(SIDE, SIDE, TEXT, batch=1))
+    return Conventions(benchmark_model(), Way("bsc")).inputs(Size(SIDE, SIDE, TEXT, batch=1))
 
 
 @cache

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,3 +33,41 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     yield get
     for pool in pools.values():
         pool.close()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-support",
+        action="store_true",
+        help="write what the parity matrix found to src/ditmesh/support.json and docs/support.md",
+    )
+
+
+@pytest.fixture(scope="session")
+def record_support(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str, dict[str, Any]], None]]:
+    """``record_support(class_name, combination, outcome)``: one cell of the support table."""
+    cells: dict[str, dict[str, dict[str, Any]]] = {}
+
+    def badness(outcome: dict[str, Any]) -> tuple[bool, bool, float]:
+        return "wrong" in outcome, "refused" in outcome, outcome.get("wrong", outcome.get("error", 0.0))
+
+    def record(model: str, combination: str, outcome: dict[str, Any]) -> None:
+        # A class that is tested in several ways (text to video, image to video) shows the worst of them.
+        row = cells.setdefault(model, {})
+        row[combination] = max(row.get(combination, outcome), outcome, key=badness)
+
+    yield record
+    if request.config.getoption("--write-support"):
+        import diffusers
+        import torch
+
+        from ditmesh import support
+
+        data = {
+            "diffusers": diffusers.__version__,
+            "torch": torch.__version__.split("+")[0],
+            "classes": {name: cells[name] for name in sorted(cells)},
+        }
+        support.TABLE.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        page = Path(__file__).parents[1] / "docs" / "support.md"
+        page.write_text(support.as_markdown(), encoding="utf-8")

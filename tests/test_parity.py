@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
-from support.models import ODD, RAGGED
-from support.parity import parity, without_exchange
+import ditmesh
+from ditmesh.layout import layout_of
+from support.models import MAKERS, ODD, RAGGED, sizes, tiny
+from support.parity import (
+    parity,
+    parity_of_all_sizes,
+    without_exchange,
+    without_leaf,
+)
 
 TOLERANCE = 1e-5  # relative, float32; measured errors are below 1e-6
 MODELS = ["DiT", "PixArt", "SD3", "Flux"]
@@ -42,6 +51,21 @@ def test_negative_control(ranks, model, config):
         assert error > 100 * TOLERANCE
 
 
+@pytest.mark.parametrize("config", [{"ulysses": 2}, {"ulysses": 3}, {"ulysses": 2, "ring": 2}], ids=name_of)
+@pytest.mark.parametrize("model", [name for name in MAKERS if name not in MODELS])
+def test_every_class_equals_one_device(ranks, model, config):
+    """B=1 with odd lengths and B=2 ragged, text cut and whole; and the negative control."""
+    layout = layout_of(tiny(model))
+    texts = ("shard", "replicate") if any(s.name == "text" for r in layout.regions for s in r.streams) else ("shard",)
+    pool = ranks(ranks_of(config))
+    for results in pool.run(parity_of_all_sizes, model, config, texts):
+        for label, text, error, repeats in results:
+            assert error <= TOLERANCE, (label, text)
+            assert repeats
+    for error in pool.run(without_exchange, model, config, sizes(model)["B=2 ragged"]):
+        assert error > 100 * TOLERANCE
+
+
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("model", ["SD3", "Flux"])
 def test_ulysses_is_bit_equal(ranks, model, world):
@@ -50,9 +74,16 @@ def test_ulysses_is_bit_equal(ranks, model, world):
         assert result["equal"]
 
 
+@pytest.mark.parametrize("rule", ["linear_attention", "conv_rows"])
+def test_every_leaf_rule_is_needed(ranks, rule):
+    """Sana with one of its two rules missing is wrong by orders of magnitude."""
+    for error in ranks(2).run(without_leaf, "Sana", {"ulysses": 2}, ODD, rule):
+        assert error > 100 * TOLERANCE
+
+
 @pytest.mark.parametrize("text", ["shard", "replicate"])
 def test_more_ranks_than_text_tokens(ranks, text):
-    """With fewer text tokens than ranks some shards are empty."""
+    """With fewer text tokens than ranks every rank keeps the text whole."""
     from ditmesh.layout.conventions import Size
 
     size = Size(rows=8, cols=8, text=3, batch=2)
@@ -71,3 +102,40 @@ def test_bytes_on_the_wire(ranks, model):
             results = ranks(ranks_of(config)).run(parity, model, {**config, "text": "shard"}, size, False)
             for rank, result in enumerate(results):
                 assert result["sent"] == expected_bytes(model, config, size, rank)
+
+
+def ring_events(config):
+    """What happens in one attention, in order: a transfer posted, a block computed, a transfer waited for."""
+    import torch
+    import torch.distributed as dist
+
+    from ditmesh.attention import ring
+    from ditmesh.comm import Arriving, Link
+
+    events = []
+    shift, wait, compute = Link.shift, Arriving.wait, ring.attend_with_lse
+
+    def noted(name, function):
+        def call(*args, **kwargs):
+            events.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    mesh = ditmesh.Mesh(ditmesh.ParallelConfig(**config))
+    q = torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with (
+        mock.patch.object(Link, "shift", noted("post", shift)),
+        mock.patch.object(Arriving, "wait", noted("wait", wait)),
+        mock.patch.object(ring, "attend_with_lse", noted("compute", compute)),
+    ):
+        ring.ring_attention(mesh.ring, q, q, q, [8] * mesh.ring.size)
+    mesh.close()
+    return events
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_transfers_hide_behind_compute(ranks, world):
+    """Each transfer is posted before a block is computed and waited for after it."""
+    expected = ["post", "compute", "wait"] * (world - 1) + ["compute"]
+    assert ranks(world).run(ring_events, {"ring": world}) == [expected] * world

@@ -35,7 +35,8 @@ class ParallelConfig(BaseModel):
             arXiv:1909.08053.
         text: what happens to a text stream that the blocks update: ``"shard"`` cuts it over the sequence
             ranks as the image, ``"replicate"`` keeps it whole on every rank (less communication set-up,
-            redundant work), ``"auto"`` shards it when each rank gets at least four tokens.
+            redundant work), ``"auto"`` shards it when each rank gets at least four tokens. Text with fewer
+            tokens than ranks is always replicated.
         inputs: what a pipeline does before it starts on several ranks. ``"broadcast"`` runs rank 0's inputs on
             all of them, ``"strict"`` refuses inputs that differ, naming field and ranks, ``"trust"`` checks
             nothing. The first two also refuse pipelines that differ (weights, adapters, scheduler).
@@ -120,7 +121,7 @@ class ParallelConfig(BaseModel):
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the configuration {str(path)!r}: {error}; give a YAML file") from None
         except yaml.YAMLError as error:
-            raise ConfigError(f"{str(path)!r} is not YAML: {error}") from None
+            raise ConfigError(f"{str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
         if data is None:
             return cls()
         if not isinstance(data, Mapping):

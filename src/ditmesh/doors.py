@@ -6,6 +6,7 @@ behind the doors decides what happens; closing them leaves the model exactly as 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import Token
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,7 +28,9 @@ class BlockSite:
         model: class name of the transformer.
         path: path of the block, ``"transformer_blocks.3"``.
         region: the block list it belongs to.
-        index: position in the list; is_first, is_last: whether it begins or ends the list.
+        index: position in the list.
+        span: name of the run of blocks through which the tokens stay cut: the list, or all lists of a layout
+            whose lists alternate; is_first, is_last: whether the block begins or ends it.
         fed_by_previous, feeds_next: its region is chained to the one before, or the one after to it.
     """
 
@@ -35,6 +38,7 @@ class BlockSite:
     path: str
     region: Region
     index: int
+    span: str
     is_first: bool
     is_last: bool
     fed_by_previous: bool
@@ -60,6 +64,10 @@ class Handler(door.AttentionHandler, Protocol):
         """A block has returned ``output``; returns what the model is to see."""
         ...
 
+    def adapt(self, site: BlockSite, rule: str, module: nn.Module) -> Callable[[], None]:
+        """Make a module that mixes tokens without attention see those of other ranks; returns the undo."""
+        ...
+
 
 class ModelDoors:
     """The open doors of one transformer.
@@ -78,6 +86,7 @@ class ModelDoors:
         self.layout = layout
         self.handler = handler
         self._handles: list[RemovableHandle] = []
+        self._undo: list[Callable[[], None]] = []
         self._attention: list[Token[door.AttentionHandler | None]] = []
         self._names = parameter_names(type(model).forward)
         lists = [(region, _blocks(model, region)) for region in layout.regions]
@@ -85,16 +94,20 @@ class ModelDoors:
         try:
             self._handles.append(model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True))
             self._handles.append(model.register_forward_hook(self._end))
+            names = [region.blocks for region in layout.regions]
             for position, (region, blocks) in enumerate(lists):
                 feeds_next = position + 1 < len(lists) and lists[position + 1][0].chained
+                opens = not layout.alternating or position == 0
+                closes = not layout.alternating or position == len(lists) - 1
                 for index, block in enumerate(blocks):
                     site = BlockSite(
                         model=layout.model,
                         path=f"{region.blocks}.{index}",
                         region=region,
                         index=index,
-                        is_first=index == 0,
-                        is_last=index == len(blocks) - 1,
+                        span=" and ".join(names) if layout.alternating else region.blocks,
+                        is_first=opens and index == 0,
+                        is_last=closes and index == len(blocks) - 1,
                         fed_by_previous=region.chained and position > 0,
                         feeds_next=feeds_next,
                     )
@@ -109,9 +122,19 @@ class ModelDoors:
             door.close_door()
         while self._handles:
             self._handles.pop().remove()
+        while self._undo:
+            self._undo.pop()()
 
     def _hang(self, block: nn.Module, site: BlockSite) -> None:
         names = parameter_names(type(block).forward)
+        for leaf in site.region.leaves:
+            try:
+                module = block.get_submodule(leaf.module)
+            except AttributeError:
+                raise LayoutError(
+                    f"{site.path} has no module {leaf.module!r}; its layout is of another version"
+                ) from None
+            self._undo.append(self.handler.adapt(site, leaf.rule, module))
 
         def before(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
+from . import support
 from .compilation import compile_blocks
 from .config import ParallelConfig
 from .doors import ModelDoors
@@ -82,7 +83,7 @@ class Engine:
             begin: list[Callable[[], None]] = []
             if mesh.batch.size > 1:
                 for model, layout in models:
-                    rows = BatchParallel(model, mesh.batch, mesh.data, mesh.cfg, layout.unbatched)
+                    rows = BatchParallel(model, mesh.batch, mesh.data, mesh.cfg, layout.unbatched, layout.listed)
                     self._undo.append(rows.close)
                     begin.append(rows.begin_request)
                 vae = getattr(target, "vae", None)
@@ -151,10 +152,12 @@ def parallelize(
         _check_backend(model)
     if config == "auto":
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        config = ParallelConfig.auto(world_size, min(map(heads_of, models)))
+        # Of a model that does not tell its heads one is sure: the ring takes any number of ranks.
+        config = ParallelConfig.auto(world_size, min(heads_of(model) or 1 for model in models))
     config = ParallelConfig.read(config)
     for model in models:
         check_heads(config, heads_of(model), type(model).__name__)
+        support.check(type(model).__name__, config)
     owns_mesh = mesh is None
     if mesh is None:
         parameter = next(models[0].parameters(), None)
@@ -225,22 +228,28 @@ def find_layout(model: nn.Module) -> TokenLayout:
     return layout_of(model) or probe(model)
 
 
-def heads_of(model: nn.Module) -> int:
-    """The smallest number of attention heads in the model's blocks (1 when it does not say)."""
+def heads_of(model: nn.Module) -> int | None:
+    """The smallest number of attention heads in the model's blocks; None when the model does not say."""
     counts = [
         heads
         for module in model.modules()
         if hasattr(module, "to_q") and isinstance(heads := getattr(module, "heads", None), int)
     ]
-    return min(counts, default=getattr(getattr(model, "config", None), "num_attention_heads", None) or 1)
+    config = getattr(model, "config", None)
+    named = (getattr(config, key, None) for key in ("num_attention_heads", "num_heads", "n_heads"))
+    return min(counts, default=next((count for count in named if isinstance(count, int)), None))
 
 
-def check_heads(config: ParallelConfig, heads: int, model: str) -> None:
+def check_heads(config: ParallelConfig, heads: int | None, model: str) -> None:
     """Refuse more tensor ranks than heads, and more Ulysses ranks than a tensor rank has heads.
+
+    Does nothing when the number of heads is not known; the first attention call looks again.
 
     Raises:
         ConfigError: naming both and the way out.
     """
+    if heads is None:
+        return
     if config.tensor > heads:
         raise ConfigError(
             f"tensor={config.tensor} is more than the {heads} attention heads of {model}; use tensor <= {heads} and "

@@ -26,3 +26,7 @@ class RankFailed(DitmeshError, RuntimeError):
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
+
+
+class UntestedWarning(UserWarning):
+    """A combination of model and strategies that the parity matrix has not run."""

@@ -397,6 +397,9 @@ class RankPool:
             return [answers[rank] for rank in range(self.world_size)]
         silent = [r for r in range(self.world_size) if r not in answers and r not in {f.rank for f in failures}]
         if failures:
+            # What the others have reported so far is heard as well: it may be work that is done and kept.
+            for rank in set(range(self.world_size)) - gone:
+                self._hear(rank, answers, on_message)
             self._raise(failures, silent)
         raise self._late(silent, expected)
 

@@ -216,8 +216,7 @@ def _from_hub(name: str) -> tuple[Path, bool]:
 
     tried = f"model {name!r}: no folder of that name, and"
     cached = try_to_load_from_cache(name, "model_index.json")
-    has_cached = isinstance(cached, str)
-    if constants.is_offline_mode() if hasattr(constants, "is_offline_mode") else constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
         unreachable = "the hub is switched off (HF_HUB_OFFLINE)"
     elif not _hub_answers(constants.ENDPOINT):
         unreachable = f"{constants.ENDPOINT} cannot be reached"
@@ -238,7 +237,7 @@ def _from_hub(name: str) -> tuple[Path, bool]:
                 continue
     except (HfHubHTTPError, EntryNotFoundError, OSError) as error:
         if isinstance(cached, str):
-            return Path(cached).parent, has_cached
+            return Path(cached).parent, True
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(f"{tried} the hub says: {reason}; check the name, or run `hf auth login`") from None
     return Path(path).parent, False

@@ -10,8 +10,9 @@ import torch
 import ditmesh
 from ditmesh.attention.door import sdpa
 from ditmesh.layout.conventions import Size
+from ditmesh.strategies import leaves
 from ditmesh.strategies.sequence import SequenceParallel
-from support.models import inputs, relative_error, run, tiny
+from support.models import inputs, relative_error, run, sizes, tiny
 
 
 class NoExchange(SequenceParallel):
@@ -19,6 +20,9 @@ class NoExchange(SequenceParallel):
 
     def mix(self, q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale):
         return sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
+
+    def adapt(self, site, rule, module):
+        return lambda: None
 
 
 def parity(name: str, config: dict[str, Any], size: Size, masks: bool = True) -> dict[str, Any]:
@@ -40,4 +44,22 @@ def parity(name: str, config: dict[str, Any], size: Size, masks: bool = True) ->
 def without_exchange(name: str, config: dict[str, Any], size: Size) -> float:
     """Error of `parity` when no rank sees another's keys."""
     with mock.patch("ditmesh.engine.SequenceParallel", NoExchange):
+        return parity(name, config, size)["error"]
+
+
+def parity_of_all_sizes(
+    name: str, config: dict[str, Any], texts: tuple[str, ...]
+) -> list[tuple[str, str, float, bool]]:
+    """`parity` for both sizes and every text policy: size, policy, error, whether a second run gave the same bits."""
+    found = []
+    for label, size in sizes(name).items():
+        for text in texts:
+            result = parity(name, {**config, "text": text}, size)
+            found.append((label, text, result["error"], result["repeats"]))
+    return found
+
+
+def without_leaf(name: str, config: dict[str, Any], size: Size, rule: str) -> float:
+    """Error of `parity` when the modules of one leaf rule see this rank's tokens only."""
+    with mock.patch.dict(leaves.RULES, {rule: lambda *_: lambda: None}):
         return parity(name, config, size)["error"]

@@ -12,6 +12,53 @@ from ..errors import LayoutError
 from .segments import Segment, cut, local_length, total_length
 
 
+def everywhere(
+    mask: Tensor, queries: Sequence[Segment], keys: Sequence[Segment], link: Link, ranks: Sequence[int]
+) -> Tensor:
+    """The mask of the queries of consecutive sequence ``ranks`` over all keys.
+
+    Args:
+        mask: what the block made of its arguments: broadcastable to (B, H, queries, keys), of this rank's
+            tokens or of all.
+        queries, keys: streams of either.
+        link: the sequence link.
+        ranks: whose queries.
+
+    Returns:
+        4-D; dimensions of 1 stay 1.
+
+    Raises:
+        LayoutError: the mask does not tell what other ranks' tokens may see.
+    """
+    mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    here = local_length(queries, link.rank)
+    if list(queries) == list(keys) and tuple(mask.shape[-2:]) == (here, here) and here != total_length(keys):
+        return _outer(mask, keys, link, ranks)
+    return of_queries(whole_keys(mask, keys, link), queries, link, ranks)
+
+
+def _outer(mask: Tensor, tokens: Sequence[Segment], link: Link, ranks: Sequence[int]) -> Tensor:
+    """A mask that a block built as the outer product m mᵀ of this rank's entries of a per-token mask m.
+
+    For m of zeros and ones (or booleans) the diagonal of m mᵀ is m itself: it is gathered, and the product
+    built again with all keys.
+    """
+    if mask.stride(1) == 0:
+        mask = mask[:, :1]
+    per_token = mask.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)  # (B, 1 or H, 1, tokens here)
+    if not torch.equal(_product(per_token.transpose(-1, -2), per_token), mask):
+        raise LayoutError(
+            f"an attention mask of shape {tuple(mask.shape)} was cut along queries and keys, and is no outer product "
+            "of a mask per token, so other ranks' keys are missing; list its source as `whole` in the layout"
+        )
+    whole = whole_keys(per_token, tokens, link)
+    return _product(cut(whole, 3, tokens, ranks).transpose(-1, -2), whole)
+
+
+def _product(rows: Tensor, columns: Tensor) -> Tensor:
+    return rows & columns if rows.dtype == torch.bool else rows * columns
+
+
 def whole_keys(mask: Tensor, keys: Sequence[Segment], link: Link) -> Tensor:
     """A mask over all keys, in the order one device has them.
 

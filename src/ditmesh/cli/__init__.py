@@ -1,0 +1,1 @@
+"""The ``ditmesh`` command: one thin module for each subcommand."""

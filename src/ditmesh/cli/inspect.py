@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import InputError
+from .values import parse_size
 
 if TYPE_CHECKING:
     from ..layout import TokenLayout
@@ -39,7 +39,7 @@ def inspect(
     layout = reviewed or probed
     assert layout is not None
     parameters = sum(parameter.numel() for parameter in on_meta(name, config).parameters())
-    width, height = _size(size) or info.default_size or (1024, 1024)
+    width, height = parse_size(size) or info.default_size or (1024, 1024)
     info.check_size(width, height)
     facts: dict[str, Any] = {
         "model": info.name,
@@ -63,15 +63,6 @@ def inspect(
         raise typer.Exit(1)
 
 
-def _size(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    width, by, height = text.lower().partition("x")
-    if not (by and width.isdigit() and height.isdigit()):
-        raise InputError(f"size {text!r} is not WIDTHxHEIGHT; write it as 1024x1024")
-    return int(width), int(height)
-
-
 def _show(facts: dict[str, Any], layout: TokenLayout, check: bool) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -81,7 +72,8 @@ def _show(facts: dict[str, Any], layout: TokenLayout, check: bool) -> None:
     console.print(f"[bold]{facts['transformer']}[/] of {facts['pipeline']} ({facts['model']})", highlight=False)
     console.print(
         f"{facts['parameters'] / 1e6:,.1f} million parameters, {facts['heads'] or '?'} heads; "
-        f"{width} x {height} pixels are {facts['image_tokens']:,} image tokens; sizes in multiples of {facts['size_multiple']}",
+        f"{width} x {height} pixels are {facts['image_tokens']:,} image tokens; "
+        f"sizes in multiples of {facts['size_multiple']}",
         highlight=False,
     )
     table = Table(title=f"Token layout ({layout.source})", title_justify="left")

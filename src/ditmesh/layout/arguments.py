@@ -46,7 +46,9 @@ class Arguments:
 
     def _position(self, name: str) -> int | None:
         if name.startswith("*"):
-            return int(name[1:])
+            # Arguments beyond the named ones (`*args`) go by their position.
+            position = int(name[1:])
+            return position if len(self._names) <= position < len(self.args) else None
         if name in self._names and self._names.index(name) < len(self.args):
             return self._names.index(name)
         return None

@@ -7,34 +7,71 @@ and say their widths in their config. That is enough to call most of them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 # Config entries that hold the width of `encoder_hidden_states`, most specific first.
 TEXT_WIDTHS = (
+    "cross_attention_input_dim",
     "caption_channels",
     "joint_attention_dim",
-    "cross_attention_dim",
+    "text_hidden_dim",
     "text_embed_dim",
+    "cross_attention_dim",
     "text_dim",
     "cap_feat_dim",
 )
 
+# How latents lie: pictures, packed tokens, videos (channels or frames first), sounds, a list of (C, F, H, W).
+Form = Literal["bchw", "bsc", "bcfhw", "bfchw", "bcs", "list"]
+FORMS: tuple[Form, ...] = ("bchw", "bsc", "bcfhw", "bfchw", "bcs")
+# What `attention_mask` of the forward is a mask of, where there is one.
+Masked = Literal["image", "text", "joint", "nothing"]
+
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a sample: image tokens are rows × cols (× frames), text tokens are text."""
+    """Size of a sample: image tokens are rows × cols × frames; text and audio tokens."""
 
     rows: int
     cols: int
     text: int
     batch: int = 2
     frames: int = 1
+    audio: int = 7
+
+    @property
+    def image(self) -> int:
+        """Image tokens."""
+        return self.rows * self.cols * self.frames
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to call a transformer.
+
+    Attributes:
+        form: how its latents lie.
+        optional: pass optional arguments too (masks, rotary tables), so that a probe sees what follows them.
+        masked: what `attention_mask` covers.
+        per_token: a timestep for every token, as image-to-video pipelines pass it.
+    """
+
+    form: Form
+    optional: bool = False
+    masked: Masked = "nothing"
+    per_token: bool = False
+
+    def __str__(self) -> str:
+        parts = [f"latents as {self.form}"]
+        parts += ["with masks" if self.masked == "nothing" else f"with masks of {self.masked} tokens"] * self.optional
+        parts += ["a timestep per token"] * self.per_token
+        return ", ".join(parts)
 
 
 class Conventions:
@@ -42,17 +79,32 @@ class Conventions:
 
     Args:
         model: the transformer; its config tells widths.
-        dims: dimensions of `hidden_states`: 4 (B, C, H, W), 3 (B, S, C) or 5 (B, C, F, H, W).
-        optional: also pass optional masks, so that a probe sees what follows them.
+        way: how to call it.
     """
 
-    def __init__(self, model: nn.Module, dims: int, optional: bool) -> None:
+    def __init__(self, model: nn.Module, way: Way) -> None:
         self.config: Any = model.config
-        self.dims = dims
-        self.optional = optional
+        self.way = way
         self.parameters = inspect.signature(type(model).forward).parameters
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
+
+    @property
+    def sizes(self) -> dict[str, Size]:
+        """Sizes to probe with: ``"base"``, and for every kind of token (``"image"``, ``"text"`` …) one with more of it.
+
+        Square pictures, because some models recover rows and columns from the number of tokens. Models that
+        take lists pad them to multiples of 32 tokens, so theirs are.
+        """
+        frames = self._first(("video_length",)) or (2 if self.way.form in ("bcfhw", "bfchw") else 1)
+        base = Size(4, 4, 5, frames=frames)
+        sizes = {"base": base, "image": replace(base, rows=6, cols=6), "text": replace(base, text=8)}
+        if self.way.form == "list":
+            base = Size(4, 8, 32)
+            sizes = {"base": base, "image": replace(base, rows=8), "text": replace(base, text=64)}
+        if "audio_hidden_states" in self.parameters:
+            sizes["audio"] = replace(base, audio=10)
+        return sizes
 
     def inputs(self, size: Size, seed: int = 0) -> dict[str, Any]:
         """Arguments by name, the same for the same size and seed."""
@@ -61,60 +113,158 @@ class Conventions:
         return {name: value for name, value in made.items() if value is not None}
 
     def _make(self, name: str, size: Size, generator: torch.Generator) -> Any:
-        tokens = size.rows * size.cols * size.frames
+        batch = size.batch
 
         def noise(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator).to(self.device, self.dtype)
 
+        def mask(tokens: int) -> Tensor:
+            # One padding token, where padding is allowed: models drop a mask that hides nothing.
+            ones = torch.ones(batch, tokens, dtype=torch.bool, device=self.device)
+            if self.way.optional and batch > 1 and tokens > 1:
+                ones[0, -1] = False
+            return ones
+
+        def full(value: float, *shape: int) -> Tensor:
+            return torch.full(shape, value, device=self.device)
+
+        wanted = self.way.optional or self.parameters[name].default is inspect.Parameter.empty
         match name:
             case "hidden_states":
                 return noise(*self._latent_shape(size))
-            case "encoder_hidden_states":
-                width = self._first(TEXT_WIDTHS)
-                return noise(size.batch, size.text, width) if width else None
+            case "encoder_hidden_states" | "audio_encoder_hidden_states":
+                return self._text(size, noise)
+            case "encoder_hidden_states_2" if width := self._first(("text_embed_2_dim",)):
+                return noise(batch, 2, width)
+            case "encoder_hidden_states_t5" if width := self._first(("cross_attention_dim_t5",)):
+                return noise(batch, self.config.text_len_t5, width)
+            case "encoder_hidden_states_image" if width := self._first(("image_dim",)):
+                return noise(batch, 4, width)
+            case "image_embeds" if width := self._first(("image_embed_dim",)):
+                return noise(batch, 3, width)
+            case "audio_hidden_states":
+                return noise(batch, size.audio, self.config.audio_in_channels)
+            case "x" if self.way.form == "list":
+                patch = self._patch()
+                shape = (self.config.in_channels, size.frames, size.rows * patch, size.cols * patch)
+                return [noise(*shape) for _ in range(batch)]
+            case "cap_feats" if self.way.form == "list":
+                return [noise(size.text, self.config.cap_feat_dim) for _ in range(batch)]
             case "pooled_projections":
                 width = self._first(("pooled_projection_dim",))
-                return noise(size.batch, width) if width else None
-            case "timestep":
-                return torch.full((size.batch,), 500, device=self.device)
-            case "class_labels":
-                return torch.zeros(size.batch, dtype=torch.long, device=self.device)
+                return noise(batch, width) if width else None
+            case "global_hidden_states" if width := self._first(("global_states_input_dim",)):
+                return noise(batch, 1, width)
+            case "timestep" if self.way.per_token:
+                if self.way.form == "bcfhw" and "fps" in self.parameters:
+                    return torch.linspace(0.1, 0.9, size.frames, device=self.device).expand(batch, -1)[
+                        :, None, :, None, None
+                    ]
+                return torch.linspace(1, 900, size.image, device=self.device).expand(batch, -1)
+            case "audio_timestep" if self.way.per_token:
+                return torch.linspace(1, 900, size.audio, device=self.device).expand(batch, -1)
+            case "timestep" | "timestep_r" if name == "timestep" or self._first(("use_meanflow",)):
+                return full(500.0, batch).to(self.dtype)
+            case "t":
+                return full(0.5, batch)
+            case "class_labels" | "style":
+                return torch.zeros(batch, dtype=torch.long, device=self.device)
+            case "image_meta_size":
+                return full(64.0, batch, 6)
+            case "original_size" | "target_size":
+                return full(64.0, batch, 2)
+            case "crop_coords":
+                return full(0.0, batch, 2)
             case "guidance" if self._first(("guidance_embeds",)):
-                return torch.full((size.batch,), 3.5, device=self.device)
+                return full(3.5, batch)
             case "img_ids":
-                rows = torch.arange(size.rows * size.frames).repeat_interleave(size.cols)
-                cols = torch.arange(size.cols).repeat(size.rows * size.frames)
-                return torch.stack([torch.zeros_like(rows), rows, cols], dim=-1).to(self.device, self.dtype)
+                return self._image_ids(size)
             case "txt_ids":
-                return torch.zeros(size.text, 3, device=self.device, dtype=self.dtype)
+                return torch.zeros(size.text, self._id_columns(), device=self.device, dtype=self.dtype)
+            case "position_ids":
+                zeros = torch.zeros(size.text, self._id_columns(), device=self.device, dtype=self.dtype)
+                return torch.cat([zeros, self._image_ids(size)])
+            case "img_shapes":
+                return [[(size.frames, size.rows, size.cols)]] * batch
+            case "num_frames":
+                return size.frames
+            case "height":
+                return size.rows
+            case "width":
+                return size.cols
+            case "audio_num_frames":
+                return size.audio
+            case "image_rotary_emb" if self.way.optional:
+                return self._rotary(size.image, self.config.attention_head_dim, generator)
+            case "rotary_embedding":
+                return self._rotary(size.image + 1, self.config.attention_head_dim // 2, generator)
+            case "padding_mask":
+                return full(0.0, 1, 1, size.rows * self._patch(), size.cols * self._patch())
             case "added_cond_kwargs":
                 return {"resolution": None, "aspect_ratio": None}
             case "return_dict":
                 return False
-            case "attention_mask" if self.optional:
-                return torch.ones(size.batch, tokens, device=self.device)
-            case "encoder_attention_mask" if self.optional:
-                return torch.ones(size.batch, size.text, device=self.device)
-            case "joint_attention_kwargs" if self.optional:
-                ones = torch.ones(size.batch, 1, 1, tokens + size.text, dtype=torch.bool, device=self.device)
+            case "text_embedding_mask":
+                return mask(self.config.text_len)
+            case "text_embedding_mask_t5":
+                return mask(self.config.text_len_t5)
+            case "encoder_attention_mask_2" if self._first(("text_embed_2_dim",)):
+                return mask(2)
+            case "encoder_attention_mask" | "encoder_hidden_states_mask" | "audio_encoder_attention_mask" if wanted:
+                return mask(size.text)
+            case "attention_mask" if self.way.optional and self.way.masked != "nothing":
+                tokens = {"image": size.image, "text": size.text, "joint": size.image + size.text}
+                return mask(tokens[self.way.masked])
+            case "joint_attention_kwargs" if self.way.optional and self.way.masked == "nothing":
+                ones = torch.ones(batch, 1, 1, size.image + size.text, dtype=torch.bool, device=self.device)
                 return {"attention_mask": ones}
         return None
 
+    def _text(self, size: Size, noise: Callable[..., Tensor]) -> Tensor | None:
+        width = self._first(TEXT_WIDTHS)
+        if not width:
+            return None
+        tokens = self._first(("text_len",)) or size.text
+        layers = self._first(("num_text_layers",))
+        return noise(size.batch, tokens, layers, width) if layers else noise(size.batch, tokens, width)
+
+    def _rotary(self, tokens: int, width: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        angles = torch.randn(tokens, width, generator=generator).to(self.device, self.dtype)
+        return angles.cos(), angles.sin()
+
+    def _id_columns(self) -> int:
+        return len(self._first(("axes_dims_rope",)) or (0, 0, 0))
+
+    def _image_ids(self, size: Size) -> Tensor:
+        rows = torch.arange(size.rows * size.frames).repeat_interleave(size.cols)
+        cols = torch.arange(size.cols).repeat(size.rows * size.frames)
+        columns = [torch.zeros_like(rows), rows, cols] + [torch.zeros_like(rows)] * (self._id_columns() - 3)
+        return torch.stack(columns, dim=-1).to(self.device, self.dtype)
+
+    def _patch(self) -> int:
+        patch = self._first(("patch_size", "all_patch_size")) or 1
+        return patch[-1] if isinstance(patch, (tuple, list)) else patch
+
     def _latent_shape(self, size: Size) -> tuple[int, ...]:
-        channels = self._first(("in_channels",)) or 4
-        patch = self._first(("patch_size",)) or 1
-        if isinstance(patch, (tuple, list)):
-            patch = patch[-1]
-        if self.dims == 3:
-            return (size.batch, size.rows * size.cols * size.frames, channels)
-        plane = (size.rows * patch, size.cols * patch)
-        return (size.batch, channels, *plane) if self.dims == 4 else (size.batch, channels, size.frames, *plane)
+        channels, batch = self._first(("in_channels",)) or 4, size.batch
+        plane = (size.rows * self._patch(), size.cols * self._patch())
+        return {
+            "bsc": (batch, size.image, channels),
+            "bcs": (batch, channels, size.image),
+            "bchw": (batch, channels, *plane),
+            "bcfhw": (batch, channels, size.frames, *plane),
+            "bfchw": (batch, size.frames, channels, *plane),
+        }[self.way.form]
 
     def _first(self, names: tuple[str, ...]) -> Any:
         return next((value for name in names if (value := getattr(self.config, name, None)) is not None), None)
 
 
-def candidates(model: nn.Module) -> Iterator[Conventions]:
+def ways(model: nn.Module) -> Iterator[Way]:
     """Ways to call the model, the most informative first; the caller tries them in turn."""
-    for optional, dims in product((True, False), (4, 3, 5)):
-        yield Conventions(model, dims, optional)
+    parameters = inspect.signature(type(model).forward).parameters
+    forms: tuple[Form, ...] = FORMS if "hidden_states" in parameters else ("list",)
+    masked: tuple[Masked, ...] = ("image", "text", "joint") if "attention_mask" in parameters else ()
+    for optional, form in product((True, False), forms):
+        for mask in (*masked, "nothing") if optional else ("nothing",):
+            yield Way(form, optional, mask)

@@ -1,16 +1,17 @@
 """Derive a token layout by running the model.
 
-The model runs three times on tiny inputs: as a base, with a larger image, with more text. A dimension that
-grows with the image carries image tokens, one that grows with the text carries text tokens, one that grows
-with both by as much carries both; one that stays carries neither. More runs find the order of tokens in a
-joint sequence (disturb one stream, see which queries change) and what the model reads after its blocks.
+The model runs a few times on tiny inputs: as a base, with a larger image, with more text (with more audio, if
+it takes any). A dimension that grows with the image carries image tokens, one that grows with the text carries
+text tokens, one that grows with both by as much carries both; one that stays carries neither. More runs find
+the order of tokens in a joint sequence (disturb one stream, see which queries change), what the model reads
+after its blocks, and which arguments follow the tokens when every token has a timestep of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import combinations, pairwise
+from dataclasses import dataclass, field, replace
+from itertools import combinations, groupby, pairwise
 from typing import Any
 
 import torch
@@ -19,26 +20,24 @@ from torch import Tensor, nn
 from ..attention import door
 from ..errors import LayoutError
 from .arguments import Arguments, covers, parameter_names
-from .conventions import Conventions, Size, candidates
-from .types import LOCAL, Attention, Cut, Region, Stream, TokenLayout
+from .conventions import Conventions, Size, Way, ways
+from .types import LOCAL, Attention, Count, Cut, Region, Stream, TokenLayout
 
-BASE = Size(rows=4, cols=4, text=5)
-LARGER_IMAGE = Size(rows=6, cols=6, text=5)
-MORE_TEXT = Size(rows=4, cols=4, text=8)
-LARGER_BATCH = Size(rows=4, cols=4, text=5, batch=3)
-
-# How a size depends on the inputs: its value in the base run, and its growth with the image and with the text.
-Form = tuple[int, int, int]
+# How a size depends on the inputs: its value in the base run, and its growth along every axis (image, text …).
+Form = tuple[int, ...]
 
 
 @dataclass
 class _BlockRun:
     """What one block saw and made in one run."""
 
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
     leaves: dict[str, Any] = field(default_factory=dict)
     results: list[Any] = field(default_factory=list)
     single: bool = False
-    attention: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    # queries, keys and output of every attention call
+    attention: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
 
 @dataclass
@@ -59,16 +58,29 @@ class _Recorder:
     def attend(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
+        out = door.sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
         if self.current is not None:
-            self.current.attention.append((q_bhsd, k_bhsd))
-        return door.sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
+            self.current.attention.append((q_bhsd, k_bhsd, out))
+        return out
+
+
+class _Replay:
+    """Attention handler that answers with what the same block's attention gave before, whatever is asked."""
+
+    def __init__(self, run: _BlockRun) -> None:
+        self.outputs = iter([out for _, _, out in run.attention])
+
+    def attend(
+        self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        return next(self.outputs)
 
 
 def probe(model: nn.Module) -> TokenLayout:
     """The token layout of a transformer, derived by running it on tiny inputs.
 
     Args:
-        model: a diffusers transformer with its weights (random ones will do). It is not changed.
+        model: a diffusers transformer with its weights (random ones will do), in memory. It is not changed.
 
     Raises:
         LayoutError: the model cannot be called by diffusers' conventions, or its tensors cannot be explained
@@ -79,21 +91,63 @@ def probe(model: nn.Module) -> TokenLayout:
     model.eval()
     try:
         with torch.no_grad():
-            return _Probe(model, name).layout()
+            first = _Probe(model, name, _first_way(model, name))
+            layout = first.layout()
+            return _joined(layout, _with_timestep_per_token(model, name, first.conventions.way))
     finally:
         model.train(training)
 
 
+def _first_way(model: nn.Module, name: str) -> Way:
+    """The most informative way to call the model that works."""
+    if not _block_lists(model):
+        raise LayoutError(f"{name} has no ModuleList of blocks, so there is nothing to parallelise")
+    problems: dict[str, Way] = {}
+    for way in ways(model):
+        conventions = Conventions(model, way)
+        try:
+            for size in conventions.sizes.values():
+                model(**conventions.inputs(size))
+            return way
+        except Exception as error:
+            problems.setdefault(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", way)
+    reasons = "; ".join(f"{way}: {problem}" for problem, way in problems.items())
+    raise LayoutError(
+        f"{name} has no reviewed token layout, and the probe could not run it: {reasons}. "
+        "Write a layout (see docs/layouts.md) and pass it as parallelize(..., layout=...)"
+    )
+
+
+def _with_timestep_per_token(model: nn.Module, name: str, way: Way) -> TokenLayout | None:
+    """The layout of calls with a timestep per token, for models that take one."""
+    try:
+        return _Probe(model, name, replace(way, per_token=True)).layout()
+    except Exception:
+        # Most models take one timestep per sample, and say no to more in many ways.
+        return None
+
+
+def _joined(layout: TokenLayout, other: TokenLayout | None) -> TokenLayout:
+    """The layout with the cuts that another way of calling the model needs besides."""
+    if other is None or [r.blocks for r in other.regions] != [r.blocks for r in layout.regions]:
+        return layout
+    regions = [
+        replace(region, cuts=(*region.cuts, *(cut for cut in more.cuts if cut not in region.cuts)))
+        for region, more in zip(layout.regions, other.regions, strict=True)
+    ]
+    return replace(layout, regions=tuple(regions))
+
+
 class _Probe:
-    def __init__(self, model: nn.Module, name: str) -> None:
+    def __init__(self, model: nn.Module, name: str, way: Way) -> None:
         self.model = model
         self.name = name
         self.lists = _block_lists(model)
-        if not self.lists:
-            raise LayoutError(f"{name} has no ModuleList of blocks, so there is nothing to parallelise")
-        self.conventions, self.base = self._first_that_runs()
-        self.larger = self._run(LARGER_IMAGE)
-        self.wordier = self._run(MORE_TEXT)
+        self.conventions = Conventions(model, way)
+        sizes = self.conventions.sizes
+        self.size = sizes.pop("base")
+        self.base = self._run(self.size)
+        self.grown = {axis: self._run(size) for axis, size in sizes.items()}
 
     def layout(self) -> TokenLayout:
         regions: list[Region] = []
@@ -105,6 +159,13 @@ class _Probe:
             raise LayoutError(f"none of the block lists of {self.name} ({', '.join(self.lists)}) carries image tokens")
         order = list(self.base.blocks)
         regions.sort(key=lambda region: order.index(f"{region.blocks}.0"))
+        lists = [region.blocks for region in regions]
+        turns = [site.rsplit(".", 1)[0] for site in order if site.rsplit(".", 1)[0] in lists]
+        if len([path for path, _ in groupby(turns)]) > len(regions):
+            raise LayoutError(
+                f"the block lists of {self.name} run by turns ({', '.join(lists)}), which the probe cannot describe; "
+                "write a layout with `alternating` (see docs/layouts.md)"
+            )
         chained = [regions[0], *(self._chained(a, b) for a, b in pairwise(regions))]
         unbatched, listed = self._batch()
         return TokenLayout(
@@ -116,23 +177,6 @@ class _Probe:
         )
 
     # --- running -----------------------------------------------------------------------------------------
-
-    def _first_that_runs(self) -> tuple[Conventions, _Run]:
-        problems: list[str] = []
-        for conventions in candidates(self.model):
-            self.conventions = conventions
-            try:
-                run = self._run(BASE)
-                self._run(LARGER_IMAGE)
-                self._run(MORE_TEXT)
-                return conventions, run
-            except Exception as error:
-                problems.append(f"{conventions.dims}-D latents: {type(error).__name__}: {str(error).splitlines()[0]}")
-        raise LayoutError(
-            f"{self.name} has no reviewed token layout, and the probe could not run it: "
-            f"{'; '.join(dict.fromkeys(problems))}. "
-            "Write a layout (see docs/layouts.md) and pass it as parallelize(..., layout=...)"
-        )
 
     def _run(
         self,
@@ -165,14 +209,21 @@ class _Probe:
 
     def _form(self, read: Callable[[_Run], int]) -> Form:
         base = read(self.base)
-        return base, read(self.larger) - base, read(self.wordier) - base
+        return (base, *(read(run) - base for run in self.grown.values()))
 
     def _shape_forms(self, read: Callable[[_Run], Any]) -> list[Form] | None:
-        """Form of every dimension of a tensor that all three runs have; None when it is absent or no tensor."""
-        tensors = [read(run) for run in (self.base, self.larger, self.wordier)]
+        """Form of every dimension of a tensor that all runs have; None when it is absent or no tensor."""
+        tensors = [read(run) for run in (self.base, *self.grown.values())]
         if not all(isinstance(t, Tensor) for t in tensors) or len({t.dim() for t in tensors}) != 1:
             return None
-        return [(a, b - a, c - a) for a, b, c in zip(*(t.shape for t in tensors), strict=True)]
+        return [
+            (base, *(size - base for size in grown)) for base, *grown in zip(*(t.shape for t in tensors), strict=True)
+        ]
+
+    def _name(self, form: Form) -> str:
+        """What kind of tokens a size counts: ``"image"``, ``"text"`` …, or ``"unified"``; empty for none."""
+        axes = [axis for axis, growth in zip(self.grown, form[1:], strict=True) if growth]
+        return axes[0] if len(axes) == 1 else "unified" if axes else ""
 
     # --- one block list -----------------------------------------------------------------------------------
 
@@ -190,11 +241,17 @@ class _Probe:
         order = self._joint_order(sites[0], streams, forms)
         calls = max((self.base.blocks[site] for site in sites), key=lambda block: len(block.attention))
         busiest = next(site for site in sites if self.base.blocks[site] is calls)
-        attention = tuple(self._attention(busiest, i, forms, order) for i in range(len(calls.attention)))
-        cuts, whole = self._arguments(sites, streams, forms, order)
+        attention = self._attention_calls(busiest, forms, order)
+        for site in sites:
+            self._check_locality(site, streams)
+        local = self._made_by_earlier_blocks(sites, streams)
+        cuts, whole, counts = self._arguments(sites, streams, local, forms, order)
         last = self.base.blocks[sites[-1]].results
-        streams = tuple(Stream(s.name, s.arg, s.out, s.dim, used_after=last[s.out or 0] is not None) for s in streams)
-        return Region(path, streams, attention, cuts, whole)
+        ragged = {call.ragged for call in attention}
+        streams = tuple(
+            replace(s, used_after=last[s.out or 0] is not None, replicate=s.name in ragged) for s in streams
+        )
+        return Region(path, streams, attention, cuts, whole, local=local, counts=counts)
 
     def _streams(self, site: str) -> tuple[Stream, ...]:
         """Arguments that come back with the same shape and grow with the image or the text."""
@@ -203,15 +260,15 @@ class _Probe:
             forms = self._shape_forms(lambda run, i=position: run.blocks[site].results[i])
             if forms is None:
                 continue
-            growing = [dim for dim, form in enumerate(forms) if form[1:] != (0, 0)]
+            growing = [dim for dim, form in enumerate(forms) if any(form[1:])]
             if len(growing) != 1:
                 continue
             for path in block.leaves:
                 same = self._shape_forms(lambda run, p=path: run.blocks[site].leaves.get(p)) == forms
                 if same and "." not in path and path not in [s.arg for s in found]:
-                    _, image, text = forms[growing[0]]
-                    name = "image" if image and not text else "text" if text and not image else "unified"
-                    found.append(Stream(name, path, None if block.single else position, growing[0]))
+                    found.append(
+                        Stream(self._name(forms[growing[0]]), path, None if block.single else position, growing[0])
+                    )
                     break
         if any(stream.name == "unified" for stream in found):
             found = [Stream("image", s.arg, s.out, s.dim) if s.name == "unified" else s for s in found]
@@ -233,20 +290,80 @@ class _Probe:
                     value + torch.linspace(-1, 1, value.shape[-1], device=value.device, dtype=value.dtype),
                 )
 
-            disturbed = self._run(BASE, edit_inputs={site: disturb}).blocks[site].attention[0][0]
+            disturbed = self._run(self.size, edit_inputs={site: disturb}).blocks[site].attention[0][0]
             changed = ((disturbed - queries).abs().amax(dim=(0, 1, 3)) > 0).nonzero().flatten().tolist()
             length = forms[stream.name][0]
+            # With padding left out, or fewer queries in this call, only a part of the stream shows up.
+            length = min(length, len(changed))
             if changed and changed != list(range(changed[0], changed[0] + length)):
                 raise LayoutError(f"{site}: the {stream.name} tokens are scattered over the joint sequence")
             if changed:
                 starts[stream.name] = changed[0]
-        return tuple(sorted(starts, key=lambda name: starts[name]))
+        joint = sorted(starts, key=lambda name: starts[name])
+        return (*joint, *(stream.name for stream in streams if stream.name not in joint))
+
+    def _check_locality(self, site: str, streams: tuple[Stream, ...]) -> None:
+        """Disturb one token with attention's answers held fixed: no other token may change."""
+        block, run = self.model.get_submodule(site), self.base.blocks[site]
+        names = parameter_names(type(block).forward)
+        for stream in streams:
+            arguments = Arguments(names, run.args, run.kwargs)
+            tokens = arguments.get(stream.arg).clone()
+            middle = tokens.shape[stream.dim] // 2
+            token = tokens.select(stream.dim, middle)
+            token += torch.linspace(-1, 1, token.shape[-1], device=token.device, dtype=token.dtype)
+            arguments.set(stream.arg, tokens)
+            door.open_door()
+            handed = door.enter(_Replay(run))
+            try:
+                output = block(*arguments.args, **arguments.kwargs)
+            finally:
+                door.leave(handed)
+                door.close_door()
+            results = [output] if isinstance(output, Tensor) else list(output)
+            for other in streams:
+                new, old = results[other.out or 0], run.results[other.out or 0]
+                if new is None:
+                    continue
+                others = tuple(dim for dim in range(new.dim()) if dim != other.dim)
+                changed = ((new - old).abs().amax(dim=others) > 0).nonzero().flatten().tolist()
+                if changed not in ([], [middle] if other is stream else []):
+                    raise LayoutError(
+                        f"{site}: {stream.name} token {middle} changes {other.name} tokens {changed[:5]} even when "
+                        "attention's answers are held fixed, so tokens are mixed by something else (a convolution, "
+                        "attention without a softmax …), which the probe cannot follow; write a layout with `leaves` "
+                        "(see docs/layouts.md)"
+                    )
+
+    def _made_by_earlier_blocks(self, sites: list[str], streams: tuple[Stream, ...]) -> tuple[str, ...]:
+        """Arguments besides the streams that are the very tensors an earlier block of the list returned."""
+        made: dict[int, Tensor] = {}
+        local: dict[str, None] = {}
+        for site in sites:
+            run = self.base.blocks[site]
+            for path, value in run.leaves.items():
+                if id(value) in made and path not in [stream.arg for stream in streams]:
+                    local[path] = None
+            made.update({id(value): value for value in run.results if isinstance(value, Tensor)})
+        return tuple(local)
+
+    def _attention_calls(self, site: str, forms: dict[str, Form], order: tuple[str, ...]) -> tuple[Attention, ...]:
+        """The attention calls of one block; a call that is made for every sample apart is listed once."""
+        calls = [self._attention(site, i, forms, order) for i in range(len(self.base.blocks[site].attention))]
+        samples = self.base.blocks[site].attention[0][0].shape[0] if calls else 0
+        if samples == 1 and self.size.batch > 1 and len(calls) == self.size.batch:
+            # What takes part may differ by sample: keep the call that leaves most out.
+            call = next((call for call in calls if call.ragged), calls[0])
+            return (replace(call, per_sample=True),)
+        return tuple(calls)
 
     def _attention(self, site: str, index: int, forms: dict[str, Form], order: tuple[str, ...]) -> Attention:
         def form(which: int) -> Form:
             return self._form(lambda run: run.blocks[site].attention[index][which].shape[2])
 
-        keys = _explain(form(1), forms, order)
+        keys, partial = _explain(form(1), forms, order), None
+        if keys is None and _follows(form(1), forms):
+            keys, partial = _explain_partial(form(1), forms, order)
         if keys is None and _follows(form(1), forms):
             raise LayoutError(
                 f"{site}: attention call {index + 1} has {form(1)[0]} keys, which no sum of streams explains"
@@ -254,28 +371,41 @@ class _Probe:
         if keys is None:
             return LOCAL
         queries = _explain(form(0), forms, order)
+        if queries is None and partial is not None:
+            queries, partial = _explain_partial(form(0), forms, order)
         if queries is None:
             raise LayoutError(
                 f"{site}: attention call {index + 1} has {form(0)[0]} queries, which no sum of streams explains"
             )
-        return Attention(queries, keys)
+        return Attention(queries, keys, ragged=partial)
 
     def _arguments(
-        self, sites: list[str], streams: tuple[Stream, ...], forms: dict[str, Form], order: tuple[str, ...]
-    ) -> tuple[tuple[Cut, ...], tuple[str, ...]]:
-        """Which other arguments follow the tokens (cuts), and which are the same for all of them (whole)."""
+        self,
+        sites: list[str],
+        streams: tuple[Stream, ...],
+        local: tuple[str, ...],
+        forms: dict[str, Form],
+        order: tuple[str, ...],
+    ) -> tuple[tuple[Cut, ...], tuple[str, ...], tuple[Count, ...]]:
+        """Which other arguments follow the tokens (cuts), are the same for all of them (whole), or count them."""
         cuts: dict[str, Cut] = {}
+        counts: dict[str, Count] = {}
         whole: dict[str, None] = {}
         for site in sites:
             for path, value in self.base.blocks[site].leaves.items():
-                if any(path == stream.arg for stream in streams):
+                if any(path == stream.arg for stream in streams) or path in local:
                     continue
                 if isinstance(value, int):
                     form = self._form(lambda run, s=site, p=path: run.blocks[s].leaves[p])
-                    if _follows(form, forms):
+                    if not _follows(form, forms):
+                        continue
+                    name = self._name(form)
+                    if name not in forms:
                         raise LayoutError(
-                            f"{site}: the integer argument {path!r} counts tokens, which a cut cannot follow"
+                            f"{site}: the integer argument {path!r} counts tokens of several kinds, which no rank can "
+                            "tell apart"
                         )
+                    counts[path] = Count(path, name)
                     continue
                 shape = self._shape_forms(lambda run, s=site, p=path: run.blocks[s].leaves.get(p))
                 if shape is None:
@@ -290,26 +420,27 @@ class _Probe:
                 along = {dim: names for dim, names in tokens.items() if names is not None}
                 if len(along) == 1:
                     ((dim, names),) = along.items()
-                    cuts[path] = Cut(path, dim, names)
+                    cuts[path] = Cut(path, dim, names, ndim=value.dim())
                 else:
                     whole[path] = None
-        return tuple(cuts.values()), tuple(whole)
+        return tuple(cuts.values()), tuple(whole), tuple(counts.values())
 
     def _batch(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Arguments of the forward without a batch dimension, and those that are lists of samples."""
-        few, many = (self.conventions.inputs(size) for size in (BASE, LARGER_BATCH))
-        self._run(LARGER_BATCH)
+        larger = replace(self.size, batch=self.size.batch + 1)
+        few, many = (self.conventions.inputs(size) for size in (self.size, larger))
+        self.model(**many)
         listed = [
             name
             for name, value in few.items()
-            if isinstance(value, list) and (len(value), len(many[name])) == (BASE.batch, LARGER_BATCH.batch)
+            if isinstance(value, list) and (len(value), len(many[name])) == (self.size.batch, larger.batch)
         ]
         leaves = [dict(Arguments((), (), arguments).leaves()) for arguments in (few, many)]
         unbatched = [
             path
             for path, value in leaves[0].items()
             if isinstance(value, Tensor) and value.dim() and not any(covers(name, path) for name in listed)
-            if (len(value), len(leaves[1][path])) != (BASE.batch, LARGER_BATCH.batch)
+            if (len(value), len(leaves[1][path])) != (self.size.batch, larger.batch)
         ]
         return tuple(unbatched), tuple(listed)
 
@@ -323,7 +454,7 @@ class _Probe:
         fed = {s.name for s in region.streams} == {s.name for s in before.streams} and all(
             id(first.leaves[s.arg]) in results for s in region.streams
         )
-        return Region(region.blocks, region.streams, region.attention, region.cuts, region.whole, chained=fed)
+        return replace(region, chained=fed)
 
     def _what_is_read_after(self, region: Region, later: list[Region]) -> Region:
         """Poison each stream after the list's last block; a clean output means nobody reads it."""
@@ -334,10 +465,10 @@ class _Probe:
         for stream in region.streams:
             used = stream.used_after
             if used and stream is not region.main:
-                run = self._run(BASE, edit_output={last: lambda out, s=stream: _poisoned(out, s)})
+                run = self._run(self.size, edit_output={last: lambda out, s=stream: _poisoned(out, s)})
                 used = not all(torch.isfinite(value).all() for value in run.output)
-            streams.append(Stream(stream.name, stream.arg, stream.out, stream.dim, used))
-        return Region(region.blocks, tuple(streams), region.attention, region.cuts, region.whole, region.chained)
+            streams.append(replace(stream, used_after=used))
+        return replace(region, streams=tuple(streams))
 
 
 def differences(reviewed: TokenLayout, probed: TokenLayout) -> list[str]:
@@ -362,21 +493,27 @@ def differences(reviewed: TokenLayout, probed: TokenLayout) -> list[str]:
             found.append(f"{blocks}: streams are {a.streams} against {b.streams} probed")
         if a.chained != b.chained:
             found.append(f"{blocks}: chained is {a.chained} against {b.chained} probed")
-        if a.attention[: len(b.attention)] != b.attention:
+        if tuple(replace(call, unless=None) for call in a.attention[: len(b.attention)]) != b.attention:
             found.append(f"{blocks}: attention is {a.attention} against {b.attention} probed")
-        cuts = {cut.arg: cut for cut in a.cuts}
         for cut in b.cuts:
-            known = cuts.get(cut.arg)
-            if known is None:
-                if not any(covers(name, cut.arg) for name in a.whole):
-                    found.append(
-                        f"{blocks}: {cut.arg!r} follows {' + '.join(cut.tokens)} along dimension {cut.dim}; "
-                        "not in the layout"
-                    )
-            elif (known.dim, known.tokens) != (cut.dim, cut.tokens):
-                found.append(f"{blocks}: {known} against {cut} probed")
+            same = [known for known in a.cuts if known.arg == cut.arg and known.ndim in (None, cut.ndim)]
+            if not same and not any(covers(name, cut.arg) for name in (*a.whole, *(c.arg for c in a.cuts))):
+                found.append(
+                    f"{blocks}: {cut.arg!r} follows {' + '.join(cut.tokens)} along dimension {cut.dim}; "
+                    "not in the layout"
+                )
+            elif (not same and any(covers(name, cut.arg) for name in a.whole)) or any(
+                (known.dim, known.tokens) != (cut.dim, cut.tokens) for known in same
+            ):
+                found.append(f"{blocks}: {same or 'whole'} against {cut} probed")
+        for path in b.local:
+            if path not in a.local:
+                found.append(f"{blocks}: {path!r} is made by an earlier block; not in the layout's `local`")
+        for count in b.counts:
+            if count not in a.counts:
+                found.append(f"{blocks}: {count} probed, not in the layout")
         for path in b.whole:
-            if not any(covers(name, path) for name in (*a.whole, *cuts)):
+            if not any(covers(name, path) for name in (*a.whole, *(cut.arg for cut in a.cuts))):
                 found.append(f"{blocks}: argument {path!r} is not in the layout")
     return found
 
@@ -394,7 +531,9 @@ def _recording_hooks(
         arguments = Arguments(names, args, kwargs)
         if edit_input is not None:
             edit_input(arguments)
-        recorder.current = recorder.runs[site] = _BlockRun(leaves=dict(arguments.leaves()))
+        recorder.current = recorder.runs[site] = _BlockRun(
+            tuple(arguments.args), arguments.kwargs, leaves=dict(arguments.leaves())
+        )
         return tuple(arguments.args), arguments.kwargs
 
     def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
@@ -425,7 +564,7 @@ def _list(model: nn.Module, path: str) -> nn.ModuleList:
 
 def _explain(form: Form, forms: dict[str, Form], order: tuple[str, ...]) -> tuple[str, ...] | None:
     """The streams, in joint order, whose forms add up to ``form``."""
-    if form[1:] == (0, 0):
+    if not any(form[1:]):
         return None
     for count in range(1, len(order) + 1):
         for names in combinations(order, count):
@@ -434,9 +573,21 @@ def _explain(form: Form, forms: dict[str, Form], order: tuple[str, ...]) -> tupl
     return None
 
 
+def _explain_partial(
+    form: Form, forms: dict[str, Form], order: tuple[str, ...]
+) -> tuple[tuple[str, ...] | None, str | None]:
+    """Streams that grow as ``form`` but are more in number, and the one of which some tokens are left out."""
+    for count in range(2, len(order) + 1):
+        for names in combinations(order, count):
+            total = tuple(map(sum, zip(*(forms[name] for name in names), strict=True)))
+            if total[1:] == form[1:] and total[0] > form[0]:
+                return names, names[-1]
+    return None, None
+
+
 def _follows(form: Form, forms: dict[str, Form]) -> bool:
     """Whether a size grows with something that is cut. Whole text (cross-attention) may grow freely."""
-    return any(form[axis] != 0 and any(stream[axis] != 0 for stream in forms.values()) for axis in (1, 2))
+    return any(form[axis] and any(stream[axis] for stream in forms.values()) for axis in range(1, len(form)))
 
 
 def _tensors(output: Any) -> list[tuple[str, Tensor]]:

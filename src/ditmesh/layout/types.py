@@ -21,6 +21,10 @@ class Stream:
         dim: token dimension, 1 for (B, S, C).
         used_after: False when the model never reads this stream after the region's last block, so that
             it need not be gathered.
+        replicate: True when every rank must hold all its tokens whatever the text policy says, because the
+            block picks tokens by their position in the whole stream (Mochi's valid text tokens).
+        folded: the token dimension also holds the batch, tokens running fastest: ``dim=0`` of
+            (B·S, F, C). Only for streams that are not the first region's.
     """
 
     name: str
@@ -28,6 +32,8 @@ class Stream:
     out: int | None = None
     dim: int = 1
     used_after: bool = True
+    replicate: bool = False
+    folded: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,14 +45,59 @@ class Cut:
             ``"joint_attention_kwargs.attention_mask"``.
         dim: token dimension; negative counts from the end.
         tokens: the streams it covers, in order: ``("text", "image")``.
-        ndim: the cut applies only to tensors of that many dimensions (an argument that is per-token in some
-            models or calls and not in others); None for any.
+        ndim: the cut applies only to tensors of that many dimensions, 4 for a modulation table that is
+            (B, 6, C) in most calls and (B, S, 6, C) with a timestep per token; None for any. An argument may
+            have several cuts with different ``ndim``.
+        folded: the dimension also holds the batch, tokens running fastest: (B·S, C).
     """
 
     arg: str
     dim: int
     tokens: tuple[str, ...]
     ndim: int | None = None
+    folded: bool = False
+
+
+@dataclass(frozen=True)
+class Count:
+    """An integer argument that counts the first tokens of a stream: so many tokens of the first frame.
+
+    A rank gets the number of those tokens that are its own.
+
+    Attributes:
+        arg: the argument, ``"num_tokens"``.
+        stream: whose first tokens it counts, ``"image"``.
+    """
+
+    arg: str
+    stream: str
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The image as a grid that blocks unfold: it may be cut between rows only.
+
+    Attributes:
+        rows: integer argument that holds the number of rows, ``"height"``; a rank gets that of its own rows.
+        cols: integer argument that holds the number of columns, ``"width"``.
+    """
+
+    rows: str
+    cols: str
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A module inside every block that mixes tokens without attention, and the rule that makes it whole.
+
+    Attributes:
+        module: its path in the block, ``"ff.conv_depth"``.
+        rule: name of a rule of `ditmesh.strategies.leaves`: ``"conv_rows"`` (convolution over a grid that is
+            cut between rows), ``"linear_attention"`` (attention through a state summed over all tokens).
+    """
+
+    module: str
+    rule: str
 
 
 @dataclass(frozen=True)
@@ -56,10 +107,17 @@ class Attention:
     Attributes:
         queries: streams whose tokens ask, in the order they stand along the sequence.
         keys: streams whose tokens answer, in the order one device has them.
+        ragged: a replicated stream of which only some tokens take part, their number known from the call
+            itself: ``"text"`` when the block leaves padding out.
+        per_sample: the block makes this call once for every sample of the batch. Only for its last entry.
+        unless: argument of the block that, when true, makes it leave this call out: ``"all_perturbed"``.
     """
 
     queries: tuple[str, ...]
     keys: tuple[str, ...]
+    ragged: str | None = None
+    per_sample: bool = False
+    unless: str | None = None
 
 
 def joint(*tokens: str) -> Attention:
@@ -82,6 +140,11 @@ class Region:
         cuts: per-token arguments that are cut to this rank's tokens.
         whole: arguments known to be the same for all tokens, or wanted whole (modulation, cross-attended
             text and its mask). Paths as in `Cut.arg`; a name covers everything below it.
+        local: arguments that hold this rank's tokens already, because an earlier block of the list made them:
+            ``("skip",)`` for a block that is fed the result of an earlier one.
+        counts: integer arguments that count tokens.
+        grid: set when the blocks unfold the image's tokens into rows and columns.
+        leaves: modules that mix tokens without attention.
         chained: the streams come from the region before exactly as its last block returned them, so nothing
             has to be gathered between the two.
     """
@@ -92,6 +155,10 @@ class Region:
     cuts: tuple[Cut, ...] = ()
     whole: tuple[str, ...] = ()
     chained: bool = False
+    local: tuple[str, ...] = ()
+    counts: tuple[Count, ...] = ()
+    grid: Grid | None = None
+    leaves: tuple[Leaf, ...] = ()
 
     def stream(self, name: str) -> Stream:
         """The stream of that name."""
@@ -117,6 +184,8 @@ class TokenLayout:
             tensor argument (of at least one dimension) has one entry per sample in its first dimension.
         listed: arguments of the forward that are Python lists with one item per sample, whatever the items
             are: ``("x", "cap_feats")`` for a model that takes a list of latents.
+        alternating: the lists run by turns (block 0 of each, block 1 of each …), and the tokens stay cut from
+            the first block of the first list to the last block of the last.
         source: ``"reviewed"`` for the table that ships, ``"probed"`` for a layout derived on the spot.
     """
 
@@ -125,4 +194,5 @@ class TokenLayout:
     refused: dict[str, str] = field(default_factory=dict)
     unbatched: tuple[str, ...] = ()
     listed: tuple[str, ...] = ()
+    alternating: bool = False
     source: str = "reviewed"

@@ -39,14 +39,21 @@ class BatchParallel:
         data: link of the data axis alone, used when the guidance axis shares branches.
         branches: link of the guidance axis.
         unbatched: arguments whose first dimension is not the batch.
+        listed: arguments that are Python lists with an item per sample.
     """
 
     def __init__(
-        self, model: nn.Module, rows: Link, data: Link, branches: Link, unbatched: tuple[str, ...] = ()
+        self,
+        model: nn.Module,
+        rows: Link,
+        data: Link,
+        branches: Link,
+        unbatched: tuple[str, ...] = (),
+        listed: tuple[str, ...] = (),
     ) -> None:
         self.model = model
         self.rows, self.data, self.branches = rows, data, branches
-        self.unbatched = unbatched
+        self.unbatched, self.listed = unbatched, listed
         self._names = parameter_names(type(model).forward)
         self._restore = replace_method(model, "forward", self._call)
         self._forward: Callable[..., Any] = self._restore.original
@@ -139,7 +146,7 @@ class BatchParallel:
         # A rank without rows computes the last one along, so that every rank of its group takes part alike.
         take = slice(start, start + count) if count else slice(batch - 1, batch)
         part = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
-        for path in _batched(arguments, batch, self.unbatched):
+        for path in _batched(arguments, batch, self.unbatched, self.listed):
             part.set(path, arguments.get(path)[take])
         output = self._forward(*part.args, **part.kwargs)
         return _map(output, lambda rows: _gathered(rows, counts, link), lambda rows: _gathered_list(rows, counts, link))
@@ -177,20 +184,12 @@ def _batch_size(main: Any) -> int:
     return main.shape[0] if isinstance(main, Tensor) else len(main)
 
 
-def _batched(arguments: Arguments, batch: int, unbatched: tuple[str, ...]) -> list[str]:
-    """Paths of the arguments that have a row per sample: tensors, and lists of one tensor per sample."""
-    paths: list[str] = []
-    lists: set[str] = set()
+def _batched(arguments: Arguments, batch: int, unbatched: tuple[str, ...], listed: tuple[str, ...]) -> list[str]:
+    """Paths of the arguments that have a row per sample: lists with an item per sample, and tensors."""
+    paths = [path for path in listed if isinstance(arguments.get(path), list) and len(arguments.get(path)) == batch]
     for path, value in arguments.leaves():
-        if any(covers(name, path) for name in unbatched):
-            continue
-        parent = path.rpartition(".")[0]
-        whole = arguments.get(parent) if parent else None
-        if isinstance(whole, list) and len(whole) == batch:
-            if parent not in lists:
-                lists.add(parent)
-                paths.append(parent)
-        elif isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch:
+        known = any(covers(name, path) for name in (*unbatched, *listed))
+        if not known and isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch:
             paths.append(path)
     return paths
 

@@ -7,11 +7,12 @@ travel between the groups.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attention import masks
 from ..attention.door import sdpa
@@ -21,10 +22,11 @@ from ..attention.ulysses import HeadExchange
 from ..config import ParallelConfig
 from ..doors import BlockSite
 from ..errors import ConfigError, LayoutError
-from ..layout import Attention, Region, Stream
-from ..layout.arguments import Arguments, covers
+from ..layout import Attention, Grid, Stream
+from ..layout.arguments import MISSING, Arguments, covers
 from ..mesh import Mesh
 from ..tiles import even_cut
+from . import leaves
 
 # A rank's share of a text stream below this is not worth cutting: its matrices get too thin.
 MIN_TEXT_TOKENS = 4
@@ -38,8 +40,11 @@ class _Call:
     # id of a whole tensor (and how it was cut) -> the tensor, kept so that its id stays its own, and the cut
     cuts: dict[tuple[int, int, tuple[str, ...]], tuple[Tensor, Tensor]] = field(default_factory=dict)
     handed_over: dict[str, Tensor] = field(default_factory=dict)
-    entered: Region | None = None
+    # the span of blocks that has been entered and not yet left
+    entered: str | None = None
     site: BlockSite | None = None
+    # the attention calls that the block in progress is going to make, and how many it has made
+    attention: tuple[Attention, ...] = ()
     attention_calls: int = 0
 
 
@@ -74,7 +79,7 @@ class SequenceParallel:
         entered, self._call = self._call.entered, _Call()
         if entered is not None and self.link.size > 1:
             raise LayoutError(
-                f"the last block of {entered.blocks!r} did not run, so this rank's tokens were never gathered; "
+                f"the last block of {entered} did not run, so this rank's tokens were never gathered; "
                 "do not skip the last block (skip_layers) on several ranks"
             )
 
@@ -84,15 +89,28 @@ class SequenceParallel:
         """Cut this block's per-token arguments to this rank's tokens; at a region's first block, its streams too."""
         call = self._call
         call.site, call.attention_calls = site, 0
-        if call.entered is not site.region:
+        call.attention = tuple(
+            planned
+            for planned in site.region.attention
+            if planned.unless is None or not _true(arguments, planned.unless)
+        )
+        if call.entered != site.span:
             self._enter(site, arguments)
         if self.config.strict:
             self._check(site, arguments)
         for planned in site.region.cuts:
             value = arguments.get(planned.arg)
             if isinstance(value, Tensor) and planned.ndim in (None, value.dim()):
-                dim = planned.dim % value.dim()
-                arguments.set(planned.arg, self._cut(value, dim, planned.tokens, f"{site.path}: {planned.arg}"))
+                dim, what = planned.dim % value.dim(), f"{site.path}: {planned.arg}"
+                arguments.set(planned.arg, self._cut(value, dim, planned.tokens, what, planned.folded))
+        for counted in site.region.counts:
+            value = arguments.get(counted.arg)
+            if isinstance(value, int):
+                arguments.set(counted.arg, self._own_count(value, call.segments[counted.stream]))
+        grid = site.region.grid
+        if grid is not None:
+            mine = call.segments[site.region.main.name].lengths[self.link.rank]
+            arguments.set(grid.rows, mine // arguments.get(grid.cols))
 
     def after_block(self, site: BlockSite, output: Any) -> Any:
         """At a region's last block, gather its streams; otherwise pass the output on."""
@@ -110,13 +128,24 @@ class SequenceParallel:
             value = _result(output, stream)
             segment = call.segments[stream.name]
             if isinstance(value, Tensor) and stream.used_after and not segment.replicated:
-                output = _with_result(output, stream, self.link.gather(value, segment.lengths, stream.dim))
+                output = _with_result(output, stream, self._gather(value, segment, stream))
         return output
+
+    def _gather(self, value: Tensor, segment: Segment, stream: Stream) -> Tensor:
+        if not stream.folded or self.link.size == 1:
+            return self.link.gather(value, segment.lengths, stream.dim)
+        unfolded = value.unflatten(stream.dim, (-1, segment.lengths[self.link.rank]))
+        return self.link.gather(unfolded, segment.lengths, stream.dim + 1).flatten(stream.dim, stream.dim + 1)
 
     def _enter(self, site: BlockSite, arguments: Arguments) -> None:
         call, region = self._call, site.region
         if call.entered is not None:
-            raise LayoutError(f"{site.path} runs before the last block of {call.entered.blocks!r}")
+            raise LayoutError(f"{site.path} runs before the last block of {call.entered}")
+        if not site.is_first:
+            raise LayoutError(
+                f"{site.path} runs before the first block of {site.span}, so its tokens were never cut; "
+                "do not skip the first block on several ranks"
+            )
         if site.fed_by_previous and call.handed_over:
             for stream in region.streams:
                 if arguments.get(stream.arg) is not call.handed_over.get(stream.name):
@@ -135,7 +164,7 @@ class SequenceParallel:
                 if stream.name in call.segments:
                     whole = arguments.get(stream.arg)
                     arguments.set(stream.arg, self._cut(whole, stream.dim, (stream.name,), site.path))
-        call.entered = region
+        call.entered = site.span
 
     def _segment(self, site: BlockSite, stream: Stream, arguments: Arguments) -> Segment:
         """How many of this stream's tokens every rank gets."""
@@ -146,19 +175,46 @@ class SequenceParallel:
                     f"{tokens} {stream.name} tokens cannot be shared by {ranks} ranks; use at most {tokens} ranks "
                     "or a larger picture"
                 )
+            if site.region.grid is not None:
+                return self._rows(site, site.region.grid, arguments, tokens)
             return Segment(stream.name, even_cut(tokens, ranks))
         policy = self.config.text
-        if policy == "auto":
-            policy = "shard" if tokens >= MIN_TEXT_TOKENS * ranks else "replicate"
-        if policy == "replicate":
+        if policy == "auto" or stream.name != "text":
+            policy = "shard" if tokens >= MIN_TEXT_TOKENS * ranks or stream.name != "text" else "replicate"
+        # No rank is left without text: some models slice it off with `[:, :-length]`, and -0 takes everything.
+        if policy == "replicate" or stream.replicate or tokens < ranks:
             return Segment(stream.name, (tokens,) * ranks, replicated=ranks > 1)
         return Segment(stream.name, even_cut(tokens, ranks))
 
-    def _cut(self, whole: Tensor, dim: int, tokens: tuple[str, ...], what: str) -> Tensor:
+    def _rows(self, site: BlockSite, grid: Grid, arguments: Arguments, tokens: int) -> Segment:
+        """A cut of the image between rows."""
+        rows, cols = arguments.get(grid.rows), arguments.get(grid.cols)
+        if not isinstance(rows, int) or not isinstance(cols, int) or rows * cols != tokens:
+            raise LayoutError(
+                f"{site.path}: {grid.rows}={rows} rows of {grid.cols}={cols} are not the {tokens} tokens of the image"
+            )
+        if rows < self.link.size:
+            raise ConfigError(
+                f"{rows} rows of image tokens cannot be shared by {self.link.size} ranks; {site.model} is cut between "
+                f"rows: use at most {rows} ranks or a taller picture"
+            )
+        return Segment(site.region.main.name, tuple(count * cols for count in even_cut(rows, self.link.size)))
+
+    def _own_count(self, count: int, segment: Segment) -> int:
+        """How many of a stream's first ``count`` tokens are this rank's."""
+        if segment.replicated:
+            return count
+        start = sum(segment.lengths[: self.link.rank])
+        return min(max(count - start, 0), segment.lengths[self.link.rank])
+
+    def _cut(self, whole: Tensor, dim: int, tokens: tuple[str, ...], what: str, folded: bool = False) -> Tensor:
         """This rank's part of a per-token tensor; the same tensor is cut once per call."""
         if whole.shape[dim] == 1 or self.link.size == 1:
             return whole
         segments = self._segments(tokens)
+        if folded and whole.shape[dim] % total_length(segments) == 0:
+            unfolded = whole.unflatten(dim, (-1, total_length(segments)))
+            return cut(unfolded, dim + 1, segments, (self.link.rank,)).flatten(dim, dim + 1)
         if whole.shape[dim] != total_length(segments):
             raise LayoutError(
                 f"{what} has {whole.shape[dim]} entries along dimension {dim}, but the layout says one for each of "
@@ -178,8 +234,17 @@ class SequenceParallel:
         if self.link.size == 1:
             return
         region, segments = site.region, self._call.segments
-        known = [s.arg for s in region.streams] + [c.arg for c in region.cuts] + list(region.whole)
-        unknown = [(path, value) for path, value in arguments.leaves() if not any(covers(name, path) for name in known)]
+        known = [stream.arg for stream in region.streams] + [*region.whole, *region.local]
+        known += [count.arg for count in region.counts]
+        known += [region.grid.rows, region.grid.cols] if region.grid else []
+
+        def planned(path: str, value: Any) -> bool:
+            return any(covers(name, path) for name in known) or any(
+                cut.arg == path and (cut.ndim is None or (isinstance(value, Tensor) and cut.ndim == value.dim()))
+                for cut in region.cuts
+            )
+
+        unknown = [(path, value) for path, value in arguments.leaves() if not planned(path, value)]
         sizes = {segment.total: name for name, segment in segments.items()}
         sizes[sum(segment.total for segment in segments.values())] = " + ".join(segments)
         shapes = tuple((path, v.shape if isinstance(v, Tensor) else v) for path, v in unknown)
@@ -202,6 +267,14 @@ class SequenceParallel:
                     )
         self._checked.add(key)
 
+    # --- modules that mix tokens without attention ---------------------------------------------------------
+
+    def adapt(self, site: BlockSite, rule: str, module: nn.Module) -> Callable[[], None]:
+        """Apply a rule of `leaves` to a module of a block; returns what takes it off again."""
+        if self.link.size == 1:
+            return lambda: None
+        return leaves.RULES[rule](module, self.link, f"{site.path}: {type(module).__name__}")
+
     # --- attention ---------------------------------------------------------------------------------------
 
     def attend(
@@ -213,16 +286,19 @@ class SequenceParallel:
         index, call.attention_calls = call.attention_calls, call.attention_calls + 1
         if self.link.size == 1:
             return sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
-        if index >= len(site.region.attention):
+        listed = call.attention
+        if index >= len(listed) and not (listed and listed[-1].per_sample):
             raise LayoutError(
                 f"{site.path} makes attention call number {index + 1}, but the layout of {site.model} lists "
-                f"{len(site.region.attention)}; add it to the region's `attention`"
+                f"{len(listed)}; add it to the region's `attention`"
             )
-        planned = site.region.attention[index]
+        planned = listed[min(index, len(listed) - 1)]
         if not planned.keys:
             return sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
         queries, keys = self._segments(planned.queries), self._segments(planned.keys)
-        self._check_lengths(site, index, planned, q_bhsd, k_bhsd)
+        if planned.ragged is not None:
+            queries, keys = self._only(queries, planned.ragged, q_bhsd), self._only(keys, planned.ragged, k_bhsd)
+        self._check_lengths(site, index, queries, keys, q_bhsd, k_bhsd)
         return self.mix(q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale)
 
     def mix(
@@ -239,15 +315,14 @@ class SequenceParallel:
         ulysses, ring = self.mesh.ulysses, self.mesh.ring
         group = range(ring.rank * ulysses.size, (ring.rank + 1) * ulysses.size)
         if mask is not None:
-            mask = masks.whole_keys(mask, keys, self.link)
-            mask = masks.of_queries(mask, queries, self.link, group)
+            mask = masks.everywhere(mask, queries, keys, self.link, group)
         heads = HeadExchange(ulysses, q_bhsd.shape[1])
         if ulysses.size > 1:
             mine, theirs = _of_ranks(queries, group), _of_ranks(keys, group)
             q_bhsd, k_bhsd, v_bhsd = heads.gather_tokens((q_bhsd, k_bhsd, v_bhsd), (mine, theirs, theirs))
             if mask is not None:
                 mask = masks.of_heads(mask, heads.head_starts[ulysses.rank], heads.head_counts[ulysses.rank])
-        if ring.size > 1:
+        if ring.size > 1 and not all(segment.replicated for segment in keys):
             out = self._ring(q_bhsd, k_bhsd, v_bhsd, keys, mask, scale)
         else:
             out = sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
@@ -282,19 +357,33 @@ class SequenceParallel:
 
         return ring_attention(ring, q, k, v, lengths, resident, mask_of if mask is not None else None, scale)
 
-    def _check_lengths(self, site: BlockSite, index: int, planned: Attention, q: Tensor, k: Tensor) -> None:
-        for what, tensor, names in (("queries", q, planned.queries), ("keys", k, planned.keys)):
-            expected = local_length(self._segments(names), self.link.rank)
+    def _only(self, segments: list[Segment], ragged: str, tensor: Tensor) -> list[Segment]:
+        """The segments of a call in which only some tokens of the replicated stream ``ragged`` take part."""
+        others = local_length([segment for segment in segments if segment.name != ragged], self.link.rank)
+        part = (tensor.shape[2] - others,) * self.link.size
+        return [replace(segment, lengths=part) if segment.name == ragged else segment for segment in segments]
+
+    def _check_lengths(
+        self, site: BlockSite, index: int, queries: list[Segment], keys: list[Segment], q: Tensor, k: Tensor
+    ) -> None:
+        for what, tensor, segments in (("queries", q, queries), ("keys", k, keys)):
+            expected = local_length(segments, self.link.rank)
             if tensor.shape[2] != expected:
+                names = " + ".join(segment.name for segment in segments)
                 raise LayoutError(
                     f"{site.path}: attention call {index + 1} has {tensor.shape[2]} {what}, but this rank holds "
-                    f"{expected} tokens of {' + '.join(names)}; the layout of {site.model} does not describe this call"
+                    f"{expected} tokens of {names}; the layout of {site.model} does not describe this call"
                 )
         if self.mesh.ulysses.size > q.shape[1]:
             raise ConfigError(
                 f"ulysses={self.mesh.ulysses.size} is more than the {q.shape[1]} heads of {site.path}; use ulysses <= "
                 f"{q.shape[1]} and ring for the rest"
             )
+
+
+def _true(arguments: Arguments, path: str) -> bool:
+    value = arguments.get(path)
+    return value is not MISSING and value is not None and bool(value)
 
 
 def _of_ranks(segments: list[Segment], ranks: range) -> list[Segment]:

@@ -1,0 +1,86 @@
+"""`ditmesh doctor`: what this machine has, what is missing, and how fast its ranks reach one another."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ..errors import InputError
+
+
+def doctor(
+    devices: Annotated[int, typer.Option(help="Ranks to measure between; 1 measures nothing.")] = 2,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="What the ranks run on; auto: GPUs if there is one for each.")
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Show versions, devices and backends, measure transfers between ranks, and say what is missing.
+
+    [bold]Example[/bold]
+
+    ditmesh doctor --devices 4
+    """
+    from ..hardware import as_data, describe_machine, measure_links, missing
+    from ..launch import RankPool, from_torchrun
+
+    if devices < 1:
+        raise InputError(f"{devices} devices are not possible; use --devices 1 or more")
+    if from_torchrun():
+        raise InputError("ditmesh doctor starts ranks of its own; leave torchrun out and say --devices")
+    facts = describe_machine()
+    facts["missing"] = missing(facts)
+    facts["devices"] = devices
+    facts["transfers"] = []
+    if devices > 1:
+        if device == "auto" and len(facts["gpus"]) < devices:
+            device = "cpu"
+        with RankPool(devices, device, threads=1, timeout=120.0, preload=("torch", "torch.distributed")) as pool:
+            facts["device"] = pool.device
+            facts["transfers"] = as_data(measure_links(pool))
+    if as_json:
+        print(json.dumps(facts, indent=1))
+    else:
+        _show(facts)
+
+
+def _show(facts: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    cpu = facts["cpu"]
+    rows = {
+        "versions": ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
+        "platform": facts["platform"],
+        "CPU": f"{cpu['model']}, {cpu['cores']} cores, {cpu['threads']} threads"
+        + (f", {cpu['memory_gb']} GB" if cpu["memory_gb"] else ""),
+        "GPUs": ", ".join(f"{gpu['name']} ({gpu['memory_gb']} GB)" for gpu in facts["gpus"]) or "none",
+        "backends": ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in facts["backends"].items()),
+        "attention": ", ".join(facts["attention"]),
+    }
+    grid = Table.grid(padding=(0, 2))
+    for name, text in rows.items():
+        grid.add_row(f"[bold]{name}[/]", text)
+    console.print(grid)
+    if facts["transfers"]:
+        table = Table(
+            title=f"Between {facts['devices']} ranks on {facts['device']} (medians; GB/s that one rank sends)",
+            title_justify="left",
+        )
+        for column in ("collective", "MB a rank", "ms", "GB/s"):
+            table.add_column(column, justify="left" if column == "collective" else "right")
+        for row in facts["transfers"]:
+            table.add_row(
+                row["what"],
+                f"{row['megabytes']:g}",
+                f"{row['milliseconds']:.2f}",
+                f"{row['gigabytes_per_second']:.2f}",
+            )
+        console.print(table)
+    for sentence in facts["missing"]:
+        console.print(f"[yellow]missing[/] {sentence}", soft_wrap=True)
+    if not facts["missing"]:
+        console.print("[green]Nothing is missing.[/]")

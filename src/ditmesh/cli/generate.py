@@ -1,0 +1,315 @@
+"""`ditmesh generate`: pictures from prompts, on N devices."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ..errors import InputError, RankFailed
+from .values import parallel_config, parse_size, read_prompts
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..drawing import Drawn, Job
+    from ..launch import RankPool, Report
+
+
+def generate(
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PROMPT...", help="What to draw; several prompts draw several pictures."),
+    ] = None,
+    prompts_file: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE", help="More prompts, one a line.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Folder or hub id of a diffusers pipeline.", show_default="the embedded model"),
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(help="Number of ranks, each with a device of its own.", show_default="1")
+    ] = None,
+    ulysses: Annotated[int | None, typer.Option(help="Degree of Ulysses sequence parallelism.")] = None,
+    ring: Annotated[int | None, typer.Option(help="Degree of ring attention.")] = None,
+    cfg: Annotated[int | None, typer.Option(help="Ranks that share the guidance branches.")] = None,
+    data: Annotated[int | None, typer.Option(help="Ranks that share the pictures of a prompt.")] = None,
+    tensor: Annotated[int | None, typer.Option(help="Degree of tensor parallelism.")] = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="The configuration, as YAML.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps.", show_default="the pipeline's")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale.", show_default="the pipeline's")] = None,
+    negative: Annotated[str | None, typer.Option(help="What the pictures should not show.")] = None,
+    size: Annotated[
+        str | None, typer.Option(metavar="WxH", help="Width and height in pixels.", show_default="the pipeline's")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the first picture; picture i has seed + i.")] = 0,
+    num_images: Annotated[int, typer.Option(help="Pictures per prompt.")] = 1,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Type of the weights.", show_default="float32 on the CPU, bfloat16 on CUDA"),
+    ] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What the ranks run on.")] = "auto",
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of each rank.", show_default="the cores shared out")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long a rank may wait for another one.")
+    ] = 600.0,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the PNGs.")] = Path("pictures"),
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Draw the same on one device too; say how much faster, how different.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Draw pictures from prompts on N devices. Each PNG says how it was drawn.
+
+    [bold]Examples[/bold]
+
+    ditmesh generate "a red fox" --devices 4
+
+    ditmesh generate --prompts animals.txt --ulysses 2 --cfg 2 --steps 20 --out animals --compare
+
+    torchrun --nproc-per-node 4 -m ditmesh generate "a red fox" --model ./my-flux
+    """
+    from ..drawing import Job, check_job, class_numbers
+    from ..launch import from_torchrun, resolve_device
+    from ..model_info import find_model
+
+    wanted = parse_size(size)
+    asked = read_prompts(prompts, prompts_file)
+    if model is None:
+        from .. import zoo
+
+        info = find_model(zoo.path("emoji-sd3"))
+        # It was trained for these; the pipeline's own defaults are those of a model a thousand times its size.
+        steps = zoo.EMBEDDED["emoji-sd3"].steps if steps is None else steps
+        guidance = zoo.EMBEDDED["emoji-sd3"].guidance_scale if guidance is None else guidance
+    else:
+        info = find_model(model)
+    world_size, chosen = parallel_config(
+        devices,
+        config,
+        {"ulysses": ulysses, "ring": ring, "cfg": cfg, "data": data, "tensor": tensor},
+        info.heads,
+    )
+    job = Job(
+        model=str(info.files) if info.local else info.name,
+        name=info.name,
+        pipeline_class=info.pipeline_class,
+        prompts=tuple(asked),
+        out=str(out),
+        config=chosen or "auto",
+        labels=class_numbers(asked, info),
+        negative=negative,
+        steps=steps,
+        guidance=guidance,
+        size=wanted,
+        seed=seed,
+        images=num_images,
+        timeout=timeout,
+    )
+    check_job(job, info, world_size)
+    if timeout <= 0:
+        raise InputError(f"a timeout of {timeout:g} seconds lets no rank answer; use more than 0")
+    if threads is not None and threads < 1:
+        raise InputError(f"{threads} threads compute nothing; use --threads 1 or more")
+    if compare and from_torchrun():
+        raise InputError("--compare starts ranks of its own; leave torchrun out and say --devices")
+    if compare and world_size == 1:
+        raise InputError("--compare with 1 device compares nothing; use --devices 2 or more")
+    kind = resolve_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    job = replace(job, dtype=dtype or ("bfloat16" if kind == "cuda" else "float32"))
+    if not info.local:
+        job = replace(job, model=_download(info.name))
+    result = _in_torchrun(job, kind) if from_torchrun() else _in_pool(job, world_size, kind, threads, compare)
+    if result is None:
+        return
+    if as_json:
+        print(json.dumps(result, indent=1))
+    else:
+        _say(result)
+
+
+def _in_pool(
+    job: Job, world_size: int, kind: Literal["cpu", "cuda"], threads: int | None, compare: bool
+) -> dict[str, Any]:
+    """Draw on ranks started here, and once more on one rank when ``compare``."""
+    from ..config import ParallelConfig
+    from ..launch import RankPool, default_threads
+
+    # The same for one device and for N: the ratio is then one of devices.
+    threads = threads or default_threads(world_size, kind)
+    with RankPool(world_size, kind, threads, job.timeout) as pool:
+        drawn, facts = _draw(job, pool)
+    result: dict[str, Any] = {
+        "pictures": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in drawn],
+        "out": job.out,
+        "devices": world_size,
+        "device": kind,
+        "threads": threads,
+        "config": drawn[0].receipt.config,
+        **facts,
+    }
+    if compare:
+        with TemporaryDirectory(prefix="ditmesh-compare-") as folder, RankPool(1, kind, threads, job.timeout) as pool:
+            alone, facts = _draw(replace(job, config=ParallelConfig(), out=folder), pool, "one device")
+            difference = _largest_difference(drawn, alone)
+        result["compare"] = {
+            "one_device_seconds": facts["seconds"],
+            "ratio": facts["seconds"] / result["seconds"],
+            "largest_difference": difference,
+        }
+    return result
+
+
+def _draw(job: Job, pool: RankPool, what: str = "drawing") -> tuple[list[Drawn], dict[str, float]]:
+    """The pictures, and the seconds it took."""
+    from ..drawing import draw
+
+    started = time.perf_counter()
+    with _progress(job, what) as (report, drawn, facts):
+        try:
+            seconds = pool.run(draw, job, on_message=lambda _, message: report(message))
+        except RankFailed:
+            if drawn:
+                print(f"{len(drawn)} of {job.total} pictures were drawn before: {job.out}", file=sys.stderr)
+            raise
+    return drawn, {**facts, "seconds": max(seconds), "total_seconds": time.perf_counter() - started}
+
+
+def _in_torchrun(job: Job, kind: Literal["cpu", "cuda"]) -> dict[str, Any] | None:
+    """Draw as one of the ranks that torchrun has started; what to say about it, on rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    from ..drawing import draw
+    from ..launch import init_from_environment
+
+    started = time.perf_counter()
+    init_from_environment(job.timeout, kind)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    try:
+        if rank > 0:
+            draw(job)
+            return None
+        with _progress(job, "drawing") as (report, drawn, facts):
+            seconds = draw(job, report=report)
+    finally:
+        dist.destroy_process_group()
+    return {
+        "pictures": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in drawn],
+        "out": job.out,
+        "devices": world_size,
+        "device": kind,
+        "threads": torch.get_num_threads(),
+        "config": drawn[0].receipt.config,
+        **facts,
+        "seconds": seconds,
+        "total_seconds": time.perf_counter() - started,
+    }
+
+
+@contextlib.contextmanager
+def _progress(job: Job, what: str) -> Iterator[tuple[Report, list[Drawn], dict[str, float]]]:
+    """One bar for the whole job, fed by rank 0's reports; collects what was drawn, and facts such as times."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from ..drawing import Drawn, Loaded, Stepped
+
+    drawn: list[Drawn] = []
+    facts: dict[str, float] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=_stderr()) as progress:
+        bar = progress.add_task("loading", total=None)
+
+        def report(message: Any) -> None:
+            if isinstance(message, Loaded):
+                facts["load_seconds"] = message.seconds
+                progress.update(bar, description=what, total=message.steps * job.total)
+            elif isinstance(message, Stepped):
+                progress.advance(bar, message.pictures * message.steps)
+            elif isinstance(message, Drawn):
+                drawn.append(message)
+
+        yield report, drawn, facts
+
+
+def _stderr() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def _largest_difference(drawn: list[Drawn], alone: list[Drawn]) -> int:
+    """Largest difference of any channel of any pixel, of 255."""
+    import numpy
+    from PIL import Image
+
+    largest = 0
+    for ours, theirs in zip(drawn, alone, strict=True):
+        with Image.open(ours.path) as one, Image.open(theirs.path) as other:
+            left, right = (numpy.asarray(image.convert("RGBA"), dtype=numpy.int16) for image in (one, other))
+        largest = max(largest, int(abs(left - right).max()))
+    return largest
+
+
+def _download(name: str) -> str:
+    """Fetch a hub model once, here, before N ranks ask for it; its folder."""
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    try:
+        return str(DiffusionPipeline.download(name))
+    except OSError as error:
+        raise InputError(f"model {name!r} cannot be fetched from the hub: {error}") from None
+
+
+def _say(result: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from ..config import ParallelConfig
+
+    # Paths stay on one line: they are there to be copied.
+    console = Console(highlight=False, soft_wrap=True)
+    for picture in result["pictures"]:
+        console.print(picture["path"], markup=False)
+    count = len(result["pictures"])
+    config = ParallelConfig(**result["config"]).describe()
+    devices = f"{result['devices']} {'device' if result['devices'] == 1 else 'devices'}"
+    threads = f"{result['threads']} {'thread' if result['threads'] == 1 else 'threads'}"
+    on_cpu = result["device"] == "cpu"
+    where = f"{config}, {result['device']}{f', {threads} each' if on_cpu else ''}"
+    console.print(
+        f"{count} {'picture' if count == 1 else 'pictures'} in {result['out']}: "
+        f"{result['seconds']:.2f} s on {devices} ({where}), "
+        f"{result['load_seconds']:.1f} s to load, {result['total_seconds']:.1f} s in all",
+        markup=False,
+    )
+    if "compare" in result:
+        facts = result["compare"]
+        pixels = (
+            "the same pixels"
+            if facts["largest_difference"] == 0
+            else f"pixels differ by at most {facts['largest_difference']} of 255"
+        )
+        console.print(
+            f"one device{f' ({threads})' if on_cpu else ''}: {facts['one_device_seconds']:.2f} s; "
+            f"{devices}: {facts['ratio']:.2f} times as fast, {pixels}",
+            markup=False,
+        )

@@ -1,0 +1,73 @@
+"""Entry point of the ``ditmesh`` command: which subcommands there are, and what an error looks like."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from ..errors import InputError, LayoutError, RankFailed
+from ..launch import from_torchrun
+from .doctor import doctor
+from .generate import generate
+from .inspect import inspect
+
+app = typer.Typer(
+    name="ditmesh",
+    help="Parallel inference for diffusers' Diffusion Transformers: the same picture from N devices.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command()(generate)
+app.command()(inspect)
+app.command()(doctor)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from .. import __version__
+
+        print(f"ditmesh {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Parallel inference for diffusers' Diffusion Transformers: the same picture from N devices."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave the process.
+
+    Exit code 0: done. 1: a rank failed (its traceback is on stderr), or a bug. 2: what was asked for cannot be done;
+    one sentence on stderr says why and what can. 130: stopped by Ctrl-C.
+    """
+    try:
+        app(None if arguments is None else list(arguments), prog_name="ditmesh")
+    except (InputError, LayoutError) as error:
+        _leave(f"ditmesh: {error}", 2)
+    except RankFailed as error:
+        # Every rank refuses what rank 0 refuses: that is an answer, not a failure.
+        if isinstance(error.__cause__, (InputError, LayoutError)):
+            _leave(f"ditmesh: {error.__cause__}", 2)
+        _leave(f"ditmesh: {error}", 1)
+
+
+def _leave(message: str, code: int) -> None:
+    # Under torchrun all ranks arrive here; one says it.
+    if not from_torchrun() or os.environ["RANK"] == "0":
+        print(message, file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""What this machine has, and how fast its ranks reach one another: measured, not looked up."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from .launch import RankPool, physical_cores
+from .receipt import library_versions
+
+LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors")
+MEGABYTE = 1_000_000
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One measured collective.
+
+    Attributes:
+        what: ``"all_to_all"``, ``"shift"`` or ``"all_gather"``.
+        megabytes: size of one rank's tensor, in 10^6 bytes.
+        milliseconds: median time of a call, of the slowest rank.
+        gigabytes_per_second: 10^9 bytes that one rank sends to others, per second.
+    """
+
+    what: str
+    megabytes: float
+    milliseconds: float
+    gigabytes_per_second: float
+
+
+def describe_machine() -> dict[str, Any]:
+    """Processor, memory, GPUs, versions and backends of this machine, as plain data (memory in 10^9 bytes)."""
+    import torch
+    import torch.distributed as dist
+
+    gpus = []
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            gpus.append({"name": properties.name, "memory_gb": round(properties.total_memory / 1e9, 1)})
+    memory = _memory_bytes()
+    return {
+        "versions": library_versions(LIBRARIES),
+        "platform": platform.platform(),
+        "cpu": {
+            "model": _cpu_model(),
+            "cores": physical_cores(),
+            "threads": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+            "memory_gb": None if memory is None else round(memory / 1e9, 1),
+        },
+        "gpus": gpus,
+        "backends": {
+            "gloo": dist.is_available() and dist.is_gloo_available(),
+            "nccl": dist.is_available() and dist.is_nccl_available(),
+        },
+        "attention": _attention_backends(),
+        "torch_cuda": torch.version.cuda,
+    }
+
+
+def missing(machine: dict[str, Any]) -> list[str]:
+    """What `describe_machine` did not find, each with what it is for and how to get it."""
+    absent = []
+    if "peft" not in machine["versions"]:
+        absent.append("peft is not installed: LoRA adapters cannot be loaded; pip install 'ditmesh[lora]'")
+    if find_spec("sentencepiece") is None:
+        absent.append(
+            "sentencepiece is not installed: tokenizers of some T5 text encoders need it; pip install 'ditmesh[t5]'"
+        )
+    if not machine["gpus"]:
+        reason = "torch was built without CUDA" if machine["torch_cuda"] is None else "the driver shows none"
+        absent.append(
+            f"no GPU ({reason}): ranks run on the CPU; on a machine with NVIDIA GPUs install torch for CUDA "
+            "(https://pytorch.org/get-started/locally)"
+        )
+    if not machine["backends"]["gloo"]:
+        absent.append("this torch has no gloo: ranks on the CPU cannot talk; install torch from PyPI")
+    if machine["gpus"] and not machine["backends"]["nccl"]:
+        absent.append("this torch has no NCCL: ranks on GPUs cannot talk; install torch for CUDA on Linux")
+    return absent
+
+
+def measure_links(pool: RankPool, megabytes: Sequence[float] = (1, 16), repeats: int = 7) -> list[Transfer]:
+    """Time the collectives of the strategies between the ranks of ``pool``.
+
+    Args:
+        pool: two ranks or more.
+        megabytes: sizes of one rank's tensor, in 10^6 bytes.
+        repeats: calls, of which the median counts.
+
+    Returns:
+        One entry for each collective and size; empty for a pool of one.
+    """
+    if pool.world_size < 2:
+        return []
+    every: list[list[Transfer]] = pool.run(_measure, tuple(megabytes), repeats)
+    # A collective is done when its slowest rank is.
+    return [max(same, key=lambda transfer: transfer.milliseconds) for same in zip(*every, strict=True)]
+
+
+def as_data(transfers: Sequence[Transfer]) -> list[dict[str, Any]]:
+    """Transfers as JSON can hold them."""
+    return [asdict(transfer) for transfer in transfers]
+
+
+def _measure(megabytes: Sequence[float], repeats: int) -> list[Transfer]:
+    """Runs on every rank."""
+    import torch
+    import torch.distributed as dist
+
+    size, rank = dist.get_world_size(), dist.get_rank()
+    on_cuda = "nccl" in str(dist.get_backend())
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    following, previous = (rank + 1) % size, (rank - 1) % size
+    # Renamed in torch 2.13.
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    transfers = []
+    for amount in megabytes:
+        # float32, and the same number of elements for every rank.
+        count = max(1, round(amount * MEGABYTE / 4 / size)) * size
+        mine = torch.ones(count, device=device)
+        other = torch.empty_like(mine)
+        everything = torch.empty(count * size, device=device)
+
+        def all_to_all(mine: torch.Tensor = mine, other: torch.Tensor = other) -> None:
+            dist.all_to_all_single(other, mine)
+
+        def shift(mine: torch.Tensor = mine, other: torch.Tensor = other) -> None:
+            pair = [dist.P2POp(dist.irecv, other, previous), dist.P2POp(dist.isend, mine, following)]
+            for work in dist.batch_isend_irecv(pair):
+                work.wait()
+
+        def all_gather(mine: torch.Tensor = mine, everything: torch.Tensor = everything) -> None:
+            gather(everything, mine)
+
+        # What one rank sends to others: all but its own part, all of it, or all of it to each.
+        sent = {"all_to_all": (size - 1) / size, "shift": 1.0, "all_gather": float(size - 1)}
+        calls: dict[str, Callable[[], None]] = {"all_to_all": all_to_all, "shift": shift, "all_gather": all_gather}
+        for name, call in calls.items():
+            seconds = []
+            for number in range(repeats + 2):
+                dist.barrier()
+                if on_cuda:
+                    torch.cuda.synchronize()
+                started = time.perf_counter()
+                call()
+                if on_cuda:
+                    torch.cuda.synchronize()
+                # The first calls open connections.
+                if number >= 2:
+                    seconds.append(time.perf_counter() - started)
+            median = statistics.median(seconds)
+            rate = sent[name] * count * 4 / median / 1e9
+            transfers.append(Transfer(name, amount, median * 1e3, rate))
+    return transfers
+
+
+def _attention_backends() -> list[str]:
+    """Kernels behind torch's scaled_dot_product_attention, and packages that bring others."""
+    import torch
+
+    found = ["math", "flash (CPU)"]
+    if torch.cuda.is_available():
+        cuda = torch.backends.cuda
+        found = ["math"]
+        found += ["flash (CUDA)"] if cuda.is_flash_attention_available() and cuda.flash_sdp_enabled() else []
+        found += ["memory-efficient (CUDA)"] if cuda.mem_efficient_sdp_enabled() else []
+        found += ["cuDNN (CUDA)"] if cuda.cudnn_sdp_enabled() else []
+    for package in ("flash-attn", "xformers", "sageattention"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None

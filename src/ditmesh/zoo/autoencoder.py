@@ -1,0 +1,120 @@
+"""The autoencoder: a small ``AutoencoderKL`` (64x64x3 pixels <-> 16x16x8 latents), and its training.
+
+Loss: mean absolute error, plus the mean absolute error of the picture's gradients (which keeps edges sharp
+without a perceptual network), plus a weak Kullback-Leibler term (Kingma and Welling 2013, arXiv:1312.6114;
+weak as in latent diffusion, Rombach et al. 2022, arXiv:2112.10752).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL  # pyright: ignore[reportPrivateImportUsage]
+from torch import Tensor
+
+KL_WEIGHT = 1e-3  # on nats per pixel value
+EDGE_WEIGHT = 0.5
+
+
+def make_autoencoder(widths: tuple[int, ...] = (24, 48, 48), latent_channels: int = 8) -> AutoencoderKL:
+    """A fresh autoencoder. Pixels shrink by ``2 ** (len(widths) - 1)`` along each side."""
+    return AutoencoderKL(
+        block_out_channels=widths,  # pyright: ignore[reportArgumentType]
+        down_block_types=("DownEncoderBlock2D",) * len(widths),  # pyright: ignore[reportArgumentType]
+        up_block_types=("UpDecoderBlock2D",) * len(widths),  # pyright: ignore[reportArgumentType]
+        latent_channels=latent_channels,
+        layers_per_block=1,
+        norm_num_groups=8,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        sample_size=64,
+    )
+
+
+def to_model(pictures: np.ndarray) -> Tensor:
+    """(n, height, width, 3) ``uint8`` -> (n, 3, height, width) ``float32`` in [-1, 1]."""
+    return torch.from_numpy(np.ascontiguousarray(pictures)).permute(0, 3, 1, 2).float() / 127.5 - 1.0
+
+
+def reconstruction_loss(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Mean absolute error of the values, and of their differences down and across."""
+    error = ours - theirs
+    down = (error[..., 1:, :] - error[..., :-1, :]).abs().mean()
+    across = (error[..., :, 1:] - error[..., :, :-1]).abs().mean()
+    return error.abs().mean() + EDGE_WEIGHT * (down + across)
+
+
+def autoencoder_loss(model: AutoencoderKL, pictures: Tensor, generator: torch.Generator) -> Tensor:
+    """The training loss of one batch, (n, 3, h, w) in [-1, 1]."""
+    posterior = model.encode(pictures).latent_dist  # pyright: ignore[reportAttributeAccessIssue]
+    noise = torch.randn(posterior.mean.shape, generator=generator)
+    ours = model.decode(posterior.mean + posterior.std * noise).sample  # pyright: ignore[reportAttributeAccessIssue]
+    kl = 0.5 * (posterior.mean.square() + posterior.var - 1.0 - posterior.logvar).sum(dim=(1, 2, 3)).mean()
+    return reconstruction_loss(ours, pictures) + KL_WEIGHT * kl / math.prod(pictures.shape[1:])
+
+
+@torch.no_grad()
+def encode(model: AutoencoderKL, pictures: np.ndarray, batch: int = 32) -> Tensor:
+    """The latent means of (n, h, w, 3) ``uint8`` pictures, not yet scaled: (n, channels, h / f, w / f)."""
+    parts = []
+    for start in range(0, len(pictures), batch):
+        posterior = model.encode(to_model(pictures[start : start + batch])).latent_dist  # pyright: ignore[reportAttributeAccessIssue]
+        parts.append(posterior.mean)
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def decode(model: AutoencoderKL, latents: Tensor, batch: int = 32) -> np.ndarray:
+    """Unscaled latents -> (n, h, w, 3) ``uint8`` pictures."""
+    parts = []
+    for start in range(0, len(latents), batch):
+        some: Any = latents[start : start + batch]
+        out = model.decode(some).sample  # pyright: ignore[reportAttributeAccessIssue]
+        parts.append(((out + 1.0) * 127.5).round().clamp(0, 255).to(torch.uint8))
+    return torch.cat(parts).permute(0, 2, 3, 1).numpy()
+
+
+def psnr(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """Peak signal-to-noise ratio in dB of each of n ``uint8`` pictures: (n,); infinity if equal."""
+    error = (ours.astype(np.float64) - theirs.astype(np.float64)) ** 2
+    with np.errstate(divide="ignore"):
+        return 10.0 * np.log10(255.0**2 / error.reshape(len(error), -1).mean(axis=1))
+
+
+def set_scale(model: AutoencoderKL, latents: Tensor) -> None:
+    """Writes the latents' mean and spread into the model's config, so that scaled latents have mean 0, std 1.
+
+    The pipelines use ``(latent - shift_factor) * scaling_factor``.
+    """
+    model.register_to_config(
+        shift_factor=float(latents.mean()), scaling_factor=float(1.0 / latents.std().clamp_min(1e-6))
+    )
+
+
+def scale(model: AutoencoderKL, latents: Tensor) -> Tensor:
+    """Latents as the autoencoder gives them -> latents as the transformer sees them."""
+    return (latents - model.config["shift_factor"]) * model.config["scaling_factor"]
+
+
+Picker = Callable[[int], Tensor]
+
+
+def picture_picker(chosen: np.ndarray, wider: np.ndarray, generator: torch.Generator) -> Picker:
+    """Draws batches: half from the chosen pictures, half from the wider set (if there is one)."""
+    pool_a = to_model(chosen)
+    pool_b = to_model(wider) if len(wider) else pool_a
+
+    def pick(batch: int) -> Tensor:
+        half = batch // 2
+        rows_a = torch.randint(len(pool_a), (batch - half,), generator=generator)
+        rows_b = torch.randint(len(pool_b), (half,), generator=generator)
+        out = torch.cat([pool_a[rows_a], pool_b[rows_b]])
+        flip = torch.rand(batch, generator=generator) < 0.5
+        out[flip] = out[flip].flip(-1)
+        return out
+
+    return pick

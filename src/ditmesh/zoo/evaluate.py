@@ -1,0 +1,89 @@
+"""The measure of the embedded model: is the training picture nearest to a drawing the one its caption names?
+
+Drawing and training pictures are compared as 32x32 thumbnails by mean squared error over the pixels.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline  # pyright: ignore[reportPrivateImportUsage]
+
+from ditmesh.zoo import export
+from ditmesh.zoo.loop import console
+
+STEPS = 12
+GUIDANCE = 2.0
+ZERO_TOKENS = 16  # the pipeline's max_sequence_length; its default of 256 only costs time
+
+
+def nearest(drawn: np.ndarray, references: np.ndarray) -> np.ndarray:
+    """For each of (n, h, w, 3) drawings the number of the nearest of (m, h, w, 3) references: (n,)."""
+    a = drawn.reshape(len(drawn), -1).astype(np.float64)
+    b = references.reshape(len(references), -1).astype(np.float64)
+    squares = (a**2).sum(1)[:, None] - 2.0 * a @ b.T + (b**2).sum(1)[None]
+    return squares.argmin(axis=1)
+
+
+def draw(
+    pipe: Any,
+    prompts: list[str],
+    *,
+    steps: int = STEPS,
+    guidance: float = GUIDANCE,
+    seed: int = 0,
+    batch: int = 32,
+    max_sequence_length: int = ZERO_TOKENS,
+) -> np.ndarray:
+    """Draws each prompt from its own seed (``seed`` + its place): (n, h, w, 3) ``uint8``."""
+    out: list[np.ndarray] = []
+    for start in range(0, len(prompts), batch):
+        some = prompts[start : start + batch]
+        generators = [torch.Generator().manual_seed(seed + start + i) for i in range(len(some))]
+        images = pipe(
+            some,
+            num_inference_steps=steps,
+            guidance_scale=guidance,
+            generator=generators,
+            max_sequence_length=max_sequence_length,
+            output_type="np",
+        ).images
+        out.append((images * 255.0).round().clip(0, 255).astype(np.uint8))
+    return np.concatenate(out)
+
+
+def evaluate(
+    model: Path, *, steps: int = STEPS, guidance: float = GUIDANCE, seed: int = 0, limit: int | None = None
+) -> dict[str, Any]:
+    """Loads the exported model and draws all its captions (or the first ``limit``).
+
+    Writes ``samples.png`` (the drawings, in the order of the captions) beside it and returns the figures.
+    """
+    entries = json.loads((model / "captions.json").read_text(encoding="utf-8"))
+    references = export.read_sheet(model / "thumbnails.png", len(entries))
+    captions = [entry["caption"] for entry in entries][:limit]
+    pipe = DiffusionPipeline.from_pretrained(model)
+    pipe.set_progress_bar_config(disable=True)
+    began = time.monotonic()
+    drawn = draw(pipe, captions, steps=steps, guidance=guidance, seed=seed)
+    seconds = time.monotonic() - began
+    found = nearest(export.shrink(drawn), references)
+    right = found == np.arange(len(captions))
+    export.sheet(drawn).save(model / "samples.png", optimize=True)
+    figures = {
+        "captions": len(captions),
+        "steps": steps,
+        "guidance_scale": guidance,
+        "max_sequence_length": ZERO_TOKENS,
+        "seed": seed,
+        "nearest_picture_accuracy": round(float(right.mean()), 4),
+        "wrong": {captions[i]: entries[int(found[i])]["caption"] for i in np.flatnonzero(~right)},
+        "seconds": round(seconds, 1),
+    }
+    console.print(f"nearest picture: {figures['nearest_picture_accuracy']:.3f} of {len(captions)} captions")
+    return figures

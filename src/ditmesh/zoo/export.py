@@ -1,0 +1,100 @@
+"""From trained modules to an ordinary diffusers directory that can be tested without the pictures."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,  # pyright: ignore[reportPrivateImportUsage]
+    StableDiffusion3Pipeline,  # pyright: ignore[reportPrivateImportUsage]
+)
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from ditmesh.zoo import text
+from ditmesh.zoo.data import Pictures
+
+if TYPE_CHECKING:
+    from ditmesh.zoo.train import Parts
+
+SHIFT = 1.0
+THUMBNAIL = 32
+COLUMNS = 16
+
+
+def count_parameters(parts: Parts) -> dict[str, int]:
+    """Parameters of each module of the pipeline."""
+    return {
+        name: sum(p.numel() for p in getattr(parts, name).parameters())
+        for name in ("transformer", "vae", "text_encoder", "text_encoder_2")
+    }
+
+
+def export(parts: Parts, pictures: Pictures, out: Path) -> None:
+    """Writes the pipeline, the captions and the training pictures' thumbnails to ``out``.
+
+    The transformer is stored in float16 and everything else in float32: diffusers loads either as float32
+    unless told otherwise, while transformers keeps the stored type.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    pipe = StableDiffusion3Pipeline(
+        transformer=parts.transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
+        vae=parts.vae,
+        text_encoder=parts.text_encoder,
+        tokenizer=parts.tokenizer,
+        text_encoder_2=parts.text_encoder_2,
+        tokenizer_2=parts.tokenizer,
+        text_encoder_3=text.make_silent_t5(parts.tokenizer, parts.transformer.config["joint_attention_dim"]),
+        tokenizer_3=parts.tokenizer,  # pyright: ignore[reportArgumentType]
+    )
+    pipe.save_pretrained(out)
+    # The two files that every release of transformers reads.
+    for name in ("tokenizer", "tokenizer_2", "tokenizer_3"):
+        for file in ("vocab.json", "merges.txt"):
+            shutil.copy(Path(parts.tokenizer.name_or_path) / file, out / name / file)
+    halve(out / "transformer" / "diffusion_pytorch_model.safetensors")
+    captions = [{"code": e.code, "caption": e.caption, "also": list(e.captions[1:])} for e in pictures.entries]
+    (out / "captions.json").write_text(json.dumps(captions, indent=0) + "\n", encoding="utf-8")
+    thumbnails(pictures.chosen).save(out / "thumbnails.png", optimize=True)
+
+
+def halve(file: Path) -> None:
+    """Rewrites a safetensors file with its float32 tensors in float16."""
+    tensors = {
+        name: tensor.half() if tensor.dtype == torch.float32 else tensor for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def sheet(pictures: np.ndarray, columns: int = COLUMNS, gap: int = 0) -> Image.Image:
+    """(n, h, w, 3) ``uint8`` pictures row by row on one white sheet."""
+    n, height, width, _ = pictures.shape
+    rows = -(-n // columns)
+    page = np.full((rows * (height + gap) - gap, columns * (width + gap) - gap, 3), 255, np.uint8)
+    for i, picture in enumerate(pictures):
+        y, x = (i // columns) * (height + gap), (i % columns) * (width + gap)
+        page[y : y + height, x : x + width] = picture
+    return Image.fromarray(page)
+
+
+def thumbnails(pictures: np.ndarray, size: int = THUMBNAIL) -> Image.Image:
+    """The training pictures, reduced to ``size`` pixels, on one sheet in the order of the captions."""
+    return sheet(shrink(pictures, size))
+
+
+def shrink(pictures: np.ndarray, size: int = THUMBNAIL) -> np.ndarray:
+    """(n, h, w, 3) -> (n, size, size, 3), by averaging boxes."""
+    return np.stack([np.asarray(Image.fromarray(p).resize((size, size), Image.Resampling.BOX)) for p in pictures])
+
+
+def read_sheet(file: Path, count: int, size: int = THUMBNAIL, columns: int = COLUMNS) -> np.ndarray:
+    """The inverse of :func:`thumbnails`: (count, size, size, 3) ``uint8``."""
+    page = np.asarray(Image.open(file).convert("RGB"))
+    places = [divmod(i, columns) for i in range(count)]
+    return np.stack([page[y * size : (y + 1) * size, x * size : (x + 1) * size] for y, x in places])

@@ -1,0 +1,188 @@
+"""The words: a tokenizer with a vocabulary of its own, two small CLIP text encoders, prompt variants.
+
+``StableDiffusion3Pipeline`` reads a prompt with two CLIP encoders and a T5 encoder, which may be absent; what
+is computed here for training is what its ``encode_prompt`` computes for drawing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.normalizers import Lowercase
+from tokenizers.pre_tokenizers import ByteLevel, Split
+from tokenizers.pre_tokenizers import Sequence as Chain
+from tokenizers.trainers import BpeTrainer
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5Config, T5EncoderModel
+
+from ditmesh.zoo.data import Entry
+
+MAX_TOKENS = 16
+START, END = "<|startoftext|>", "<|endoftext|>"
+TEMPLATES = ("{}", "picture of {}", "a picture of {}", "an image of {}", "a drawing of {}", "an emoji of {}")
+
+
+def variants(caption: str) -> list[str]:
+    """The ways to write a caption in a prompt: without its article, behind 'a picture of' and such."""
+    bare = caption
+    for article in ("a ", "an ", "the "):
+        if caption.startswith(article):
+            bare = caption[len(article) :]
+    out = [caption]
+    if bare != caption:
+        out.append(bare)
+    out.extend(template.format(caption) for template in TEMPLATES[1:])
+    return out
+
+
+def make_tokenizer(captions: Iterable[str], folder: Path) -> CLIPTokenizer:
+    """Trains and saves a byte-level byte-pair encoding in which every word of the captions is one token.
+
+    Any other word is spelled with pieces, so every prompt has an encoding. (Sennrich et al. 2016,
+    arXiv:1508.07909.)
+    """
+    words = sorted({word for caption in captions for text in variants(caption) for word in text.split()})
+    raw = Tokenizer(BPE(end_of_word_suffix="</w>", continuing_subword_prefix=""))
+    raw.normalizer = Lowercase()  # pyright: ignore[reportAttributeAccessIssue]
+    raw.pre_tokenizer = Chain(  # pyright: ignore[reportAttributeAccessIssue]
+        [Split(" ", "removed"), ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    alphabet = sorted(ByteLevel.alphabet())
+    trainer = BpeTrainer(vocab_size=100_000, initial_alphabet=alphabet, end_of_word_suffix="</w>", show_progress=False)
+    raw.train_from_iterator(words, trainer)
+    merges = [
+        tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge)
+        for merge in json.loads(raw.to_str())["model"]["merges"]
+    ]
+    pieces = [*alphabet, *(letter + "</w>" for letter in alphabet), *(a + b for a, b in merges), START, END]
+    vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab_file, merges_file = folder / "vocab.json", folder / "merges.txt"
+    vocab_file.write_text(json.dumps(vocabulary, ensure_ascii=False), encoding="utf-8")
+    lines = ["#version: 0.2", *(f"{a} {b}" for a, b in merges)]
+    merges_file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "CLIPTokenizer",
+                "model_max_length": MAX_TOKENS,
+                "bos_token": START,
+                "eos_token": END,
+                "unk_token": END,
+                "pad_token": END,
+            },
+            indent=2,
+        ),
+        encoding="utf-8",
+    )
+    return CLIPTokenizer.from_pretrained(folder)
+
+
+def _special_tokens(tokenizer: CLIPTokenizer) -> dict[str, Any]:
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: getattr(tokenizer, name) for name in names}
+
+
+def make_encoder(tokenizer: CLIPTokenizer, width: int = 96) -> CLIPTextModelWithProjection:
+    """A fresh two-layer CLIP text encoder for the tokenizer, with a projection as wide as itself."""
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        projection_dim=width,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=MAX_TOKENS,
+        **_special_tokens(tokenizer),
+    )
+    return CLIPTextModelWithProjection(config)
+
+
+def make_silent_t5(tokenizer: CLIPTokenizer, joint_width: int) -> T5EncoderModel:
+    """A T5 encoder of zeros: whatever it reads, it says exactly zero, as if the pipeline had no T5 encoder.
+
+    diffusers can run ``StableDiffusion3Pipeline`` without its third encoder, but ``from_pretrained``
+    refuses a directory that lacks it unless the caller passes ``text_encoder_3=None``. With this
+    stand-in it loads as is.
+    """
+    config = T5Config(
+        vocab_size=len(tokenizer),
+        d_model=joint_width,
+        d_kv=8,
+        d_ff=8,
+        num_layers=1,
+        num_heads=1,
+        **_special_tokens(tokenizer),
+    )
+    encoder = T5EncoderModel(config)
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.zero_()
+    return encoder
+
+
+def tokenize(tokenizer: CLIPTokenizer, prompts: Sequence[str]) -> Tensor:
+    """Prompts -> (n, MAX_TOKENS) token numbers, padded as the pipeline pads them."""
+    out = tokenizer(list(prompts), padding="max_length", max_length=MAX_TOKENS, truncation=True, return_tensors="pt")
+    return out.input_ids
+
+
+def encode(encoders: Sequence[CLIPTextModelWithProjection], tokens: Tensor, joint_width: int) -> tuple[Tensor, Tensor]:
+    """(n, tokens) -> prompt embeddings (n, tokens, joint_width), pooled (n, sum of projections).
+
+    As in ``StableDiffusion3Pipeline.encode_prompt``: the last layer but one of each CLIP encoder, side
+    by side, filled up with zeros to ``joint_width``. The zero tokens of the absent T5 encoder are not
+    appended here.
+    """
+    hidden, pooled = [], []
+    for encoder in encoders:
+        out = encoder(tokens, output_hidden_states=True)
+        hidden.append(out.hidden_states[-2])
+        pooled.append(out.text_embeds)
+    side_by_side = torch.cat(hidden, dim=-1)
+    return F.pad(side_by_side, (0, joint_width - side_by_side.shape[-1])), torch.cat(pooled, dim=-1)
+
+
+class Prompts:
+    """Every way to ask for every picture, tokenized once.
+
+    A draw gives, for a row of picture numbers, one prompt each: mostly one of the picture's captions as
+    written, else a variant, and with probability ``dropout`` the empty prompt (classifier-free guidance,
+    Ho and Salimans 2022, arXiv:2207.12598).
+    """
+
+    def __init__(self, tokenizer: CLIPTokenizer, entries: Sequence[Entry], dropout: float = 0.1) -> None:
+        texts, plain, all_ = [""], [], []
+        for entry in entries:
+            mine: list[int] = []
+            others: list[int] = []
+            for caption in entry.captions:
+                first, *rest = variants(caption)
+                mine.append(len(texts))
+                texts.append(first)
+                others.extend(range(len(texts), len(texts) + len(rest)))
+                texts.extend(rest)
+            plain.append(mine)
+            all_.append(others)
+        self.tokens = tokenize(tokenizer, texts)
+        self.texts = texts
+        self._plain = plain
+        self._other = all_
+        self._dropout = dropout
+
+    def draw(self, pictures: Tensor, generator: torch.Generator) -> Tensor:
+        """(n,) picture numbers -> (n, MAX_TOKENS) tokens of one prompt for each."""
+        chance = torch.rand(3, len(pictures), generator=generator).tolist()
+        rows = []
+        for place, picture in enumerate(pictures.tolist()):
+            drop, kind, which = chance[0][place], chance[1][place], chance[2][place]
+            pool = self._plain[picture] if kind < 0.75 else self._other[picture]
+            rows.append(0 if drop < self._dropout else pool[int(which * len(pool))])
+        return self.tokens[torch.tensor(rows)]

@@ -1,0 +1,48 @@
+"""Processes that a test has started, directly or not, found by a mark in their environment (Linux)."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from pathlib import Path
+
+MARK = "DITMESH_TEST_MARK"
+
+
+def marked(extra: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """A mark, and an environment that carries it to every process of the family."""
+    mark = uuid.uuid4().hex
+    return mark, {**os.environ, "OMP_NUM_THREADS": "1", **extra, MARK: mark}
+
+
+def alive(pid: int) -> bool:
+    """Whether the process exists and is not a zombie."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def family(mark: str) -> list[int]:
+    """Process ids that carry the mark."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                carries = wanted in (folder / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if carries and alive(int(folder.name)):
+                found.append(int(folder.name))
+    return found
+
+
+def wait_until_gone(mark: str, seconds: float) -> list[int]:
+    """Process ids that still carry the mark after ``seconds``."""
+    limit = time.monotonic() + seconds
+    while (left := family(mark)) and time.monotonic() < limit:
+        time.sleep(0.1)
+    return left

@@ -1,0 +1,95 @@
+"""What the tests of `RankPool` run on ranks: ranks import functions by name."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+
+def identity(value: Any = None) -> tuple[int, int, Any]:
+    import torch.distributed as dist
+
+    return dist.get_rank(), dist.get_world_size(), value
+
+
+def threads() -> tuple[int, str | None]:
+    import torch
+
+    return torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+
+
+def total(value: float) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor([value * (dist.get_rank() + 1)])
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def count_to(last: int, *, report: Any) -> int:
+    for number in range(last):
+        report(number)
+    return last
+
+
+def fail(rank: int, how: str) -> None:
+    """Fail on one rank while all the others wait for it."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == rank:
+        if how == "raise":
+            raise ValueError(f"rank {rank} had enough")
+        if how == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "SIGSEGV":
+            ctypes.string_at(0)
+        if how == "leave":
+            os._exit(0)
+        if how == "sys.exit":
+            sys.exit(3)
+        if how == "unpicklable":
+            _raise_unpicklable()
+    dist.barrier()
+
+
+def _raise_unpicklable() -> None:
+    class Odd(Exception):
+        pass
+
+    raise Odd("cannot travel")
+
+
+def lose_peer(rank: int) -> None:
+    """One rank closes its connections, so that the others fail first, and says why it did so later."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    if dist.get_rank() == rank:
+        dist.destroy_process_group()
+        time.sleep(0.5)
+        raise KeyError("the real reason")
+    dist.barrier()
+
+
+def stay_away(rank: int) -> None:
+    """One rank never comes to the barrier."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == rank:
+        time.sleep(600)
+    dist.barrier()
+
+
+def refuse() -> None:
+    from ditmesh.errors import ConfigError
+
+    raise ConfigError("not like this; like that")
+
+
+def answer_with_a_function() -> Any:
+    return lambda: None

@@ -1,0 +1,88 @@
+"""A whole Stable Diffusion 3 pipeline with random weights, small enough to be made in a second."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def save_tiny_sd3(folder: Path) -> Path:
+    """Write a pipeline of 32x32 pictures (16 x 16 latents, 8 x 8 tokens, 8 heads of 8) and return its folder."""
+    import torch
+    from diffusers import (
+        AutoencoderKL,
+        FlowMatchEulerDiscreteScheduler,
+        SD3Transformer2DModel,
+        StableDiffusion3Pipeline,
+    )
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
+
+    torch.manual_seed(0)
+    tokenizer = _tokenizer(folder / "words")
+    text = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=tokenizer.model_max_length,
+        projection_dim=16,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    t5 = T5Config(
+        vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, tie_word_embeddings=False
+    )
+    transformer = SD3Transformer2DModel(
+        sample_size=16,
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=8,
+        joint_attention_dim=32,
+        caption_projection_dim=64,
+        pooled_projection_dim=32,
+        pos_embed_max_size=16,
+    )
+    vae = AutoencoderKL(
+        block_out_channels=(8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=4,
+        layers_per_block=1,
+        sample_size=32,
+        shift_factor=0.0,
+        scaling_factor=1.0,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+    pipe = StableDiffusion3Pipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae,
+        text_encoder=CLIPTextModelWithProjection(text),
+        tokenizer=tokenizer,
+        text_encoder_2=CLIPTextModelWithProjection(text),
+        tokenizer_2=tokenizer,
+        # The pipeline cannot be loaded without one; it reads through the same tokenizer.
+        text_encoder_3=T5EncoderModel(t5),
+        tokenizer_3=tokenizer,
+    )
+    pipe.save_pretrained(folder / "tiny-sd3")
+    return folder / "tiny-sd3"
+
+
+def _tokenizer(folder: Path):
+    """A CLIP tokenizer that knows the letters and nothing else."""
+    from transformers import CLIPTokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    letters = [chr(code) for code in range(ord("!"), ord("~") + 1)]
+    words = ["<|startoftext|>", "<|endoftext|>", *letters, *(letter + "</w>" for letter in letters)]
+    (folder / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    return CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=24)

@@ -1,0 +1,359 @@
+"""The commands, as a user meets them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from PIL import Image
+
+from ditmesh.cli.main import main
+from ditmesh.receipt import read_receipt
+from support import processes
+from support.tiny import save_tiny_sd3
+
+TEST_PATH = os.pathsep.join(path for path in sys.path if path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_sd3(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def facts_only(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model without its weights: enough for everything that is refused before ranks start."""
+    copy = tmp_path_factory.mktemp("facts") / "model"
+    shutil.copytree(model, copy, ignore=shutil.ignore_patterns("*.safetensors"))
+    return copy
+
+
+def run(*arguments: str | Path) -> int:
+    """Exit code of ``ditmesh`` with these arguments."""
+    with pytest.raises(SystemExit) as left:
+        main([str(argument) for argument in arguments])
+    code = left.value.code
+    assert isinstance(code, int)
+    return code
+
+
+def pixels(path: str | Path) -> numpy.ndarray:
+    with Image.open(path) as image:
+        return numpy.asarray(image).astype(int)
+
+
+# ---- what works
+
+
+def test_two_devices_draw_the_picture_of_one(model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "folder"
+    common = ["generate", "a red fox", "a blue bird", "--model", model, "--steps", "3", "--threads", "1", "--seed", "5"]
+    code = run(*common, "--devices", "2", "--num-images", "2", "--out", out, "--compare", "--json")
+    captured = capfd.readouterr()
+    assert code == 0, captured.err
+    # One JSON object and nothing else.
+    result = json.loads(captured.out)
+    assert [picture["prompt"] for picture in result["pictures"]] == ["a red fox"] * 2 + ["a blue bird"] * 2
+    assert [picture["seed"] for picture in result["pictures"]] == [5, 6, 7, 8]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "0000-a-red-fox-seed5.png",
+        "0001-a-red-fox-seed6.png",
+        "0002-a-blue-bird-seed7.png",
+        "0003-a-blue-bird-seed8.png",
+    ]
+    assert result["config"]["ulysses"] == 2
+    assert result["devices"] == 2
+    assert result["compare"]["largest_difference"] <= 1
+    assert result["compare"]["ratio"] == pytest.approx(result["compare"]["one_device_seconds"] / result["seconds"])
+    drawn = [pixels(picture["path"]) for picture in result["pictures"]]
+    assert all(image.shape == (32, 32, 3) and image.std() > 0 for image in drawn)
+    assert not any((drawn[0] == other).all() for other in drawn[1:])
+    receipt = read_receipt(out / "0003-a-blue-bird-seed8.png")
+    assert (receipt.prompt, receipt.seed, receipt.index, receipt.steps) == ("a blue bird", 8, 3, 3)
+    assert (receipt.devices, receipt.pipeline, receipt.width) == (2, "StableDiffusion3Pipeline", 32)
+
+
+def test_a_picture_depends_on_its_own_seed_alone(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The second of two pictures, drawn alone with another configuration, in words instead of JSON."""
+    common = ["generate", "a red fox", "--model", model, "--steps", "2", "--threads", "1", "--size", "48x32"]
+    assert run(*common, "--num-images", "2", "--out", tmp_path / "a") == 0
+    assert run(*common, "--seed", "1", "--ring", "2", "--out", tmp_path / "b") == 0
+    said = capfd.readouterr().out
+    one = tmp_path / "a" / "0001-a-red-fox-seed1.png"
+    other = tmp_path / "b" / "0000-a-red-fox-seed1.png"
+    assert str(one) in said
+    assert str(other) in said
+    assert "1 picture in" in said
+    assert "2 devices (ring=2" in said
+    assert pixels(one).shape == (32, 48, 3)
+    assert abs(pixels(one) - pixels(other)).max() <= 1
+
+
+def test_torchrun_ranks_are_used_and_none_started(model: Path, tmp_path: Path) -> None:
+    mark, environment = processes.marked({"PYTHONPATH": TEST_PATH})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "ditmesh", "generate", "a red fox", "--model", str(model)]
+    command += ["--steps", "2", "--out", str(tmp_path), "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["devices"] == 2
+    assert read_receipt(result["pictures"][0]["path"]).config["ulysses"] == 2
+    assert processes.wait_until_gone(mark, 10) == []
+
+
+def test_ctrl_c_keeps_what_is_drawn_and_leaves_no_process(model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"picture number {number}\n" for number in range(100_000)))
+    mark, environment = processes.marked({"PYTHONPATH": TEST_PATH})
+    command = [sys.executable, "-m", "ditmesh.cli.main", "generate", "--prompts", str(prompts), "--model", str(model)]
+    command += ["--devices", "2", "--threads", "1", "--steps", "1", "--out", str(tmp_path / "out")]
+    owner = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        limit = time.monotonic() + 240
+        while not list((tmp_path / "out").glob("*.png")) and time.monotonic() < limit and owner.poll() is None:
+            time.sleep(0.1)
+        # The command, the fork server and two ranks at least.
+        assert len(processes.family(mark)) >= 4
+        owner.send_signal(signal.SIGINT)
+        _, said = owner.communicate(timeout=20)
+        assert owner.returncode not in (0, None)
+        assert "Traceback" not in said
+        assert processes.wait_until_gone(mark, 10) == []
+    finally:
+        owner.kill()
+        owner.wait(10)
+    drawn = sorted((tmp_path / "out").iterdir())
+    assert drawn
+    for path in drawn:
+        assert path.suffix == ".png"
+        assert read_receipt(path).prompt.startswith("picture number")
+
+
+def test_a_rank_that_dies_is_reported_and_pictures_are_kept(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ditmesh.launch import RankPool
+
+    pids: list[int] = []
+    run_on = RankPool.run
+
+    def run_and_kill(self: RankPool, *arguments: Any, **more: Any) -> list[Any]:
+        def kill() -> None:
+            while len(list(tmp_path.glob("*.png"))) < 3:
+                time.sleep(0.01)
+            os.kill(self.pids[1], signal.SIGKILL)
+
+        pids.extend(self.pids)
+        threading.Thread(target=kill, daemon=True).start()
+        return run_on(self, *arguments, **more)
+
+    monkeypatch.setattr(RankPool, "run", run_and_kill)
+    many = ["fox"] * 300
+    code = run(
+        "generate", *many, "--model", model, "--devices", "2", "--steps", "1", "--threads", "1", "--out", tmp_path
+    )
+    said = capfd.readouterr().err
+    assert code == 1
+    assert "rank 1 of 2 was killed by SIGKILL" in said
+    assert "of 300 pictures were drawn before" in said
+    assert [pid for pid in pids if processes.alive(pid)] == []
+    assert all(read_receipt(path).prompt == "fox" for path in tmp_path.glob("*.png"))
+
+
+# ---- what is refused
+
+
+def bad(*arguments: str, says: tuple[str, ...], name: str) -> Any:
+    return pytest.param(list(arguments), says, id=name)
+
+
+FOX = "a red fox"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        bad(says=("no prompt", "--prompts"), name="no prompt"),
+        bad("  ", says=("prompt 1 is empty",), name="empty prompt"),
+        bad("--prompts", "BLANK", says=("blank.txt", "one a line"), name="blank prompts"),
+        bad("--prompts", "NONE", says=("none.txt", "No such file"), name="missing prompts"),
+        bad(FOX, "--size", "40x30", says=("size 40x30", "multiples of 4", "40x28 or 40x32"), name="size multiple"),
+        bad(FOX, "--size", "128x64", says=("size 128x64", "64x64"), name="size too large"),
+        bad(FOX, "--size", "big", says=("'big'", "WIDTHxHEIGHT"), name="size malformed"),
+        bad(FOX, "--size", "0x32", says=("'0x32'",), name="size zero"),
+        bad(FOX, "--devices", "4", "--ulysses", "3", says=("ulysses=3", "multiplies to 3", "4"), name="degrees"),
+        bad(FOX, "--devices", "0", says=("0 devices", "--devices 1"), name="no devices"),
+        bad(FOX, "--ulysses", "0", says=("ulysses=0", "not possible"), name="degree 0"),
+        bad(FOX, "--ulysses", "16", says=("ulysses=16", "8 attention heads", "ring"), name="heads"),
+        bad(FOX, "--ring", "65", says=("65 ranks", "64 image tokens", "at most 64"), name="tokens"),
+        bad(FOX, "--ring", "5", "--size", "8x8", says=("5 ranks", "4 image tokens", "8x8"), name="tokens of a size"),
+        bad(FOX, "--config", "NONE", says=("none.txt", "No such file", "YAML"), name="config missing"),
+        bad(FOX, "--config", "BROKEN", says=("broken.yaml", "not YAML"), name="config not YAML"),
+        bad(FOX, "--config", "WRONG", says=("'ulises'", "ulysses"), name="config key"),
+        bad(FOX, "--config", "GOOD", "--ring", "2", says=("--config", "--ring"), name="config and degree"),
+        bad(FOX, "--config", "GOOD", "--devices", "3", says=("ulysses=2", "3 are there"), name="config and devices"),
+        bad(FOX, "--out", "FILE", says=("folder", "--out"), name="out is a file"),
+        bad(FOX, "--steps", "0", says=("0 steps", "--steps 1"), name="steps"),
+        bad(FOX, "--num-images", "0", says=("0 images", "--num-images 1"), name="images"),
+        bad(FOX, "--threads", "0", says=("0 threads", "--threads 1"), name="threads"),
+        bad(FOX, "--timeout", "0", says=("timeout of 0 seconds",), name="timeout"),
+        bad(FOX, "--compare", says=("--compare with 1 device", "--devices 2"), name="compare nothing"),
+        bad(FOX, "--model", "./nowhere", says=("'./nowhere'", "no such folder", "save_pretrained"), name="no model"),
+        bad(FOX, "--model", "nobody/nothing", says=("'nobody/nothing'", "go online"), name="no hub model"),
+        bad(FOX, "--model", "FOLDER", says=("no model_index.json", "save_pretrained"), name="not a model"),
+        bad(FOX, "--model", "UNET", says=("SomePipeline has no transformer", "unet", "Flux"), name="not a DiT"),
+        bad(FOX, "--model", "CLASSES", says=(f"{FOX!r}", "draws classes", "'fox'"), name="no such class"),
+        bad("fox", "--model", "CLASSES", "--size", "8x8", says=("size 8x8", "one size"), name="size of classes"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence_before_ranks_start(
+    facts_only: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    says: tuple[str, ...],
+) -> None:
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr("ditmesh.launch.RankPool.__init__", start)
+    unet = tmp_path / "unet"
+    unet.mkdir()
+    (unet / "model_index.json").write_text('{"_class_name": "SomePipeline", "unet": ["diffusers", "UNet"]}')
+    classes = tmp_path / "classes"
+    shutil.copytree(facts_only, classes)
+    index = json.loads((classes / "model_index.json").read_text())
+    (classes / "model_index.json").write_text(json.dumps({**index, "id2label": {"0": "fox, red fox", "1": "bird"}}))
+    for name, text in {
+        "blank.txt": " \n\n",
+        "broken.yaml": "ulysses: [",
+        "wrong.yaml": "ulises: 2",
+        "good.yaml": "ulysses: 2",
+        "file": "",
+    }.items():
+        (tmp_path / name).write_text(text)
+    names = {
+        "BLANK": "blank.txt",
+        "NONE": "none.txt",
+        "BROKEN": "broken.yaml",
+        "WRONG": "wrong.yaml",
+        "GOOD": "good.yaml",
+        "FILE": "file",
+        "FOLDER": ".",
+        "UNET": "unet",
+        "CLASSES": "classes",
+    }
+    arguments = [str(tmp_path / names[word]) if word in names else word for word in arguments]
+    if "--model" not in arguments:
+        arguments += ["--model", str(facts_only)]
+    if "--out" not in arguments:
+        arguments += ["--out", str(tmp_path / "out")]
+    code = run("generate", "--device", "cpu", *arguments)
+    captured = capsys.readouterr()
+    assert code == 2, captured.err
+    assert captured.out == ""
+    assert captured.err.startswith("ditmesh: ")
+    assert len(captured.err.strip().splitlines()) == 1
+    for words in says:
+        assert words in captured.err
+
+
+def test_cuda_that_is_not_there_is_refused(
+    facts_only: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert run("generate", FOX, "--model", facts_only, "--device", "cuda", "--out", tmp_path) == 2
+    assert "device cuda: no GPU is there" in capsys.readouterr().err
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert run("generate", FOX, "--model", facts_only, "--devices", "2", "--out", tmp_path) == 2
+    assert "2 ranks need 2 GPUs, but 1 is there" in capsys.readouterr().err
+
+
+def test_what_ranks_refuse_is_one_sentence_too(
+    facts_only: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A pipeline that takes no negative prompt (Flux calls it otherwise), known from its class on the ranks."""
+    video = tmp_path / "video"
+    shutil.copytree(facts_only, video)
+    index = json.loads((video / "model_index.json").read_text())
+    (video / "model_index.json").write_text(json.dumps({**index, "_class_name": "WanPipeline"}))
+    assert run("generate", FOX, "--model", video, "--device", "cpu", "--threads", "1", "--out", tmp_path) == 2
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("ditmesh:")]
+    assert said == ["ditmesh: WanPipeline draws videos, and `ditmesh generate` saves pictures; call it from Python"]
+
+
+def test_a_model_without_weights_is_refused(
+    facts_only: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run("generate", FOX, "--model", facts_only, "--device", "cpu", "--threads", "1", "--out", tmp_path) == 2
+    assert f"model '{facts_only}' cannot be loaded" in capfd.readouterr().err
+
+
+# ---- the others
+
+
+def test_doctor_measures_and_says_what_is_missing(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run("doctor", "--devices", "2", "--json") == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert {"python", "torch", "diffusers", "transformers"} <= set(facts["versions"])
+    assert facts["cpu"]["cores"] >= 1
+    kinds = {(row["what"], row["megabytes"]) for row in facts["transfers"]}
+    assert kinds == {(what, size) for what in ("all_to_all", "shift", "all_gather") for size in (1, 16)}
+    for row in facts["transfers"]:
+        assert row["milliseconds"] > 0
+        # Two ranks: half of an all-to-all stays at home.
+        share = 0.5 if row["what"] == "all_to_all" else 1.0
+        rate = share * row["megabytes"] / row["milliseconds"]
+        assert row["gigabytes_per_second"] == pytest.approx(rate, rel=0.01)
+
+
+def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ditmesh.hardware import missing
+
+    machine = {"versions": {}, "gpus": [], "torch_cuda": None, "backends": {"gloo": False, "nccl": False}}
+    sentences = missing(machine)
+    assert any("peft" in sentence and "pip install" in sentence for sentence in sentences)
+    assert any("no GPU (torch was built without CUDA)" in sentence for sentence in sentences)
+    assert any("no gloo" in sentence for sentence in sentences)
+    full = {"versions": {"peft": "1"}, "gpus": [{}], "torch_cuda": "13", "backends": {"gloo": True, "nccl": True}}
+    assert not any("peft" in sentence or "GPU" in sentence for sentence in missing(full))
+
+
+def test_doctor_refuses_no_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("doctor", "--devices", "0") == 2
+    assert "0 devices" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["generate", "doctor", "inspect"])
+def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command, "--help") == 0
+    said = capsys.readouterr().out
+    assert "Example" in said
+    assert f"ditmesh {command}" in said
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys\nfrom ditmesh.cli.main import main\ntry:\n main(['--help'])\nfinally:\n"
+    code += " print(sorted({'torch', 'diffusers', 'transformers', 'numpy'} & set(sys.modules)), file=sys.stderr)"
+    environment = {**os.environ, "PYTHONPATH": TEST_PATH}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0
+    assert done.stderr.strip() == "[]"
+    assert "generate" in done.stdout

@@ -1,0 +1,106 @@
+"""Whole pipelines: the embedded model on several ranks draws the picture of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ditmesh
+from ditmesh import zoo
+
+PROMPTS = ["a red fox", "a cactus", "a slice of pizza"]
+# One step of the 8-bit pixels, which is what rounding may do to differences of 1e-6.
+TOLERANCE = 1
+
+
+def load() -> Any:
+    from diffusers import DiffusionPipeline
+
+    pipe = DiffusionPipeline.from_pretrained(zoo.path())
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def pictures(pipe: Any, prompts: list[str], **more: Any) -> np.ndarray:
+    count = len(prompts) * more.get("num_images_per_prompt", 1)
+    result = pipe(
+        prompts,
+        num_inference_steps=4,
+        guidance_scale=3.0,
+        generator=[torch.Generator().manual_seed(number) for number in range(count)],
+        output_type="np",
+        **more,
+    )
+    return (result.images * 255).round().astype(int)
+
+
+def both(config: dict[str, Any], prompts: list[str], **more: Any) -> tuple[int, bool, int]:
+    """Largest difference of 8-bit pixels, equality, and the difference between two prompts' pictures."""
+    pipe = load()
+    truth = pictures(pipe, prompts, **more)
+    vae_calls = []
+    handle = pipe.vae.decoder.register_forward_hook(lambda *_: vae_calls.append(1))
+    with ditmesh.parallelized(pipe, config):
+        value = pictures(pipe, prompts, **more)
+    handle.remove()
+    assert vae_calls
+    return int(abs(value - truth).max()), bool((value == truth).all()), int(abs(truth[0] - truth[-1]).max())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"ulysses": 2},
+        {"ring": 2},
+        {"tensor": 2},
+        {"ulysses": 4},
+        {"ulysses": 2, "ring": 2},
+        {"cfg": 2, "ulysses": 2},
+    ],
+    ids=str,
+)
+def test_the_same_picture(ranks, config):
+    world = 1
+    for degree in config.values():
+        world *= degree
+    for difference, equal, scale in ranks(world).run(both, config, PROMPTS[:1] + PROMPTS[-1:]):
+        assert difference <= TOLERANCE
+        assert scale > 50
+        # Keys in one device's order: at 2 and 4 ranks no bit of the picture changes.
+        assert equal or config not in ({"ulysses": 2}, {"ulysses": 4})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"data": 2, "cfg": 2, "ulysses": 2}, {"tensor": 2, "ulysses": 2, "cfg": 2}, {"ulysses": 8}],
+    ids=str,
+)
+def test_eight_ranks(ranks, config):
+    for difference, _, _ in ranks(8).run(both, config, PROMPTS):
+        assert difference <= TOLERANCE
+
+
+def test_several_pictures_per_prompt(ranks):
+    """Order and noise are those of one device: prompt by prompt, picture by picture."""
+    for difference, _, _ in ranks(2).run(both, {"data": 2}, PROMPTS, num_images_per_prompt=2):
+        assert difference <= TOLERANCE
+    for difference, _, _ in ranks(4).run(both, {"data": 2, "cfg": 2}, PROMPTS, negative_prompt=["blue", "", "red"]):
+        assert difference <= TOLERANCE
+
+
+def shared_pipeline() -> tuple[bool, bool]:
+    """The VAE and the text encoders are not touched, and restore gives the very same picture."""
+    pipe = load()
+    truth = pictures(pipe, PROMPTS[:1])
+    untouched = {name: dict(vars(pipe.components[name])) for name in ("vae", "text_encoder", "text_encoder_2")}
+    ditmesh.parallelize(pipe, {"ulysses": 2})
+    same = all(vars(pipe.components[name]) == before for name, before in untouched.items())
+    ditmesh.restore(pipe)
+    return same, bool((pictures(pipe, PROMPTS[:1]) == truth).all())
+
+
+def test_other_components_are_untouched(ranks):
+    assert ranks(2).run(shared_pipeline) == [(True, True)] * 2

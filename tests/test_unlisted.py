@@ -1,0 +1,65 @@
+"""A transformer that no table knows: probed when it is parallelised."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ditmesh
+from ditmesh.layout import LOCAL, Cut, Stream, joint
+from ditmesh.layout.probe import probe
+from support.made_up import MadeUpTransformer
+from support.models import relative_error, run
+from support.parity import NoExchange
+
+
+def arguments():
+    generator = torch.Generator().manual_seed(3)
+    return {
+        "hidden_states": torch.randn(2, 6, 7, 9, generator=generator),
+        "encoder_hidden_states": torch.randn(2, 11, 10, generator=generator),
+        "timestep": torch.tensor([300.0, 700.0]),
+    }
+
+
+def error_of(config, exchange):
+    model = MadeUpTransformer().eval()
+    truth = run(model, arguments())
+    patch = pytest.MonkeyPatch()
+    if not exchange:
+        patch.setattr("ditmesh.engine.SequenceParallel", NoExchange)
+    with ditmesh.parallelized(model, config):
+        value = run(model, arguments())
+        source = ditmesh.engine_of(model).doors[0].layout.source
+    patch.undo()
+    assert torch.equal(run(model, arguments()), truth)
+    return relative_error(value, truth), source
+
+
+@pytest.mark.parametrize("config", [{"ulysses": 2}, {"ulysses": 3}, {"ulysses": 2, "ring": 2}], ids=str)
+def test_a_class_nobody_listed_is_probed(ranks, config):
+    size = config["ulysses"] * config.get("ring", 1)
+    for error, source in ranks(size).run(error_of, config, True):
+        assert error <= 1e-5
+        assert source == "probed"
+    for error, _ in ranks(size).run(error_of, config, False):
+        assert error > 1e-3
+
+
+def test_the_probed_layout():
+    (region,) = probe(MadeUpTransformer()).regions
+    assert region.blocks == "layers"
+    assert region.streams == (Stream("image", "tokens"),)
+    assert region.attention == (joint("image"), LOCAL)
+    assert region.cuts == (
+        Cut("rope.0", 0, ("image",), ndim=2),
+        Cut("rope.1", 0, ("image",), ndim=2),
+        Cut("shift", 1, ("image",), ndim=3),
+    )
+    assert region.whole == ("text",)
+
+
+def test_a_convolution_is_refused_by_name():
+    """Its tokens see their neighbours without attention: the picture would be wrong at every cut."""
+    with pytest.raises(ditmesh.LayoutError, match=r"layers\.0: image token 8 changes image tokens \[7, 8, 9\]"):
+        probe(MadeUpTransformer(convolution=True))
