@@ -10,6 +10,7 @@ from .errors import ConfigError, DitmeshError, InputError, LayoutError, RankFail
 if TYPE_CHECKING:
     from .engine import engine_of, parallelize, parallelized, restore
     from .layout import TokenLayout
+    from .loading import load
     from .mesh import Mesh
 
 __version__ = "0.1.0.dev0"
@@ -24,6 +25,7 @@ __all__ = [
     "RankFailed",
     "TokenLayout",
     "engine_of",
+    "load",
     "parallelize",
     "parallelized",
     "restore",
@@ -34,6 +36,7 @@ _LAZY = {
     "Mesh": "mesh",
     "TokenLayout": "layout",
     "engine_of": "engine",
+    "load": "loading",
     "parallelize": "engine",
     "parallelized": "engine",
     "restore": "engine",

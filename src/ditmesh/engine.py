@@ -23,7 +23,7 @@ from .request import PipelineDoor
 from .strategies.batch import BatchParallel, RowSplit
 from .strategies.caches import AgreedCaches
 from .strategies.sequence import SequenceParallel
-from .strategies.tensor import TensorParallel
+from .strategies.tensor import TensorParallel, already_cut
 
 T = TypeVar("T")
 ConfigLike = ParallelConfig | Mapping[str, Any] | str | Path
@@ -60,7 +60,9 @@ class Engine:
         self._undo.append(lambda: vars(target).pop(ENGINE))
         fingerprint = ""
         if mesh.world_size > 1 and config.inputs != "trust" and not isinstance(target, nn.Module):
-            fingerprint = weights_fingerprint(target)
+            # Weights that `load` has cut differ from rank to rank, as they should.
+            cut = {id(model): already_cut(model, mesh.tensor.size) for model, _ in models if mesh.tensor.size > 1}
+            fingerprint = weights_fingerprint(target, cut)
         try:
             # The weights: every rank of the tensor axis keeps its slices.
             if mesh.tensor.size > 1:
@@ -100,6 +102,10 @@ class Engine:
         except BaseException:
             self.close()
             raise
+
+    def own_mesh(self) -> None:
+        """Give the mesh's groups back in `close`: whoever made it hands it over."""
+        self._owns_mesh = True
 
     def close(self) -> None:
         """Undo `open`, exactly. Collective when the engine made its own mesh."""

@@ -8,7 +8,7 @@ what every rank runs.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -111,12 +111,20 @@ def digest(value: Any) -> str:
     return state.hexdigest()[:16]
 
 
-def weights_fingerprint(pipe: Any) -> str:
-    """Digest of a pipeline's weights: every parameter's name, shape, dtype and a sample of its values."""
+def weights_fingerprint(pipe: Any, cut: Mapping[int, Container[str]] | None = None) -> str:
+    """Digest of a pipeline's weights: every parameter's name, shape, dtype and a sample of its values.
+
+    Args:
+        pipe: the pipeline.
+        cut: by `id` of a module the names of parameters of which every rank has another part; they do not count.
+    """
+    cut = cut or {}
     modules = [(name, m) for name, m in getattr(pipe, "components", {}).items() if isinstance(m, nn.Module)]
     state = hashlib.sha256()
     for component, module in modules or [("", pipe)]:
         for name, parameter in module.state_dict().items():
+            if name in cut.get(id(module), ()):
+                continue
             state.update(f"{component}.{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
             flat = parameter.detach().reshape(-1)
             sample = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]

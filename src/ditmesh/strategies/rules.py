@@ -95,6 +95,7 @@ RULES: tuple[Rule, ...] = (
         row={"proj_out": ("queries", "hidden")},
         lacks=("attn.to_out", "attn.to_out.0"),
         attention="attn",
+        gated=True,
     ),
     # The same with everything packed into the attention, and a gated hidden part.
     Rule(
@@ -128,6 +129,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="gated feed-forward linear_1..3",
         needs=("linear_1", "linear_2", "linear_3"),
+        # Text projections are chains of three linears with these names.
+        beside=("silu",),
         column={"linear_1": ("hidden",), "linear_3": ("hidden",)},
         row={"linear_2": ("hidden",)},
     ),

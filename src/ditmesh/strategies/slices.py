@@ -140,7 +140,7 @@ def plan(model: nn.Module, degree: int) -> Plan:
     for rule in RULES:
         for path, module in blocks.items():
             linears = partial(_has_linear, module)
-            if path not in claimed and rule.fits(linears, module._modules):
+            if path not in claimed and rule.fits(linears, module._modules) and _wired(rule, module):
                 _apply(made, rule, path, module, degree, claimed)
     order = {path: index for index, path in enumerate(modules)}
     made.sites.sort(key=lambda site: order[site.path])
@@ -204,6 +204,21 @@ def _apply(made: Plan, rule: Rule, path: str, module: nn.Module, degree: int, cl
     if attention is module:
         _attributes(made, path, module, widths)
     claimed.add(path)
+
+
+def _wired(rule: Rule, module: nn.Module) -> bool:
+    """Whether the sizes of a feed-forward's linears are those of one: a chain of three can have the same names."""
+    if rule.attention is not None or not rule.row:
+        return True
+    columns = [linear for name in rule.column if (linear := _linear_at(module, name)) is not None]
+    rows = [linear for name in rule.row if (linear := _linear_at(module, name)) is not None]
+    hidden = {linear.in_features for linear in rows}
+    factors = (1, 2) if rule.gated else (1,)
+    return (
+        len(hidden) == 1
+        and len({linear.in_features for linear in columns}) == 1
+        and all(linear.out_features in [factor * size for factor in factors for size in hidden] for linear in columns)
+    )
 
 
 def _attributes(made: Plan, path: str, module: nn.Module, widths: dict[str, Cut]) -> None:
