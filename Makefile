@@ -34,8 +34,7 @@ format: $(BIN)/ditmesh
 	$(BIN)/ruff check --fix src tests benchmarks
 
 bench: $(BIN)/ditmesh  ## paired measurements on this machine; wants it quiet
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sequence.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/tensor.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/exact.py
 
 gpu-check: $(BIN)/ditmesh  ## parity and kernels on a CUDA device
 	$(BIN)/python benchmarks/gpu_check.py
