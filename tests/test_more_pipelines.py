@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from diffusers.guiders import AdaptiveProjectedGuidance, AutoGuidance, ClassifierFreeGuidance, SkipLayerGuidance
@@ -13,8 +14,8 @@ from diffusers.hooks import LayerSkipConfig
 import ditmesh
 from ditmesh.engine import denoisers, engine_of
 from ditmesh.layout import layout_of
-from support.models import relative_error
-from support.more_pipelines import FAMILIES, draw
+from support.models import relative_error, stirred
+from support.more_pipelines import FAMILIES, arguments, draw
 
 TOLERANCE = 1e-4  # of latents; float32
 STEPS = 3
@@ -180,3 +181,60 @@ def test_guiders(ranks, guider):
     for error, effect in ranks(2).run(guided, guider):
         assert error < TOLERANCE
         assert effect > 100 * TOLERANCE
+
+
+# --- decoders --------------------------------------------------------------------------------------------------------
+
+
+def ltx_decoder() -> torch.nn.Module:
+    """Removes the last noise itself: it is told how much there is in every row."""
+    return diffusers.AutoencoderKLLTXVideo(
+        latent_channels=8,
+        block_out_channels=(8,) * 4,
+        decoder_block_out_channels=(8,) * 4,
+        layers_per_block=(1,) * 5,
+        decoder_layers_per_block=(1,) * 5,
+        timestep_conditioning=True,
+        spatio_temporal_scaling=(True, True, True, False),
+        decoder_spatio_temporal_scaling=(True, True, True, False),
+        decoder_inject_noise=(False,) * 5,
+        upsample_residual=(False,) * 4,
+        upsample_factor=(1,) * 4,
+    )
+
+
+def frames_decoder() -> torch.nn.Module:
+    """Takes the frames of videos as rows, and mixes them."""
+    return diffusers.AutoencoderKLTemporalDecoder(
+        block_out_channels=(32,), down_block_types=("DownEncoderBlock2D",), latent_channels=4, sample_size=8
+    )
+
+
+DECODERS = {
+    "ltx": (ltx_decoder, {"decode_timestep": [0.0, 0.05, 0.1], "decode_noise_scale": 0.025}),
+    "latte": (frames_decoder, {}),
+}
+
+
+def decoded(name: str) -> float:
+    """Error of three decoded videos."""
+    pipe = FAMILIES[name].make()
+    make, more = DECODERS[name]
+    torch.manual_seed(0)
+    pipe.vae = stirred(make().eval())
+    pipe.set_progress_bar_config(disable=True)
+
+    def videos() -> torch.Tensor:
+        with torch.no_grad():
+            return pipe(**{**arguments(name, [1, 2, 3]), "output_type": "pt", **more}).frames
+
+    truth = videos()
+    assert all(relative_error(truth[row], truth[row - 1]) > 100 * TOLERANCE for row in range(3))
+    with ditmesh.parallelized(pipe, {"data": 2}):
+        return relative_error(videos(), truth)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_videos_decoded_over_two_ranks(ranks, name):
+    for error in ranks(2).run(decoded, name):
+        assert error < TOLERANCE

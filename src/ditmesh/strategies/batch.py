@@ -152,7 +152,7 @@ class BatchParallel:
 
 
 class RowSplit:
-    """Shares the rows of a method's first argument over ranks: the VAE's decode.
+    """Shares the rows of a method's tensors over ranks: the VAE's decode.
 
     Args:
         owner, name: the method; replaced on the instance until `close`.
@@ -168,14 +168,22 @@ class RowSplit:
         self._restore()
 
     def _call(self, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
-        link = self.link
-        if rows.shape[0] < 2:
+        link, batch = self.link, rows.shape[0]
+        # A decoder that is told a number of frames has the frames of a video in its rows, and mixes them.
+        if batch < 2 or "num_frames" in kwargs:
             return self._restore.original(rows, *args, **kwargs)
-        counts = even_cut(rows.shape[0], link.size)
+        counts = even_cut(batch, link.size)
         start, count = offsets(counts)[link.rank], counts[link.rank]
-        take = slice(start, start + count) if count else slice(rows.shape[0] - 1, None)
-        output = self._restore.original(rows[take], *args, **kwargs)
-        return _map(output, lambda part: _gathered(part, counts, link), lambda part: part)
+        take = slice(start, start + count) if count else slice(batch - 1, None)
+
+        def part(value: Any) -> Any:
+            # Whatever has a row per sample goes with it: the noise level of a decoder that removes the last noise.
+            return value[take] if isinstance(value, Tensor) and value.dim() and value.shape[0] == batch else value
+
+        output = self._restore.original(
+            rows[take], *map(part, args), **{name: part(value) for name, value in kwargs.items()}
+        )
+        return _map(output, lambda rows: _gathered(rows, counts, link), lambda rows: rows)
 
 
 def _batch_size(main: Any) -> int:
