@@ -138,7 +138,7 @@ class BatchParallel:
     def _shared(self, arguments: Arguments, link: Link) -> Any:
         """The forward with its rows shared over ``link``; every rank gets all rows of the result."""
         batch = _batch_size(arguments.get(self._names[0]))
-        if link.size == 1 or batch < 2:
+        if link.size == 1 or batch < 2 or _takes_halves(self.model):
             return self._forward(*arguments.args, **arguments.kwargs)
         counts = even_cut(batch, link.size)
         start, count = offsets(counts)[link.rank], counts[link.rank]
@@ -264,6 +264,15 @@ def _state_of(model: nn.Module) -> tuple[tuple[Any, ...], bool]:
             scales = tuple(getattr(module, "scaling", {}).items())
             worn.append((path, *adapters, getattr(module, "disable_adapters", False), scales))
     return tuple(worn), stateful
+
+
+def _takes_halves(model: nn.Module) -> bool:
+    """Whether a hook on the model (Faster Cache) takes one half of the rows for one branch of guidance, whatever came.
+
+    Such a model needs its batch whole.
+    """
+    hooks = getattr(getattr(model, "_diffusers_hook", None), "hooks", {})
+    return any(getattr(hook, "is_guidance_distilled", None) is False for hook in hooks.values())
 
 
 def _same(a: Any, b: Any) -> bool:
