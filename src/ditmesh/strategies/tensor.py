@@ -272,12 +272,14 @@ class _NormOverRanks:
 
 def already_cut(model: nn.Module, degree: int) -> set[str]:
     """Names of parameters that hold one rank's slice, as `ditmesh.load` leaves them."""
-    parameters = dict(model.named_parameters())
-    return {
-        name
-        for name, dim, cut in plan(model, degree).parameters()
-        if name in parameters and dim is not None and cut is not None and parameters[name].shape[dim] != cut.total
-    }
+    found: set[str] = set()
+    for site in plan(model, degree).sites:
+        base = base_of(model.get_submodule(site.path))
+        weight = base._parameters.get("weight")
+        if weight is not None and weight.shape[site.dim] != site.cut.total:
+            # With the weight its bias is cut too, or zero on all ranks but one.
+            found.update(f"{site.path}.{name}" for name, _ in _own_parameters(base))
+    return found
 
 
 def _own_parameters(base: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

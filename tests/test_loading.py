@@ -1,0 +1,243 @@
+"""ditmesh.load: every rank reads its own slices and never holds the whole transformer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ditmesh
+from support.models import relative_error
+from support.pipelines import MAKERS, arguments, draw
+from support.tensor import bits, same_bits
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module", params=["sd3", "flux"])
+def saved(request, tmp_path_factory):
+    """A saved pipeline, its weights in one file."""
+    folder = tmp_path_factory.mktemp(request.param)
+    MAKERS[request.param]().save_pretrained(folder)
+    return request.param, folder
+
+
+def absent(name):
+    """The parts that these pipelines do not have, as from_pretrained wants to be told."""
+    return {key: None for key, part in MAKERS[name]().components.items() if part is None}
+
+
+def loaded(name, folder, config, options):
+    """A pipeline loaded in slices against one loaded whole: pictures, then all bits after restore."""
+    options = {**absent(name), **options}
+    whole = diffusers.DiffusionPipeline.from_pretrained(folder, **options)
+    truth = draw(whole, arguments(name, [1, 2]))
+    ditmesh.parallelize(whole, config)
+    parallel = draw(whole, arguments(name, [1, 2]))
+    ditmesh.restore(whole)
+    sliced = ditmesh.load(folder, config, **options)
+    held = sum(p.untyped_storage().nbytes() for p in sliced.transformer.parameters())
+    value = draw(sliced, arguments(name, [1, 2]))
+    ditmesh.restore(sliced)
+    return {
+        "error": relative_error(value.float(), truth.float()),
+        "equal": torch.equal(value, parallel),
+        "held": held / sum(p.untyped_storage().nbytes() for p in whole.transformer.parameters()),
+        "bits": same_bits(bits(whole.transformer), bits(sliced.transformer)),
+        "dtypes": [p.dtype for p in whole.transformer.parameters()]
+        == [p.dtype for p in sliced.transformer.parameters()],
+        "buffers": all(
+            torch.equal(a, b) and a.dtype == b.dtype
+            for (_, a), (_, b) in zip(
+                whole.transformer.named_buffers(), sliced.transformer.named_buffers(), strict=True
+            )
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"tensor": 2}, {"ulysses": 2}, {"tensor": 3}, {"tensor": 2, "ulysses": 2}, {"tensor": 2, "cfg": 2}],
+    ids=str,
+)
+def test_equals_whole_loading(ranks, saved, config):
+    name, folder = saved
+    world = ditmesh.ParallelConfig(**config).world_size
+    for result in ranks(world).run(loaded, name, folder, config, {}):
+        assert result["error"] <= TOLERANCE
+        assert result["equal"]
+        assert result["bits"]
+        assert result["dtypes"]
+        assert result["buffers"]
+        assert result["held"] < {1: 1.01, 2: 0.58, 3: 0.48}[config.get("tensor", 1)]
+
+
+def test_other_dtypes(ranks, saved):
+    name, folder = saved
+    for dtype in (torch.bfloat16, {"transformer": torch.float16, "default": torch.float32}):
+        for result in ranks(2).run(in_dtype, name, folder, dtype):
+            assert all(result)
+
+
+def in_dtype(name, folder, dtype):
+    """Whether weights, buffers and dtypes are those of an ordinary load."""
+    whole = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype, **absent(name)).transformer
+    sliced = ditmesh.load(folder, {"tensor": 2}, torch_dtype=dtype, **absent(name))
+    ditmesh.restore(sliced)
+    theirs, ours = bits(whole), bits(sliced.transformer)
+    return same_bits(theirs, ours), all(theirs[key].dtype == ours[key].dtype for key in theirs)
+
+
+def test_several_files_and_variants(ranks, tmp_path):
+    """Checkpoints in many files, with an index, of a variant."""
+    pipe = MAKERS["sd3"]()
+    pipe.save_pretrained(tmp_path / "many", max_shard_size="100KB")
+    assert len(list((tmp_path / "many" / "transformer").glob("*.safetensors"))) > 2
+    pipe.save_pretrained(tmp_path / "variant", variant="test", max_shard_size="100KB")
+    pipe.save_pretrained(tmp_path / "one", variant="test")
+    for folder, options in (("many", {}), ("variant", {"variant": "test"}), ("one", {"variant": "test"})):
+        for result in ranks(2).run(loaded, "sd3", tmp_path / folder, {"tensor": 2}, options):
+            assert result["equal"]
+            assert result["bits"]
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+PEAK = """
+import json, sys, threading, time
+import torch, torch.distributed as dist
+import diffusers, ditmesh
+
+how, folder, rank, port = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+torch.set_num_threads(1)
+
+def private():
+    for line in open("/proc/self/status"):
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+
+# Lazy imports and allocations of the first forward are not what is measured.
+from diffusers import DiTPipeline, DiTTransformer2DModel
+import safetensors
+diffusers.DiffusionPipeline.from_pretrained(folder, transformer=None)
+start, peak, run = private(), 0, True
+
+def watch():
+    global peak
+    while run:
+        peak = max(peak, private())
+        time.sleep(0.002)
+
+thread = threading.Thread(target=watch)
+thread.start()
+if how == "load":
+    pipe = ditmesh.load(folder, {"tensor": 2}, torch_dtype=torch.bfloat16)
+else:
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    ditmesh.parallelize(pipe, {"tensor": 2})
+run = False
+thread.join()
+held = sum(p.untyped_storage().nbytes() for p in pipe.transformer.parameters())
+with torch.no_grad():
+    latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    out = pipe.transformer(latents, timestep=torch.tensor([3]), class_labels=torch.tensor([1])).sample
+print(json.dumps({"peak": peak - start, "held": held, "mean": float(out.double().mean())}))
+dist.destroy_process_group()
+"""
+
+
+def test_peak_memory_of_a_rank(tmp_path):
+    """300 MB of weights: a rank's private memory peaks near its own half, not near the whole.
+
+    The file is float32 and the weights bfloat16, so that nobody can use the mapped file as its memory.
+    """
+    torch.manual_seed(0)
+    transformer = diffusers.DiTTransformer2DModel(
+        num_attention_heads=16,
+        attention_head_dim=64,
+        in_channels=4,
+        num_layers=8,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=8,
+    )
+    whole = sum(p.numel() * 2 for p in transformer.parameters())
+    assert whole > 250e6
+    vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, layers_per_block=1)
+    diffusers.DiTPipeline(transformer, vae, diffusers.DDIMScheduler()).save_pretrained(tmp_path)
+    script = tmp_path / "peak.py"
+    script.write_text(textwrap.dedent(PEAK))
+    peaks = {}
+    for how in ("load", "whole"):
+        results = _two_ranks(script, how, tmp_path)
+        peaks[how] = [result["peak"] / whole for result in results]
+        assert all(0.5 < result["held"] / whole < 0.53 for result in results)
+        assert len({result["mean"] for result in results}) == 1
+    print(f"peak private memory over the weights of the model ({whole / 1e6:.0f} MB): {peaks}")
+    assert all(0.5 < peak < 0.62 for peak in peaks["load"])
+    # The control: whoever loads everything and cuts then needs room for everything.
+    assert all(peak > 0.95 for peak in peaks["whole"])
+
+
+def _two_ranks(script: Path, how: str, folder: Path) -> list[dict[str, float]]:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), how, str(folder), str(rank), str(port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    found = []
+    for process in processes:
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        found.append(json.loads(out.strip().splitlines()[-1]))
+    return found
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def message(folder):
+    try:
+        ditmesh.load(folder, {"tensor": 2})
+    except ditmesh.InputError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_refusals(ranks, tmp_path):
+    MAKERS["sd3"]().save_pretrained(tmp_path)
+    weights = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors"
+    stored = load_file(weights)
+    config = tmp_path / "transformer" / "config.json"
+    settings = json.loads(config.read_text())
+
+    def says(text):
+        assert all(text in found for found in ranks(2).run(message, tmp_path)), text
+
+    save_file({key: value for key, value in stored.items() if key != "pos_embed.proj.bias"}, weights)
+    says("1 weights of SD3Transformer2DModel are not in")
+    save_file({**stored, "pos_embed.proj.bias": torch.zeros(3)}, weights)
+    says("pos_embed.proj.bias in")
+    weights.write_bytes(b"nothing")
+    says("cannot read")
+    weights.unlink()
+    says("there is no diffusion_pytorch_model.safetensors in")
+    config.write_text(json.dumps({**settings, "quantization_config": {"quant_method": "bitsandbytes"}}))
+    says("is quantised; tensor parallelism cuts plain weights")
