@@ -13,7 +13,7 @@ CONFIGS = [{"ulysses": 2}, {"ring": 2}, {"tensor": 2}, {"tensor": 3}, {"tensor":
 
 @pytest.mark.parametrize("before", [True, False], ids=["loaded before", "loaded after"])
 @pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-@pytest.mark.parametrize("model", ["SD3", "Flux"])
+@pytest.mark.parametrize("model", ["SD3", "Flux", "Wan"])
 def test_equals_one_device(ranks, model, config, before):
     for result in ranks(ParallelConfig(**config).world_size).run(story, model, config, before):
         assert max(result["errors"].values()) <= TOLERANCE, result["errors"]

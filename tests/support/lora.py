@@ -60,7 +60,7 @@ def outputs(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
     model.set_adapters(["a", "b"], [0.7, -0.4])
     drawn["both, weighted"] = run(model, arguments)
     model.set_adapters("a")
-    key = "joint_attention_kwargs"
+    key = "attention_kwargs" if name == "Wan" else "joint_attention_kwargs"
     drawn["scaled in the call"] = run(model, {**arguments, key: {**arguments.get(key, {}), "scale": 0.3}})
     model.disable_adapters()
     drawn["disabled"] = run(model, arguments)

@@ -11,7 +11,7 @@ from torch import nn
 import ditmesh
 from ditmesh.comm import Link
 from ditmesh.layout.conventions import Size
-from support.models import RAGGED, inputs, relative_error, run, tiny
+from support.models import inputs, relative_error, run, sizes, tiny
 from support.parity import parity
 from support.traffic import FLOAT, split
 
@@ -92,7 +92,7 @@ def restored(name: str, config: dict[str, Any]) -> dict[str, bool]:
     """Parallelise, run, restore, three times over: what stayed the same."""
     from test_engine import everything, same
 
-    model, arguments = tiny(name), inputs(name, RAGGED)
+    model, arguments = tiny(name), inputs(name, sizes(name)["B=2 ragged"])
     truth, before, weights = run(model, arguments), everything(model), bits(model)
     identities = [id(p) for p in model.parameters()]
     for _ in range(2):
