@@ -27,7 +27,7 @@ test-all: $(BIN)/ditmesh  ## the full matrix as well
 lint: $(BIN)/ditmesh  ## formatting, lint, types
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(BIN)/ditmesh
 	$(BIN)/ruff format src tests benchmarks
