@@ -3,7 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-DEVICES ?= 2
+# The two branches of guidance, one on each device: the cheapest way to share a small model.
+DEVICES ?= --devices 2 --cfg 2
 OUT ?= outputs
 PROMPTS ?= "a red fox" "a cactus" "a pizza" "a red apple"
 
@@ -16,7 +17,7 @@ $(BIN)/ditmesh: pyproject.toml constraints.txt
 	@touch $(BIN)/ditmesh
 
 generate: $(BIN)/ditmesh  ## draw pictures with two worker processes and the embedded model
-	$(BIN)/ditmesh generate $(PROMPTS) --devices $(DEVICES) --out $(OUT) --compare
+	$(BIN)/ditmesh generate $(PROMPTS) $(DEVICES) --out $(OUT) --compare
 
 test: $(BIN)/ditmesh  ## the tests that every change must pass
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not matrix"
