@@ -80,6 +80,13 @@ def test_sequential_guidance_runs_one_branch_per_rank(ranks):
         assert error < TOLERANCE
 
 
+def test_more_ranks_than_branches(ranks):
+    """Two branches on three ranks: the third runs the second one along."""
+    for count, error in ranks(3).run(forwards, "flux", {"cfg": 3}, [1], 6):
+        assert count == 7
+        assert error < TOLERANCE
+
+
 def test_batched_guidance_is_one_call_of_half_the_rows(ranks):
     for count, error in ranks(2).run(forwards, "sd3", {"cfg": 2}, [1], 6):
         assert count == 6

@@ -129,7 +129,9 @@ class BatchParallel:
             for path, value in differing.items():
                 branch.set(path, value)
             predictions.append({**dict(branch.leaves()), _STATE: state})
-            if number % self.branches.size == self.branches.rank:
+            # With fewer branches than ranks, the ranks left over run the last one along.
+            owner = min(self.branches.rank, len(branches) - 1)
+            if number % self.branches.size == owner:
                 mine.append((number, predictions[number], self._shared(branch, self.data)))
         rounds = -(-len(branches) // self.branches.size)
         for round_ in range(rounds):
