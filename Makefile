@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEVICES ?= 2
 OUT ?= outputs
-PROMPTS ?= "a red fox" "a cactus" "a hot air balloon" "a slice of pizza"
+PROMPTS ?= "a red fox" "a cactus" "a pizza" "a red apple"
 
 .PHONY: generate test test-all lint format bench gpu-check clean
 
@@ -27,14 +27,14 @@ test-all: $(BIN)/ditmesh  ## the full matrix as well
 lint: $(BIN)/ditmesh  ## formatting, lint, types
 	$(BIN)/ruff format --check src tests benchmarks
 	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(BIN)/ditmesh
 	$(BIN)/ruff format src tests benchmarks
 	$(BIN)/ruff check --fix src tests benchmarks
 
 bench: $(BIN)/ditmesh  ## paired measurements on this machine; wants it quiet
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/sequence.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/exact.py
 
 gpu-check: $(BIN)/ditmesh  ## parity and kernels on a CUDA device
 	$(BIN)/python benchmarks/gpu_check.py

@@ -72,7 +72,7 @@ def model_rows(config: dict[str, Any] | None, dtype_name: str, repeats: int) -> 
 
     import ditmesh
     from ditmesh.layout.conventions import Conventions, Size, Way
-    from sequence import MODEL, SIDE, TEXT
+    from exact import MODEL, SIDE, TEXT
 
     dtype = getattr(torch, dtype_name)
     torch.manual_seed(0)

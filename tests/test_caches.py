@@ -19,11 +19,13 @@ CACHES = {
 }
 
 
-def cached(cache: str, config: dict[str, Any], enable_first: bool) -> tuple[float, list[int], list[int], float]:
+def cached(
+    cache: str, config: dict[str, Any], enable_first: bool, guidance: float = 1.0
+) -> tuple[float, list[int], list[int], float]:
     """Error against one device with the same cache; blocks computed per rank and on one device; effect of the cache."""
     pipe = MAKERS["flux"]()
     transformer = pipe.transformer
-    made = {"steps": 8, "true_cfg_scale": 1.0}
+    made = {"steps": 8, "true_cfg_scale": guidance}
     exact = draw(pipe, arguments("flux", [1], **made))
     computed: list[int] = []
     last = transformer.single_transformer_blocks[-1]
@@ -56,6 +58,15 @@ def test_caches(ranks, cache, config, enable_first):
         assert error < 1e-4
         assert alone == together
         assert effect > 1e-3  # the cache did skip something
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_every_branch_of_guidance_has_a_cache_of_its_own(ranks, cache):
+    """A branch run in another one's place would look into that one's cache."""
+    for error, alone, together, effect in ranks(2).run(cached, cache, {"cfg": 2}, True, 3.0):
+        assert error < 1e-4
+        assert alone == together
+        assert effect > 1e-3
 
 
 def restored() -> bool:

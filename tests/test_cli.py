@@ -297,6 +297,39 @@ def test_what_ranks_refuse_is_one_sentence_too(
     assert said == ["ditmesh: WanPipeline draws videos, and `ditmesh generate` saves pictures; call it from Python"]
 
 
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"_class_name": "NobodysTransformer"}, ("no model class 'NobodysTransformer'", "upgrade diffusers")),
+        (
+            {"_class_name": "PriorTransformer", "num_attention_heads": 2, "attention_head_dim": 4, "num_layers": 2},
+            ("PriorTransformer has no reviewed token layout", "Write a layout"),
+        ),
+    ],
+    ids=["no such class", "failed probe"],
+)
+def test_a_transformer_whose_tokens_nobody_can_place_is_refused(
+    facts_only: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    config: dict[str, object],
+    says: tuple[str, ...],
+) -> None:
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr("ditmesh.launch.RankPool.__init__", start)
+    model = tmp_path / "model"
+    shutil.copytree(facts_only, model)
+    (model / "transformer" / "config.json").write_text(json.dumps({"sample_size": 16, **config}))
+    code = run("generate", FOX, "--devices", "2", "--device", "cpu", "--model", model, "--out", tmp_path / "out")
+    said = capsys.readouterr().err
+    assert code == 2, said
+    for words in says:
+        assert words in said
+
+
 def test_a_model_without_weights_is_refused(
     facts_only: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -200,12 +200,24 @@ def test_fewer_tokens_than_ranks(ranks):
         assert "1 image tokens cannot be shared by 2 ranks" in message
 
 
-def test_controlnet_residuals_are_refused_by_name():
-    with (
-        ditmesh.parallelized(tiny("Flux"), {}),
-        pytest.raises(ditmesh.InputError, match=r"controlnet_block_samples.*cannot run in parallel"),
-    ):
-        run(tiny("Flux"), {**inputs("Flux", ODD), "controlnet_block_samples": [torch.zeros(1)]})
+def test_controlnet_residuals_are_refused_by_name(ranks):
+    for message in ranks(2).run(refusal, "Flux", {"ulysses": 2}, controlnet_block_samples=[torch.zeros(1)]):
+        assert "controlnet_block_samples" in message
+        assert "cannot run in parallel" in message
+
+
+def with_residuals(config):
+    """ControlNet residuals where no tokens are cut: nothing stands in their way."""
+    model = tiny("Flux")
+    residual = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(3))
+    arguments = {**inputs("Flux", RAGGED), "controlnet_block_samples": [residual]}
+    truth = run(model, arguments)
+    with ditmesh.parallelized(model, config):
+        return relative_error(run(model, arguments), truth)
+
+
+def test_controlnet_residuals_are_welcome_where_tokens_stay_together(ranks):
+    assert all(error < 1e-5 for error in ranks(2).run(with_residuals, {"tensor": 2}))
 
 
 def test_twice_and_never():

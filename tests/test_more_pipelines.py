@@ -1,83 +1,272 @@
-"""Whole pipelines of many families: what the ranks draw together is what the unmodified pipeline draws.
-
-Not here: nothing that diffusers 0.42 has a DiT pipeline and a reviewed layout for has been left out.
-"""
+"""Whole pipelines of many families: what the ranks draw together is what the unmodified pipeline draws alone."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import diffusers
 import pytest
+import torch
+from diffusers.guiders import AdaptiveProjectedGuidance, AutoGuidance, ClassifierFreeGuidance, SkipLayerGuidance
+from diffusers.hooks import FasterCacheConfig, LayerSkipConfig
 
 import ditmesh
-from ditmesh.engine import denoisers
+from ditmesh.engine import denoisers, engine_of
 from ditmesh.layout import layout_of
-from support.models import relative_error
-from support.more_pipelines import FAMILIES, draw
+from support.models import relative_error, stirred
+from support.more_pipelines import FAMILIES, arguments, draw
 
 TOLERANCE = 1e-4  # of latents; float32
+STEPS = 3
 
-SEQUENTIAL = [name for name, family in FAMILIES.items() if family.guidance == "sequential"]
 BATCHED = [name for name, family in FAMILIES.items() if family.guidance == "batched"]
-GUIDED = [name for name, family in FAMILIES.items() if family.guidance]
+SEQUENTIAL = [name for name, family in FAMILIES.items() if family.guidance == "sequential"]
 
 
-def compared(name: str, config: dict[str, Any], prompts: list[int], steps: int = 3) -> tuple[float, float, int]:
-    """Draws the prompts together, in parallel, and each alone, by the unmodified pipeline in the same process.
+@dataclass
+class Seen:
+    """What one rank saw of a parallel call.
 
-    Returns:
-        The largest error of any result against its own prompt drawn alone, the smallest difference from another
-        prompt drawn with the same noise, and how often this rank ran the transformers' first blocks.
+    Attributes:
+        own: the largest error of any result against its own prompt drawn alone by the unmodified pipeline.
+        other: the smallest difference of any result from another prompt drawn with the same noise.
+        runs: how often this rank ran the first block of each transformer.
+        rows: rows of the batch in the first of these runs; ``alone``: the same for one prompt on one device.
+        sent: bytes this rank sent, by axis.
     """
+
+    own: float
+    other: float
+    runs: list[int]
+    rows: int
+    alone: int
+    sent: dict[str, int]
+
+
+def seen(name: str, config: dict[str, Any], prompts: list[int]) -> Seen:
+    """Draws the prompts together, in parallel, and each alone, in the same process."""
     pipe = FAMILIES[name].make()
-    alone = [draw(name, pipe, [prompt], seed=row, steps=steps) for row, prompt in enumerate(prompts)]
-    # Another prompt with the first one's noise: how far off a mixed-up prompt would be.
-    other = [draw(name, pipe, [prompt + 5], seed=row, steps=steps) for row, prompt in enumerate(prompts)]
-    runs = 0
-
-    def count(*_: Any) -> None:
-        nonlocal runs
-        runs += 1
-
+    models = denoisers(pipe)
+    rows: list[list[int]] = [[] for _ in models]
     handles = []
-    for model in denoisers(pipe):
+    for model, found in zip(models, rows, strict=True):
         layout = layout_of(model)
         assert layout is not None
-        first = model.get_submodule(layout.regions[0].blocks)[0]
-        handles.append(first.register_forward_pre_hook(count))
+        block = model.get_submodule(layout.regions[0].blocks)[0]
+
+        def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[int] = found) -> None:
+            found.append(len(args[0] if args else kwargs["hidden_states"]))
+
+        handles.append(block.register_forward_pre_hook(note, with_kwargs=True))
     try:
+        alone = [draw(name, pipe, [prompt], row, STEPS)[0] for row, prompt in enumerate(prompts)]
+        others = [draw(name, pipe, [prompt + 5], row, STEPS)[0] for row, prompt in enumerate(prompts)]
+        rows_alone = rows[0][0]
+        for found in rows:
+            found.clear()
         with ditmesh.parallelized(pipe, config):
-            together = draw(name, pipe, prompts, steps=steps)
+            together = draw(name, pipe, prompts, 0, STEPS)
+            sent = dict(engine_of(pipe).mesh.traffic.bytes_sent)
     finally:
         for handle in handles:
             handle.remove()
-    assert len(together) == len(prompts)
-    own = max(relative_error(result, truth[0]) for result, truth in zip(together, alone, strict=True))
-    wrong = min(relative_error(result, truth[0]) for result, truth in zip(together, other, strict=True))
-    return own, wrong, runs
+    assert together.shape == torch.stack(alone).shape
+    return Seen(
+        own=max(relative_error(result, truth) for result, truth in zip(together, alone, strict=True)),
+        other=min(relative_error(result, truth) for result, truth in zip(together, others, strict=True)),
+        runs=[len(found) for found in rows],
+        rows=rows[0][0],
+        alone=rows_alone,
+        sent=sent,
+    )
 
 
-def belongs(results: list[tuple[float, float, int]]) -> None:
-    for own, wrong, _ in results:
-        assert own < TOLERANCE
-        assert wrong > 100 * TOLERANCE
+def check(results: list[Seen]) -> None:
+    """Every result is its own prompt's, and a mixed-up prompt would have shown."""
+    for result in results:
+        assert result.own < TOLERANCE
+        assert result.other > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_over_two_ranks(ranks, name):
-    belongs(ranks(2).run(compared, name, {"ulysses": 2}, [1]))
+    results = ranks(2).run(seen, name, {"ulysses": 2}, [1])
+    check(results)
+    for result in results:
+        assert result.rows == result.alone
+        assert sum(result.sent.values()) > 0
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_three_prompts_over_two_ranks(ranks, name):
-    belongs(ranks(2).run(compared, name, {"data": 2}, [1, 2, 3]))
+    results = ranks(2).run(seen, name, {"data": 2}, [1, 2, 3])
+    check(results)
+    # No row is computed twice.
+    assert sum(result.rows for result in results) == 3 * results[0].alone
 
 
-@pytest.mark.parametrize("name", GUIDED)
-def test_guidance_over_two_ranks(ranks, name):
-    belongs(ranks(2).run(compared, name, {"cfg": 2}, [1]))
+@pytest.mark.parametrize("name", BATCHED)
+def test_batched_guidance_halves_the_rows(ranks, name):
+    results = ranks(2).run(seen, name, {"cfg": 2}, [1])
+    check(results)
+    for result in results:
+        assert result.runs == [STEPS]
+        assert 2 * result.rows == result.alone
 
 
-@pytest.mark.parametrize("name", ["wan", "qwen_image", "pixart", "z_image"])
+@pytest.mark.parametrize("name", SEQUENTIAL)
+def test_sequential_guidance_runs_one_branch_per_rank(ranks, name):
+    """A transformer's first step learns what the branches are; at every other step each rank runs one."""
+    results = ranks(2).run(seen, name, {"cfg": 2}, [1])
+    check(results)
+    for result in results:
+        assert sum(result.runs) == STEPS + len(result.runs)
+        assert result.rows == result.alone
+
+
+def test_guidance_in_calls_of_different_sizes(ranks):
+    """LTX-2: both branches in one call, and a third prediction, without what the streams say to one another."""
+    results = ranks(2).run(seen, "ltx2", {"cfg": 2}, [1])
+    check(results)
+    for result in results:
+        assert 2 * result.rows == result.alone
+
+
+@pytest.mark.parametrize("name", ["wan", "qwen_image", "pixart", "z_image", "ltx2"])
 def test_guidance_and_tokens_over_four_ranks(ranks, name):
-    belongs(ranks(4).run(compared, name, {"cfg": 2, "ulysses": 2}, [1, 2]))
+    check(ranks(4).run(seen, name, {"cfg": 2, "ulysses": 2}, [1, 2]))
+
+
+# --- guidance that diffusers' guiders compute ------------------------------------------------------------------------
+
+
+def without_a_layer() -> LayerSkipConfig:
+    return LayerSkipConfig(indices=[0], fqn="transformer_blocks", skip_attention=False, skip_ff=True)
+
+
+GUIDERS = {
+    # Two branches; the second one is the model without a layer.
+    "auto": lambda: AutoGuidance(guidance_scale=3.0, auto_guidance_config=without_a_layer()),
+    # Three branches; the third one is the first one without a layer.
+    "skip layer": lambda: SkipLayerGuidance(
+        guidance_scale=3.0,
+        skip_layer_config=without_a_layer(),
+        skip_layer_guidance_start=0.0,
+        skip_layer_guidance_stop=1.0,
+    ),
+    # Remembers the predictions of the steps before.
+    "projected": lambda: AdaptiveProjectedGuidance(guidance_scale=3.0, adaptive_projected_guidance_momentum=-0.5),
+    # Begins late and ends early.
+    "interval": lambda: ClassifierFreeGuidance(guidance_scale=3.0, start=0.3, stop=0.7),
+}
+
+
+def guided(guider: str) -> tuple[float, float]:
+    """Error of guidance over two ranks, and what the guidance does to the latents."""
+    name = "hunyuan_video_15"
+    pipe = FAMILIES[name].make()
+    plain = draw(name, pipe, [1], steps=5)
+    pipe.guider = GUIDERS[guider]()
+    truth = draw(name, pipe, [1], steps=5)
+    pipe.guider = GUIDERS[guider]()
+    with ditmesh.parallelized(pipe, {"cfg": 2}):
+        value = draw(name, pipe, [1], steps=5)
+    return relative_error(value, truth), relative_error(plain, truth)
+
+
+@pytest.mark.parametrize("guider", GUIDERS)
+def test_guiders(ranks, guider):
+    """A branch that changes the model before its call is not run in another call's place."""
+    for error, effect in ranks(2).run(guided, guider):
+        assert error < TOLERANCE
+        assert effect > 100 * TOLERANCE
+
+
+def skipping_guidance(config: dict[str, Any]) -> tuple[float, float]:
+    """Error with Faster Cache, which takes the first half of the batch for one branch, and the cache's effect."""
+    name, prompts, steps = "cogvideox", [1, 2], 6
+    pipe = FAMILIES[name].make()
+    cache = {
+        "spatial_attention_block_skip_range": 2,
+        "spatial_attention_timestep_skip_range": (-1, 901),
+        "unconditional_batch_skip_range": 2,
+        "unconditional_batch_timestep_skip_range": (-1, 901),
+        "attention_weight_callback": lambda _: 0.5,
+        "current_timestep_callback": lambda: pipe.current_timestep,
+    }
+    plain = draw(name, pipe, prompts, steps=steps)
+    try:
+        pipe.transformer.enable_cache(FasterCacheConfig(**cache))
+        truth = draw(name, pipe, prompts, steps=steps)
+        pipe.transformer.disable_cache()
+        pipe.transformer.enable_cache(FasterCacheConfig(**cache))
+        with ditmesh.parallelized(pipe, config):
+            value = draw(name, pipe, prompts, steps=steps)
+    finally:
+        pipe.transformer.disable_cache()
+    return relative_error(value, truth), relative_error(plain, truth)
+
+
+@pytest.mark.parametrize("config", [{"cfg": 2}, {"data": 2}, {"ulysses": 2}], ids=str)
+def test_a_cache_that_skips_a_branch_of_guidance(ranks, config):
+    for error, effect in ranks(2).run(skipping_guidance, config):
+        assert error < TOLERANCE
+        assert effect > 100 * TOLERANCE
+
+
+# --- decoders --------------------------------------------------------------------------------------------------------
+
+
+def ltx_decoder() -> torch.nn.Module:
+    """Removes the last noise itself: it is told how much there is in every row."""
+    return diffusers.AutoencoderKLLTXVideo(
+        latent_channels=8,
+        block_out_channels=(8,) * 4,
+        decoder_block_out_channels=(8,) * 4,
+        layers_per_block=(1,) * 5,
+        decoder_layers_per_block=(1,) * 5,
+        timestep_conditioning=True,
+        spatio_temporal_scaling=(True, True, True, False),
+        decoder_spatio_temporal_scaling=(True, True, True, False),
+        decoder_inject_noise=(False,) * 5,
+        upsample_residual=(False,) * 4,
+        upsample_factor=(1,) * 4,
+    )
+
+
+def frames_decoder() -> torch.nn.Module:
+    """Takes the frames of videos as rows, and mixes them."""
+    return diffusers.AutoencoderKLTemporalDecoder(
+        block_out_channels=(32,), down_block_types=("DownEncoderBlock2D",), latent_channels=4, sample_size=8
+    )
+
+
+DECODERS = {
+    "ltx": (ltx_decoder, {"decode_timestep": [0.0, 0.05, 0.1], "decode_noise_scale": 0.025}),
+    "latte": (frames_decoder, {}),
+}
+
+
+def decoded(name: str) -> float:
+    """Error of three decoded videos."""
+    pipe = FAMILIES[name].make()
+    make, more = DECODERS[name]
+    torch.manual_seed(0)
+    pipe.vae = stirred(make().eval())
+    pipe.set_progress_bar_config(disable=True)
+
+    def videos() -> torch.Tensor:
+        with torch.no_grad():
+            return pipe(**{**arguments(name, [1, 2, 3]), "output_type": "pt", **more}).frames
+
+    truth = videos()
+    assert all(relative_error(truth[row], truth[row - 1]) > 100 * TOLERANCE for row in range(3))
+    with ditmesh.parallelized(pipe, {"data": 2}):
+        return relative_error(videos(), truth)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_videos_decoded_over_two_ranks(ranks, name):
+    for error in ranks(2).run(decoded, name):
+        assert error < TOLERANCE

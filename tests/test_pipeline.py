@@ -11,7 +11,7 @@ import torch
 import ditmesh
 from ditmesh import zoo
 
-PROMPTS = ["a red fox", "a cactus", "a slice of pizza"]
+PROMPTS = ["a red fox", "a cactus", "a pizza"]
 # One step of the 8-bit pixels, which is what rounding may do to differences of 1e-6.
 TOLERANCE = 1
 

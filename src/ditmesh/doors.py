@@ -76,15 +76,18 @@ class ModelDoors:
         model: the transformer; must be of the class the layout is for.
         layout: where its tokens are.
         handler: who answers.
+        cuts_tokens: whether the handler shares tokens out; only then are the arguments refused that the layout
+            does not cover.
 
     Raises:
         LayoutError: a block list of the layout is not in the model.
     """
 
-    def __init__(self, model: nn.Module, layout: TokenLayout, handler: Handler) -> None:
+    def __init__(self, model: nn.Module, layout: TokenLayout, handler: Handler, cuts_tokens: bool = True) -> None:
         self.model = model
         self.layout = layout
         self.handler = handler
+        self._cuts_tokens = cuts_tokens
         self._handles: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
         self._attention: list[Token[door.AttentionHandler | None]] = []
@@ -158,7 +161,7 @@ class ModelDoors:
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments = Arguments(self._names, args, kwargs)
-        for path, reason in self.layout.refused.items():
+        for path, reason in self.layout.refused.items() if self._cuts_tokens else ():
             value = arguments.get(path)
             if value is not MISSING and value is not None:
                 raise InputError(

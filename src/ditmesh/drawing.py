@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from . import support
 from .config import ParallelConfig
 from .errors import ConfigError, InputError
 from .launch import Report
@@ -42,6 +43,7 @@ class Job:
         steps: denoising steps; None: the pipeline's own number.
         guidance: guidance scale; None: the pipeline's own.
         size: width and height in pixels; None: the pipeline's own.
+        max_sequence_length: longest prompt in tokens, where the pipeline takes it; None: the pipeline's own.
         seed: of the first picture; picture i has ``seed + i``.
         images: pictures per prompt.
         dtype: of the weights.
@@ -59,6 +61,7 @@ class Job:
     steps: int | None = None
     guidance: float | None = None
     size: tuple[int, int] | None = None
+    max_sequence_length: int | None = None
     seed: int = 0
     images: int = 1
     dtype: Dtype = "float32"
@@ -134,6 +137,27 @@ def check_job(job: Job, model: ModelInfo, devices: int) -> None:
     if not isinstance(job.config, str):
         check_config(job.config, model, devices, job.size)
     check_folder(job.out)
+    if devices > 1:
+        check_layout(model)
+
+
+def check_layout(model: ModelInfo) -> None:
+    """Refuse a transformer whose tokens nobody can place, before any rank loads its weights.
+
+    A class that the support table knows has a layout. Any other is probed here, with two blocks and random
+    weights, as every rank will probe it with the real ones.
+
+    Raises:
+        LayoutError: the class has no reviewed layout and the probe failed.
+        InputError: the installed diffusers has no such class.
+    """
+    if model.transformer_class in support.table():
+        return
+    from .layout import known_models
+    from .layout.describe import checked
+
+    if model.transformer_class not in known_models():
+        checked(model.transformer_class, model.transformer)
 
 
 def check_config(config: ParallelConfig, model: ModelInfo, devices: int, size: tuple[int, int] | None = None) -> None:
@@ -261,6 +285,8 @@ def draw(job: Job, *, report: Report | None = None) -> float:
             arguments["negative_prompt"] = job.negative
         if job.size is not None and "width" in parameters:
             arguments["width"], arguments["height"] = job.size
+        if job.max_sequence_length is not None and "max_sequence_length" in parameters:
+            arguments["max_sequence_length"] = job.max_sequence_length
         if "callback_on_step_end" in parameters:
             arguments["callback_on_step_end"] = _on_step(say, job.images)
         if grouped:
@@ -282,6 +308,7 @@ def draw(job: Job, *, report: Report | None = None) -> float:
                 index=index,
                 steps=steps,
                 guidance=guidance,
+                max_sequence_length=arguments.get("max_sequence_length"),
                 width=image.width,
                 height=image.height,
                 model=job.name,

@@ -70,10 +70,10 @@ class Engine:
                     self._undo.append(TensorParallel(model, mesh.tensor).close)
             # Blocks and attention: the tokens of a sequence.
             for model, layout in models:
-                doors = ModelDoors(model, layout, SequenceParallel(config, mesh))
+                doors = ModelDoors(model, layout, SequenceParallel(config, mesh), mesh.sequence.size > 1)
                 self.doors.append(doors)
                 self._undo.append(doors.close)
-                caches = AgreedCaches(model, mesh.sequence)
+                caches = AgreedCaches(model, mesh.world)
                 self._undo.append(caches.close)
                 handle = model.register_forward_pre_hook(lambda *_, caches=caches: caches.begin_call())
                 self._undo.append(handle.remove)

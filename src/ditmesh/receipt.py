@@ -31,6 +31,7 @@ class Receipt(BaseModel):
         index: number of the picture in its run, from 0.
         steps: denoising steps.
         guidance: guidance scale.
+        max_sequence_length: longest prompt in tokens, when it was given.
         width, height: in pixels.
         model: folder or hub id of the pipeline.
         pipeline: class of the pipeline.
@@ -50,6 +51,7 @@ class Receipt(BaseModel):
     index: int
     steps: int
     guidance: float
+    max_sequence_length: int | None = None
     width: int
     height: int
     model: str

@@ -86,6 +86,7 @@ def generate(
     from ..model_info import find_model
 
     wanted = parse_size(size)
+    text_tokens = None
     asked = read_prompts(prompts, prompts_file)
     if model is None:
         from .. import zoo
@@ -94,6 +95,7 @@ def generate(
         # It was trained for these; the pipeline's own defaults are those of a model a thousand times its size.
         steps = zoo.EMBEDDED["emoji-sd3"].steps if steps is None else steps
         guidance = zoo.EMBEDDED["emoji-sd3"].guidance_scale if guidance is None else guidance
+        text_tokens = zoo.EMBEDDED["emoji-sd3"].max_sequence_length
     else:
         info = find_model(model)
     world_size, chosen = parallel_config(
@@ -114,6 +116,7 @@ def generate(
         steps=steps,
         guidance=guidance,
         size=wanted,
+        max_sequence_length=text_tokens,
         seed=seed,
         images=num_images,
         timeout=timeout,

@@ -21,6 +21,9 @@ from ..layout.arguments import Arguments, covers, parameter_names
 from ..methods import replace_method
 from ..tiles import even_cut, offsets
 
+# Stands among the arguments of a call for what else the result depends on. No argument has such a name.
+_STATE = "<state>"
+
 
 @dataclass
 class _Step:
@@ -77,12 +80,14 @@ class BatchParallel:
         arguments = Arguments(self._names, args, kwargs)
         if self.branches.size == 1:
             return self._shared(arguments, self.rows)
-        seen = dict(arguments.leaves())
+        state, stateful = _state_of(self.model)
+        seen = {**dict(arguments.leaves()), _STATE: state}
         if not self._now.calls or not _same(seen.get("timestep"), self._now.calls[0].get("timestep")):
             self._before, self._now = self._now, _Step()
-            branches = self._branches_of(self._before)
+            # A cache remembers every branch by itself: each rank runs all of them, as one device does.
+            branches = [] if stateful else self._branches_of(self._before)
             if branches:
-                self._run_ahead(arguments, branches)
+                self._run_ahead(arguments, branches, state)
         number = len(self._now.calls)
         self._now.calls.append(seen)
         if number in self._now.ahead:
@@ -98,7 +103,8 @@ class BatchParallel:
         """For every call of a step, the arguments in which it differed from the first; empty if it was not guidance.
 
         Calls that differ in nothing, or in the latents themselves (a sampler that asks twice at one
-        timestep), are not branches of guidance.
+        timestep), are not branches of guidance. Calls of a model that was changed in between (guidance by
+        skipped layers hangs hooks on it for one branch only) cannot be run ahead of that change.
         """
         if len(step.calls) < 2:
             return []
@@ -109,12 +115,12 @@ class BatchParallel:
             if call.keys() != first.keys():
                 return []
             differing = {path: value for path, value in call.items() if not _same(value, first[path])}
-            if not differing or any(covers(main, path) for path in differing):
+            if not differing or any(path == _STATE or covers(main, path) for path in differing):
                 return []
             differences.append(differing)
         return differences
 
-    def _run_ahead(self, arguments: Arguments, branches: list[dict[str, Any]]) -> None:
+    def _run_ahead(self, arguments: Arguments, branches: list[dict[str, Any]], state: tuple[Any, ...]) -> None:
         """Run this rank's branches of the step, and exchange results."""
         mine: list[tuple[int, dict[str, Any], Any]] = []
         predictions: list[dict[str, Any]] = []
@@ -122,7 +128,7 @@ class BatchParallel:
             branch = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
             for path, value in differing.items():
                 branch.set(path, value)
-            predictions.append(dict(branch.leaves()))
+            predictions.append({**dict(branch.leaves()), _STATE: state})
             if number % self.branches.size == self.branches.rank:
                 mine.append((number, predictions[number], self._shared(branch, self.data)))
         rounds = -(-len(branches) // self.branches.size)
@@ -139,7 +145,7 @@ class BatchParallel:
     def _shared(self, arguments: Arguments, link: Link) -> Any:
         """The forward with its rows shared over ``link``; every rank gets all rows of the result."""
         batch = _batch_size(arguments.get(self._names[0]))
-        if link.size == 1 or batch < 2:
+        if link.size == 1 or batch < 2 or _takes_halves(self.model):
             return self._forward(*arguments.args, **arguments.kwargs)
         counts = even_cut(batch, link.size)
         start, count = offsets(counts)[link.rank], counts[link.rank]
@@ -153,7 +159,7 @@ class BatchParallel:
 
 
 class RowSplit:
-    """Shares the rows of a method's first argument over ranks: the VAE's decode.
+    """Shares the rows of a method's tensors over ranks: the VAE's decode.
 
     Args:
         owner, name: the method; replaced on the instance until `close`.
@@ -169,14 +175,22 @@ class RowSplit:
         self._restore()
 
     def _call(self, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
-        link = self.link
-        if rows.shape[0] < 2:
+        link, batch = self.link, rows.shape[0]
+        # A decoder that is told a number of frames has the frames of a video in its rows, and mixes them.
+        if batch < 2 or "num_frames" in kwargs:
             return self._restore.original(rows, *args, **kwargs)
-        counts = even_cut(rows.shape[0], link.size)
+        counts = even_cut(batch, link.size)
         start, count = offsets(counts)[link.rank], counts[link.rank]
-        take = slice(start, start + count) if count else slice(rows.shape[0] - 1, None)
-        output = self._restore.original(rows[take], *args, **kwargs)
-        return _map(output, lambda part: _gathered(part, counts, link), lambda part: part)
+        take = slice(start, start + count) if count else slice(batch - 1, None)
+
+        def part(value: Any) -> Any:
+            # Whatever has a row per sample goes with it: the noise level of a decoder that removes the last noise.
+            return value[take] if isinstance(value, Tensor) and value.dim() and value.shape[0] == batch else value
+
+        output = self._restore.original(
+            rows[take], *map(part, args), **{name: part(value) for name, value in kwargs.items()}
+        )
+        return _map(output, lambda rows: _gathered(rows, counts, link), lambda rows: rows)
 
 
 def _batch_size(main: Any) -> int:
@@ -232,6 +246,32 @@ def _map(output: Any, tensor: Callable[[Tensor], Tensor], tensors: Callable[[lis
     if isinstance(output, dict):  # diffusers' BaseOutput, too
         return type(output)(**{key: _map(value, tensor, tensors) for key, value in output.items()})
     return output
+
+
+def _state_of(model: nn.Module) -> tuple[tuple[Any, ...], bool]:
+    """What a call depends on besides its arguments: hooks and adapters. And whether a hook keeps state."""
+    worn: list[Any] = []
+    stateful = False
+    for path, module in model.named_modules():
+        # Keys of torch's hooks are never used twice: a hook that is hung anew is another one.
+        worn += [(path, *hooks) for hooks in (module._forward_pre_hooks, module._forward_hooks) if hooks]
+        for name, hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}).items():
+            worn.append((path, name))
+            stateful = stateful or bool(getattr(hook, "_is_stateful", False))
+        adapters = getattr(module, "active_adapters", None)
+        if isinstance(adapters, list):
+            scales = tuple(getattr(module, "scaling", {}).items())
+            worn.append((path, *adapters, getattr(module, "disable_adapters", False), scales))
+    return tuple(worn), stateful
+
+
+def _takes_halves(model: nn.Module) -> bool:
+    """Whether a hook on the model (Faster Cache) takes one half of the rows for one branch of guidance, whatever came.
+
+    Such a model needs its batch whole.
+    """
+    hooks = getattr(getattr(model, "_diffusers_hook", None), "hooks", {})
+    return any(getattr(hook, "is_guidance_distilled", None) is False for hook in hooks.values())
 
 
 def _same(a: Any, b: Any) -> bool:

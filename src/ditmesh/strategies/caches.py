@@ -1,7 +1,7 @@
-"""diffusers' caches under sequence parallelism: every rank takes the same decision.
+"""diffusers' caches on several ranks: every rank takes the same decision.
 
 First Block Cache skips the remaining blocks when the first block's residual has changed little. Each rank
-sees only its own tokens; ranks that decide differently wait for one another for ever. Here the statistic is
+sees only its own tokens and rows; ranks that decide differently wait for one another for ever. Here the statistic is
 summed over the ranks before it is compared, so that the decision is one device's.
 """
 
@@ -25,7 +25,9 @@ class AgreedCaches:
 
     Args:
         model: the transformer.
-        link: the sequence link.
+        link: all ranks. Those that share rows must agree as well as those that share tokens, since one device
+            decides for the whole batch; those that share weights add the same numbers again, which leaves the
+            ratio as it is.
     """
 
     def __init__(self, model: nn.Module, link: Link) -> None:

@@ -146,7 +146,7 @@ class SequenceParallel:
                 f"{site.path} runs before the first block of {site.span}, so its tokens were never cut; "
                 "do not skip the first block on several ranks"
             )
-        if site.fed_by_previous and call.handed_over:
+        if site.fed_by_previous and call.handed_over and self.link.size > 1:
             for stream in region.streams:
                 if arguments.get(stream.arg) is not call.handed_over.get(stream.name):
                     raise LayoutError(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ image = pipe(
 
 It draws the {captions} pictures it was trained on, by the captions in `captions.json` (each with other wordings
 under `also`) and small variations of them ("fox", "a picture of a fox"). It has memorised these pictures: for a
-caption the seed changes details at most. It does not generalise; words outside its captions give garbage. It
+caption the seed changes little. It does not generalise; words outside its captions give garbage. It
 is no model for anything but tests, examples and measurements.
 
 ## Figures
@@ -82,7 +83,7 @@ is no model for anything but tests, examples and measurements.
 | machine | {machine} |
 
 The accuracy compares 32x32 reductions (`thumbnails.png`) by mean squared error over all {captions} training
-pictures. `training.json` has these figures and the captions that failed{failed}.
+pictures. Captions whose drawing was nearer to another picture: {failed}.
 
 ## Make-up
 
@@ -107,8 +108,8 @@ pictures for the transformer, {wider} more for the autoencoder only; transparenc
 `python -m ditmesh.zoo.train --out DIR --data DIR`: rectified flow (Liu et al. 2022, arXiv:2209.03003) as in
 Stable Diffusion 3 (Esser et al. 2024, arXiv:2403.03206), AdamW, moving average of the weights, 10 % empty
 prompts; the first {part_percent} % of the steps on {part} random tokens of each of {part_batch} pictures, the rest on all
-tokens of {whole_batch}.{notes}
-"""
+tokens of {whole_batch}.
+{notes}"""
 
 
 def write(out: Path, record: dict[str, Any]) -> None:
@@ -131,7 +132,7 @@ def write(out: Path, record: dict[str, Any]) -> None:
         guidance_scale=measured["guidance_scale"],
         zero_tokens=measured["max_sequence_length"],
         accuracy=measured["nearest_picture_accuracy"],
-        failed="" if measured["wrong"] else " (none did)",
+        failed=", ".join(f"{mine} ({other})" for mine, other in measured["wrong"].items()) or "none",
         psnr=record["autoencoder"]["psnr"],
         transformer_m=parameters["transformer"] / 1e6,
         vae_m=parameters["vae"] / 1e6,
@@ -141,7 +142,7 @@ def write(out: Path, record: dict[str, Any]) -> None:
         ae_minutes=record["autoencoder"]["minutes"],
         tr_steps=record["transformer"]["steps"],
         tr_minutes=record["transformer"]["minutes"],
-        machine=f"{machine['processor']} CPU, {machine['threads']} threads, float32, torch {machine['torch']}",
+        machine=f"{machine['processor']} CPU, {machine['threads']} thread(s), float32, torch {machine['torch']}",
         layers=config["num_layers"],
         heads=config["num_attention_heads"],
         head_dim=config["attention_head_dim"],
@@ -153,7 +154,7 @@ def write(out: Path, record: dict[str, Any]) -> None:
         package=PACKAGE,
         version=VERSION,
         wider=record["pictures"]["wider"],
-        notes="".join(f" {note}" for note in record.get("notes", [])),
+        notes="".join("\n" + textwrap.fill(note, 108) + "\n" for note in record.get("notes", [])),
         part=record["recipe"]["part"],
         part_batch=record["recipe"]["transformer"]["batch"],
         whole_batch=record["recipe"]["whole_batch"],

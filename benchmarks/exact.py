@@ -1,7 +1,7 @@
-"""Exact sequence parallelism against one rank, in one run.
+"""The exact strategies against one rank, in one run.
 
-    python benchmarks/sequence.py                              # a table; wants a quiet machine
-    python benchmarks/sequence.py --repeats 9 --json out.json  # and every figure
+    python benchmarks/exact.py                              # a table; wants a quiet machine
+    python benchmarks/exact.py --repeats 9 --json out.json  # and every figure
 
 Worker processes stay up for the whole run and take turns: in every repeat each contender draws breath once
 and is then timed, so that a ratio compares neighbours in time. The median of the ratios is what counts:
@@ -47,6 +47,7 @@ CONTENDERS: dict[str, tuple[int, int, dict[str, Any] | None]] = {
     "ditmesh, 1 rank": (1, 1, {}),
     "ulysses=2": (2, 1, {"ulysses": 2}),
     "ring=2": (2, 1, {"ring": 2}),
+    "tensor=2": (2, 1, {"tensor": 2}),
     "diffusers, 1 process x 2 threads": (1, 2, None),
 }
 BASELINE = "diffusers, 1 rank"
