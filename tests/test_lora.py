@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ditmesh.config import ParallelConfig
-from support.lora import fused, refused, story, uncut, with_bias
+from support.lora import fused, refused, story, through_the_pipeline, uncut, with_bias
 from test_parity import TOLERANCE, name_of
 
 CONFIGS = [{"ulysses": 2}, {"ring": 2}, {"tensor": 2}, {"tensor": 3}, {"tensor": 2, "ulysses": 2}]
@@ -47,3 +47,10 @@ def test_adapters_with_a_bias(ranks):
 def test_other_adapters_are_refused_by_name(ranks):
     for message in ranks(2).run(refused, {"use_dora": True}):
         assert "tensor parallelism knows plain LoRA only" in message
+
+
+@pytest.mark.parametrize("config", [{"tensor": 2}, {"cfg": 2}, {"tensor": 2, "cfg": 2}], ids=name_of)
+def test_through_the_pipeline(ranks, config):
+    for errors in ranks(ParallelConfig(**config).world_size).run(through_the_pipeline, config):
+        assert errors.pop("matters") > 1000 * TOLERANCE
+        assert max(errors.values()) <= TOLERANCE, errors

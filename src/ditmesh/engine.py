@@ -108,7 +108,7 @@ class Engine:
         self._owns_mesh = True
 
     def close(self) -> None:
-        """Undo `open`, exactly. Collective when the engine made its own mesh."""
+        """Undo `open`, exactly. Collective when weights are cut or the engine made its own mesh."""
         while self._undo:
             self._undo.pop()()
         self.doors.clear()

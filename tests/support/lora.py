@@ -189,3 +189,31 @@ def refused(options: dict[str, Any]) -> str:
     except ditmesh.InputError as error:
         return str(error)
     return "not refused"
+
+
+def through_the_pipeline(config: dict[str, Any]) -> dict[str, float]:
+    """A LoRA loaded, weighted, fused and unloaded by the pipeline's own methods; errors against one device."""
+    from support.pipelines import arguments, draw, sd3
+
+    made: dict[str, list[torch.Tensor]] = {"alone": [], "parallel": []}
+    for how, pictures in made.items():
+        pipe = sd3()
+        pipe.register_modules(transformer=copy.deepcopy(tiny("SD3")))
+        if how == "parallel":
+            ditmesh.parallelize(pipe, config)
+        pictures.append(draw(pipe, arguments("sd3", [1, 2])))
+        pipe.load_lora_weights({**adapter("SD3", 1)}, adapter_name="a")
+        pictures.append(draw(pipe, arguments("sd3", [1, 2])))
+        pipe.set_adapters(["a"], [0.5])
+        pictures.append(draw(pipe, arguments("sd3", [1, 2])))
+        pipe.fuse_lora(components=["transformer"], lora_scale=0.8)
+        pictures.append(draw(pipe, arguments("sd3", [1, 2])))
+        pipe.unfuse_lora(components=["transformer"])
+        with mock.patch("gc.collect"):
+            pipe.unload_lora_weights()
+        pictures.append(draw(pipe, arguments("sd3", [1, 2])))
+        if how == "parallel":
+            ditmesh.restore(pipe)
+    names = ["plain", "loaded", "weighted", "fused", "unloaded"]
+    errors = [relative_error(a, b) for a, b in zip(made["parallel"], made["alone"], strict=True)]
+    return {**dict(zip(names, errors, strict=True)), "matters": relative_error(made["alone"][1], made["alone"][0])}

@@ -86,18 +86,6 @@ class TensorParallel:
                 for name, parameter in _own_parameters(base):
                     parameter.data = self._whole(parameter.data, site, name)
 
-    def share(self) -> float:
-        """This rank's part of the model's parameters, adapters not counted: 1 is all of them."""
-        local = sum(p.numel() for n, p in self.model.named_parameters() if not _is_adapter(n))
-        saved = 0
-        for site in self.plan.sites:
-            base = self._base(site)
-            for name, parameter in _own_parameters(base):
-                if (dim := _dim_of(site, name)) is not None:
-                    per_feature = parameter.numel() // parameter.shape[dim]
-                    saved += per_feature * (site.cut.total - parameter.shape[dim])
-        return local / (local + saved)
-
     # --- weights -----------------------------------------------------------------------------------------
 
     def _base(self, site: Site) -> nn.Module:
@@ -314,10 +302,6 @@ def _adapter_parameters(site: Site, outer: nn.Module) -> Iterator[tuple[nn.Param
             yield weight, site.dim, site.cut.total
         if bias is not None:
             yield bias, None if site.kind == "row" else 0, site.cut.total
-
-
-def _is_adapter(name: str) -> bool:
-    return ".lora_" in name
 
 
 def _check_plain(site: Site, base: nn.Module) -> None:
