@@ -25,7 +25,7 @@ def compiled(name: str, config: dict[str, Any]) -> tuple[float, float, bool]:
 
 
 @pytest.mark.parametrize("config", [{"ulysses": 2}, {"ring": 2}], ids=str)
-@pytest.mark.parametrize("name", ["PixArt", "SD3", "Flux"])
+@pytest.mark.parametrize("name", ["PixArt", "SD3", "Flux", "Wan", "QwenImage"])
 def test_blocks_compile_without_a_break(ranks, name, config):
     """fullgraph=True raises at the first break; the eager backend runs the captured graph as it is."""
     for error, after, exchanged in ranks(2).run(compiled, name, {**config, "compile": "eager"}):
