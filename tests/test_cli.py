@@ -128,7 +128,7 @@ def test_ctrl_c_keeps_what_is_drawn_and_leaves_no_process(model: Path, tmp_path:
         # The command, the fork server and two ranks at least.
         assert len(processes.family(mark)) >= 4
         owner.send_signal(signal.SIGINT)
-        _, said = owner.communicate(timeout=20)
+        _, said = owner.communicate(timeout=60)
         assert owner.returncode not in (0, None)
         assert "Traceback" not in said
         assert processes.wait_until_gone(mark, 10) == []
