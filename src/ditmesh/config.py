@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +15,12 @@ from .errors import ConfigError
 Degree = int
 TextPolicy = Literal["auto", "shard", "replicate"]
 InputPolicy = Literal["broadcast", "strict", "trust"]
+Exchange = Literal["exact", "displaced", "naive"]
+Compression = Literal["fp16", "bf16", "int8"]
 
 # Mesh axes from the slowest-varying to the fastest: neighbours on the last axes sit on neighbouring ranks,
 # because those axes exchange most often and profit most from the nearest links.
-AXES = ("data", "cfg", "ring", "ulysses", "tensor")
+AXES = ("data", "cfg", "pipe", "ring", "ulysses", "tensor")
 
 
 class ParallelConfig(BaseModel):
@@ -27,6 +29,8 @@ class ParallelConfig(BaseModel):
     Attributes:
         data: ranks that share the rows of a batch (prompts, pictures).
         cfg: ranks that share the branches of classifier-free guidance.
+        pipe: stages of PipeFusion: consecutive blocks on consecutive ranks, patches of the picture flow through them.
+            Fang et al. 2024, arXiv:2405.14430. Stale: see ``warmup``.
         ring: degree of ring attention (K,V travel round the ring; log-sum-exp merge). Liu et al. 2023,
             arXiv:2310.01889.
         ulysses: degree of Ulysses sequence parallelism (all-to-all between heads and sequence). Jacobs et
@@ -40,6 +44,22 @@ class ParallelConfig(BaseModel):
         inputs: what a pipeline does before it starts on several ranks. ``"broadcast"`` runs rank 0's inputs on
             all of them, ``"strict"`` refuses inputs that differ, naming field and ranks, ``"trust"`` checks
             nothing. The first two also refuse pipelines that differ (weights, adapters, scheduler).
+        exchange: how sequence ranks share keys and values. ``"exact"``: before every attention. ``"displaced"``:
+            those of the step before, sent while the step runs (DistriFusion, Li et al. 2024, arXiv:2402.19481).
+            ``"naive"``: never; every rank sees its own tokens only, the lossy baseline. The last two run on the
+            ring axis.
+        patches: patches that the picture is cut into for PipeFusion; default: as many as stages. It decides the
+            result, the number of stages does not; ``patches=4`` without stages gives the picture of
+            ``pipe=4, patches=4`` on one device.
+        warmup: which steps of a stale strategy are synchronous, that is, exact: ``"fixed(4)"``, ``"sqrt(2)"``,
+            ``"periodic(5)"``, ``"first_last(2, 1)"`` or ``"adaptive(0.1)"``.
+        compress: what displaced keys and values travel as; default: as they are.
+        weights: relative speeds of the sequence ranks, ``(2, 1)``: a faster rank gets more tokens, and the result
+            stays the same. ``"auto"`` measures them while the first steps run.
+        reproducible: the same bits on any number of devices, even or weighted: token-local work is done tile by
+            tile, attention per head and tile over keys in the order of one device, rows of the batch one by one.
+            The reference is one device with the same setting.
+        tiles: pieces that the picture's tokens are cut into in reproducible mode; part of what decides the bits.
         compile: compile every block with this `torch.compile` backend (``"inductor"``, ``"eager"``), as one graph
             without breaks; communication stays outside the graph.
         strict: refuse, by name, a tensor or integer argument of a block that follows the token count and is
@@ -55,6 +75,14 @@ class ParallelConfig(BaseModel):
     ring: Degree = Field(default=1, ge=1)
     ulysses: Degree = Field(default=1, ge=1)
     tensor: Degree = Field(default=1, ge=1)
+    pipe: Degree = Field(default=1, ge=1)
+    exchange: Exchange = "exact"
+    patches: int | None = Field(default=None, ge=1)
+    warmup: str = "fixed(4)"
+    compress: Compression | None = None
+    weights: tuple[float, ...] | Literal["auto"] | None = None
+    reproducible: bool = False
+    tiles: int = Field(default=8, ge=1)
     text: TextPolicy = "auto"
     inputs: InputPolicy = "broadcast"
     compile: str | None = None
@@ -65,6 +93,65 @@ class ParallelConfig(BaseModel):
             super().__init__(**data)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse settings that do not go together.
+
+        Raises:
+            ConfigError: naming both, and the way out.
+        """
+        if isinstance(self.weights, tuple):
+            if any(not isfinite(weight) or weight <= 0 for weight in self.weights):
+                raise ConfigError(f"weights={list(self.weights)}: every weight must be above 0; leave a slow rank out")
+            if len(self.weights) != self.sequence:
+                raise ConfigError(
+                    f"weights={list(self.weights)} are {len(self.weights)}, but ring={self.ring} x "
+                    f"ulysses={self.ulysses} is {self.sequence} sequence ranks; give one weight for each"
+                )
+        if self.exchange != "exact" and self.ulysses > 1:
+            raise ConfigError(
+                f"exchange={self.exchange!r} runs on the ring axis, not with ulysses={self.ulysses}; "
+                f"use ring={self.sequence}"
+            )
+        if self.exchange != "exact" and self.stages_or_patches:
+            raise ConfigError(
+                f"exchange={self.exchange!r} and pipe={self.pipe} are two stale strategies; use exchange='exact' inside "
+                "the stages, or pipe=1"
+            )
+        if self.compress is not None and self.exchange != "displaced":
+            raise ConfigError(
+                f"compress={self.compress!r} is for exchange='displaced', not {self.exchange!r}; leave it out"
+            )
+        if self.patches is not None and self.patches < self.pipe:
+            raise ConfigError(
+                f"patches={self.patches} leave some of pipe={self.pipe} stages idle; use patches >= {self.pipe}"
+            )
+        if self.reproducible:
+            if self.tensor > 1:
+                raise ConfigError(
+                    f"tensor={self.tensor} adds partial sums in an order that depends on the degree, so it cannot be "
+                    "reproducible; use ulysses or ring instead"
+                )
+            if self.compile is not None:
+                raise ConfigError(
+                    f"compile={self.compile!r} chooses kernels by itself, so it cannot be reproducible; leave one out"
+                )
+            if self.exchange != "exact":
+                raise ConfigError(
+                    f"exchange={self.exchange!r} gives another picture for every number of ranks, so it cannot be "
+                    "reproducible; use exchange='exact', or pipe with a fixed number of patches"
+                )
+            if self.sequence > self.tiles:
+                raise ConfigError(
+                    f"{self.sequence} sequence ranks cannot share tiles={self.tiles}; use tiles={self.sequence} or "
+                    "more (another number of tiles gives other bits)"
+                )
+
+    @property
+    def stages_or_patches(self) -> bool:
+        """Whether PipeFusion runs: several stages, or one that cuts the picture in patches."""
+        return self.pipe > 1 or (self.patches or 1) > 1
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -87,8 +174,18 @@ class ParallelConfig(BaseModel):
 
     def describe(self) -> str:
         """Short text such as ``ulysses=2 ring=2``; ``1 device`` when nothing is parallel."""
-        parts = [f"{axis}={degree}" for axis, degree in reversed(self.degrees.items()) if degree > 1]
-        return " ".join(parts) or "1 device"
+        degrees = [f"{axis}={degree}" for axis, degree in reversed(self.degrees.items()) if degree > 1]
+        parts = degrees or ["1 device"]
+        if self.patches is not None:
+            parts.append(f"patches={self.patches}")
+        if self.exchange != "exact":
+            parts.append(f"exchange={self.exchange}")
+        if self.weights is not None:
+            weights = self.weights if isinstance(self.weights, str) else ",".join(f"{w:g}" for w in self.weights)
+            parts.append(f"weights={weights}")
+        if self.reproducible:
+            parts.append("reproducible")
+        return " ".join(parts)
 
     def check_world_size(self, world_size: int) -> None:
         """Refuse when the degrees do not multiply to ``world_size`` ranks.

@@ -155,6 +155,14 @@ def parallelize(
         # Of a model that does not tell its heads one is sure: the ring takes any number of ranks.
         config = ParallelConfig.auto(world_size, min(heads_of(model) or 1 for model in models))
     config = ParallelConfig.read(config)
+    for setting, wanted in (
+        ("pipe", config.stages_or_patches),
+        ("exchange", config.exchange != "exact"),
+        ("weights", config.weights is not None),
+        ("reproducible", config.reproducible),
+    ):
+        if wanted:
+            raise ConfigError(f"{setting}={getattr(config, setting)!r} is not built yet; leave it out")
     for model in models:
         check_heads(config, heads_of(model), type(model).__name__)
         support.check(type(model).__name__, config)

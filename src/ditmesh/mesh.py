@@ -28,6 +28,7 @@ class Mesh:
         world: link over all ranks.
         batch: link over the data and cfg axes, which both share out rows.
         data, cfg: links of the two alone.
+        pipe: link of the stages; stage = its rank.
         ring, ulysses: links of the two sequence axes.
         sequence: link over both of them; sequence rank = ring rank × ulysses degree + ulysses rank.
         tensor: link of the ranks that share weights.
@@ -75,6 +76,7 @@ class Mesh:
         self.batch = self._link("batch", ("data", "cfg"))
         self.data = self._link("data", ("data",))
         self.cfg = self._link("cfg", ("cfg",))
+        self.pipe = self._link("pipe", ("pipe",))
         self.ring = self._link("ring", ("ring",))
         self.ulysses = self._link("ulysses", ("ulysses",))
         self.sequence = self._link("sequence", ("ring", "ulysses"))
