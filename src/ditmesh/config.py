@@ -116,8 +116,8 @@ class ParallelConfig(BaseModel):
             )
         if self.exchange != "exact" and self.stages_or_patches:
             raise ConfigError(
-                f"exchange={self.exchange!r} and pipe={self.pipe} are two stale strategies; use exchange='exact' inside "
-                "the stages, or pipe=1"
+                f"exchange={self.exchange!r} and pipe={self.pipe} are two stale strategies; use exchange='exact' "
+                "inside the stages, or pipe=1"
             )
         if self.compress is not None and self.exchange != "displaced":
             raise ConfigError(
