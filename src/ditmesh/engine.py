@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,11 +17,17 @@ from .doors import ModelDoors
 from .errors import ConfigError, InputError
 from .inputs import AgreedInputs, weights_fingerprint
 from .layout import TokenLayout, layout_of
+from .layout.arguments import Arguments, covers, parameter_names
 from .layout.probe import probe
 from .mesh import DEFAULT_DEADLINE, Mesh
 from .request import PipelineDoor
+from .staleness.control import StalenessLog, StepControl
+from .staleness.drift import DriftMonitor
+from .staleness.policy import parse as parse_warmup
 from .strategies.batch import BatchParallel, RowSplit
 from .strategies.caches import AgreedCaches
+from .strategies.displaced import DisplacedParallel, StaleSequence
+from .strategies.naive import NaiveParallel
 from .strategies.sequence import SequenceParallel
 from .strategies.tensor import TensorParallel, already_cut
 
@@ -30,6 +36,9 @@ ConfigLike = ParallelConfig | Mapping[str, Any] | str | Path
 
 # The attribute that holds a parallelised object's engine.
 ENGINE = "_ditmesh_engine"
+
+# What transformers call the timestep.
+TIMESTEPS = ("timestep", "t")
 
 # Components of diffusers' pipelines that hold the denoising transformer (Wan has two).
 DENOISERS = ("transformer", "transformer_2")
@@ -42,12 +51,15 @@ class Engine:
         config: the configuration in force.
         mesh: ranks, links, and the byte counters (`mesh.traffic`).
         doors: open doors, one set per transformer.
+        control: the steps of a stale strategy; None when every step is exact.
     """
 
     def __init__(self, target: Any, config: ParallelConfig, mesh: Mesh, owns_mesh: bool) -> None:
         self.config = config
         self.mesh = mesh
         self.doors: list[ModelDoors] = []
+        self.control: StepControl | None = None
+        self._stale: list[StaleSequence] = []
         self._target = target
         self._owns_mesh = owns_mesh
         # What is undone by `close`, last first.
@@ -68,9 +80,15 @@ class Engine:
             if mesh.tensor.size > 1:
                 for model, _ in models:
                     self._undo.append(TensorParallel(model, mesh.tensor).close)
+            if config.exchange != "exact":
+                monitor = DriftMonitor(mesh.world.all_reduce, mesh.device)
+                self.control = StepControl(
+                    parse_warmup(config.warmup), mesh.sequence.size, monitor, lambda: _steps_of(target)
+                )
             # Blocks and attention: the tokens of a sequence.
-            for model, layout in models:
-                doors = ModelDoors(model, layout, SequenceParallel(config, mesh), mesh.sequence.size > 1)
+            for number, (model, layout) in enumerate(models):
+                handler = self._sequence(model, layout, f"{number}." if len(models) > 1 else "")
+                doors = ModelDoors(model, layout, handler, mesh.sequence.size > 1)
                 self.doors.append(doors)
                 self._undo.append(doors.close)
                 caches = AgreedCaches(model, mesh.world)
@@ -83,7 +101,15 @@ class Engine:
             begin: list[Callable[[], None]] = []
             if mesh.batch.size > 1:
                 for model, layout in models:
-                    rows = BatchParallel(model, mesh.batch, mesh.data, mesh.cfg, layout.unbatched, layout.listed)
+                    rows = BatchParallel(
+                        model,
+                        mesh.batch,
+                        mesh.data,
+                        mesh.cfg,
+                        layout.unbatched,
+                        layout.listed,
+                        self._on_branch,
+                    )
                     self._undo.append(rows.close)
                     begin.append(rows.begin_request)
                 vae = getattr(target, "vae", None)
@@ -95,13 +121,80 @@ class Engine:
                 if mesh.world_size > 1 and config.inputs != "trust":
                     inputs = AgreedInputs(target, mesh.world, config.inputs, fingerprint)
                     steps.append(inputs.agree)
-                steps.append(_starting(begin))
-                self._undo.append(PipelineDoor(target, steps).close)
+                steps.append(_starting([*begin, self.begin_request]))
+                self._undo.append(PipelineDoor(target, steps, [self.end_request]).close)
                 if mesh.rank > 0:
                     self._undo.append(_quiet(target))
         except BaseException:
             self.close()
             raise
+
+    @property
+    def staleness(self) -> StalenessLog | None:
+        """What was decided in every step of the latest request, and why; None when every step is exact."""
+        return None if self.control is None else self.control.log
+
+    def begin_request(self, steps: int | None = None) -> None:
+        """A new request: nothing of the one before is seen any more. Pipelines do this by themselves.
+
+        For a bare transformer with a stale strategy; every rank calls it.
+
+        Args:
+            steps: number of denoising steps, which some warm-up policies want to know.
+        """
+        for handler in self._stale:
+            handler.end_request()
+        if self.control is not None:
+            self.control.begin_request(steps)
+
+    def end_request(self, failed: bool = False) -> None:
+        """The request is over: wait for what is still on its way. Pipelines do this by themselves.
+
+        Args:
+            failed: it has raised; then other ranks may have gone, and nothing is asked of them.
+        """
+        for handler in self._stale:
+            with suppress(RuntimeError) if failed else nullcontext():
+                handler.end_request()
+        if self.control is not None and not failed:
+            self.control.end_request()
+
+    def _sequence(self, model: nn.Module, layout: TokenLayout, prefix: str) -> SequenceParallel:
+        """The handler of a transformer's blocks; ``prefix`` tells the blocks of several transformers apart."""
+        config, mesh, control = self.config, self.mesh, self.control
+        if control is None:
+            return SequenceParallel(config, mesh)
+        paths = [
+            f"{region.blocks}.{index}"
+            for region in layout.regions
+            for index in range(len(model.get_submodule(region.blocks)))  # type: ignore[arg-type]
+        ]
+        blocks = {path: control.monitor.add_block(prefix + path) for path in paths}
+        strategy = DisplacedParallel if config.exchange == "displaced" else NaiveParallel
+        handler = strategy(config, mesh, control, blocks)
+        self._stale.append(handler)
+        self._undo.append(lambda: self.end_request(failed=True))
+        names = parameter_names(type(model).forward)
+        timestep = next((name for name in TIMESTEPS if name in names), None)
+        if timestep is None:
+            raise ConfigError(
+                f"exchange={config.exchange!r} tells steps by their timestep, and {type(model).__name__} takes none "
+                f"({' or '.join(TIMESTEPS)}); use exchange='exact'"
+            )
+
+        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            arguments = Arguments(names, args, kwargs)
+            own = (names[0], timestep)
+            others = {path: value for path, value in arguments.leaves() if not any(covers(n, path) for n in own)}
+            control.begin_call(arguments.get(timestep), arguments.get(names[0]), others)
+
+        handle = model.register_forward_pre_hook(begin, with_kwargs=True)
+        self._undo.append(handle.remove)
+        return handler
+
+    def _on_branch(self, number: int) -> None:
+        if self.control is not None:
+            self.control.clock.branch = number
 
     def own_mesh(self) -> None:
         """Give the mesh's groups back in `close`: whoever made it hands it over."""
@@ -157,7 +250,6 @@ def parallelize(
     config = ParallelConfig.read(config)
     for setting, wanted in (
         ("pipe", config.stages_or_patches),
-        ("exchange", config.exchange != "exact"),
         ("weights", config.weights is not None),
         ("reproducible", config.reproducible),
     ):
@@ -288,6 +380,16 @@ def _starting(begin: list[Callable[[], None]]) -> Callable[..., Any]:
         return args, kwargs
 
     return start
+
+
+def _steps_of(target: Any) -> int | None:
+    """Number of evaluations that the pipeline's scheduler has ahead of it; None when nobody tells."""
+    scheduler = getattr(target, "scheduler", None)
+    timesteps = getattr(scheduler, "timesteps", None)
+    if timesteps is None:
+        return None
+    # Image-to-image begins later in the list.
+    return len(timesteps) - (getattr(scheduler, "begin_index", None) or 0)
 
 
 def _quiet(pipe: Any) -> Callable[[], None]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class PipelineDoor:
-    """Runs steps before every call of a pipeline.
+    """Runs steps before and after every call of a pipeline.
 
     Python looks ``__call__`` up on the class, so the pipeline gets a subclass of its own class, of the same
     name, for as long as the door is open; `close` gives it its class back.
@@ -18,9 +18,15 @@ class PipelineDoor:
     Args:
         pipe: the pipeline.
         steps: each takes the call's arguments and returns those to use, in order.
+        finish: each is told, after the call, whether it raised.
     """
 
-    def __init__(self, pipe: Any, steps: list[Callable[[tuple[Any, ...], dict[str, Any]], Call]]) -> None:
+    def __init__(
+        self,
+        pipe: Any,
+        steps: list[Callable[[tuple[Any, ...], dict[str, Any]], Call]],
+        finish: Sequence[Callable[[bool], None]] = (),
+    ) -> None:
         self._pipe = pipe
         self._class = type(pipe)
         call = self._class.__call__
@@ -29,7 +35,15 @@ class PipelineDoor:
         def through_the_door(pipe: Any, *args: Any, **kwargs: Any) -> Any:
             for step in steps:
                 args, kwargs = step(args, kwargs)
-            return call(pipe, *args, **kwargs)
+            try:
+                result = call(pipe, *args, **kwargs)
+            except BaseException:
+                for end in finish:
+                    end(True)
+                raise
+            for end in finish:
+                end(False)
+            return result
 
         members = {"__call__": through_the_door, "__module__": self._class.__module__}
         pipe.__class__ = type(self._class.__name__, (self._class,), members)

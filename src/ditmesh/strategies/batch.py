@@ -43,6 +43,7 @@ class BatchParallel:
         branches: link of the guidance axis.
         unbatched: arguments whose first dimension is not the batch.
         listed: arguments that are Python lists with an item per sample.
+        announce: told the number of a branch before it runs ahead of its call.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class BatchParallel:
         branches: Link,
         unbatched: tuple[str, ...] = (),
         listed: tuple[str, ...] = (),
+        announce: Callable[[int], None] = lambda number: None,
     ) -> None:
         self.model = model
         self.rows, self.data, self.branches = rows, data, branches
         self.unbatched, self.listed = unbatched, listed
+        self._announce = announce
         self._names = parameter_names(type(model).forward)
         self._restore = replace_method(model, "forward", self._call)
         self._forward: Callable[..., Any] = self._restore.original
@@ -132,6 +135,7 @@ class BatchParallel:
             # With fewer branches than ranks, the ranks left over run the last one along.
             owner = min(self.branches.rank, len(branches) - 1)
             if number % self.branches.size == owner:
+                self._announce(number)
                 mine.append((number, predictions[number], self._shared(branch, self.data)))
         rounds = -(-len(branches) // self.branches.size)
         for round_ in range(rounds):
