@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 # Equal to no timestep.
 _NEVER = object()
 

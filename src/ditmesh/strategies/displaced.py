@@ -12,7 +12,6 @@ the buffer as it is, and nothing is copied in between.
 
 from __future__ import annotations
 
-
 import torch
 from torch import Tensor
 
