@@ -48,6 +48,9 @@ CONTENDERS: dict[str, tuple[int, int, dict[str, Any] | None]] = {
     "ulysses=2": (2, 1, {"ulysses": 2}),
     "ring=2": (2, 1, {"ring": 2}),
     "tensor=2": (2, 1, {"tensor": 2}),
+    "reproducible, 1 rank": (1, 1, {"reproducible": True}),
+    "reproducible, ulysses=2": (2, 1, {"ulysses": 2, "reproducible": True}),
+    "reproducible, ring=2": (2, 1, {"ring": 2, "reproducible": True}),
     "diffusers, 1 process x 2 threads": (1, 2, None),
 }
 BASELINE = "diffusers, 1 rank"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,32 +14,33 @@ from torch import nn
 from . import support
 from .compilation import compile_blocks
 from .config import ParallelConfig
+from .determinism import deterministic
 from .doors import ModelDoors
 from .errors import ConfigError, InputError
 from .inputs import AgreedInputs, weights_fingerprint
 from .layout import TokenLayout, layout_of
-from .layout.arguments import Arguments, covers, parameter_names
 from .layout.probe import probe
 from .mesh import DEFAULT_DEADLINE, Mesh
+from .methods import replace_method
 from .request import PipelineDoor
 from .staleness.control import StalenessLog, StepControl
 from .staleness.drift import DriftMonitor
 from .staleness.policy import parse as parse_warmup
+from .strategies.balance import Balance
 from .strategies.batch import BatchParallel, RowSplit
 from .strategies.caches import AgreedCaches
 from .strategies.displaced import DisplacedParallel, StaleSequence
 from .strategies.naive import NaiveParallel
 from .strategies.sequence import SequenceParallel
+from .strategies.steps import watch_calls
 from .strategies.tensor import TensorParallel, already_cut
+from .strategies.tiled import TiledSequence
 
 T = TypeVar("T")
 ConfigLike = ParallelConfig | Mapping[str, Any] | str | Path
 
 # The attribute that holds a parallelised object's engine.
 ENGINE = "_ditmesh_engine"
-
-# What transformers call the timestep.
-TIMESTEPS = ("timestep", "t")
 
 # Components of diffusers' pipelines that hold the denoising transformer (Wan has two).
 DENOISERS = ("transformer", "transformer_2")
@@ -52,6 +54,7 @@ class Engine:
         mesh: ranks, links, and the byte counters (`mesh.traffic`).
         doors: open doors, one set per transformer.
         control: the steps of a stale strategy; None when every step is exact.
+        balances: weights of the sequence ranks, one per transformer; see `rebalance`.
     """
 
     def __init__(self, target: Any, config: ParallelConfig, mesh: Mesh, owns_mesh: bool) -> None:
@@ -60,6 +63,7 @@ class Engine:
         self.doors: list[ModelDoors] = []
         self.control: StepControl | None = None
         self._stale: list[StaleSequence] = []
+        self.balances: list[Balance] = []
         self._target = target
         self._owns_mesh = owns_mesh
         # What is undone by `close`, last first.
@@ -88,7 +92,8 @@ class Engine:
             # Blocks and attention: the tokens of a sequence.
             for number, (model, layout) in enumerate(models):
                 handler = self._sequence(model, layout, f"{number}." if len(models) > 1 else "")
-                doors = ModelDoors(model, layout, handler, mesh.sequence.size > 1)
+                self.balances.append(handler.balance)
+                doors = ModelDoors(model, layout, handler, mesh.sequence.size > 1 or config.reproducible)
                 self.doors.append(doors)
                 self._undo.append(doors.close)
                 caches = AgreedCaches(model, mesh.world)
@@ -99,7 +104,8 @@ class Engine:
                     self._undo.append(compile_blocks(model, layout, config.compile))
             # The transformer's call, and the decoder's: the rows of a batch, the branches of guidance.
             begin: list[Callable[[], None]] = []
-            if mesh.batch.size > 1:
+            if mesh.batch.size > 1 or config.reproducible:
+                alone = config.reproducible
                 for model, layout in models:
                     rows = BatchParallel(
                         model,
@@ -108,13 +114,19 @@ class Engine:
                         mesh.cfg,
                         layout.unbatched,
                         layout.listed,
+                        alone,
                         self._on_branch,
                     )
                     self._undo.append(rows.close)
                     begin.append(rows.begin_request)
                 vae = getattr(target, "vae", None)
                 if vae is not None:
-                    self._undo.append(RowSplit(vae, "decode", mesh.batch).close)
+                    self._undo.append(RowSplit(vae, "decode", mesh.batch, alone).close)
+            within: Callable[[], AbstractContextManager[None]] = nullcontext
+            if config.reproducible:
+                within = partial(deterministic, mesh.device)
+                for model, _ in models:
+                    self._undo.append(_inside(model, within))
             # The pipeline's call: the same inputs everywhere, nothing left over from the call before.
             if not isinstance(target, nn.Module):
                 steps: list[Callable[..., Any]] = []
@@ -122,7 +134,7 @@ class Engine:
                     inputs = AgreedInputs(target, mesh.world, config.inputs, fingerprint)
                     steps.append(inputs.agree)
                 steps.append(_starting([*begin, self.begin_request]))
-                self._undo.append(PipelineDoor(target, steps, [self.end_request]).close)
+                self._undo.append(PipelineDoor(target, steps, partial(self._request, within)).close)
                 if mesh.rank > 0:
                     self._undo.append(_quiet(target))
         except BaseException:
@@ -163,7 +175,7 @@ class Engine:
         """The handler of a transformer's blocks; ``prefix`` tells the blocks of several transformers apart."""
         config, mesh, control = self.config, self.mesh, self.control
         if control is None:
-            return SequenceParallel(config, mesh)
+            return TiledSequence(config, mesh) if config.reproducible else SequenceParallel(config, mesh)
         paths = [
             f"{region.blocks}.{index}"
             for region in layout.regions
@@ -174,27 +186,34 @@ class Engine:
         handler = strategy(config, mesh, control, blocks)
         self._stale.append(handler)
         self._undo.append(lambda: self.end_request(failed=True))
-        names = parameter_names(type(model).forward)
-        timestep = next((name for name in TIMESTEPS if name in names), None)
-        if timestep is None:
-            raise ConfigError(
-                f"exchange={config.exchange!r} tells steps by their timestep, and {type(model).__name__} takes none "
-                f"({' or '.join(TIMESTEPS)}); use exchange='exact'"
-            )
-
-        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            arguments = Arguments(names, args, kwargs)
-            own = (names[0], timestep)
-            others = {path: value for path, value in arguments.leaves() if not any(covers(n, path) for n in own)}
-            control.begin_call(arguments.get(timestep), arguments.get(names[0]), others)
-
-        handle = model.register_forward_pre_hook(begin, with_kwargs=True)
-        self._undo.append(handle.remove)
+        self._undo.append(watch_calls(model, control))
         return handler
+
+    @contextmanager
+    def _request(self, within: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """The length of a pipeline's call."""
+        with within():
+            try:
+                yield
+            except BaseException:
+                self.end_request(failed=True)
+                raise
+            self.end_request()
 
     def _on_branch(self, number: int) -> None:
         if self.control is not None:
             self.control.clock.branch = number
+
+    def rebalance(self) -> None:
+        """Measure the speed of every sequence rank again at the next call (``weights="auto"``). On all ranks alike.
+
+        Raises:
+            ConfigError: the weights are not measured.
+        """
+        if self.config.weights != "auto":
+            raise ConfigError(f"weights={self.config.weights!r} are given; use weights='auto' to have them measured")
+        for balance in self.balances:
+            balance.wanted = True
 
     def own_mesh(self) -> None:
         """Give the mesh's groups back in `close`: whoever made it hands it over."""
@@ -248,16 +267,13 @@ def parallelize(
         # Of a model that does not tell its heads one is sure: the ring takes any number of ranks.
         config = ParallelConfig.auto(world_size, min(heads_of(model) or 1 for model in models))
     config = ParallelConfig.read(config)
-    for setting, wanted in (
-        ("pipe", config.stages_or_patches),
-        ("weights", config.weights is not None),
-        ("reproducible", config.reproducible),
-    ):
+    for setting, wanted in (("pipe", config.stages_or_patches),):
         if wanted:
             raise ConfigError(f"{setting}={getattr(config, setting)!r} is not built yet; leave it out")
     for model in models:
         check_heads(config, heads_of(model), type(model).__name__)
         support.check(type(model).__name__, config)
+    _check_tiles(layouts, config)
     owns_mesh = mesh is None
     if mesh is None:
         parameter = next(models[0].parameters(), None)
@@ -340,6 +356,23 @@ def heads_of(model: nn.Module) -> int | None:
     return min(counts, default=next((count for count in named if isinstance(count, int)), None))
 
 
+def _check_tiles(layouts: list[TokenLayout], config: ParallelConfig) -> None:
+    """Refuse the reproducible mode for blocks that cannot run tile by tile.
+
+    Raises:
+        ConfigError: naming what is in the way.
+    """
+    for layout in layouts if config.reproducible else ():
+        for region in layout.regions:
+            names = [leaf.module for leaf in region.leaves]
+            names += [stream.arg for stream in region.streams if stream.folded]
+            if names:
+                raise ConfigError(
+                    f"{layout.model} mixes tokens outside attention ({', '.join(names)}), so its blocks cannot run "
+                    "tile by tile; leave reproducible out"
+                )
+
+
 def check_heads(config: ParallelConfig, heads: int | None, model: str) -> None:
     """Refuse more tensor ranks than heads, and more Ulysses ranks than a tensor rank has heads.
 
@@ -369,6 +402,17 @@ def check_heads(config: ParallelConfig, heads: int | None, model: str) -> None:
             f"ulysses={config.ulysses} is more than the {whose} of {model}; "
             f"use ulysses={best} with ring={config.sequence // best}"
         )
+
+
+def _inside(model: nn.Module, within: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+    """Run a model's forward inside a context; returns the undo."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with within():
+            return restore.original(*args, **kwargs)
+
+    restore = replace_method(model, "forward", forward)
+    return restore
 
 
 def _starting(begin: list[Callable[[], None]]) -> Callable[..., Any]:

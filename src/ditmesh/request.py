@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class PipelineDoor:
-    """Runs steps before and after every call of a pipeline.
+    """Runs steps before every call of a pipeline.
 
     Python looks ``__call__`` up on the class, so the pipeline gets a subclass of its own class, of the same
     name, for as long as the door is open; `close` gives it its class back.
@@ -18,14 +19,14 @@ class PipelineDoor:
     Args:
         pipe: the pipeline.
         steps: each takes the call's arguments and returns those to use, in order.
-        finish: each is told, after the call, whether it raised.
+        within: made anew for every call, which runs inside it.
     """
 
     def __init__(
         self,
         pipe: Any,
         steps: list[Callable[[tuple[Any, ...], dict[str, Any]], Call]],
-        finish: Sequence[Callable[[bool], None]] = (),
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._pipe = pipe
         self._class = type(pipe)
@@ -33,17 +34,10 @@ class PipelineDoor:
 
         @functools.wraps(call)
         def through_the_door(pipe: Any, *args: Any, **kwargs: Any) -> Any:
-            for step in steps:
-                args, kwargs = step(args, kwargs)
-            try:
-                result = call(pipe, *args, **kwargs)
-            except BaseException:
-                for end in finish:
-                    end(True)
-                raise
-            for end in finish:
-                end(False)
-            return result
+            with within():
+                for step in steps:
+                    args, kwargs = step(args, kwargs)
+                return call(pipe, *args, **kwargs)
 
         members = {"__call__": through_the_door, "__module__": self._class.__module__}
         pipe.__class__ = type(self._class.__name__, (self._class,), members)
