@@ -53,6 +53,8 @@ class _Tiles:
     segments: dict[str, Segment] = field(default_factory=dict)
     # id of a rank's part (and how it was cut) -> the part, kept so that its id stays its own, and its tiles
     cuts: dict[tuple[int, int, tuple[str, ...]], tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
+    # stream -> what the latest block returned: as one tensor, its version, and tile by tile
+    results: dict[str, tuple[Tensor, int, list[Tensor]]] = field(default_factory=dict)
 
 
 class TiledSequence(SequenceParallel):
@@ -173,7 +175,12 @@ class TiledSequence(SequenceParallel):
         for stream in region.streams:
             value = arguments.get(stream.arg)
             if isinstance(value, Tensor):
-                spread(stream.arg, self._split(value, stream.dim, (stream.name,), site.path))
+                kept = self._tiles.results.get(stream.name)
+                # What the block before returned need not be cut again, unless it was changed in place.
+                if kept is not None and kept[0] is value and kept[1] == value._version:
+                    spread(stream.arg, kept[2])
+                else:
+                    spread(stream.arg, self._split(value, stream.dim, (stream.name,), site.path))
         for path in region.local:
             # Results of an earlier block of this list, cut as the image is.
             value = arguments.get(path)
@@ -210,6 +217,7 @@ class TiledSequence(SequenceParallel):
             if not self._tiles.segments[stream.name].replicated:
                 value = values[0] if count == 1 else torch.cat(values, dim=stream.dim)
                 output = with_result(output, stream, value)
+                self._tiles.results[stream.name] = (value, value._version, [aligned(part) for part in values])
             elif self._uneven and self.link.size > 1:
                 output = with_result(output, stream, self._of_first_tile(values[0], stream.dim))
         return output
@@ -484,6 +492,8 @@ def _units(
     Returns:
         One (B, H, tile, D) for every tile; in memory (B, tile, H, D), as one call for all heads leaves it.
     """
+    # One copy for all heads: a head's rows then lie together.
+    queries, k, v = [q.contiguous() for q in queries], k.contiguous(), v.contiguous()
     outs = [q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]) for q in queries]
     for head in range(k.shape[1]):
         own = slice(head, head + 1)
