@@ -32,6 +32,7 @@ from .strategies.caches import AgreedCaches
 from .strategies.displaced import DisplacedParallel, StaleSequence
 from .strategies.naive import NaiveParallel
 from .strategies.sequence import SequenceParallel
+from .strategies.simulation import SimulatedSequence, VirtualMesh
 from .strategies.steps import watch_calls
 from .strategies.tensor import TensorParallel, already_cut
 from .strategies.tiled import TiledSequence
@@ -62,7 +63,7 @@ class Engine:
         self.mesh = mesh
         self.doors: list[ModelDoors] = []
         self.control: StepControl | None = None
-        self._stale: list[StaleSequence] = []
+        self._stale: list[StaleSequence | SimulatedSequence] = []
         self.balances: list[Balance] = []
         self._target = target
         self._owns_mesh = owns_mesh
@@ -171,9 +172,13 @@ class Engine:
         if self.control is not None and not failed:
             self.control.end_request()
 
-    def _sequence(self, model: nn.Module, layout: TokenLayout, prefix: str) -> SequenceParallel:
+    def _sequence(self, model: nn.Module, layout: TokenLayout, prefix: str) -> SequenceParallel | SimulatedSequence:
         """The handler of a transformer's blocks; ``prefix`` tells the blocks of several transformers apart."""
         config, mesh, control = self.config, self.mesh, self.control
+        if control is None and isinstance(mesh, VirtualMesh):
+            handler = SimulatedSequence([SequenceParallel(config, view) for view in mesh.ranks], model)
+            self._undo.append(handler.close)
+            return handler
         if control is None:
             return TiledSequence(config, mesh) if config.reproducible else SequenceParallel(config, mesh)
         paths = [
@@ -183,7 +188,11 @@ class Engine:
         ]
         blocks = {path: control.monitor.add_block(prefix + path) for path in paths}
         strategy = DisplacedParallel if config.exchange == "displaced" else NaiveParallel
-        handler = strategy(config, mesh, control, blocks)
+        if isinstance(mesh, VirtualMesh):
+            handler = SimulatedSequence([strategy(config, view, control, blocks) for view in mesh.ranks], model)
+            self._undo.append(handler.close)
+        else:
+            handler = strategy(config, mesh, control, blocks)
         self._stale.append(handler)
         self._undo.append(lambda: self.end_request(failed=True))
         self._undo.append(watch_calls(model, control))
@@ -283,6 +292,48 @@ def parallelize(
     engine = Engine(target, config, mesh, owns_mesh)
     engine.open(list(zip(models, layouts, strict=True)))
     return target
+
+
+def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None) -> T:
+    """Make a pipeline (or a bare transformer) draw in this process what ``config`` draws on its ranks.
+
+    For studies of how many devices a stale strategy stands: 8 ranks are simulated on one device, which takes 8 times
+    as long. `restore` undoes it; `engine_of` tells drift and decisions as for real ranks. diffusers' caches, which
+    keep state in the model, are not for this.
+
+    Args:
+        target: as for `parallelize`.
+        config: ``ring`` ranks and how they share keys; no other axis.
+        layout: as for `parallelize`.
+
+    Raises:
+        ConfigError: another axis than ring has a degree, or a setting that the simulation does not know.
+        InputError: ``target`` has no transformer, or is parallelised already.
+    """
+    if hasattr(target, ENGINE):
+        raise InputError(f"this {type(target).__name__} is parallelised already; call ditmesh.restore(...) on it first")
+    config = ParallelConfig.read(config)
+    for setting, given in (("weights", config.weights), ("reproducible", config.reproducible)):
+        if given:
+            raise ConfigError(f"{setting}={given!r} is not simulated; leave it out")
+    models = denoisers(target)
+    for model in models:
+        _check_backend(model)
+    parameter = next(models[0].parameters(), None)
+    mesh = VirtualMesh(config, "cpu" if parameter is None else parameter.device)
+    engine = Engine(target, config, mesh, owns_mesh=False)
+    engine.open([(model, layout or find_layout(model)) for model in models])
+    return target
+
+
+@contextmanager
+def simulated(target: T, config: ConfigLike, **options: Any) -> Iterator[T]:
+    """`simulate` for the length of a ``with`` block. Options as there."""
+    simulate(target, config, **options)
+    try:
+        yield target
+    finally:
+        restore(target)
 
 
 def restore(target: T) -> T:

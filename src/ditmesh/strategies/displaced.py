@@ -64,7 +64,8 @@ class StaleSequence(SequenceParallel):
         assert call.site is not None
         key = (control.branch, call.site.path, call.attention_calls - 1)
         with torch.no_grad():
-            control.monitor.observe(self._blocks[call.site.path], key, control.step, (k_bhsd, v_bhsd), dim=2)
+            sample = (self.link.rank, *key)
+            control.monitor.observe(self._blocks[call.site.path], sample, control.step, (k_bhsd, v_bhsd), dim=2)
         return self.mix_stale(key, q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale)
 
     def mix_stale(
