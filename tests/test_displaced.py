@@ -288,12 +288,12 @@ def pipeline_latents(name: str, config: dict[str, Any], prompts: list[int], simu
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-@pytest.mark.parametrize(("axis", "prompts"), [("cfg", [1]), ("data", [1, 2, 3])])
-def test_with_guidance_and_data(ranks, name, axis, prompts):
+@pytest.mark.parametrize(("axes", "prompts"), [({"cfg": 2}, [1]), ({"data": 2}, [1, 2, 3])], ids=str)
+def test_with_guidance_and_data(ranks, name, axes, prompts):
     """Branches of guidance keep buffers of their own, whoever runs them: the picture is that without the axis."""
     truth = pipeline_latents(name, displaced(2, "fixed(2)"), prompts, simulate=True)
     exact = pipeline_latents(name, {}, prompts, simulate=True)
-    for value in ranks(4).run(pipeline_latents, name, {axis: 2, **displaced(2, "fixed(2)")}, prompts):
+    for value in ranks(4).run(pipeline_latents, name, {**axes, **displaced(2, "fixed(2)")}, prompts):
         assert relative_error(value, truth) < 1e-4
         assert relative_error(truth, exact) > 1e-3
 
@@ -363,7 +363,7 @@ def all_sampled(config: dict[str, Any]) -> dict[str, tuple[bool, torch.Tensor, i
 
 
 def test_samplers(ranks):
-    """The same bits as in one process, and the same latents on both ranks, noise included. Every evaluation is a step."""
+    """The bits of one process, the same latents on both ranks, noise included; every evaluation is a step."""
     first, second = ranks(2).run(all_sampled, displaced(2, "fixed(2)"))
     for sampler in SAMPLERS:
         equal, value, steps = first[sampler]

@@ -116,7 +116,7 @@ class Engine:
                         layout.unbatched,
                         layout.listed,
                         alone,
-                        self._on_branch,
+                        self._before_rows,
                     )
                     self._undo.append(rows.close)
                     begin.append(rows.begin_request)
@@ -209,9 +209,12 @@ class Engine:
                 raise
             self.end_request()
 
-    def _on_branch(self, number: int) -> None:
+    def _before_rows(self, branch: int | None, rows: tuple[int, int]) -> None:
+        """Rows of a branch are about to run, whoever asked for them."""
         if self.control is not None:
-            self.control.clock.branch = number
+            self.control.clock.rows = rows
+            if branch is not None:
+                self.control.clock.branch = branch
 
     def rebalance(self) -> None:
         """Measure the speed of every sequence rank again at the next call (``weights="auto"``). On all ranks alike.

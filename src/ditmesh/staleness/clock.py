@@ -34,6 +34,7 @@ class StepClock:
         step: number of the step in progress, from 0; -1 before the first call.
         branch: number of the branch in progress. Whoever runs branches in another order than the pipeline asks for
             them sets it before each.
+        rows: which rows of the batch run here (first, and one after the last), where they are shared out.
         steady: whether the call's other arguments are those of the same branch in the step before.
     """
 
@@ -44,6 +45,7 @@ class StepClock:
         """A new request begins."""
         self.step = -1
         self.branch = 0
+        self.rows: tuple[int, int] | None = None
         self.steady = False
         self._timestep: Any = _NEVER
         self._now: list[_Seen] = []
