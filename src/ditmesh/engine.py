@@ -26,6 +26,7 @@ from .request import PipelineDoor
 from .staleness.control import StalenessLog, StepControl
 from .staleness.drift import DriftMonitor
 from .staleness.policy import parse as parse_warmup
+from .staleness.schedule import noise_levels
 from .strategies.balance import Balance
 from .strategies.batch import BatchParallel, RowSplit
 from .strategies.caches import AgreedCaches
@@ -88,7 +89,10 @@ class Engine:
             if config.exchange != "exact":
                 monitor = DriftMonitor(mesh.world.all_reduce, mesh.device)
                 self.control = StepControl(
-                    parse_warmup(config.warmup), mesh.sequence.size, monitor, lambda: _steps_of(target)
+                    parse_warmup(config.warmup),
+                    mesh.sequence.size,
+                    monitor,
+                    lambda: noise_levels(getattr(target, "scheduler", None)),
                 )
             # Blocks and attention: the tokens of a sequence.
             for number, (model, layout) in enumerate(models):
@@ -478,16 +482,6 @@ def _starting(begin: list[Callable[[], None]]) -> Callable[..., Any]:
         return args, kwargs
 
     return start
-
-
-def _steps_of(target: Any) -> int | None:
-    """Number of evaluations that the pipeline's scheduler has ahead of it; None when nobody tells."""
-    scheduler = getattr(target, "scheduler", None)
-    timesteps = getattr(scheduler, "timesteps", None)
-    if timesteps is None:
-        return None
-    # Image-to-image begins later in the list.
-    return len(timesteps) - (getattr(scheduler, "begin_index", None) or 0)
 
 
 def _quiet(pipe: Any) -> Callable[[], None]:
