@@ -122,10 +122,11 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Stepped:
-    """``pictures`` pictures have advanced by ``steps`` denoising steps."""
+    """``pictures`` pictures have advanced by ``steps`` denoising steps; ``note``: what there is to say about them."""
 
     pictures: int
     steps: int
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -346,7 +347,7 @@ def draw(job: Job, kept: Kept | None = None, *, report: Report | None = None) ->
         seconds = time.perf_counter() - started
         total += seconds
         if "callback_on_step_end" not in parameters:
-            say(Stepped(job.images, steps))
+            say(Stepped(job.images, steps, _note(pipe)))
         if rank > 0:
             continue
         for image, seed, index in zip(images, seeds, range(first, first + job.images), strict=True):
@@ -393,10 +394,18 @@ def _nobody(message: Any) -> None:
 
 def _on_step(say: Report, pictures: int) -> Callable[..., dict[str, Any]]:
     def on_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        say(Stepped(pictures, 1))
+        say(Stepped(pictures, 1, _note(pipe)))
         return tensors
 
     return on_step
+
+
+def _note(pipe: Any) -> str:
+    """How many steps of a stale strategy have been synchronous so far."""
+    from .engine import engine_of
+
+    staleness = engine_of(pipe).staleness
+    return staleness.summary() if staleness is not None else ""
 
 
 def _check_class(job: Job) -> None:

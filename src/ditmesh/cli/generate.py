@@ -60,6 +60,17 @@ def generate(
     elastic: Annotated[
         bool, typer.Option("--elastic", help="When devices are lost, go on with the others (with --reproducible).")
     ] = False,
+    exchange: Annotated[
+        Literal["exact", "displaced", "naive"] | None,
+        typer.Option(help="How ring ranks share keys: before every attention, a step late, or never."),
+    ] = None,
+    warmup: Annotated[
+        str | None,
+        typer.Option(metavar="POLICY", help='Exact steps of a stale strategy: "fixed(4)", "adaptive(0.05)".'),
+    ] = None,
+    compress: Annotated[
+        Literal["fp16", "bf16", "int8"] | None, typer.Option(help="What displaced keys travel as.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="The configuration, as YAML.")] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps.", show_default="the pipeline's")] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale.", show_default="the pipeline's")] = None,
@@ -120,7 +131,14 @@ def generate(
         config,
         {"ulysses": ulysses, "ring": ring, "cfg": cfg, "data": data, "tensor": tensor},
         info.heads,
-        {"reproducible": reproducible or None, "tiles": tiles, "weights": parse_weights(weights)},
+        {
+            "reproducible": reproducible or None,
+            "tiles": tiles,
+            "weights": parse_weights(weights),
+            "exchange": exchange,
+            "warmup": warmup,
+            "compress": compress,
+        },
     )
     if tiles is not None and not reproducible:
         raise InputError(f"--tiles {tiles} counts in reproducible mode only; add --reproducible")
@@ -308,6 +326,7 @@ def _progress(job: Job, what: str) -> Iterator[tuple[Report, list[Drawn], dict[s
                 facts.setdefault("load_seconds", message.seconds)
                 progress.update(bar, description=what, total=message.steps * job.total)
             elif isinstance(message, Stepped):
+                progress.update(bar, description=f"{what}, {message.note}" if message.note else what)
                 progress.advance(bar, message.pictures * message.steps)
             elif isinstance(message, Drawn):
                 drawn.append(message)

@@ -107,7 +107,8 @@ def parallel_config(
         if heads is None and not more:
             return devices, None
         # Of a model that does not tell its heads one is sure.
-        auto = ParallelConfig.auto(devices, heads or 1)
+        stale = more.get("exchange", "exact") != "exact"
+        auto = ParallelConfig(ring=devices) if stale else ParallelConfig.auto(devices, heads or 1)
         return devices, ParallelConfig(**{**auto.model_dump(), **more})
     config = ParallelConfig.read(file) if file is not None else ParallelConfig(**given, **more)
     devices = devices or config.world_size
