@@ -42,12 +42,14 @@ class Engine:
         config: the configuration in force.
         mesh: ranks, links, and the byte counters (`mesh.traffic`).
         doors: open doors, one set per transformer.
+        rows: who shares out the rows of each transformer's batch, where that is done.
     """
 
     def __init__(self, target: Any, config: ParallelConfig, mesh: Mesh, owns_mesh: bool) -> None:
         self.config = config
         self.mesh = mesh
         self.doors: list[ModelDoors] = []
+        self.rows: list[BatchParallel] = []
         self._target = target
         self._owns_mesh = owns_mesh
         # What is undone by `close`, last first.
@@ -84,6 +86,7 @@ class Engine:
             if mesh.batch.size > 1:
                 for model, layout in models:
                     rows = BatchParallel(model, mesh.batch, mesh.data, mesh.cfg, layout.unbatched, layout.listed)
+                    self.rows.append(rows)
                     self._undo.append(rows.close)
                     begin.append(rows.begin_request)
                 vae = getattr(target, "vae", None)
@@ -112,6 +115,7 @@ class Engine:
         while self._undo:
             self._undo.pop()()
         self.doors.clear()
+        self.rows.clear()
         if self._owns_mesh:
             self.mesh.close()
 

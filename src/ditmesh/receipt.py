@@ -41,6 +41,12 @@ class Receipt(BaseModel):
         config: the parallel configuration, as given to `ParallelConfig`.
         versions: of Python and of the libraries that compute.
         seconds: time that the pipeline's call took (shared by the pictures of one call), in seconds.
+        label: number of the class, for class-conditional models.
+        together: pictures that one call of the pipeline drew; place: number of this one among them, from 0. Matrix
+            kernels may round a row otherwise in a batch of another size.
+        weights: fingerprint of all weights, adapters included (`inputs.weights_fingerprint`); None in receipts of
+            earlier versions, as is the environment.
+        environment: what else decides the last bits, by name (`hardware.environment`).
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -62,6 +68,11 @@ class Receipt(BaseModel):
     config: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     seconds: float
+    label: int | None = None
+    together: int = 1
+    place: int = 0
+    weights: str | None = None
+    environment: dict[str, str] | None = None
 
 
 def library_versions(names: tuple[str, ...] = ("torch", "diffusers", "transformers")) -> dict[str, str]:

@@ -33,6 +33,21 @@ class _Step:
     ahead: dict[int, tuple[dict[str, Any], Any]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Share:
+    """Which part of the pipeline's calls a run of the model's own forward computes.
+
+    Attributes:
+        call: number of the call among those of its step, from 0; None when it is the one just made.
+        row: first row of the batch.
+        count: number of rows; None: all.
+    """
+
+    call: int | None = None
+    row: int = 0
+    count: int | None = None
+
+
 class BatchParallel:
     """Stands in for a transformer's forward and shares its rows and branches out.
 
@@ -43,6 +58,9 @@ class BatchParallel:
         branches: link of the guidance axis.
         unbatched: arguments whose first dimension is not the batch.
         listed: arguments that are Python lists with an item per sample.
+
+    Attributes:
+        running: what the model's own forward computes at the moment, or computed last.
     """
 
     def __init__(
@@ -60,6 +78,7 @@ class BatchParallel:
         self._names = parameter_names(type(model).forward)
         self._restore = replace_method(model, "forward", self._call)
         self._forward: Callable[..., Any] = self._restore.original
+        self.running = Share()
         self._before = _Step()
         self._now = _Step()
 
@@ -95,7 +114,7 @@ class BatchParallel:
             if predicted.keys() == seen.keys() and all(_same(seen[path], predicted[path]) for path in seen):
                 return output
         sequential = bool(self._now.ahead) or number > 0
-        return self._shared(arguments, self.data if sequential else self.rows)
+        return self._shared(arguments, self.data if sequential else self.rows, number)
 
     # --- guidance branches ------------------------------------------------------------------------------------
 
@@ -132,7 +151,7 @@ class BatchParallel:
             # With fewer branches than ranks, the ranks left over run the last one along.
             owner = min(self.branches.rank, len(branches) - 1)
             if number % self.branches.size == owner:
-                mine.append((number, predictions[number], self._shared(branch, self.data)))
+                mine.append((number, predictions[number], self._shared(branch, self.data, number)))
         rounds = -(-len(branches) // self.branches.size)
         for round_ in range(rounds):
             # A rank without a branch in the last round sends its latest result again: shapes must be known.
@@ -144,8 +163,9 @@ class BatchParallel:
 
     # --- rows --------------------------------------------------------------------------------------------------
 
-    def _shared(self, arguments: Arguments, link: Link) -> Any:
+    def _shared(self, arguments: Arguments, link: Link, call: int | None = None) -> Any:
         """The forward with its rows shared over ``link``; every rank gets all rows of the result."""
+        self.running = Share(call)
         batch = _batch_size(arguments.get(self._names[0]))
         if link.size == 1 or batch < 2 or _takes_halves(self.model):
             return self._forward(*arguments.args, **arguments.kwargs)
@@ -153,6 +173,7 @@ class BatchParallel:
         start, count = offsets(counts)[link.rank], counts[link.rank]
         # A rank without rows computes the last one along, so that every rank of its group takes part alike.
         take = slice(start, start + count) if count else slice(batch - 1, batch)
+        self.running = Share(call, take.start, take.stop - take.start)
         part = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
         for path in _batched(arguments, batch, self.unbatched, self.listed):
             part.set(path, arguments.get(path)[take])
