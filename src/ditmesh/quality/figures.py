@@ -172,9 +172,8 @@ def bar_chart(
             )
             if line.low and isfinite(line.low[group]):
                 middle = left + width * 0.46
-                parts.append(
-                    f'<path class="bar-line ink" d="M{middle:.1f} {up(line.low[group]):.1f}V{up(line.high[group]):.1f}"/>'
-                )
+                low, high = up(line.low[group]), up(line.high[group])
+                parts.append(f'<path class="bar-line ink" d="M{middle:.1f} {low:.1f}V{high:.1f}"/>')
     for group, name in enumerate(groups):
         parts.append(_text(name, across(group + 0.5), HEIGHT - BOTTOM + 16, "middle"))
     header = ("", *(line.name for line in series))
@@ -209,9 +208,10 @@ def heat_map(grid: Grid, title: str, x_label: str, y_label: str, *, log: bool = 
             if not isfinite(value):
                 continue
             tip = escape(f"{name}, {x_label} {grid.columns[across]}: {value:.4g}")
+            opacity = min(1.0, max(0.02, shade(value)))
             parts.append(
                 f'<rect class="cell" x="{left + across * wide:.1f}" y="{y:.1f}" width="{wide + 0.3:.1f}" '
-                f'height="{cell + 0.3:.1f}" fill-opacity="{min(1.0, max(0.02, shade(value))):.3f}"><title>{tip}</title></rect>'
+                f'height="{cell + 0.3:.1f}" fill-opacity="{opacity:.3f}"><title>{tip}</title></rect>'
             )
     every = ceil(26 / wide)
     for across in range(0, len(grid.columns), every):
@@ -246,9 +246,8 @@ def _axes(across: _Scale | None, up: _Scale, x_label: str, y_label: str, whole_x
     parts.append(f'<path class="axis" d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
     parts.append(_text(x_label, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "middle"))
     middle = (TOP + HEIGHT - BOTTOM) / 2
-    parts.append(
-        f'<text class="label" text-anchor="middle" transform="translate(14 {middle:.0f}) rotate(-90)">{escape(y_label)}</text>'
-    )
+    turned = f"translate(14 {middle:.0f}) rotate(-90)"
+    parts.append(f'<text class="label" text-anchor="middle" transform="{turned}">{escape(y_label)}</text>')
     return "".join(parts)
 
 
@@ -331,6 +330,6 @@ def amplified(picture: Any, reference: Any, factor: float | None = None) -> tupl
     """
     apart = np.abs(as_picture(picture) - as_picture(reference))
     largest = float(apart.max())
-    if factor is None:
-        factor = 2.0 ** floor(-np.log2(largest)) if 0 < largest < 1 else 1.0
-    return (apart * factor).clip(0, 1), factor
+    bright = 2.0 ** floor(-np.log2(largest)) if 0 < largest < 1 else 1.0
+    times = bright if factor is None else factor
+    return (apart * times).clip(0, 1), times

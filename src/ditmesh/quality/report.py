@@ -24,7 +24,8 @@ from typing import Any
 from ..errors import InputError
 from .figures import Chart, picture_source
 
-STYLE = """
+STYLE = (
+    """
 :root{color-scheme:light dark;--paper:#fff;--ink:#1b1f24;--soft:#57606a;--rule:#d8dee4;--good:#116329;--bad:#a40e26;
 --heat:#0550ae;--c0:#0072b2;--c1:#d55e00;--c2:#009e73;--c3:#9c4f7c;--c4:#8a6d00;--c5:#3d3d3d}
 @media (prefers-color-scheme:dark){:root{--paper:#14171b;--ink:#e6e9ed;--soft:#9aa4af;--rule:#373e47;--good:#57ab5a;
@@ -43,13 +44,16 @@ figure{margin:1rem 0}figure>svg{width:100%;height:auto;max-width:52rem}
 .label{font-size:11px;fill:var(--soft)}.axis{stroke:var(--soft);fill:none}.rule{stroke:var(--rule);fill:none}
 .line{fill:none;stroke-width:1.8}.mark{stroke:none}.bar-line{fill:none;stroke-width:1.2}.cell{fill:var(--heat)}
 .ink{stroke:var(--ink)}
-""" + "".join(
-    f".line.s{n},.bar-line.s{n}{{stroke:var(--c{n})}}.mark.s{n},.bar.s{n}{{fill:var(--c{n})}}" for n in range(6)
-) + """
+"""
+    + "".join(
+        f".line.s{n},.bar-line.s{n}{{stroke:var(--c{n})}}.mark.s{n},.bar.s{n}{{fill:var(--c{n})}}" for n in range(6)
+    )
+    + """
 .grid{display:grid;gap:.8rem;overflow-x:auto}.grid figure{margin:0;min-width:6rem}
 .grid img{width:100%;height:auto;image-rendering:pixelated;border:1px solid var(--rule)}
 details{margin:.3rem 0 1rem}summary{cursor:pointer;color:var(--soft)}
 """
+)
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .doors import Piece, Tap
-from .engine import DENOISERS, ENGINE, Engine, denoisers, find_layout
-from .layout import TokenLayout
-from .methods import replace_method
-from .quality.metrics import absolute_error, token_digests
-from .strategies.batch import Share
+from ..doors import Piece, Tap
+from ..engine import DENOISERS, ENGINE, Engine, denoisers, find_layout
+from ..layout import TokenLayout
+from ..methods import replace_method
+from ..quality.metrics import absolute_error, token_digests
+from ..strategies.batch import Share
 
 SCHEDULER = "scheduler"
 
@@ -333,9 +333,7 @@ class Trace:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         index = json.loads((self.folder / "index.json").read_text(encoding="utf-8"))
-        self.entries = [
-            Entry(Spot(**item.pop("spot")), tuple(item.pop("shape")), **item) for item in index
-        ]
+        self.entries = [Entry(Spot(**item.pop("spot")), tuple(item.pop("shape")), **item) for item in index]
         self._places = {entry.spot: place for place, entry in enumerate(self.entries)}
         self._values = _mapped(self.folder / "values.bin")
         self._digests = _mapped(self.folder / "digests.bin")
