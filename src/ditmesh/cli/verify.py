@@ -279,19 +279,23 @@ class _Progress:
 
 
 def _say(result: dict[str, Any]) -> None:
+    from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False)
     single = ", ".join(f"{one['config']} {one['seconds']:.2f} s" for one in result["one_device"])
     console.print(
-        f"{len(result['prompts'])} prompt(s), {result['dtype']} on {result['device']}, {result['threads']} thread(s) a "
-        f"rank; compared with: {single}",
+        f"{_count(len(result['prompts']), 'prompt')}, {result['dtype']} on {result['device']}, "
+        f"{_count(result['threads'], 'thread')} a rank; compared with: {single}",
         markup=False,
+        soft_wrap=True,
     )
-    table = Table()
-    for name in ("configuration", "largest", "PSNR", "SSIM", "latents", "seconds", "sent", "verdict"):
-        table.add_column(name, justify="left" if name in ("configuration", "verdict") else "right")
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("configuration", overflow="fold", min_width=16)
+    for name in ("largest", "PSNR dB", "SSIM", "latents", "seconds", "sent MB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdict", min_width=10)
     for verdict in result["configs"]:
         colour = "yellow" if verdict["refused"] else "green" if verdict["passed"] else "red"
         outcome = f"[{colour}]{verdict['outcome']}[/]"
@@ -300,12 +304,12 @@ def _say(result: dict[str, Any]) -> None:
             continue
         table.add_row(
             verdict["config"],
-            f"{verdict['largest']:.1e}" if verdict["largest"] else "0",
-            f"{verdict['psnr']:.1f} dB" if verdict["psnr"] is not None else "",
+            _error(verdict["largest"]),
+            f"{verdict['psnr']:.1f}" if verdict["psnr"] is not None else "",
             f"{verdict['ssim']:.4f}",
-            "" if verdict["latents"] is None else f"{verdict['latents']:.1e}" if verdict["latents"] else "0",
+            _error(verdict["latents"]),
             f"{verdict['seconds']:.2f}",
-            f"{sum(verdict['bytes_sent'].values()) / 1e6:.2f} MB",
+            f"{sum(verdict['bytes_sent'].values()) / 1e6:.2f}",
             outcome,
         )
     console.print(table)
@@ -332,13 +336,21 @@ def _lines(verdict: dict[str, Any]) -> list[str]:
             lines.append(f"{name}: first beyond the tolerance: {Found(**beyond).describe()}")
         if verdict["promise"] != "bits" and len(verdict["growth"]) > 1:
             start, end = verdict["growth"][0], verdict["growth"][-1]
-            values = ["infinite" if one["latents"] is None else f"{one['latents']:.1e}" for one in (start, end)]
             lines.append(
-                f"{name}: difference of the latents {values[0]} after step {start['step']}, "
-                f"{values[1]} after step {end['step']}"
+                f"{name}: difference of the latents {_error(start['latents'])} after step {start['step']}, "
+                f"{_error(end['latents'])} after step {end['step']}"
             )
     if not verdict["repeats"]:
         lines.append(f"{name}: two runs of it gave different bits")
     if verdict["seen"] < 1:
         lines.append(f"{name}: {verdict['seen']:.1%} of one device's tensors were compared; the rest was not computed")
     return lines
+
+
+def _error(value: float | None) -> str:
+    """JSON has no infinity: it has null."""
+    return "infinite" if value is None else f"{value:.1e}" if value else "0"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

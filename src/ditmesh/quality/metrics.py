@@ -181,10 +181,6 @@ def token_digests(tensor: torch.Tensor) -> torch.Tensor:
 
     lanes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     tensor = tensor.detach()
-    if tensor.dtype == torch.bool:
-        tensor = tensor.to(torch.int8)
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor).flatten(-2)
     integers = tensor.contiguous().view(lanes[tensor.element_size()]).long()
     return (integers * _odd_numbers(tensor.shape[-1]).to(tensor.device)).sum(-1)
 

@@ -33,8 +33,8 @@ STYLE = (
 body{font:16px/1.55 system-ui,sans-serif;background:var(--paper);color:var(--ink);max-width:60rem;margin:2rem auto;
 padding:0 1rem}
 h1{font-size:1.7rem;margin:0}h2{font-size:1.25rem;margin:2.2rem 0 .6rem}.lead,figcaption,.note{color:var(--soft)}
-table{border-collapse:collapse;font-size:.9rem}.scroll{overflow-x:auto}
-th,td{padding:.3rem .7rem;border-bottom:1px solid var(--rule);text-align:right;white-space:nowrap}
+table{border-collapse:collapse;font-size:.85rem;margin:.6rem 0}.scroll{overflow-x:auto}
+th,td{padding:.3rem .5rem;border-bottom:1px solid var(--rule);text-align:right;white-space:nowrap}
 th:first-child,td:first-child,td.words,th.words{text-align:left}td.words{white-space:normal;min-width:12rem}
 caption{caption-side:top;text-align:left;color:var(--soft);padding:.3rem 0}
 .good{color:var(--good);font-weight:600}.bad{color:var(--bad);font-weight:600}

@@ -31,10 +31,18 @@ def page_of(
         references: the runs of one device, by name.
         facts: name to value, for the list of circumstances.
     """
-    page = Page("Does it draw what one device draws?", f"{job.name}, {len(job.prompts)} prompt(s), seed {job.seed}")
+    page = Page(
+        "Does it draw what one device draws?",
+        f"{job.name}, {job.total} {'picture' if job.total == 1 else 'pictures'}, seed {job.seed}",
+    )
     drawn = [verdict for verdict in verdicts if not verdict.refused]
     page.section("Outcome")
     page.table(HEADER, [_row(verdict) for verdict in verdicts], "Every configuration against one device")
+    page.table(
+        ("configuration", "first bits that differ", "first beyond the tolerance"),
+        [_where(verdict) for verdict in verdicts],
+        "Where it first differs from one device",
+    )
     page.text(
         "Differences of pictures are of values from 0 to 1, those of latents relative to the largest value on one "
         "device; of several pictures the worst counts. Exact configurations are judged by a tolerance that rounding "
@@ -76,14 +84,13 @@ HEADER = (
     "seconds",
     "one device (s)",
     "sent (MB)",
-    "first difference",
 )
 
 
 def _row(verdict: Verdict) -> list[str | Cell]:
     outcome = Cell(verdict.outcome, "good" if verdict.passed and not verdict.refused else "bad")
     if verdict.refused:
-        return [verdict.config, outcome, *[""] * (len(HEADER) - 3), Cell(verdict.refused, "words")]
+        return [verdict.config, outcome, *[""] * (len(HEADER) - 2)]
     return [
         verdict.config,
         outcome,
@@ -97,8 +104,14 @@ def _row(verdict: Verdict) -> list[str | Cell]:
         f"{verdict.seconds:.2f}",
         f"{verdict.one_device_seconds:.2f}",
         f"{sum(verdict.bytes_sent.values()) / 1e6:.2f}",
-        Cell(verdict.first_bit.describe() if verdict.first_bit else "none", "words"),
     ]
+
+
+def _where(verdict: Verdict) -> list[str | Cell]:
+    if verdict.refused:
+        return [verdict.config, Cell(f"refused: {verdict.refused}", "words"), Cell("", "words")]
+    places = (verdict.first_bit, verdict.first_beyond)
+    return [verdict.config, *(Cell(place.describe() if place else "none", "words") for place in places)]
 
 
 def _configuration(page: Page, job: Job, verdict: Verdict, run: Run, alone: Run) -> None:
@@ -130,8 +143,8 @@ def _configuration(page: Page, job: Job, verdict: Verdict, run: Run, alone: Run)
                 Shown(ours, f"{verdict.config}: {what}"),
                 Shown(
                     apart,
-                    f"difference × {factor:g}, largest {difference.largest:.2g}",
-                    f"the difference of the two pictures, amplified {factor:g} times"
+                    f"difference × {factor:,.0f}, largest {difference.largest:.2g}",
+                    f"the difference of the two pictures, amplified {factor:,.0f} times"
                     + (": black, they are equal" if difference.equal else ""),
                 ),
             ]

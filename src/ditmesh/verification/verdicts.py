@@ -46,11 +46,11 @@ class Found:
     largest: float
 
     def describe(self) -> str:
-        """Such as ``step 2, transformer_blocks.1, image (from token 128 on, rank 1)``."""
+        """Such as ``step 2, transformer_blocks.1, image (token 128, rank 1)``."""
         where = f"step {self.step}, {self.block}, {self.tensor}"
         if self.picture > 1:
             where = f"prompt {self.picture}, {where}"
-        who = "ranks " + ", ".join(map(str, self.ranks)) if len(self.ranks) > 1 else f"rank {(*self.ranks, 0)[0]}"
+        who = "ranks " + " and ".join(map(str, self.ranks)) if len(self.ranks) > 1 else f"rank {(*self.ranks, 0)[0]}"
         at = f"token {self.token}, " if self.token is not None and self.block != "scheduler" else ""
         return f"{where} ({at}{who})"
 
