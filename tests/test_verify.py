@@ -256,7 +256,7 @@ def cut_pieces(name: str, config: dict[str, Any]) -> tuple[int, float, bool]:
 def test_taps_are_shown_where_their_piece_belongs(ranks, name):
     """Joint streams, two lists, tokens folded into the batch, rows of a grid, text kept whole."""
     for pieces, error, parts in ranks(2).run(cut_pieces, name, {"ulysses": 2}):
-        assert pieces >= 3
+        assert pieces >= 2
         assert error < 1e-5
         assert parts
 

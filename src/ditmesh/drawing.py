@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import re
@@ -247,6 +248,7 @@ def draw(job: Job, *, report: Report | None = None) -> float:
     """
     import torch.distributed as dist
 
+    from .determinism import deterministic
     from .engine import engine_of, parallelize
     from .hardware import environment
     from .inputs import weights_fingerprint
@@ -261,8 +263,12 @@ def draw(job: Job, *, report: Report | None = None) -> float:
     parameters = _call_parameters(pipe)
     steps = job.steps or _default(parameters, "num_inference_steps", 50)
     guidance = job.guidance if job.guidance is not None else _default(parameters, "guidance_scale", 0.0)
-    # Before any weight is cut.
-    facts = {"weights": weights_fingerprint(pipe), "environment": environment(device)} if rank == 0 else {}
+    facts: dict[str, Any] = {}
+    if rank == 0:
+        reproducible = not isinstance(job.config, str) and job.config.reproducible
+        # With the settings that are in force while the pipeline runs; the weights before any is cut.
+        with deterministic(device) if reproducible else contextlib.nullcontext():
+            facts = {"weights": weights_fingerprint(pipe), "environment": environment(device)}
     mesh = None if isinstance(job.config, str) else Mesh(job.config, device=device, timeout=job.timeout)
     parallelize(pipe, job.config, mesh=mesh, timeout=job.timeout)
     say(Loaded(time.perf_counter() - started, steps))
