@@ -20,6 +20,7 @@ from ditmesh.errors import ConfigError
 from ditmesh.model_info import find_model
 from ditmesh.quality.metrics import token_digests
 from ditmesh.strategies.sequence import SequenceParallel
+from ditmesh.strategies.tiled import TiledSequence
 from ditmesh.verification.runs import Run, Task, name_of, promise_of, reference_of, run_tasks, sensible
 from ditmesh.verification.tracing import Recorder, Spot, Trace, TraceComparer, TraceWriter, merge, watch_blocks
 from ditmesh.verification.verdicts import Verdict, judge
@@ -212,6 +213,38 @@ def test_a_difference_far_below_the_tolerance_is_named_and_promises_are_kept_to_
     assert strict.passed == strict.equal
     assert not strict.equal
     assert strict.outcome == "other bits"
+
+
+class ForgetfulTiles(TiledSequence):
+    """What attention gives the last tile of rank 1 is a millionth too large."""
+
+    def _meet(self, asked):
+        outs = super()._meet(asked)
+        if self.link.rank == 1 and self._call.site.path == "transformer_blocks.1":
+            outs[-1] = outs[-1] * (1 + 2**-20)
+        return outs
+
+
+def run_forgetful(job: Job, tasks: list[Task]) -> list[Run]:
+    with mock.patch("ditmesh.engine.TiledSequence", ForgetfulTiles):
+        return run_tasks(job, tasks)
+
+
+def test_reproducible_configurations_are_held_to_the_bit(ranks, job, tmp_path):
+    """The reference is one device with the same tiles; a difference of a millionth breaks the promise."""
+    configs = [ParallelConfig(ring=2, reproducible=True), ParallelConfig(cfg=2, reproducible=True)]
+    reference = reference_of(configs[0])
+    assert reference == reference_of(configs[1]) == ParallelConfig(reproducible=True)
+    one = ranks(1).run(run_tasks, job, [Task(reference, str(tmp_path), writes=True)])[0][0]
+    for verdict in verdicts(ranks, job, (one, str(tmp_path)), configs):
+        assert (verdict.passed, verdict.equal, verdict.blocks_equal, verdict.seen) == (True, True, True, 1)
+        assert (verdict.promise, verdict.reference) == ("bits", "1 device reproducible")
+    (broken,) = verdicts(ranks, job, (one, str(tmp_path)), configs[:1], run_forgetful)
+    assert not broken.passed
+    assert broken.outcome == "other bits"
+    # Four tiles of 8 tokens each are rank 1's; the last of them is where it goes wrong first.
+    assert broken.first_bit.describe() == "step 1, transformer_blocks.1, image (token 56, rank 1)"
+    assert broken.error < 1e-4
 
 
 # ---- every way of cutting
