@@ -299,6 +299,7 @@ def guided_in_two_calls(folder: str, config: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
     pipe = pipelines.flux()
+
     def draw(sink: Any) -> None:
         with Recorder(pipe, sink) as recorder:
             recorder.begin(0)

@@ -230,7 +230,7 @@ def _verify(
         "threads": threads,
         "versions": library_versions(),
         "one_device": [
-            {"config": name, "seconds": one.seconds, "repeats": one.repeats, "every_channel": one.stride}
+            {"config": name, "seconds": one.seconds, "repeats": one.repeats, "channel_stride": one.stride}
             for name, one in alone.items()
             if not one.refused
         ],
@@ -313,6 +313,16 @@ def _say(result: dict[str, Any]) -> None:
             outcome,
         )
     console.print(table)
+    for one in result["one_device"]:
+        if not one["repeats"]:
+            console.print(f"{one['config']}: two runs of it gave different bits", markup=False, soft_wrap=True)
+        if one["channel_stride"] > 1:
+            console.print(
+                f"{one['config']}: every bit was compared; how far blocks differ was measured on one channel in "
+                f"{one['channel_stride']}",
+                markup=False,
+                soft_wrap=True,
+            )
     for verdict in result["configs"]:
         for line in _lines(verdict):
             console.print(line, markup=False, soft_wrap=True)
