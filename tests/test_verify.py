@@ -343,6 +343,29 @@ def test_branches_that_run_ahead_are_compared_with_their_own_call(ranks, tmp_pat
         assert found["alone"] < 1
 
 
+def test_virtual_ranks_show_their_pieces_too(tmp_path):
+    """Two ranks simulated in this process: the first step is exact, the others are not."""
+    pipe = pipelines.flux()
+
+    def draw(sink: Any) -> None:
+        with Recorder(pipe, sink) as recorder:
+            recorder.begin(0)
+            pipelines.draw(pipe, pipelines.arguments("flux", [1], steps=2))
+            recorder.end()
+
+    writer = TraceWriter(tmp_path, 1e9, 4)
+    draw(writer)
+    writer.close()
+    comparer = TraceComparer(Trace(tmp_path), 0)
+    with ditmesh.engine.simulated(pipe, {"ring": 2, "exchange": "naive", "warmup": "fixed(1)"}):
+        draw(comparer)
+    compared = merge(comparer.trace, comparer.parts)
+    assert all(one.seen == 1 for one in compared)
+    assert max(one.error for one in compared if one.spot.step == 1) < 1e-5
+    first = next(one.spot for one in compared if one.error > 1e-4)
+    assert (first.step, first.path) == (2, "transformer_blocks.0")
+
+
 # ---- traces
 
 

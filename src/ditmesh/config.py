@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import ConfigError
+from .staleness.policy import parse as parse_warmup
 
 Degree = int
 TextPolicy = Literal["auto", "shard", "replicate"]
@@ -109,6 +110,7 @@ class ParallelConfig(BaseModel):
                     f"weights={list(self.weights)} are {len(self.weights)}, but ring={self.ring} x "
                     f"ulysses={self.ulysses} is {self.sequence} sequence ranks; give one weight for each"
                 )
+        parse_warmup(self.warmup)
         if self.exchange != "exact" and self.ulysses > 1:
             raise ConfigError(
                 f"exchange={self.exchange!r} runs on the ring axis, not with ulysses={self.ulysses}; "
@@ -179,7 +181,9 @@ class ParallelConfig(BaseModel):
         if self.patches is not None:
             parts.append(f"patches={self.patches}")
         if self.exchange != "exact":
-            parts.append(f"exchange={self.exchange}")
+            parts += [f"exchange={self.exchange}", f"warmup={self.warmup}"]
+        if self.compress is not None:
+            parts.append(f"compress={self.compress}")
         if self.weights is not None:
             weights = self.weights if isinstance(self.weights, str) else ",".join(f"{w:g}" for w in self.weights)
             parts.append(f"weights={weights}")

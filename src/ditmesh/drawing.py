@@ -74,6 +74,41 @@ class Job:
         return len(self.prompts) * self.images
 
 
+@dataclass(frozen=True)
+class Restart:
+    """Ranks were lost, and those that are left went on.
+
+    Attributes:
+        request: number of the prompt whose pictures were being drawn.
+        step: denoising steps of theirs that were behind.
+        before, after: numbers of ranks.
+    """
+
+    request: int
+    step: int
+    before: int
+    after: int
+
+    def plain(self) -> dict[str, int]:
+        """As receipts have it."""
+        return {"step": self.step, "from": self.before, "to": self.after}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is there already of a job that can be gone on with.
+
+    Attributes:
+        folder: the journal of its transformer calls, see `journal`.
+        drawn: numbers of the pictures that are on disk.
+        restarts: what has happened to it.
+    """
+
+    folder: str
+    drawn: frozenset[int] = frozenset()
+    restarts: tuple[Restart, ...] = ()
+
+
 # What `draw` reports, from rank 0 only.
 
 
@@ -230,13 +265,14 @@ def class_numbers(prompts: Sequence[str], model: ModelInfo) -> tuple[int, ...]:
 # What every rank does
 
 
-def draw(job: Job, *, report: Report | None = None) -> float:
+def draw(job: Job, kept: Kept | None = None, *, report: Report | None = None) -> float:
     """Load the pipeline, make it parallel, draw everything. Every rank of the job calls this.
 
     Rank 0 writes each PNG as soon as it has it and reports `Loaded`, `Stepped` and `Drawn`.
 
     Args:
         job: what to draw.
+        kept: keep a journal, and go on from what it holds; None: draw everything, keep nothing.
         report: takes the reports; may be left out.
 
     Returns:
@@ -245,13 +281,15 @@ def draw(job: Job, *, report: Report | None = None) -> float:
     Raises:
         InputError: the pipeline cannot do what is asked.
         LayoutError: the transformer's tokens could not be found out.
+        JournalError: what the journal holds is of another request.
     """
     import torch.distributed as dist
 
     from .determinism import deterministic
-    from .engine import engine_of, parallelize
+    from .engine import DENOISERS, denoisers, engine_of, parallelize
     from .hardware import environment
     from .inputs import weights_fingerprint
+    from .journal import Journal
     from .mesh import Mesh
 
     grouped = dist.is_available() and dist.is_initialized()
@@ -271,14 +309,24 @@ def draw(job: Job, *, report: Report | None = None) -> float:
             facts = {"weights": weights_fingerprint(pipe), "environment": environment(device)}
     mesh = None if isinstance(job.config, str) else Mesh(job.config, device=device, timeout=job.timeout)
     parallelize(pipe, job.config, mesh=mesh, timeout=job.timeout)
+    journal = None
+    if kept is not None:
+        # Around everything else: it sees the calls that the pipeline makes, and whole outputs.
+        models = {name: getattr(pipe, name) for name in DENOISERS if getattr(pipe, name, None) in denoisers(pipe)}
+        journal = Journal(models, kept.folder, rank)
+    done = kept.drawn if kept is not None else frozenset()
     say(Loaded(time.perf_counter() - started, steps))
     total = 0.0
     for number, prompt in enumerate(job.prompts):
         first = number * job.images
+        if done.issuperset(range(first, first + job.images)):
+            continue
         seeds = seeds_of(job, number)
         arguments = call_arguments(job, pipe, number)
         if "callback_on_step_end" in parameters:
             arguments["callback_on_step_end"] = _on_step(say, job.images)
+        if journal is not None:
+            journal.begin(number)
         if grouped:
             # The clock starts when all are here.
             dist.barrier()
@@ -291,6 +339,8 @@ def draw(job: Job, *, report: Report | None = None) -> float:
         if rank > 0:
             continue
         for image, seed, index in zip(images, seeds, range(first, first + job.images), strict=True):
+            if index in done:
+                continue
             receipt = Receipt(
                 prompt=prompt,
                 negative_prompt=job.negative,
@@ -313,9 +363,12 @@ def draw(job: Job, *, report: Report | None = None) -> float:
                 together=job.images,
                 place=index - first,
                 **facts,
+                restarts=[past.plain() for past in kept.restarts if past.request == number] if kept is not None else [],
             )
             path = write_png(image, Path(job.out) / file_name(index, prompt, seed), receipt)
             say(Drawn(str(path), receipt))
+    if journal is not None:
+        journal.close()
     return total
 
 

@@ -40,7 +40,10 @@ class Receipt(BaseModel):
         devices: number of ranks.
         config: the parallel configuration, as given to `ParallelConfig`.
         versions: of Python and of the libraries that compute.
-        seconds: time that the pipeline's call took (shared by the pictures of one call), in seconds.
+        seconds: time that the pipeline's call took (shared by the pictures of one call), in seconds. After a restart:
+            that of the call that finished the picture.
+        restarts: what happened while the picture was drawn: ``{"step": 5, "from": 4, "to": 3}`` for every time that
+            ranks were lost and the others went on from a step (counted from 0).
         label: number of the class, for class-conditional models.
         together: pictures that one call of the pipeline drew; place: number of this one among them, from 0. Matrix
             kernels may round a row otherwise in a batch of another size.
@@ -68,6 +71,7 @@ class Receipt(BaseModel):
     config: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     seconds: float
+    restarts: list[dict[str, int]] = Field(default_factory=list)
     label: int | None = None
     together: int = 1
     place: int = 0

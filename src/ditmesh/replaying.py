@@ -206,6 +206,7 @@ def changes_of(was: Receipt, now: Receipt) -> list[Change]:
     look("patches", _patches(old), _patches(new), True)
     look("devices", was.devices, now.devices, False)
     look("configuration", old.describe(), new.describe(), False)
+    look("restarts", len(was.restarts), len(now.restarts), False)
     look("pictures in one call", was.together, now.together, False)
     return sorted(found, key=lambda change: not change.decides)
 

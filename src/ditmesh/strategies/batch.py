@@ -62,6 +62,7 @@ class BatchParallel:
         unbatched: arguments whose first dimension is not the batch.
         listed: arguments that are Python lists with an item per sample.
         one_by_one: run every row by itself, so that its bits do not depend on the rows beside it.
+        announce: told the number of a branch before it runs ahead of its call.
 
     Attributes:
         running: what the model's own forward computes at the moment, or computed last.
@@ -76,11 +77,13 @@ class BatchParallel:
         unbatched: tuple[str, ...] = (),
         listed: tuple[str, ...] = (),
         one_by_one: bool = False,
+        announce: Callable[[int], None] = lambda number: None,
     ) -> None:
         self.model = model
         self.one_by_one = one_by_one
         self.rows, self.data, self.branches = rows, data, branches
         self.unbatched, self.listed = unbatched, listed
+        self._announce = announce
         self._names = parameter_names(type(model).forward)
         self._restore = replace_method(model, "forward", self._call)
         self._forward: Callable[..., Any] = self._restore.original
@@ -157,6 +160,7 @@ class BatchParallel:
             # With fewer branches than ranks, the ranks left over run the last one along.
             owner = min(self.branches.rank, len(branches) - 1)
             if number % self.branches.size == owner:
+                self._announce(number)
                 mine.append((number, predictions[number], self._shared(branch, self.data, number)))
         rounds = -(-len(branches) // self.branches.size)
         for round_ in range(rounds):
