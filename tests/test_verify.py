@@ -426,7 +426,9 @@ def test_every_sensible_configuration(model):
     names = [name_of(config) for config in sensible(2, info, pictures=1, guided=True)]
     assert names[:4] == ["ulysses=2", "ring=2", "cfg=2", "tensor=2"]
     assert "data=2" not in names
-    assert {"ulysses=2 reproducible", "ring=2 exchange=displaced", "ring=2 exchange=naive", "pipe=2"} <= set(names)
+    assert {"ulysses=2 reproducible", "pipe=2"} <= set(names)
+    stale = [name for name in names if "exchange=displaced" in name or "exchange=naive" in name]
+    assert len(stale) == 2
     unguided = [name_of(config) for config in sensible(2, info, pictures=2, guided=False)]
     assert "data=2" in unguided
     assert not any("cfg" in name for name in unguided)

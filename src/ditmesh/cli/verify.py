@@ -237,7 +237,9 @@ def _verify(
     }
     result = {
         **facts,
-        "configs": [verdict.as_data() | {"outcome": verdict.outcome} for verdict in verdicts.values()],
+        "configs": [
+            verdict.as_data() | {"outcome": verdict.outcome, "judged": verdict.judged} for verdict in verdicts.values()
+        ],
         "passed": all(verdict.passed for verdict in drawn),
     }
     page = None
@@ -297,7 +299,7 @@ def _say(result: dict[str, Any]) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict", min_width=10)
     for verdict in result["configs"]:
-        colour = "yellow" if verdict["refused"] else "green" if verdict["passed"] else "red"
+        colour = "yellow" if not verdict["judged"] else "green" if verdict["passed"] else "red"
         outcome = f"[{colour}]{verdict['outcome']}[/]"
         if verdict["refused"]:
             table.add_row(verdict["config"], *[""] * 6, outcome)

@@ -88,7 +88,8 @@ HEADER = (
 
 
 def _row(verdict: Verdict) -> list[str | Cell]:
-    outcome = Cell(verdict.outcome, "good" if verdict.passed and not verdict.refused else "bad")
+    kept = "good" if verdict.passed else "bad"
+    outcome = Cell(verdict.outcome, kept if verdict.judged else "")
     if verdict.refused:
         return [verdict.config, outcome, *[""] * (len(HEADER) - 2)]
     return [

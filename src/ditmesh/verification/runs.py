@@ -63,9 +63,10 @@ def name_of(config: ParallelConfig | None) -> str:
     """A configuration in words, with every setting that is not the usual one; None: one device."""
     if config is None:
         return "one device"
+    described = config.describe()
+    told = {word.partition("=")[0] for word in described.split()} | set(config.degrees)
     settings = config.model_dump(exclude_defaults=True)
-    told = {*config.degrees, "patches", "exchange", "weights", "reproducible"}
-    return " ".join([config.describe(), *(f"{name}={value}" for name, value in settings.items() if name not in told)])
+    return " ".join([described, *(f"{name}={value}" for name, value in settings.items() if name not in told)])
 
 
 def sensible(

@@ -121,6 +121,11 @@ class Verdict:
     heat: dict[str, dict[int, float]] = field(default_factory=dict)
 
     @property
+    def judged(self) -> bool:
+        """Whether anything was expected of it."""
+        return not self.refused and (self.promise == "bits" or self.tolerance is not None)
+
+    @property
     def outcome(self) -> str:
         """In a few words."""
         if self.refused:
