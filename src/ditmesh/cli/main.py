@@ -14,6 +14,8 @@ from ..launch import from_torchrun, leave
 from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
+from .replay import replay
+from .verify import verify
 
 app = typer.Typer(
     name="ditmesh",
@@ -24,6 +26,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(generate)
+app.command()(verify)
+app.command()(replay)
 app.command()(inspect)
 app.command()(doctor)
 
