@@ -41,7 +41,7 @@ class Share:
     """Which part of the pipeline's calls a run of the model's own forward computes.
 
     Attributes:
-        call: number of the call among those of its step, from 0; None when it is the one just made.
+        call: number of the call within its step, from 0, where it runs ahead of it; None: the call just made.
         row: first row of the batch.
         count: number of rows; None: all.
     """
@@ -178,7 +178,7 @@ class BatchParallel:
 
         ``call``: number of the call at this timestep, or of the branch that runs ``ahead`` of its call.
         """
-        self.running = Share(call)
+        self.running = Share(call if ahead else None)
         batch = _batch_size(arguments.get(self._names[0]))
         if batch < 2 or (link.size == 1 and not self.one_by_one) or _takes_halves(self.model):
             self._announce(call if ahead else None, (0, batch))
@@ -196,7 +196,7 @@ class BatchParallel:
         return _map(output, lambda rows: _gathered(rows, counts, link), lambda rows: _gathered_list(rows, counts, link))
 
     def _rows(self, arguments: Arguments, batched: list[str], take: slice, call: int | None, ahead: bool) -> Any:
-        self.running = Share(call, take.start, take.stop - take.start)
+        self.running = Share(call if ahead else None, take.start, take.stop - take.start)
         part = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
         for path in batched:
             part.set(path, _some(arguments.get(path), take))
