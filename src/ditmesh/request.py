@@ -18,9 +18,17 @@ class PipelineDoor:
     Args:
         pipe: the pipeline.
         steps: each takes the call's arguments and returns those to use, in order.
+        finish: takes the call's result and returns that to use.
+        failed: called when the call raises.
     """
 
-    def __init__(self, pipe: Any, steps: list[Callable[[tuple[Any, ...], dict[str, Any]], Call]]) -> None:
+    def __init__(
+        self,
+        pipe: Any,
+        steps: list[Callable[[tuple[Any, ...], dict[str, Any]], Call]],
+        finish: Callable[[Any], Any] = lambda result: result,
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
         self._pipe = pipe
         self._class = type(pipe)
         call = self._class.__call__
@@ -29,7 +37,11 @@ class PipelineDoor:
         def through_the_door(pipe: Any, *args: Any, **kwargs: Any) -> Any:
             for step in steps:
                 args, kwargs = step(args, kwargs)
-            return call(pipe, *args, **kwargs)
+            try:
+                return finish(call(pipe, *args, **kwargs))
+            except BaseException:
+                failed()
+                raise
 
         members = {"__call__": through_the_door, "__module__": self._class.__module__}
         pipe.__class__ = type(self._class.__name__, (self._class,), members)

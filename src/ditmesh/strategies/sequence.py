@@ -56,6 +56,9 @@ class SequenceParallel:
         mesh: ranks and links.
     """
 
+    # Whether `mix` wants to see keys and values even when all tokens are here.
+    keeps_keys = False
+
     def __init__(self, config: ParallelConfig, mesh: Mesh) -> None:
         self.config = config
         self.mesh = mesh
@@ -284,7 +287,7 @@ class SequenceParallel:
         call, site = self._call, self._call.site
         assert site is not None
         index, call.attention_calls = call.attention_calls, call.attention_calls + 1
-        if self.link.size == 1:
+        if self.link.size == 1 and not self.keeps_keys:
             return sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
         listed = call.attention
         if index >= len(listed) and not (listed and listed[-1].per_sample):
