@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -18,6 +19,7 @@ class PipelineDoor:
     Args:
         pipe: the pipeline.
         steps: each takes the call's arguments and returns those to use, in order.
+        within: made anew for every call, which runs inside it.
         finish: takes the call's result and returns that to use.
         failed: called when the call raises.
     """
@@ -26,6 +28,7 @@ class PipelineDoor:
         self,
         pipe: Any,
         steps: list[Callable[[tuple[Any, ...], dict[str, Any]], Call]],
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
         finish: Callable[[Any], Any] = lambda result: result,
         failed: Callable[[], None] = lambda: None,
     ) -> None:
@@ -35,13 +38,14 @@ class PipelineDoor:
 
         @functools.wraps(call)
         def through_the_door(pipe: Any, *args: Any, **kwargs: Any) -> Any:
-            for step in steps:
-                args, kwargs = step(args, kwargs)
-            try:
-                return finish(call(pipe, *args, **kwargs))
-            except BaseException:
-                failed()
-                raise
+            with within():
+                for step in steps:
+                    args, kwargs = step(args, kwargs)
+                try:
+                    return finish(call(pipe, *args, **kwargs))
+                except BaseException:
+                    failed()
+                    raise
 
         members = {"__call__": through_the_door, "__module__": self._class.__module__}
         pipe.__class__ = type(self._class.__name__, (self._class,), members)
