@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,10 @@ from .request import PipelineDoor
 from .strategies.balance import Balance
 from .strategies.batch import BatchParallel, RowSplit
 from .strategies.caches import AgreedCaches
+from .strategies.patches import PatchParallel
+from .strategies.pipefusion import PipeFusion, check_layout, fixed_steps
 from .strategies.sequence import SequenceParallel
+from .strategies.stages import StageWeights, balanced, estimated_costs
 from .strategies.tensor import TensorParallel, already_cut
 from .strategies.tiled import TiledSequence
 
@@ -47,6 +50,7 @@ class Engine:
         config: the configuration in force.
         mesh: ranks, links, and the byte counters (`mesh.traffic`).
         doors: open doors, one set per transformer.
+        pipes: PipeFusion of every transformer, if the configuration has stages or patches.
         balances: weights of the sequence ranks, one per transformer; see `rebalance`.
     """
 
@@ -55,6 +59,7 @@ class Engine:
         self.mesh = mesh
         self.doors: list[ModelDoors] = []
         self.balances: list[Balance] = []
+        self.pipes: list[PipeFusion] = []
         self._target = target
         self._owns_mesh = owns_mesh
         # What is undone by `close`, last first.
@@ -75,26 +80,50 @@ class Engine:
             if mesh.tensor.size > 1:
                 for model, _ in models:
                     self._undo.append(TensorParallel(model, mesh.tensor).close)
+            # Every stage keeps its own blocks.
+            stages = [balanced(estimated_costs(model, layout), mesh.pipe.size) for model, layout in models]
+            if mesh.pipe.size > 1:
+                for (model, layout), lengths in zip(models, stages, strict=True):
+                    self._undo.append(StageWeights(model, layout, lengths, mesh.pipe).close)
             # Blocks and attention: the tokens of a sequence.
-            for model, layout in models:
-                kind = TiledSequence if config.reproducible else SequenceParallel
-                handler = kind(config, mesh)
+            for (model, layout), lengths in zip(models, stages, strict=True):
+                if config.compile:
+                    # Under the doors: what stands in for a block's forward is not to be compiled.
+                    self._undo.append(compile_blocks(model, layout, config.compile))
+                handler: SequenceParallel
+                if config.stages_or_patches:
+                    handler = PatchParallel(config, mesh)
+                else:
+                    handler = (TiledSequence if config.reproducible else SequenceParallel)(config, mesh)
                 self.balances.append(handler.balance)
-                doors = ModelDoors(model, layout, handler, mesh.sequence.size > 1 or config.reproducible)
+                cuts = mesh.sequence.size > 1 or config.reproducible or config.stages_or_patches
+                doors = ModelDoors(model, layout, handler, cuts)
                 self.doors.append(doors)
                 self._undo.append(doors.close)
                 caches = AgreedCaches(model, mesh.world)
                 self._undo.append(caches.close)
                 handle = model.register_forward_pre_hook(lambda *_, caches=caches: caches.begin_call())
                 self._undo.append(handle.remove)
-                if config.compile:
-                    self._undo.append(compile_blocks(model, layout, config.compile))
+                if isinstance(handler, PatchParallel):
+                    patches = config.patches or config.pipe
+                    pipe = PipeFusion(model, layout, handler, mesh, lengths, patches, config.warmup)
+                    self.pipes.append(pipe)
+                    self._undo.append(pipe.close)
             # The transformer's call, and the decoder's: the rows of a batch, the branches of guidance.
-            begin: list[Callable[[], None]] = []
+            begin: list[Callable[[], None]] = [pipe.begin_request for pipe in self.pipes]
             if mesh.batch.size > 1 or config.reproducible:
                 alone = config.reproducible
-                for model, layout in models:
-                    rows = BatchParallel(model, mesh.batch, mesh.data, mesh.cfg, layout.unbatched, layout.listed, alone)
+                for number, (model, layout) in enumerate(models):
+                    rows = BatchParallel(
+                        model,
+                        mesh.batch,
+                        mesh.data,
+                        mesh.cfg,
+                        layout.unbatched,
+                        layout.listed,
+                        alone,
+                        self.pipes[number].announce if self.pipes else None,
+                    )
                     self._undo.append(rows.close)
                     begin.append(rows.begin_request)
                 vae = getattr(target, "vae", None)
@@ -112,12 +141,26 @@ class Engine:
                     inputs = AgreedInputs(target, mesh.world, config.inputs, fingerprint)
                     steps.append(inputs.agree)
                 steps.append(_starting(begin))
-                self._undo.append(PipelineDoor(target, steps, within).close)
+                self._undo.append(PipelineDoor(target, steps, within, self._end_request, self._fail_request).close)
                 if mesh.rank > 0:
                     self._undo.append(_quiet(target))
         except BaseException:
             self.close()
             raise
+
+    def begin_request(self) -> None:
+        """A new picture begins. A pipeline says so by itself; who calls a bare transformer says it here."""
+        for pipe in self.pipes:
+            pipe.begin_request()
+
+    def _end_request(self, result: Any) -> Any:
+        for pipe in self.pipes:
+            result = pipe.end_request(result)
+        return result
+
+    def _fail_request(self) -> None:
+        for pipe in self.pipes:
+            pipe.fail_request()
 
     def rebalance(self) -> None:
         """Measure the speed of every sequence rank again at the next call (``weights="auto"``). On all ranks alike.
@@ -139,6 +182,7 @@ class Engine:
         while self._undo:
             self._undo.pop()()
         self.doors.clear()
+        self.pipes.clear()
         if self._owns_mesh:
             self.mesh.close()
 
@@ -182,12 +226,10 @@ def parallelize(
         # Of a model that does not tell its heads one is sure: the ring takes any number of ranks.
         config = ParallelConfig.auto(world_size, min(heads_of(model) or 1 for model in models))
     config = ParallelConfig.read(config)
-    for setting, wanted in (
-        ("pipe", config.stages_or_patches),
-        ("exchange", config.exchange != "exact"),
-    ):
-        if wanted:
-            raise ConfigError(f"{setting}={getattr(config, setting)!r} is not built yet; leave it out")
+    if config.exchange != "exact":
+        raise ConfigError(f"exchange={config.exchange!r} is not built yet; leave it out")
+    if config.stages_or_patches:
+        check_pipe(config, layouts)
     for model in models:
         check_heads(config, heads_of(model), type(model).__name__)
         support.check(type(model).__name__, config)
@@ -331,6 +373,21 @@ def _inside(model: nn.Module, within: Callable[[], AbstractContextManager[None]]
 
     restore = replace_method(model, "forward", forward)
     return restore
+
+
+def check_pipe(config: ParallelConfig, layouts: Sequence[TokenLayout]) -> None:
+    """Refuse what PipeFusion cannot run.
+
+    Raises:
+        ConfigError: naming it and the way out.
+    """
+    if config.reproducible:
+        raise ConfigError("reproducible=True and PipeFusion (pipe, patches) do not go together yet; leave one out")
+    if config.weights is not None:
+        raise ConfigError(f"weights={config.weights!r} share tokens, not the blocks of pipe={config.pipe}; leave it out")
+    fixed_steps(config.warmup)
+    for layout in layouts:
+        check_layout(layout)
 
 
 def _starting(begin: list[Callable[[], None]]) -> Callable[..., Any]:

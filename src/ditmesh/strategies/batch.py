@@ -20,6 +20,7 @@ from ..comm import Link
 from ..layout.arguments import Arguments, covers, parameter_names
 from ..methods import replace_method
 from ..tiles import even_cut, offsets
+from .lazy import LazyPatches, Owners
 
 # Bytes that torch's own allocations are aligned to.
 ALIGNMENT = 64
@@ -47,6 +48,7 @@ class BatchParallel:
         unbatched: arguments whose first dimension is not the batch.
         listed: arguments that are Python lists with an item per sample.
         one_by_one: run every row by itself, so that its bits do not depend on the rows beside it.
+        announce: told before every run of the forward which branch of guidance it is and which rows it has.
     """
 
     def __init__(
@@ -58,8 +60,10 @@ class BatchParallel:
         unbatched: tuple[str, ...] = (),
         listed: tuple[str, ...] = (),
         one_by_one: bool = False,
+        announce: Callable[[tuple[Any, ...]], None] | None = None,
     ) -> None:
         self.model = model
+        self._announce = announce
         self.one_by_one = one_by_one
         self.rows, self.data, self.branches = rows, data, branches
         self.unbatched, self.listed = unbatched, listed
@@ -101,7 +105,7 @@ class BatchParallel:
             if predicted.keys() == seen.keys() and all(_same(seen[path], predicted[path]) for path in seen):
                 return output
         sequential = bool(self._now.ahead) or number > 0
-        return self._shared(arguments, self.data if sequential else self.rows)
+        return self._shared(arguments, self.data if sequential else self.rows, number)
 
     # --- guidance branches ------------------------------------------------------------------------------------
 
@@ -138,7 +142,7 @@ class BatchParallel:
             # With fewer branches than ranks, the ranks left over run the last one along.
             owner = min(self.branches.rank, len(branches) - 1)
             if number % self.branches.size == owner:
-                mine.append((number, predictions[number], self._shared(branch, self.data)))
+                mine.append((number, predictions[number], self._shared(branch, self.data, number)))
         rounds = -(-len(branches) // self.branches.size)
         for round_ in range(rounds):
             # A rank without a branch in the last round sends its latest result again: shapes must be known.
@@ -150,10 +154,13 @@ class BatchParallel:
 
     # --- rows --------------------------------------------------------------------------------------------------
 
-    def _shared(self, arguments: Arguments, link: Link) -> Any:
+    def _shared(self, arguments: Arguments, link: Link, branch: int | None = None) -> Any:
         """The forward with its rows shared over ``link``; every rank gets all rows of the result."""
         batch = _batch_size(arguments.get(self._names[0]))
-        if batch < 2 or (link.size == 1 and not self.one_by_one) or _takes_halves(self.model):
+        whole = batch < 2 or (link.size == 1 and not self.one_by_one) or _takes_halves(self.model)
+        if self._announce is not None and branch is not None:
+            self._announce((branch, None if whole else link.name))
+        if whole:
             return self._forward(*arguments.args, **arguments.kwargs)
         counts = even_cut(batch, link.size)
         start, count = offsets(counts)[link.rank], counts[link.rank]
@@ -253,8 +260,17 @@ def _batched(arguments: Arguments, batch: int, unbatched: tuple[str, ...], liste
 
 
 def _gathered(rows: Tensor, counts: tuple[int, ...], link: Link) -> Tensor:
-    count = counts[link.rank]
-    return link.gather(rows[:count].contiguous(), counts, dim=0)
+    def gather(rows: Tensor) -> Tensor:
+        return link.gather(rows[: counts[link.rank]].contiguous(), counts, dim=0)
+
+    if isinstance(rows, LazyPatches) and rows.settled is None:
+        # Each patch is gathered when it is wanted, in the same order on all ranks; whose it is, now.
+        owners, like = rows.owners, torch.empty((sum(counts), *rows.shape[1:]), dtype=rows.dtype, device="meta")
+        everybody = owners.made(
+            ("gather", link.name, counts), lambda: Owners(gather(owners.of.int()).short(), owners.patches)
+        )
+        return rows.sent_through(gather, like, everybody)
+    return gather(rows)
 
 
 def _gathered_list(rows: list[Tensor], counts: tuple[int, ...], link: Link) -> list[Tensor]:
@@ -267,8 +283,15 @@ def _exchanged(output: Any, link: Link) -> list[Any]:
     received: list[list[Tensor]] = []
 
     def exchange(tensor: Tensor) -> Tensor:
-        parts = link.exchange([[tensor]] * link.size, [[tuple(tensor.shape)]] * link.size)
-        received.append([part for (part,) in parts])
+        def parts_of(tensor: Tensor) -> list[Tensor]:
+            tensor = tensor.contiguous()
+            parts = link.exchange([[tensor]] * link.size, [[tuple(tensor.shape)]] * link.size)
+            return [part for (part,) in parts]
+
+        if isinstance(tensor, LazyPatches) and tensor.settled is None:
+            received.append(tensor.shared_out(parts_of, link.size))
+        else:
+            received.append(parts_of(tensor))
         return tensor
 
     _map(output, exchange, lambda tensors: [exchange(tensor) for tensor in tensors])

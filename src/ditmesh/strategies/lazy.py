@@ -181,7 +181,7 @@ class LazyPatches(Tensor):
     _versions: list[Later] | None
     _home: Home
     _whole: Tensor | None
-    _base: LazyPatches | None
+    _origin: LazyPatches | None
     _recipe: Callable[[Tensor], Tensor] | None
     _views: list[weakref.ref[LazyPatches]]
 
@@ -199,7 +199,7 @@ class LazyPatches(Tensor):
         lazy._versions = versions
         lazy._home = home
         lazy._whole = None
-        lazy._base = None
+        lazy._origin = None
         lazy._recipe = None
         lazy._views = []
         return lazy
@@ -242,7 +242,7 @@ class LazyPatches(Tensor):
     def settle(self) -> Tensor:
         """The whole tensor. The first time, this waits for all patches."""
         if self._whole is None:
-            base = self._base
+            base = self._origin
             if base is not None and self._recipe is not None:
                 # A view must stay a view: whoever writes to one of the two writes to both.
                 self._whole = self._recipe(base.settle())
@@ -264,6 +264,18 @@ class LazyPatches(Tensor):
             versions = [Later(lambda v=v: function(v.get()), v.depth + 1) for v in self._versions]
         return LazyPatches(like, self.device, owners, versions, self._home)
 
+    def shared_out(self, function: Callable[[Tensor], list[Tensor]], count: int) -> list[Tensor]:
+        """As `sent_through`, for a function that returns ``count`` tensors like this one, with the same owners."""
+        results: list[list[Later]] = [[] for _ in range(count)]
+        for version in self._versions or []:
+            together = Later(lambda v=version: function(v.get()), version.depth + 1)
+            for index in range(count):
+                results[index].append(Later(lambda t=together, i=index: t.get()[i], together.depth + 1))
+        return [
+            LazyPatches(_stand_in(self), self.device, self._owners, versions if self.held else None, self._home)
+            for versions in results
+        ]
+
     # --- what Python does without the dispatcher -----------------------------------------------------------
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
@@ -277,6 +289,10 @@ class LazyPatches(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.settle().__reduce_ex__(protocol)
+
+    def data_ptr(self) -> int:
+        """0: there is no memory behind it."""
+        return 0 if self._whole is None else self._whole.data_ptr()
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.settle().clone()
@@ -558,14 +574,14 @@ def _multiplied(
 def _note_view(
     view: LazyPatches, of: LazyPatches, func: Any, args: Any, kwargs: Any, index: int | None
 ) -> None:
-    base, before = of._base or of, of._recipe
+    base, before = of._origin or of, of._recipe
 
     def recipe(whole: Tensor) -> Tensor:
         start = whole if before is None else before(whole)
         result = func(start, *args[1:], **kwargs)
         return result if index is None else result[index]
 
-    view._base, view._recipe = base, recipe
+    view._origin, view._recipe = base, recipe
     base._views = [reference for reference in base._views if reference() is not None]
     base._views.append(weakref.ref(view))
 
@@ -573,7 +589,7 @@ def _note_view(
 def _in_place(func: Any, args: Any, kwargs: Any) -> LazyPatches:
     """An operation that writes to a lazy tensor: its versions are replaced."""
     target: LazyPatches = args[0]
-    alone = target._base is None and not any(reference() is not None for reference in target._views)
+    alone = target._origin is None and not any(reference() is not None for reference in target._views)
     if target._whole is None and alone:
         others, others_kwargs = tree_map(_if_settled, (args[1:], kwargs))
 
@@ -594,7 +610,7 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> LazyPatches:
                 target._versions = None if versions is None else versions[0]
                 target._owners = owners[0]
                 return target
-    base = target._base or target
+    base = target._origin or target
     base.settle()
     for reference in base._views:
         view = reference()
