@@ -152,7 +152,8 @@ class PatchLink:
         whole.narrow(dim, start, piece.shape[dim]).copy_(piece)
         seen = written(seen, self)
         kept.masks[segment.name] = (whole, seen)
-        if not (kept.seen <= seen or seen == {WHOLE}):
+        everything = {WHOLE} if self.patches == 1 else set(range(self.patches))
+        if not (everything if WHOLE in kept.seen else kept.seen) <= seen:
             raise LayoutError(
                 f"an attention mask over {segment.name} tokens has another form, {tuple(shape)}, than in the steps "
                 "before; it cannot be put together from its patches"

@@ -101,11 +101,12 @@ class StageWeights:
         self._undo: list[Callable[[], None]] = []
         # Shapes of what is given up here.
         self._shapes: dict[int, torch.Size] = {}
+        kept = kept_parameters(model, layout)
         for block, stage in zip(self._blocks, self._stage, strict=True):
             for parameter in block.parameters():
                 shape = getattr(parameter, ABSENT, parameter.shape)
                 self._shapes[id(parameter)] = shape
-                if stage != link.rank and parameter.numel():
+                if stage != link.rank and parameter.numel() and id(parameter) not in kept:
                     setattr(parameter, ABSENT, parameter.shape)
                     parameter.data = parameter.data.new_empty(0)
                 elif stage == link.rank and hasattr(parameter, ABSENT):
@@ -133,6 +134,12 @@ class StageWeights:
         if hasattr(parameter, ABSENT):
             delattr(parameter, ABSENT)
         return value if mine else received
+
+
+def kept_parameters(model: nn.Module, layout: TokenLayout) -> set[int]:
+    """Parameters (by id) inside blocks that every stage needs. All of them where nobody has reviewed the layout."""
+    modules = [model] if layout.source != "reviewed" else [model.get_submodule(path) for path in layout.kept]
+    return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
 # The attribute of a parameter that is not on this rank; holds its shape.
