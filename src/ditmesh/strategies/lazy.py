@@ -574,7 +574,7 @@ def _multiplied(
 def _note_view(
     view: LazyPatches, of: LazyPatches, func: Any, args: Any, kwargs: Any, index: int | None
 ) -> None:
-    base, before = of._origin or of, of._recipe
+    base, before = of if of._origin is None else of._origin, of._recipe
 
     def recipe(whole: Tensor) -> Tensor:
         start = whole if before is None else before(whole)
@@ -610,7 +610,7 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> LazyPatches:
                 target._versions = None if versions is None else versions[0]
                 target._owners = owners[0]
                 return target
-    base = target._origin or target
+    base = target if target._origin is None else target._origin
     base.settle()
     for reference in base._views:
         view = reference()

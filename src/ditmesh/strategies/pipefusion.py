@@ -139,7 +139,10 @@ class PipeFusion:
 
     def end_request(self, result: Any = None) -> Any:
         """The request is over: whole tensors take the place of lazy ones, and no message stays under way."""
-        result = tree_map(whole_of, result)
+        flushes = self.flushes
+        result = _whole_result(result)
+        # What is asked for when everything has been computed waits for nobody.
+        self.flushes = flushes
         self._drain(None)
         self._memory = {}
         return result
@@ -775,6 +778,19 @@ def _settled(leaf: Any) -> Any:
 
 def _blank(leaf: Any) -> Any:
     return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, LazyPatches) else leaf
+
+
+def _whole_result(result: Any) -> Any:
+    """A pipeline's result with whole tensors."""
+    if isinstance(result, list):
+        return [_whole_result(item) for item in result]
+    if isinstance(result, tuple) and not hasattr(result, "_fields"):
+        return tuple(_whole_result(item) for item in result)
+    if isinstance(result, dict):  # diffusers' BaseOutput, too
+        for key in list(result):
+            result[key] = _whole_result(result[key])
+        return result
+    return whole_of(result)
 
 
 def _same(a: Any, b: Any) -> bool:
