@@ -29,7 +29,7 @@ from .strategies.caches import AgreedCaches
 from .strategies.patches import PatchParallel
 from .strategies.pipefusion import PipeFusion, check_layout, fixed_steps
 from .strategies.sequence import SequenceParallel
-from .strategies.stages import StageWeights, balanced, estimated_costs
+from .strategies.stages import StageWeights, balanced, estimated_costs, spread_parameters
 from .strategies.tensor import TensorParallel, already_cut
 from .strategies.tiled import TiledSequence
 
@@ -73,7 +73,9 @@ class Engine:
         fingerprint = ""
         if mesh.world_size > 1 and config.inputs != "trust" and not isinstance(target, nn.Module):
             # Weights that `load` has cut differ from rank to rank, as they should.
-            cut = {id(model): already_cut(model, mesh.tensor.size) for model, _ in models if mesh.tensor.size > 1}
+            cut: dict[int, set[str]] = {id(model): spread_parameters(model, layout) for model, layout in models}
+            for model, _ in models if mesh.tensor.size > 1 else ():
+                cut[id(model)] |= already_cut(model, mesh.tensor.size)
             fingerprint = weights_fingerprint(target, cut)
         try:
             # The weights: every rank of the tensor axis keeps its slices.

@@ -5,7 +5,7 @@ A stage is a run of consecutive blocks over all block lists of a model, in the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -69,7 +69,8 @@ def estimated_costs(model: nn.Module, layout: TokenLayout) -> list[float]:
     """Cost of every block: the weights that each image token passes through. Works without memory for them."""
     costs = []
     for _, block in blocks_of(model, layout):
-        weights = [(path, p.numel()) for path, p in block.named_parameters() if p.dim() >= 2]
+        shapes = [(path, shape_of(parameter)) for path, parameter in block.named_parameters()]
+        weights = [(path, shape.numel()) for path, shape in shapes if len(shape) >= 2]
         work = sum(count for path, count in weights if not any(mark in path.lower() for mark in _NOT_IMAGE))
         costs.append(float(work or sum(count for _, count in weights) or 1))
     return costs
@@ -104,8 +105,7 @@ class StageWeights:
         kept = kept_parameters(model, layout)
         for block, stage in zip(self._blocks, self._stage, strict=True):
             for parameter in block.parameters():
-                shape = getattr(parameter, ABSENT, parameter.shape)
-                self._shapes[id(parameter)] = shape
+                self._shapes[id(parameter)] = shape_of(parameter)
                 if stage != link.rank and parameter.numel() and id(parameter) not in kept:
                     setattr(parameter, ABSENT, parameter.shape)
                     parameter.data = parameter.data.new_empty(0)
@@ -146,11 +146,27 @@ def kept_parameters(model: nn.Module, layout: TokenLayout) -> set[int]:
 ABSENT = "_ditmesh_absent"
 
 
-def absent_parameters(model: nn.Module) -> Iterator[str]:
-    """Names of the parameters whose values are on another stage."""
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, ABSENT):
-            yield name
+def shape_of(parameter: Tensor) -> torch.Size:
+    """The shape of a parameter, here or on another stage."""
+    return getattr(parameter, ABSENT, parameter.shape)
+
+
+def elsewhere(model: nn.Module, layout: TokenLayout, lengths: Sequence[int], stage: int) -> set[str]:
+    """Names of the parameters that a stage does not hold."""
+    kept = kept_parameters(model, layout)
+    return {
+        f"{path}.{name}"
+        for (path, block), owner in zip(blocks_of(model, layout), stage_of(lengths), strict=True)
+        for name, parameter in block.named_parameters()
+        if owner != stage and id(parameter) not in kept
+    }
+
+
+def spread_parameters(model: nn.Module, layout: TokenLayout) -> set[str]:
+    """Names of the parameters that some stage lacks, if this model was loaded stage by stage; else none."""
+    if not any(hasattr(parameter, ABSENT) for parameter in model.parameters()):
+        return set()
+    return {f"{path}.{name}" for path, block in blocks_of(model, layout) for name, _ in block.named_parameters()}
 
 
 def _refuse_to(name: str) -> Callable[..., Any]:
