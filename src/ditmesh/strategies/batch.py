@@ -48,7 +48,8 @@ class BatchParallel:
         unbatched: arguments whose first dimension is not the batch.
         listed: arguments that are Python lists with an item per sample.
         one_by_one: run every row by itself, so that its bits do not depend on the rows beside it.
-        announce: told before every run of the forward which branch of guidance it is and which rows it has.
+        announce: told before every run of the forward the number of the step and what the run is: which branch of
+            guidance, which rows, and whether it is ahead of the pipeline's call.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class BatchParallel:
         unbatched: tuple[str, ...] = (),
         listed: tuple[str, ...] = (),
         one_by_one: bool = False,
-        announce: Callable[[tuple[Any, ...]], None] | None = None,
+        announce: Callable[[int, tuple[Any, ...]], None] | None = None,
     ) -> None:
         self.model = model
         self._announce = announce
@@ -72,6 +73,7 @@ class BatchParallel:
         self._forward: Callable[..., Any] = self._restore.original
         self._before = _Step()
         self._now = _Step()
+        self._steps = 0
 
     def close(self) -> None:
         """Put the model's own forward back."""
@@ -83,6 +85,7 @@ class BatchParallel:
         The first step of every request then runs alike, and the same request gives the same bits twice.
         """
         self._before, self._now = _Step(), _Step()
+        self._steps = 0
 
     # --- one call ------------------------------------------------------------------------------------------
 
@@ -94,6 +97,7 @@ class BatchParallel:
         seen = {**dict(arguments.leaves()), _STATE: state}
         if not self._now.calls or not _same(seen.get("timestep"), self._now.calls[0].get("timestep")):
             self._before, self._now = self._now, _Step()
+            self._steps += 1
             # A cache remembers every branch by itself: each rank runs all of them, as one device does.
             branches = [] if stateful else self._branches_of(self._before)
             if branches:
@@ -142,7 +146,7 @@ class BatchParallel:
             # With fewer branches than ranks, the ranks left over run the last one along.
             owner = min(self.branches.rank, len(branches) - 1)
             if number % self.branches.size == owner:
-                mine.append((number, predictions[number], self._shared(branch, self.data, number)))
+                mine.append((number, predictions[number], self._shared(branch, self.data, number, ahead=True)))
         rounds = -(-len(branches) // self.branches.size)
         for round_ in range(rounds):
             # A rank without a branch in the last round sends its latest result again: shapes must be known.
@@ -154,12 +158,12 @@ class BatchParallel:
 
     # --- rows --------------------------------------------------------------------------------------------------
 
-    def _shared(self, arguments: Arguments, link: Link, branch: int | None = None) -> Any:
+    def _shared(self, arguments: Arguments, link: Link, branch: int | None = None, ahead: bool = False) -> Any:
         """The forward with its rows shared over ``link``; every rank gets all rows of the result."""
         batch = _batch_size(arguments.get(self._names[0]))
         whole = batch < 2 or (link.size == 1 and not self.one_by_one) or _takes_halves(self.model)
         if self._announce is not None and branch is not None:
-            self._announce((branch, None if whole else link.name))
+            self._announce(self._steps, (branch, None if whole else link.name, ahead))
         if whole:
             return self._forward(*arguments.args, **arguments.kwargs)
         counts = even_cut(batch, link.size)

@@ -53,10 +53,12 @@ class Memory:
     Attributes:
         keys: per attention call: path of the block and number of the call.
         streams: whole streams as the patches left them at the end of a block list.
+        step: the last step that wrote to it.
     """
 
     keys: dict[tuple[str, int], Keys] = field(default_factory=dict)
     streams: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    step: int = -1
 
 
 class Run(Protocol):

@@ -132,10 +132,11 @@ class PipeFusion:
         """A new request starts: nothing of the one before may be seen by it."""
         self._memory: dict[Any, Memory] = {}
         self._step = -1
+        self._announced: int | None = None
         self._calls: list[dict[str, Any]] = []
         self.flushes = 0
         self.synchronous: list[bool] = []
-        self._about: tuple[Any, ...] | None = None
+        self._about: tuple[int, tuple[Any, ...]] | None = None
 
     def end_request(self, result: Any = None) -> Any:
         """The request is over: whole tensors take the place of lazy ones, and no message stays under way."""
@@ -157,9 +158,9 @@ class PipeFusion:
             self._sent.clear()
             self._expected.clear()
 
-    def announce(self, about: tuple[Any, ...]) -> None:
-        """The next call is about this branch of guidance and these rows of the batch."""
-        self._about = about
+    def announce(self, step: int, about: tuple[Any, ...]) -> None:
+        """The next call belongs to this step, and is about this branch of guidance and these rows of the batch."""
+        self._about = step, about
 
     def _drain(self, timeout: timedelta | None) -> None:
         while self._expected:
@@ -176,10 +177,13 @@ class PipeFusion:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         key = self._branch(Arguments(self._names, args, kwargs))
-        synchronous = self._step < self._warm_steps or (self._warm_steps > 0 and key not in self._memory)
+        memory = self._memory.setdefault(key, Memory())
+        # A branch that comes for the first time, or that was left out, has no keys of the step before.
+        known = self._step - memory.step <= 1 and memory.step >= 0
+        synchronous = self._step < self._warm_steps or (self._warm_steps > 0 and not known)
         if len(self.synchronous) == self._step:
             self.synchronous.append(synchronous)
-        memory = self._memory.setdefault(key, Memory())
+        memory.step = self._step
         args, kwargs = tree_map(whole_of if synchronous else _settled, (args, kwargs))
         plan = self._plan(args, kwargs)
         if synchronous:
@@ -194,21 +198,20 @@ class PipeFusion:
 
         A new step begins with a new timestep, or when a branch comes again (samplers that ask twice at a timestep).
         """
-        seen = {path: value for path, value in arguments.leaves() if not covers(self._names[0], path)}
         about, self._about = self._about, None
-        if self._calls and not _same(seen.get("timestep", seen.get("t")), self._calls[0].get("timestep")):
-            self._calls = []
         if about is not None:
-            again = any(call.get("about") == about for call in self._calls)
-        else:
-            again = bool(self._calls) and _same_arguments(seen, self._calls[0])
-        if again:
+            step, key = about
+            if step != self._announced:
+                self._announced = step
+                self._step += 1
+            return key
+        seen = {path: value for path, value in arguments.leaves() if not covers(self._names[0], path)}
+        if self._calls and (not _same_time(seen, self._calls[0]) or _same_otherwise(seen, self._calls[0])):
             self._calls = []
         if not self._calls:
             self._step += 1
-        number = len(self._calls)
-        self._calls.append({**seen, "timestep": seen.get("timestep", seen.get("t")), "about": about})
-        return number if about is None else about
+        self._calls.append(seen)
+        return len(self._calls) - 1
 
     def _whole_picture(self, plan: Plan, memory: Memory, args: Any, kwargs: Any) -> Any:
         """A synchronous step: the picture as one patch, exact. Every rank gets the result."""
@@ -803,6 +806,15 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and not isinstance(a, Tensor) and a == b
 
 
-def _same_arguments(seen: dict[str, Any], before: dict[str, Any]) -> bool:
+# What the transformers of diffusers call the time of a step.
+_TIMES = ("timestep", "t")
+
+
+def _same_time(seen: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether two calls belong to one timestep."""
+    return all(_same(seen.get(name), before.get(name)) for name in _TIMES)
+
+
+def _same_otherwise(seen: dict[str, Any], before: dict[str, Any]) -> bool:
     """Whether two calls at one timestep ask for the same thing, whatever the latents."""
-    return all(_same(value, before.get(path)) for path, value in seen.items() if path not in ("timestep", "t"))
+    return seen.keys() == before.keys() and all(_same(value, before[path]) for path, value in seen.items())
