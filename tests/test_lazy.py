@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ditmesh.strategies.lazy import COMMON, LazyPatches, Later, Owners
+from ditmesh.strategies.lazy import COMMON, Later, LazyPatches, Owners
 
 PATCHES = 3
 
@@ -79,9 +79,7 @@ FLUSHING = {
     "a mask as index": lambda x: x[OTHER > 0],
     "written into a plain tensor": lambda x: torch.zeros(2, 4, 6, 6).copy_(x),
     "patches that meet": lambda x: x + x.flip(2),
-    "noise that looks at values": lambda x: torch.bernoulli(
-        x.sigmoid(), generator=torch.Generator().manual_seed(3)
-    ),
+    "noise that looks at values": lambda x: torch.bernoulli(x.sigmoid(), generator=torch.Generator().manual_seed(3)),
 }
 
 

@@ -190,7 +190,7 @@ def test_unmodified_pipelines_and_samplers(ranks, alone):
             assert flushes == int(name.startswith("dit")), name
             assert synchronous == [True] + [False] * (len(synchronous) - 1), name
             assert len(synchronous) >= 5, name
-            assert repeats and plain, name
+            assert (repeats, plain) == (True, True), name
 
 
 def test_four_stages(ranks, alone):
@@ -410,9 +410,7 @@ def test_balanced_stages():
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         costs = torch.randint(1, 9, (7,), generator=generator).tolist()
-        best = min(
-            max(sum(costs[:a]), sum(costs[a:b]), sum(costs[b:])) for a in range(1, 6) for b in range(a + 1, 7)
-        )
+        best = min(max(sum(costs[:a]), sum(costs[a:b]), sum(costs[b:])) for a in range(1, 6) for b in range(a + 1, 7))
         first, second, _ = balanced(costs, 3)
         parts = costs[:first], costs[first : first + second], costs[first + second :]
         assert max(map(sum, parts)) == best

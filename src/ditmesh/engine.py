@@ -386,7 +386,9 @@ def check_pipe(config: ParallelConfig, layouts: Sequence[TokenLayout]) -> None:
     if config.reproducible:
         raise ConfigError("reproducible=True and PipeFusion (pipe, patches) do not go together yet; leave one out")
     if config.weights is not None:
-        raise ConfigError(f"weights={config.weights!r} share tokens, not the blocks of pipe={config.pipe}; leave it out")
+        raise ConfigError(
+            f"weights={config.weights!r} share tokens, not the blocks of pipe={config.pipe}; leave it out"
+        )
     fixed_steps(config.warmup)
     for layout in layouts:
         check_layout(layout)

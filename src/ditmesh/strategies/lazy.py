@@ -472,9 +472,7 @@ def _elementwise(
 
 
 def _expanded(owners: Owners, shape: torch.Size) -> Owners:
-    return owners.made(
-        ("expand", tuple(shape)), lambda: Owners(owners.of.expand(shape).contiguous(), owners.patches)
-    )
+    return owners.made(("expand", tuple(shape)), lambda: Owners(owners.of.expand(shape).contiguous(), owners.patches))
 
 
 def _union(one: Owners, other: Owners) -> Owners | None:
@@ -571,9 +569,7 @@ def _multiplied(
 # --- writing in place, views ---------------------------------------------------------------------------------------
 
 
-def _note_view(
-    view: LazyPatches, of: LazyPatches, func: Any, args: Any, kwargs: Any, index: int | None
-) -> None:
+def _note_view(view: LazyPatches, of: LazyPatches, func: Any, args: Any, kwargs: Any, index: int | None) -> None:
     base, before = of if of._origin is None else of._origin, of._recipe
 
     def recipe(whole: Tensor) -> Tensor:

@@ -223,7 +223,9 @@ class PatchParallel(SequenceParallel):
         value = link.patch_of(value, segment.lengths, stream.dim)
         if link.patches == 1:
             return value
-        assert run is not None and run.memory is not None and site is not None
+        assert run is not None
+        assert run.memory is not None
+        assert site is not None
         shape = (*value.shape[: stream.dim], segment.total, *value.shape[stream.dim + 1 :])
         key = (site.span, stream.name)
         whole = run.memory.streams.get(key)
@@ -286,7 +288,9 @@ class PatchParallel(SequenceParallel):
     ) -> Tensor:
         """The patch's queries over all keys: its own, and those that the other patches have left."""
         run, site, link = self.run, self._call.site, self.patch_link
-        assert run is not None and run.memory is not None and site is not None
+        assert run is not None
+        assert run.memory is not None
+        assert site is not None
         kept = run.memory.keys.setdefault((site.path, self._call.attention_calls - 1), Keys())
         ulysses, ring = self.mesh.ulysses, self.mesh.ring
         first = link.group.start + ring.rank * ulysses.size

@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ..attention.segments import Segment
 from ..comm.link import Arriving
 from ..doors import BlockSite
 from ..errors import ConfigError, InputError, LayoutError
@@ -33,7 +33,7 @@ from ..layout.arguments import Arguments, covers, parameter_names
 from ..mesh import Mesh
 from ..methods import replace_method
 from ..tiles import even_cut
-from .lazy import COMMON, LazyPatches, Later, Owners, whole_of
+from .lazy import COMMON, Later, LazyPatches, Owners, whole_of
 from .patches import Memory, PatchParallel, is_read, passed_over, streams_of
 from .stages import blocks_of, stage_of
 
@@ -390,15 +390,12 @@ class PipeFusion:
             for region in group:
                 plan.tokens[region.blocks] = counts
             following = groups[position + 1][0] if position + 1 < len(groups) else None
-            marked = [
-                self._marked(args, kwargs, group[-1], following, counts, patch) for patch in range(self.patches)
-            ]
+            marked = [self._marked(args, kwargs, group[-1], following, counts, patch) for patch in range(self.patches)]
             if following is not None:
                 counts = _runs([mark[0] for mark in marked], self.layout.model, following.blocks)
             else:
                 plan.owners = [
-                    _owners([mark[index] for mark in marked], self.layout.model)
-                    for index in range(len(plan.outputs))
+                    _owners([mark[index] for mark in marked], self.layout.model) for index in range(len(plan.outputs))
                 ]
         if self.patches > 1:
             self._try_text(plan, args, kwargs)
@@ -644,7 +641,9 @@ class _PatchRun(_Base):
             if stream.name in self.plan.streams[region.blocks] and is_read(site, stream)  # type: ignore[arg-type]
         ]
         crossing = {source for block, source in self.plan.skips.items() if source <= number < block}
-        return found + [(source, owner._regions[source], owner._regions[source].main.name) for source in sorted(crossing)]
+        return found + [
+            (source, owner._regions[source], owner._regions[source].main.name) for source in sorted(crossing)
+        ]
 
     def expect(self) -> None:
         """Post the receipt of what the stage before sends for this patch."""
@@ -748,11 +747,9 @@ def _runs(marked: list[Tensor], model: str, blocks: str) -> tuple[int, ...]:
     """Tokens of every patch in a list, from those of the list before; tokens of nobody go to the patch before them."""
     together = torch.stack(marked).long().sum(0)
     starts = [int(mark.nonzero()[0]) if bool(mark.any()) else -1 for mark in marked]
-    ordered = all(a < b for a, b in zip(starts, starts[1:], strict=False)) and starts[0] >= 0
+    ordered = all(a < b for a, b in pairwise(starts)) and starts[0] >= 0
     ends = [*starts[1:], len(together)]
-    inside = all(
-        int(mark.nonzero()[-1]) < end for mark, end in zip(marked, ends, strict=True) if bool(mark.any())
-    )
+    inside = all(int(mark.nonzero()[-1]) < end for mark, end in zip(marked, ends, strict=True) if bool(mark.any()))
     if int(together.max()) > 1 or not ordered or not inside:
         raise InputError(
             f"the patches of a picture are not runs of tokens in {blocks} of {model} in this call: samples with texts "
