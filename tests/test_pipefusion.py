@@ -54,7 +54,8 @@ def frozen(name: str, config: dict[str, Any], calls: int = 3) -> dict[str, Any]:
         truth = flat(model(**made))
         with ditmesh.parallelized(model, {**config, "warmup": "fixed(1)"}):
             values = [flat(model(**made)) for _ in range(calls)]
-            synchronous = list(ditmesh.engine_of(model).pipes[0].synchronous)
+            log = ditmesh.engine_of(model).staleness.steps
+            synchronous = [record.synchronous for record in log]
             moved = {**made, next(iter(made)): _other(next(iter(made.values())))}
             stale = relative_error(flat(model(**moved)), truth)
         again = flat(model(**made))
@@ -167,9 +168,10 @@ def drawn(names: list[str], config: dict[str, Any], steps: int = 5) -> dict[str,
             return more_pipelines.draw(family, pipe, [1, 2], steps=steps)
 
         with ditmesh.parallelized(pipe, {"warmup": "fixed(1)", **config}, timeout=60):
-            one = ditmesh.engine_of(pipe).pipes[0]
+            engine = ditmesh.engine_of(pipe)
             latents = once()
-            flushes, synchronous = one.flushes, list(one.synchronous)
+            flushes, log = engine.pipes[0].flushes, engine.staleness.steps
+            synchronous = [record.synchronous or record.filled > 0 for record in log]
             again = once()
         found[name] = (latents, flushes, synchronous, torch.equal(latents, again), type(latents) is torch.Tensor)
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,13 +23,22 @@ from .layout.probe import probe
 from .mesh import DEFAULT_DEADLINE, Mesh
 from .methods import replace_method
 from .request import PipelineDoor
+from .staleness.control import StalenessLog, StepControl
+from .staleness.drift import DriftMonitor
+from .staleness.policy import Adaptive
+from .staleness.policy import parse as parse_warmup
+from .staleness.schedule import noise_levels
 from .strategies.balance import Balance
-from .strategies.batch import BatchParallel, RowSplit
+from .strategies.batch import Announcement, BatchParallel, RowSplit
 from .strategies.caches import AgreedCaches
+from .strategies.displaced import DisplacedParallel, StaleSequence
+from .strategies.naive import NaiveParallel
 from .strategies.patches import PatchParallel
-from .strategies.pipefusion import PipeFusion, check_layout, fixed_steps
+from .strategies.pipefusion import PipeFusion, Steps, check_layout, whole_result
 from .strategies.sequence import SequenceParallel
+from .strategies.simulation import SimulatedSequence, VirtualMesh
 from .strategies.stages import StageWeights, balanced, estimated_costs, spread_parameters
+from .strategies.steps import watch_calls
 from .strategies.tensor import TensorParallel, already_cut
 from .strategies.tiled import TiledSequence
 
@@ -51,6 +60,7 @@ class Engine:
         mesh: ranks, links, and the byte counters (`mesh.traffic`).
         doors: open doors, one set per transformer.
         pipes: PipeFusion of every transformer, if the configuration has stages or patches.
+        control: the steps of a stale sequence strategy; None when every step is exact.
         balances: weights of the sequence ranks, one per transformer; see `rebalance`.
     """
 
@@ -58,8 +68,11 @@ class Engine:
         self.config = config
         self.mesh = mesh
         self.doors: list[ModelDoors] = []
+        self.control: StepControl | None = None
+        self._stale: list[StaleSequence | SimulatedSequence] = []
         self.balances: list[Balance] = []
         self.pipes: list[PipeFusion] = []
+        self._steps: Steps | None = None
         self._target = target
         self._owns_mesh = owns_mesh
         # What is undone by `close`, last first.
@@ -87,16 +100,19 @@ class Engine:
             if mesh.pipe.size > 1:
                 for (model, layout), lengths in zip(models, stages, strict=True):
                     self._undo.append(StageWeights(model, layout, lengths, mesh.pipe).close)
+            noise = partial(_noise_of, target)
+            if config.exchange != "exact":
+                monitor = DriftMonitor(mesh.world.all_reduce, mesh.device)
+                self.control = StepControl(parse_warmup(config.warmup), mesh.sequence.size, monitor, noise)
+            patches = config.patches or config.pipe
+            if config.stages_or_patches:
+                self._steps = Steps(parse_warmup(config.warmup), patches, noise)
             # Blocks and attention: the tokens of a sequence.
-            for (model, layout), lengths in zip(models, stages, strict=True):
+            for number, (model, layout) in enumerate(models):
                 if config.compile:
                     # Under the doors: what stands in for a block's forward is not to be compiled.
                     self._undo.append(compile_blocks(model, layout, config.compile))
-                handler: SequenceParallel
-                if config.stages_or_patches:
-                    handler = PatchParallel(config, mesh)
-                else:
-                    handler = (TiledSequence if config.reproducible else SequenceParallel)(config, mesh)
+                handler = self._sequence(model, layout, f"{number}." if len(models) > 1 else "")
                 self.balances.append(handler.balance)
                 cuts = mesh.sequence.size > 1 or config.reproducible or config.stages_or_patches
                 doors = ModelDoors(model, layout, handler, cuts)
@@ -106,13 +122,12 @@ class Engine:
                 self._undo.append(caches.close)
                 handle = model.register_forward_pre_hook(lambda *_, caches=caches: caches.begin_call())
                 self._undo.append(handle.remove)
-                if isinstance(handler, PatchParallel):
-                    patches = config.patches or config.pipe
-                    pipe = PipeFusion(model, layout, handler, mesh, lengths, patches, config.warmup)
+                if isinstance(handler, PatchParallel) and self._steps is not None:
+                    pipe = PipeFusion(model, layout, handler, mesh, stages[number], patches, self._steps)
                     self.pipes.append(pipe)
                     self._undo.append(pipe.close)
             # The transformer's call, and the decoder's: the rows of a batch, the branches of guidance.
-            begin: list[Callable[[], None]] = [pipe.begin_request for pipe in self.pipes]
+            begin: list[Callable[[], None]] = []
             if mesh.batch.size > 1 or config.reproducible:
                 alone = config.reproducible
                 for number, (model, layout) in enumerate(models):
@@ -124,7 +139,7 @@ class Engine:
                         layout.unbatched,
                         layout.listed,
                         alone,
-                        self.pipes[number].announce if self.pipes else None,
+                        partial(self._before_rows, number),
                     )
                     self._undo.append(rows.close)
                     begin.append(rows.begin_request)
@@ -142,27 +157,101 @@ class Engine:
                 if mesh.world_size > 1 and config.inputs != "trust":
                     inputs = AgreedInputs(target, mesh.world, config.inputs, fingerprint)
                     steps.append(inputs.agree)
-                steps.append(_starting(begin))
-                self._undo.append(PipelineDoor(target, steps, within, self._end_request, self._fail_request).close)
+                steps.append(_starting([*begin, self.begin_request]))
+                self._undo.append(PipelineDoor(target, steps, partial(self._request, within), self._whole).close)
                 if mesh.rank > 0:
                     self._undo.append(_quiet(target))
         except BaseException:
             self.close()
             raise
 
-    def begin_request(self) -> None:
-        """A new picture begins. A pipeline says so by itself; who calls a bare transformer says it here."""
+    @property
+    def staleness(self) -> StalenessLog | None:
+        """What was decided in every step of the latest request, and why; None when every step is exact."""
+        source = self.control or self._steps
+        return None if source is None else source.log
+
+    def begin_request(self, steps: int | None = None) -> None:
+        """A new request: nothing of the one before is seen any more. Pipelines do this by themselves.
+
+        For a bare transformer with a stale strategy; every rank calls it.
+
+        Args:
+            steps: number of denoising steps, which some warm-up policies want to know.
+        """
+        for handler in self._stale:
+            handler.end_request()
         for pipe in self.pipes:
             pipe.begin_request()
+        for source in (self.control, self._steps):
+            if source is not None:
+                source.begin_request(steps)
 
-    def _end_request(self, result: Any) -> Any:
-        for pipe in self.pipes:
-            result = pipe.end_request(result)
-        return result
+    def end_request(self, failed: bool = False) -> None:
+        """The request is over: wait for what is still on its way. Pipelines do this by themselves.
 
-    def _fail_request(self) -> None:
+        Args:
+            failed: it has raised; then other ranks may have gone, and nothing is asked of them.
+        """
+        for handler in self._stale:
+            with suppress(RuntimeError) if failed else nullcontext():
+                handler.end_request()
         for pipe in self.pipes:
-            pipe.fail_request()
+            pipe.end_request(failed)
+        if self.control is not None and not failed:
+            self.control.end_request()
+
+    def _sequence(self, model: nn.Module, layout: TokenLayout, prefix: str) -> SequenceParallel | SimulatedSequence:
+        """The handler of a transformer's blocks; ``prefix`` tells the blocks of several transformers apart."""
+        config, mesh, control = self.config, self.mesh, self.control
+        if config.stages_or_patches:
+            return PatchParallel(config, mesh)
+        if control is None and isinstance(mesh, VirtualMesh):
+            handler = SimulatedSequence([SequenceParallel(config, view) for view in mesh.ranks], model)
+            self._undo.append(handler.close)
+            return handler
+        if control is None:
+            return TiledSequence(config, mesh) if config.reproducible else SequenceParallel(config, mesh)
+        paths = [
+            f"{region.blocks}.{index}"
+            for region in layout.regions
+            for index in range(len(model.get_submodule(region.blocks)))  # type: ignore[arg-type]
+        ]
+        blocks = {path: control.monitor.add_block(prefix + path) for path in paths}
+        strategy = DisplacedParallel if config.exchange == "displaced" else NaiveParallel
+        if isinstance(mesh, VirtualMesh):
+            handler = SimulatedSequence([strategy(config, view, control, blocks) for view in mesh.ranks], model)
+            self._undo.append(handler.close)
+        else:
+            handler = strategy(config, mesh, control, blocks)
+        self._stale.append(handler)
+        self._undo.append(lambda: self.end_request(failed=True))
+        self._undo.append(watch_calls(model, control))
+        return handler
+
+    @contextmanager
+    def _request(self, within: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """The length of a pipeline's call."""
+        with within():
+            try:
+                yield
+            except BaseException:
+                self.end_request(failed=True)
+                raise
+            self.end_request()
+
+    def _before_rows(self, number: int, run: Announcement) -> None:
+        """Rows of a branch are about to run in transformer ``number``, whoever asked for them."""
+        if self.control is not None:
+            self.control.clock.rows = run.rows
+            if run.ahead and run.branch is not None:
+                self.control.clock.branch = run.branch
+        if self.pipes and run.branch is not None:
+            self.pipes[number].announce(run.step, (run.branch, run.link, run.ahead))
+
+    def _whole(self, result: Any) -> Any:
+        """A pipeline's result, with whole tensors in place of patches that have still to come."""
+        return whole_result(result) if self.pipes else result
 
     def rebalance(self) -> None:
         """Measure the speed of every sequence rank again at the next call (``weights="auto"``). On all ranks alike.
@@ -228,8 +317,6 @@ def parallelize(
         # Of a model that does not tell its heads one is sure: the ring takes any number of ranks.
         config = ParallelConfig.auto(world_size, min(heads_of(model) or 1 for model in models))
     config = ParallelConfig.read(config)
-    if config.exchange != "exact":
-        raise ConfigError(f"exchange={config.exchange!r} is not built yet; leave it out")
     if config.stages_or_patches:
         check_pipe(config, layouts)
     for model in models:
@@ -245,6 +332,48 @@ def parallelize(
     engine = Engine(target, config, mesh, owns_mesh)
     engine.open(list(zip(models, layouts, strict=True)))
     return target
+
+
+def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None) -> T:
+    """Make a pipeline (or a bare transformer) draw in this process what ``config`` draws on its ranks.
+
+    For studies of how many devices a stale strategy stands: 8 ranks are simulated on one device, which takes 8 times
+    as long. `restore` undoes it; `engine_of` tells drift and decisions as for real ranks. diffusers' caches, which
+    keep state in the model, are not for this.
+
+    Args:
+        target: as for `parallelize`.
+        config: ``ring`` ranks and how they share keys; no other axis.
+        layout: as for `parallelize`.
+
+    Raises:
+        ConfigError: another axis than ring has a degree, or a setting that the simulation does not know.
+        InputError: ``target`` has no transformer, or is parallelised already.
+    """
+    if hasattr(target, ENGINE):
+        raise InputError(f"this {type(target).__name__} is parallelised already; call ditmesh.restore(...) on it first")
+    config = ParallelConfig.read(config)
+    for setting, given in (("weights", config.weights), ("reproducible", config.reproducible)):
+        if given:
+            raise ConfigError(f"{setting}={given!r} is not simulated; leave it out")
+    models = denoisers(target)
+    for model in models:
+        _check_backend(model)
+    parameter = next(models[0].parameters(), None)
+    mesh = VirtualMesh(config, "cpu" if parameter is None else parameter.device)
+    engine = Engine(target, config, mesh, owns_mesh=False)
+    engine.open([(model, layout or find_layout(model)) for model in models])
+    return target
+
+
+@contextmanager
+def simulated(target: T, config: ConfigLike, **options: Any) -> Iterator[T]:
+    """`simulate` for the length of a ``with`` block. Options as there."""
+    simulate(target, config, **options)
+    try:
+        yield target
+    finally:
+        restore(target)
 
 
 def restore(target: T) -> T:
@@ -389,9 +518,18 @@ def check_pipe(config: ParallelConfig, layouts: Sequence[TokenLayout]) -> None:
         raise ConfigError(
             f"weights={config.weights!r} share tokens, not the blocks of pipe={config.pipe}; leave it out"
         )
-    fixed_steps(config.warmup)
+    if isinstance(parse_warmup(config.warmup), Adaptive):
+        raise ConfigError(
+            f"warmup={config.warmup!r} measures the drift of keys, which pipe does not; use 'fixed(n)', 'sqrt(n)', "
+            "'periodic(n)' or 'first_last(n, m)' with pipe"
+        )
     for layout in layouts:
         check_layout(layout)
+
+
+def _noise_of(target: Any) -> tuple[float, ...] | None:
+    """Noise levels of the request's steps, if the target is a pipeline with a scheduler."""
+    return noise_levels(getattr(target, "scheduler", None))
 
 
 def _starting(begin: list[Callable[[], None]]) -> Callable[..., Any]:

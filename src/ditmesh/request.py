@@ -21,7 +21,6 @@ class PipelineDoor:
         steps: each takes the call's arguments and returns those to use, in order.
         within: made anew for every call, which runs inside it.
         finish: takes the call's result and returns that to use.
-        failed: called when the call raises.
     """
 
     def __init__(
@@ -30,7 +29,6 @@ class PipelineDoor:
         steps: list[Callable[[tuple[Any, ...], dict[str, Any]], Call]],
         within: Callable[[], AbstractContextManager[None]] = nullcontext,
         finish: Callable[[Any], Any] = lambda result: result,
-        failed: Callable[[], None] = lambda: None,
     ) -> None:
         self._pipe = pipe
         self._class = type(pipe)
@@ -41,11 +39,7 @@ class PipelineDoor:
             with within():
                 for step in steps:
                     args, kwargs = step(args, kwargs)
-                try:
-                    return finish(call(pipe, *args, **kwargs))
-                except BaseException:
-                    failed()
-                    raise
+                return finish(call(pipe, *args, **kwargs))
 
         members = {"__call__": through_the_door, "__module__": self._class.__module__}
         pipe.__class__ = type(self._class.__name__, (self._class,), members)

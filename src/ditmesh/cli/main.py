@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError, LayoutError, RankFailed
-from ..launch import from_torchrun
+from ..launch import from_torchrun, leave
 from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
@@ -51,6 +51,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Exit code 0: done. 1: a rank failed (its traceback is on stderr), or a bug. 2: what was asked for cannot be done;
     one sentence on stderr says why and what can. 130: stopped by Ctrl-C.
     """
+    if arguments is not None:
+        _run(arguments)
+        return
+    try:
+        _run(None)
+    except SystemExit as left:
+        if left.code is not None and not isinstance(left.code, int):
+            raise
+        # This process is ours.
+        leave(left.code or 0)
+
+
+def _run(arguments: Sequence[str] | None) -> None:
     try:
         app(None if arguments is None else list(arguments), prog_name="ditmesh")
     except (InputError, LayoutError) as error:

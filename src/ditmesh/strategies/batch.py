@@ -10,7 +10,7 @@ are exchanged, and the later calls are answered from them once their arguments h
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,6 +37,25 @@ class _Step:
     ahead: dict[int, tuple[dict[str, Any], Any]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Announcement:
+    """One run of the model's forward, as announced.
+
+    Attributes:
+        step: number of the step, counted by new timesteps.
+        branch: number of the call in its step: the branch of guidance; None where nobody shares branches out.
+        ahead: whether it runs ahead of the pipeline's call.
+        rows: first row of the batch, and one after the last.
+        link: name of the link that shares the rows; empty when they are not shared.
+    """
+
+    step: int
+    branch: int | None
+    ahead: bool
+    rows: tuple[int, int]
+    link: str = ""
+
+
 class BatchParallel:
     """Stands in for a transformer's forward and shares its rows and branches out.
 
@@ -48,8 +67,7 @@ class BatchParallel:
         unbatched: arguments whose first dimension is not the batch.
         listed: arguments that are Python lists with an item per sample.
         one_by_one: run every row by itself, so that its bits do not depend on the rows beside it.
-        announce: told before every run of the forward the number of the step and what the run is: which branch of
-            guidance, which rows, and whether it is ahead of the pipeline's call.
+        announce: told before every run of the model what the run is.
     """
 
     def __init__(
@@ -61,7 +79,7 @@ class BatchParallel:
         unbatched: tuple[str, ...] = (),
         listed: tuple[str, ...] = (),
         one_by_one: bool = False,
-        announce: Callable[[int, tuple[Any, ...]], None] | None = None,
+        announce: Callable[[Announcement], None] = lambda run: None,
     ) -> None:
         self.model = model
         self._announce = announce
@@ -159,28 +177,32 @@ class BatchParallel:
     # --- rows --------------------------------------------------------------------------------------------------
 
     def _shared(self, arguments: Arguments, link: Link, branch: int | None = None, ahead: bool = False) -> Any:
-        """The forward with its rows shared over ``link``; every rank gets all rows of the result."""
+        """The forward with its rows shared over ``link``; every rank gets all rows of the result.
+
+        ``branch``: its number, where it is known; ``ahead``: it runs ahead of the pipeline's call.
+        """
         batch = _batch_size(arguments.get(self._names[0]))
-        whole = batch < 2 or (link.size == 1 and not self.one_by_one) or _takes_halves(self.model)
-        if self._announce is not None and branch is not None:
-            self._announce(self._steps, (branch, None if whole else link.name, ahead))
-        if whole:
+        if batch < 2 or (link.size == 1 and not self.one_by_one) or _takes_halves(self.model):
+            self._announce(Announcement(self._steps, branch, ahead, (0, batch)))
             return self._forward(*arguments.args, **arguments.kwargs)
+        run = Announcement(self._steps, branch, ahead, (0, batch), link.name)
         counts = even_cut(batch, link.size)
         start, count = offsets(counts)[link.rank], counts[link.rank]
         # A rank without rows computes the last one along, so that every rank of its group takes part alike.
         take = slice(start, start + count) if count else slice(batch - 1, batch)
         batched = _batched(arguments, batch, self.unbatched, self.listed)
         if self.one_by_one:
-            output = _joined([self._rows(arguments, batched, slice(r, r + 1)) for r in range(take.start, take.stop)])
+            rows = [slice(row, row + 1) for row in range(take.start, take.stop)]
+            output = _joined([self._rows(arguments, batched, row, run) for row in rows])
         else:
-            output = self._rows(arguments, batched, take)
+            output = self._rows(arguments, batched, take, run)
         return _map(output, lambda rows: _gathered(rows, counts, link), lambda rows: _gathered_list(rows, counts, link))
 
-    def _rows(self, arguments: Arguments, batched: list[str], take: slice) -> Any:
+    def _rows(self, arguments: Arguments, batched: list[str], take: slice, run: Announcement) -> Any:
         part = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
         for path in batched:
             part.set(path, _some(arguments.get(path), take))
+        self._announce(replace(run, rows=(take.start, take.stop)))
         return self._forward(*part.args, **part.kwargs)
 
 

@@ -12,7 +12,6 @@ The pipeline runs as it is, on every rank. What the transformer returns is a ten
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -32,6 +31,9 @@ from ..layout import Region, TokenLayout
 from ..layout.arguments import Arguments, covers, parameter_names
 from ..mesh import Mesh
 from ..methods import replace_method
+from ..staleness.control import StalenessLog, StepRecord
+from ..staleness.policy import Outlook, Past, WarmupPolicy
+from ..staleness.schedule import even_levels
 from ..tiles import even_cut
 from .lazy import COMMON, Later, LazyPatches, Owners, whole_of
 from .patches import Memory, PatchParallel, is_read, passed_over, streams_of
@@ -78,6 +80,59 @@ class Plan:
         return tree_unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)
 
 
+class Steps:
+    """The steps of a request, and which of them are synchronous. Shared by a pipeline's transformers.
+
+    Args:
+        policy: decides; it is told of no drift.
+        patches: patches of the picture, which stand for the devices of the policy: M decides what is seen fresh.
+        noise: noise levels of the request's steps, asked for at its first call.
+
+    Attributes:
+        step: number of the step in progress, from 0; -1 before the first call.
+        log: what was decided; `StepRecord.filled` counts the calls of a stale step that were synchronous because they
+            had no keys of the step before.
+    """
+
+    def __init__(
+        self, policy: WarmupPolicy, patches: int, noise: Callable[[], tuple[float, ...] | None] = lambda: None
+    ) -> None:
+        self._policy = policy
+        self._patches = patches
+        self._ask_noise = noise
+        self.begin_request()
+
+    def begin_request(self, steps: int | None = None) -> None:
+        """A new request; ``steps``: how many steps it has, where no pipeline tells."""
+        self.step = -1
+        self.log = StalenessLog()
+        self._given = steps
+        self._past: list[Past] = []
+        self._outlook = Outlook(self._patches)
+
+    def next(self) -> None:
+        """A new step begins: decide."""
+        self.step += 1
+        if self.step == 0:
+            noise = self._ask_noise() if self._given is None else even_levels(self._given)
+            self._outlook = Outlook(self._patches, noise)
+        decision = self._policy.decide(self.step, self._outlook, self._past)
+        self._past.append(Past(decision.synchronous))
+        self.log.steps.append(StepRecord(self.step, decision.synchronous, decision.reason))
+
+    def synchronous(self, known: bool) -> bool:
+        """Whether a call of this step is synchronous, given whether there are keys of the step before.
+
+        A policy that wants the very first step stale gets it stale, with nothing to be stale on; later on, a call
+        without keys is synchronous.
+        """
+        record = self.log.steps[-1]
+        if record.synchronous or known or not self.log.steps[0].synchronous:
+            return record.synchronous
+        record.filled += 1
+        return True
+
+
 class PipeFusion:
     """Stands in for a transformer's forward and runs it patch by patch, stage by stage.
 
@@ -88,11 +143,11 @@ class PipeFusion:
         mesh: ranks and links.
         lengths: blocks of every stage.
         patches: patches of the picture, M.
-        warmup: policy, ``"fixed(4)"``.
+        steps: the request's steps.
 
     Attributes:
-        flushes: how often a whole tensor was asked for since the request began; a measure of what patches cost.
-        synchronous: for every step since the request began whether it was synchronous.
+        flushes: how often a whole tensor was asked for since the request began and before its result: each time all
+            stages wait for the last patch.
     """
 
     def __init__(
@@ -103,7 +158,7 @@ class PipeFusion:
         mesh: Mesh,
         lengths: Sequence[int],
         patches: int,
-        warmup: str,
+        steps: Steps,
     ) -> None:
         check_layout(layout)
         self.model = model
@@ -112,7 +167,7 @@ class PipeFusion:
         self.link, self.back = mesh.pipe, mesh.pipe_back
         self.device = mesh.device
         self.patches = patches
-        self._warm_steps = fixed_steps(warmup)
+        self.steps = steps
         self._numbers = {path: number for number, (path, _) in enumerate(blocks_of(model, layout))}
         self._regions = [region for region in layout.regions for _ in model.get_submodule(region.blocks).children()]
         self._stage = stage_of(lengths)
@@ -130,33 +185,28 @@ class PipeFusion:
 
     def begin_request(self) -> None:
         """A new request starts: nothing of the one before may be seen by it."""
+        self._drain(None)
         self._memory: dict[Any, Memory] = {}
-        self._step = -1
         self._announced: int | None = None
+        self._about: tuple[int, tuple[Any, ...]] | None = None
         self._calls: list[dict[str, Any]] = []
         self.flushes = 0
-        self.synchronous: list[bool] = []
-        self._about: tuple[int, tuple[Any, ...]] | None = None
 
-    def end_request(self, result: Any = None) -> Any:
-        """The request is over: whole tensors take the place of lazy ones, and no message stays under way."""
-        flushes = self.flushes
-        result = _whole_result(result)
-        # What is asked for when everything has been computed waits for nobody.
-        self.flushes = flushes
-        self._drain(None)
-        self._memory = {}
-        return result
+    def end_request(self, failed: bool = False) -> None:
+        """The request is over: no message stays under way, nothing is kept.
 
-    def fail_request(self) -> None:
-        """The request has raised: take what other stages have sent, but do not wait for ranks that are gone."""
+        Args:
+            failed: it has raised. What other stages have sent is taken, but ranks that are gone are not waited for.
+        """
         self._memory = {}
         try:
-            self._drain(timedelta(seconds=_PATIENCE))
+            self._drain(timedelta(seconds=_PATIENCE) if failed else None)
         except RuntimeError:
             # The other side is gone: the launcher tells of it.
             self._sent.clear()
             self._expected.clear()
+            if not failed:
+                raise
 
     def announce(self, step: int, about: tuple[Any, ...]) -> None:
         """The next call belongs to this step, and is about this branch of guidance and these rows of the batch."""
@@ -170,7 +220,7 @@ class PipeFusion:
 
     def close(self) -> None:
         """Put the model's own forward back."""
-        self.fail_request()
+        self.end_request(failed=True)
         self._restore()
 
     # --- one call ------------------------------------------------------------------------------------------
@@ -179,11 +229,8 @@ class PipeFusion:
         key = self._branch(Arguments(self._names, args, kwargs))
         memory = self._memory.setdefault(key, Memory())
         # A branch that comes for the first time, or that was left out, has no keys of the step before.
-        known = self._step - memory.step <= 1 and memory.step >= 0
-        synchronous = self._step < self._warm_steps or (self._warm_steps > 0 and not known)
-        if len(self.synchronous) == self._step:
-            self.synchronous.append(synchronous)
-        memory.step = self._step
+        synchronous = self.steps.synchronous(memory.step >= 0 and self.steps.step - memory.step <= 1)
+        memory.step = self.steps.step
         args, kwargs = tree_map(whole_of if synchronous else _settled, (args, kwargs))
         plan = self._plan(args, kwargs)
         if synchronous:
@@ -203,13 +250,13 @@ class PipeFusion:
             step, key = about
             if step != self._announced:
                 self._announced = step
-                self._step += 1
+                self.steps.next()
             return key
         seen = {path: value for path, value in arguments.leaves() if not covers(self._names[0], path)}
         if self._calls and (not _same_time(seen, self._calls[0]) or _same_otherwise(seen, self._calls[0])):
             self._calls = []
         if not self._calls:
-            self._step += 1
+            self.steps.next()
         self._calls.append(seen)
         return len(self._calls) - 1
 
@@ -726,18 +773,6 @@ def check_layout(layout: TokenLayout) -> None:
         raise ConfigError(f"{layout.model} cannot run with pipe or patches: {reason}; use ulysses, ring or tensor")
 
 
-def fixed_steps(warmup: str) -> int:
-    """Synchronous steps of the policy ``fixed(n)``.
-
-    Raises:
-        ConfigError: another policy.
-    """
-    found = re.fullmatch(r"\s*fixed\(\s*(\d+)\s*\)\s*", warmup)
-    if found is None:
-        raise ConfigError(f"warmup={warmup!r} is not possible with pipe; use 'fixed(n)' with n synchronous steps")
-    return int(found[1])
-
-
 def _marked_tokens(stream: Tensor, dim: int) -> Tensor:
     """Which tokens of a stream hold a NaN: (S,)."""
     return torch.isnan(stream).transpose(0, dim).flatten(1).any(1)
@@ -780,15 +815,15 @@ def _blank(leaf: Any) -> Any:
     return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, LazyPatches) else leaf
 
 
-def _whole_result(result: Any) -> Any:
+def whole_result(result: Any) -> Any:
     """A pipeline's result with whole tensors."""
     if isinstance(result, list):
-        return [_whole_result(item) for item in result]
+        return [whole_result(item) for item in result]
     if isinstance(result, tuple) and not hasattr(result, "_fields"):
-        return tuple(_whole_result(item) for item in result)
+        return tuple(whole_result(item) for item in result)
     if isinstance(result, dict):  # diffusers' BaseOutput, too
         for key in list(result):
-            result[key] = _whole_result(result[key])
+            result[key] = whole_result(result[key])
         return result
     return whole_of(result)
 

@@ -53,6 +53,8 @@ class _Tiles:
     segments: dict[str, Segment] = field(default_factory=dict)
     # id of a rank's part (and how it was cut) -> the part, kept so that its id stays its own, and its tiles
     cuts: dict[tuple[int, int, tuple[str, ...]], tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
+    # stream -> what the latest block returned: as one tensor, its version, and tile by tile
+    results: dict[str, tuple[Tensor, int, list[Tensor]]] = field(default_factory=dict)
 
 
 class TiledSequence(SequenceParallel):
@@ -66,6 +68,8 @@ class TiledSequence(SequenceParallel):
     def __init__(self, config: ParallelConfig, mesh: Mesh) -> None:
         super().__init__(config, mesh)
         self._tiles = _Tiles()
+        # id of a linear -> the input and output of its latest run in this block
+        self._shared: dict[int, tuple[Tensor, Any]] = {}
 
     def begin_call(self) -> None:
         super().begin_call()
@@ -130,14 +134,34 @@ class TiledSequence(SequenceParallel):
             return self._run_block(site, restore.original, Arguments(names, args, kwargs))
 
         restore = replace_method(block, "forward", forward)
+        shared = [self._share(module) for module in block.modules() if isinstance(module, nn.Linear)]
         # The timing stands outside and takes the block as one piece.
         timing = super().wrap(site, block)
 
         def undo() -> None:
             timing()
+            while shared:
+                shared.pop()()
             restore()
 
         return undo
+
+    def _share(self, linear: nn.Module) -> Callable[[], None]:
+        """Let tiles share a linear's result where all give it the same input, which no token has a part in.
+
+        That is the modulation, made from the timestep, and keys and values of a text that every tile is given.
+        """
+
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            known = self._shared.get(id(linear))
+            if known is not None and (known[0] is x or (x.dim() == 2 and torch.equal(known[0], x))):
+                return known[1]
+            out = restore.original(x, *args, **kwargs)
+            self._shared[id(linear)] = (x, out)
+            return out
+
+        restore = replace_method(linear, "forward", forward)
+        return restore
 
     def _run_block(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> Any:
         count = len(self._run_of(self.link.rank))
@@ -151,7 +175,12 @@ class TiledSequence(SequenceParallel):
         for stream in region.streams:
             value = arguments.get(stream.arg)
             if isinstance(value, Tensor):
-                spread(stream.arg, self._split(value, stream.dim, (stream.name,), site.path))
+                kept = self._tiles.results.get(stream.name)
+                # What the block before returned need not be cut again, unless it was changed in place.
+                if kept is not None and kept[0] is value and kept[1] == value._version:
+                    spread(stream.arg, kept[2])
+                else:
+                    spread(stream.arg, self._split(value, stream.dim, (stream.name,), site.path))
         for path in region.local:
             # Results of an earlier block of this list, cut as the image is.
             value = arguments.get(path)
@@ -177,7 +206,9 @@ class TiledSequence(SequenceParallel):
             self._call.attention_calls = before
             return forward(*part.args, **part.kwargs)
 
+        self._shared.clear()
         outputs = run_together([partial(run, part) for part in parts], self._meet)
+        self._shared.clear()
         output = outputs[0]
         for stream in region.streams:
             values = [result_of(one, stream) for one in outputs]
@@ -186,6 +217,7 @@ class TiledSequence(SequenceParallel):
             if not self._tiles.segments[stream.name].replicated:
                 value = values[0] if count == 1 else torch.cat(values, dim=stream.dim)
                 output = with_result(output, stream, value)
+                self._tiles.results[stream.name] = (value, value._version, [aligned(part) for part in values])
             elif self._uneven and self.link.size > 1:
                 output = with_result(output, stream, self._of_first_tile(values[0], stream.dim))
         return output
@@ -259,25 +291,24 @@ class TiledSequence(SequenceParallel):
         ulysses, ring = self.mesh.ulysses, self.mesh.ring
         if ulysses.size == 1:
             k, v = self._over_the_ring(k, v, keys)
-            k_heads, v_heads = _heads(k), _heads(v)
-            return [
-                _unit(one.q, k_heads, v_heads, mask_of(tile), one.scale) for tile, one in zip(run, asked, strict=True)
-            ]
+            return _units([one.q for one in asked], k, v, [mask_of(tile) for tile in run], first.scale)
         group = range(ring.rank * ulysses.size, (ring.rank + 1) * ulysses.size)
         mine, theirs = of_ranks(queries, group), of_ranks(keys, group)
         exchange = self._head_exchange(first.q.shape[1])
         q = joined([one.q for one in asked], here_queries, dim=2)
         q, k, v = exchange.gather_tokens((q, k, v), (mine, theirs, theirs))
         k, v = self._over_the_ring(k, v, keys)
-        k_heads, v_heads = _heads(k), _heads(v)
         start, count = exchange.head_starts[ulysses.rank], exchange.head_counts[ulysses.rank]
         tiles = range(self._run_of(group[0]).start, self._run_of(group[-1]).stop)
         theirs = of_ranks(tile_queries, tiles)
-        outs: list[Tensor] = []
-        for place, tile in enumerate(tiles):
-            mask = mask_of(tile)
-            mask = None if mask is None else masks.of_heads(mask, start, count)
-            outs.append(_unit(cut(q, 2, theirs, (place,)), k_heads, v_heads, mask, first.scale))
+        given = [mask_of(tile) for tile in tiles]
+        outs = _units(
+            [cut(q, 2, theirs, (place,)) for place in range(len(tiles))],
+            k,
+            v,
+            [None if mask is None else masks.of_heads(mask, start, count) for mask in given],
+            first.scale,
+        )
         out = exchange.gather_heads(joined(outs, theirs, dim=2), mine).transpose(1, 2)
         return [aligned(cut(out, 1, here_queries, (place,))).transpose(1, 2) for place in range(len(asked))]
 
@@ -447,29 +478,31 @@ def joined(tiles: Sequence[Tensor], tokens: Sequence[Segment], dim: int) -> Tens
     return torch.cat(parts, dim=dim)
 
 
-def _heads(tensor: Tensor) -> list[Tensor]:
-    """(B, H, S, D) head by head, (B, 1, S, D) each."""
-    return [aligned(tensor[:, head : head + 1]) for head in range(tensor.shape[1])]
-
-
-def _unit(q: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor | None, scale: float | None) -> Tensor:
-    """One tile of queries over all keys, head by head: the shapes do not depend on who has which heads.
+def _units(
+    queries: Sequence[Tensor], k: Tensor, v: Tensor, given: Sequence[Tensor | None], scale: float | None
+) -> list[Tensor]:
+    """Tiles of queries over all keys, each head and tile by itself: the shapes do not depend on who has which.
 
     Args:
-        q: (B, H, tile, D).
-        keys, values: H tensors (B, 1, S, D).
-        mask: broadcastable to (B, H, tile, S).
+        queries: one (B, H, tile, D) for every tile.
+        k, v: (B, H, S, D).
+        given: for every tile its mask, broadcastable to (B, H, tile, S), or None.
+        scale: factor of the scores.
 
     Returns:
-        (B, H, tile, D); in memory (B, tile, H, D), as one call for all heads leaves it.
+        One (B, H, tile, D) for every tile; in memory (B, tile, H, D), as one call for all heads leaves it.
     """
-    batch, heads, rows, _ = q.shape
-    out = q.new_empty(batch, rows, heads, values[0].shape[-1])
-    for head, (k, v) in enumerate(zip(keys, values, strict=True)):
-        bias = None if mask is None else aligned(masks.of_heads(mask, head, 1))
-        one = sdpa(aligned(q[:, head : head + 1]), k, v, attn_mask=bias, scale=scale)
-        out[:, :, head] = one[:, 0]
-    return out.transpose(1, 2)
+    # One copy for all heads: a head's rows then lie together.
+    queries, k, v = [q.contiguous() for q in queries], k.contiguous(), v.contiguous()
+    outs = [q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]) for q in queries]
+    for head in range(k.shape[1]):
+        own = slice(head, head + 1)
+        # One head's keys and values stay in the processor's cache while all tiles of queries pass.
+        k_head, v_head = aligned(k[:, own]), aligned(v[:, own])
+        for q, mask, out in zip(queries, given, outs, strict=True):
+            bias = None if mask is None else aligned(masks.of_heads(mask, head, 1))
+            out[:, :, head] = sdpa(aligned(q[:, own]), k_head, v_head, attn_mask=bias, scale=scale)[:, 0]
+    return [out.transpose(1, 2) for out in outs]
 
 
 def _known(own: dict[int, Tensor], tile: int) -> Tensor:
