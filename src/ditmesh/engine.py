@@ -251,7 +251,12 @@ class Engine:
 
     def _whole(self, result: Any) -> Any:
         """A pipeline's result, with whole tensors in place of patches that have still to come."""
-        return whole_result(result) if self.pipes else result
+        flushes = [pipe.flushes for pipe in self.pipes]
+        result = whole_result(result) if self.pipes else result
+        # At the end everything has to come anyway: that is no pause.
+        for pipe, count in zip(self.pipes, flushes, strict=True):
+            pipe.flushes = count
+        return result
 
     def rebalance(self) -> None:
         """Measure the speed of every sequence rank again at the next call (``weights="auto"``). On all ranks alike.
