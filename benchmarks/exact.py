@@ -48,6 +48,9 @@ CONTENDERS: dict[str, tuple[int, int, dict[str, Any] | None]] = {
     "ulysses=2": (2, 1, {"ulysses": 2}),
     "ring=2": (2, 1, {"ring": 2}),
     "tensor=2": (2, 1, {"tensor": 2}),
+    "reproducible, 1 rank": (1, 1, {"reproducible": True}),
+    "reproducible, ulysses=2": (2, 1, {"ulysses": 2, "reproducible": True}),
+    "reproducible, ring=2": (2, 1, {"ring": 2, "reproducible": True}),
     "diffusers, 1 process x 2 threads": (1, 2, None),
 }
 BASELINE = "diffusers, 1 rank"
@@ -78,26 +81,30 @@ def mesh_of(config: str) -> Any:
     return ditmesh.Mesh(ditmesh.ParallelConfig(**json.loads(config)))
 
 
-def seconds(config: dict[str, Any] | None, runs: int) -> float:
-    """Best time of ``runs`` forwards on this rank, after one that does not count."""
-    import ditmesh
+def timed_forward(runs: int) -> float:
+    """Best time of ``runs`` forwards on this rank as the model stands."""
 
-    model, inputs = benchmark_model(), benchmark_inputs()
-
-    def timed() -> float:
+    def once() -> float:
         if torch.distributed.get_world_size() > 1:
             torch.distributed.barrier()
         start = time.perf_counter()
         with torch.no_grad():
-            model(**inputs)
+            benchmark_model()(**benchmark_inputs())
         return time.perf_counter() - start
 
+    return min(once() for _ in range(runs))
+
+
+def seconds(config: dict[str, Any] | None, runs: int) -> float:
+    """Best time of ``runs`` forwards on this rank, after one that does not count."""
+    import ditmesh
+
     if config is None:
-        timed()
-        return min(timed() for _ in range(runs))
-    with ditmesh.parallelized(model, config, mesh=mesh_of(json.dumps(config))):
-        timed()
-        return min(timed() for _ in range(runs))
+        timed_forward(1)
+        return timed_forward(runs)
+    with ditmesh.parallelized(benchmark_model(), config, mesh=mesh_of(json.dumps(config))):
+        timed_forward(1)
+        return timed_forward(runs)
 
 
 def main() -> None:

@@ -64,6 +64,10 @@ class Handler(door.AttentionHandler, Protocol):
         """A block has returned ``output``; returns what the model is to see."""
         ...
 
+    def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
+        """Stand in for a block's forward, between the hooks, if need be; returns the undo."""
+        ...
+
     def adapt(self, site: BlockSite, rule: str, module: nn.Module) -> Callable[[], None]:
         """Make a module that mixes tokens without attention see those of other ranks; returns the undo."""
         ...
@@ -130,6 +134,7 @@ class ModelDoors:
 
     def _hang(self, block: nn.Module, site: BlockSite) -> None:
         names = parameter_names(type(block).forward)
+        self._undo.append(self.handler.wrap(site, block))
         for leaf in site.region.leaves:
             try:
                 module = block.get_submodule(leaf.module)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,17 +14,21 @@ from torch import nn
 from . import support
 from .compilation import compile_blocks
 from .config import ParallelConfig
+from .determinism import deterministic
 from .doors import ModelDoors
 from .errors import ConfigError, InputError
 from .inputs import AgreedInputs, weights_fingerprint
 from .layout import TokenLayout, layout_of
 from .layout.probe import probe
 from .mesh import DEFAULT_DEADLINE, Mesh
+from .methods import replace_method
 from .request import PipelineDoor
+from .strategies.balance import Balance
 from .strategies.batch import BatchParallel, RowSplit
 from .strategies.caches import AgreedCaches
 from .strategies.sequence import SequenceParallel
 from .strategies.tensor import TensorParallel, already_cut
+from .strategies.tiled import TiledSequence
 
 T = TypeVar("T")
 ConfigLike = ParallelConfig | Mapping[str, Any] | str | Path
@@ -42,12 +47,14 @@ class Engine:
         config: the configuration in force.
         mesh: ranks, links, and the byte counters (`mesh.traffic`).
         doors: open doors, one set per transformer.
+        balances: weights of the sequence ranks, one per transformer; see `rebalance`.
     """
 
     def __init__(self, target: Any, config: ParallelConfig, mesh: Mesh, owns_mesh: bool) -> None:
         self.config = config
         self.mesh = mesh
         self.doors: list[ModelDoors] = []
+        self.balances: list[Balance] = []
         self._target = target
         self._owns_mesh = owns_mesh
         # What is undone by `close`, last first.
@@ -70,7 +77,10 @@ class Engine:
                     self._undo.append(TensorParallel(model, mesh.tensor).close)
             # Blocks and attention: the tokens of a sequence.
             for model, layout in models:
-                doors = ModelDoors(model, layout, SequenceParallel(config, mesh), mesh.sequence.size > 1)
+                kind = TiledSequence if config.reproducible else SequenceParallel
+                handler = kind(config, mesh)
+                self.balances.append(handler.balance)
+                doors = ModelDoors(model, layout, handler, mesh.sequence.size > 1 or config.reproducible)
                 self.doors.append(doors)
                 self._undo.append(doors.close)
                 caches = AgreedCaches(model, mesh.world)
@@ -81,14 +91,20 @@ class Engine:
                     self._undo.append(compile_blocks(model, layout, config.compile))
             # The transformer's call, and the decoder's: the rows of a batch, the branches of guidance.
             begin: list[Callable[[], None]] = []
-            if mesh.batch.size > 1:
+            if mesh.batch.size > 1 or config.reproducible:
+                alone = config.reproducible
                 for model, layout in models:
-                    rows = BatchParallel(model, mesh.batch, mesh.data, mesh.cfg, layout.unbatched, layout.listed)
+                    rows = BatchParallel(model, mesh.batch, mesh.data, mesh.cfg, layout.unbatched, layout.listed, alone)
                     self._undo.append(rows.close)
                     begin.append(rows.begin_request)
                 vae = getattr(target, "vae", None)
                 if vae is not None:
-                    self._undo.append(RowSplit(vae, "decode", mesh.batch).close)
+                    self._undo.append(RowSplit(vae, "decode", mesh.batch, alone).close)
+            within: Callable[[], AbstractContextManager[None]] = nullcontext
+            if config.reproducible:
+                within = partial(deterministic, mesh.device)
+                for model, _ in models:
+                    self._undo.append(_inside(model, within))
             # The pipeline's call: the same inputs everywhere, nothing left over from the call before.
             if not isinstance(target, nn.Module):
                 steps: list[Callable[..., Any]] = []
@@ -96,12 +112,23 @@ class Engine:
                     inputs = AgreedInputs(target, mesh.world, config.inputs, fingerprint)
                     steps.append(inputs.agree)
                 steps.append(_starting(begin))
-                self._undo.append(PipelineDoor(target, steps).close)
+                self._undo.append(PipelineDoor(target, steps, within).close)
                 if mesh.rank > 0:
                     self._undo.append(_quiet(target))
         except BaseException:
             self.close()
             raise
+
+    def rebalance(self) -> None:
+        """Measure the speed of every sequence rank again at the next call (``weights="auto"``). On all ranks alike.
+
+        Raises:
+            ConfigError: the weights are not measured.
+        """
+        if self.config.weights != "auto":
+            raise ConfigError(f"weights={self.config.weights!r} are given; use weights='auto' to have them measured")
+        for balance in self.balances:
+            balance.wanted = True
 
     def own_mesh(self) -> None:
         """Give the mesh's groups back in `close`: whoever made it hands it over."""
@@ -158,14 +185,13 @@ def parallelize(
     for setting, wanted in (
         ("pipe", config.stages_or_patches),
         ("exchange", config.exchange != "exact"),
-        ("weights", config.weights is not None),
-        ("reproducible", config.reproducible),
     ):
         if wanted:
             raise ConfigError(f"{setting}={getattr(config, setting)!r} is not built yet; leave it out")
     for model in models:
         check_heads(config, heads_of(model), type(model).__name__)
         support.check(type(model).__name__, config)
+    _check_tiles(layouts, config)
     owns_mesh = mesh is None
     if mesh is None:
         parameter = next(models[0].parameters(), None)
@@ -248,6 +274,23 @@ def heads_of(model: nn.Module) -> int | None:
     return min(counts, default=next((count for count in named if isinstance(count, int)), None))
 
 
+def _check_tiles(layouts: list[TokenLayout], config: ParallelConfig) -> None:
+    """Refuse the reproducible mode for blocks that cannot run tile by tile.
+
+    Raises:
+        ConfigError: naming what is in the way.
+    """
+    for layout in layouts if config.reproducible else ():
+        for region in layout.regions:
+            names = [leaf.module for leaf in region.leaves]
+            names += [stream.arg for stream in region.streams if stream.folded]
+            if names:
+                raise ConfigError(
+                    f"{layout.model} mixes tokens outside attention ({', '.join(names)}), so its blocks cannot run "
+                    "tile by tile; leave reproducible out"
+                )
+
+
 def check_heads(config: ParallelConfig, heads: int | None, model: str) -> None:
     """Refuse more tensor ranks than heads, and more Ulysses ranks than a tensor rank has heads.
 
@@ -277,6 +320,17 @@ def check_heads(config: ParallelConfig, heads: int | None, model: str) -> None:
             f"ulysses={config.ulysses} is more than the {whose} of {model}; "
             f"use ulysses={best} with ring={config.sequence // best}"
         )
+
+
+def _inside(model: nn.Module, within: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+    """Run a model's forward inside a context; returns the undo."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with within():
+            return restore.original(*args, **kwargs)
+
+    restore = replace_method(model, "forward", forward)
+    return restore
 
 
 def _starting(begin: list[Callable[[], None]]) -> Callable[..., Any]:

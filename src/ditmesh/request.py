@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -18,18 +19,25 @@ class PipelineDoor:
     Args:
         pipe: the pipeline.
         steps: each takes the call's arguments and returns those to use, in order.
+        within: made anew for every call, which runs inside it.
     """
 
-    def __init__(self, pipe: Any, steps: list[Callable[[tuple[Any, ...], dict[str, Any]], Call]]) -> None:
+    def __init__(
+        self,
+        pipe: Any,
+        steps: list[Callable[[tuple[Any, ...], dict[str, Any]], Call]],
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._pipe = pipe
         self._class = type(pipe)
         call = self._class.__call__
 
         @functools.wraps(call)
         def through_the_door(pipe: Any, *args: Any, **kwargs: Any) -> Any:
-            for step in steps:
-                args, kwargs = step(args, kwargs)
-            return call(pipe, *args, **kwargs)
+            with within():
+                for step in steps:
+                    args, kwargs = step(args, kwargs)
+                return call(pipe, *args, **kwargs)
 
         members = {"__call__": through_the_door, "__module__": self._class.__module__}
         pipe.__class__ = type(self._class.__name__, (self._class,), members)

@@ -38,25 +38,34 @@ def everywhere(
 
 
 def _outer(mask: Tensor, tokens: Sequence[Segment], link: Link, ranks: Sequence[int]) -> Tensor:
-    """A mask that a block built as the outer product m mᵀ of this rank's entries of a per-token mask m.
+    """A mask that a block built as the outer product of this rank's entries of a per-token mask, built again whole."""
+    whole = whole_keys(per_token(mask), tokens, link)
+    return product(cut(whole, 3, tokens, ranks), whole)
 
-    For m of zeros and ones (or booleans) the diagonal of m mᵀ is m itself: it is gathered, and the product
-    built again with all keys.
+
+def per_token(mask: Tensor) -> Tensor:
+    """The per-token mask m of which (B, 1 or H, S, S) is the outer product m mᵀ, as (B, 1 or H, 1, S).
+
+    For m of zeros and ones (or booleans) the diagonal of m mᵀ is m itself.
+
+    Raises:
+        LayoutError: it is no such product.
     """
     if mask.stride(1) == 0:
         mask = mask[:, :1]
-    per_token = mask.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)  # (B, 1 or H, 1, tokens here)
-    if not torch.equal(_product(per_token.transpose(-1, -2), per_token), mask):
+    entries = mask.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+    if not torch.equal(product(entries, entries), mask):
         raise LayoutError(
             f"an attention mask of shape {tuple(mask.shape)} was cut along queries and keys, and is no outer product "
             "of a mask per token, so other ranks' keys are missing; list its source as `whole` in the layout"
         )
-    whole = whole_keys(per_token, tokens, link)
-    return _product(cut(whole, 3, tokens, ranks).transpose(-1, -2), whole)
+    return entries
 
 
-def _product(rows: Tensor, columns: Tensor) -> Tensor:
-    return rows & columns if rows.dtype == torch.bool else rows * columns
+def product(queries: Tensor, keys: Tensor) -> Tensor:
+    """The mask (B, 1 or H, Sq, Sk) of queries and keys from what each of them has per token, (B, 1 or H, 1, S)."""
+    rows = queries.transpose(-1, -2)
+    return rows & keys if rows.dtype == torch.bool else rows * keys
 
 
 def whole_keys(mask: Tensor, keys: Sequence[Segment], link: Link) -> Tensor:

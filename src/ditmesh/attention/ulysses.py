@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Link
-from ..tiles import even_cut, offsets
+from ..tiles import offsets
 from .segments import Segment
 
 
@@ -24,12 +24,12 @@ class HeadExchange:
 
     Args:
         link: the Ulysses link (size U).
-        heads: heads of the model, H; rank u computes ``even_cut(H, U)[u]`` of them.
+        head_counts: heads that every rank of the group computes; they sum to the model's H.
     """
 
-    def __init__(self, link: Link, heads: int) -> None:
+    def __init__(self, link: Link, head_counts: Sequence[int]) -> None:
         self.link = link
-        self.head_counts = even_cut(heads, link.size)
+        self.head_counts = tuple(head_counts)
         self.head_starts = offsets(self.head_counts)
 
     def gather_tokens(self, tensors: Sequence[Tensor], segments: Sequence[Sequence[Segment]]) -> list[Tensor]:

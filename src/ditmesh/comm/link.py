@@ -70,6 +70,8 @@ class Link:
         """
         if self.size == 1:
             return [list(outgoing[0])]
+        if not any(outgoing) and not any(shapes):
+            return [[] for _ in outgoing]
         me = self.rank
         sample = outgoing[me][0]
         in_splits = [0 if peer == me else sum(t.numel() for t in parts) for peer, parts in enumerate(outgoing)]

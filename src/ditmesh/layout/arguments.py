@@ -20,7 +20,7 @@ class Arguments:
     """
 
     def __init__(self, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._names = names
+        self.names = names
         self.args = list(args)
         self.kwargs = dict(kwargs)
 
@@ -40,7 +40,7 @@ class Arguments:
     def leaves(self) -> Iterator[tuple[str, Any]]:
         """Every tensor and integer, with its path."""
         for position, value in enumerate(self.args):
-            yield from _leaves(self._names[position] if position < len(self._names) else f"*{position}", value)
+            yield from _leaves(self.names[position] if position < len(self.names) else f"*{position}", value)
         for name, value in self.kwargs.items():
             yield from _leaves(name, value)
 
@@ -48,9 +48,9 @@ class Arguments:
         if name.startswith("*"):
             # Arguments beyond the named ones (`*args`) go by their position.
             position = int(name[1:])
-            return position if len(self._names) <= position < len(self.args) else None
-        if name in self._names and self._names.index(name) < len(self.args):
-            return self._names.index(name)
+            return position if len(self.names) <= position < len(self.args) else None
+        if name in self.names and self.names.index(name) < len(self.args):
+            return self.names.index(name)
         return None
 
     def _top(self, name: str) -> Any:

@@ -21,6 +21,9 @@ from ..layout.arguments import Arguments, covers, parameter_names
 from ..methods import replace_method
 from ..tiles import even_cut, offsets
 
+# Bytes that torch's own allocations are aligned to.
+ALIGNMENT = 64
+
 # Stands among the arguments of a call for what else the result depends on. No argument has such a name.
 _STATE = "<state>"
 
@@ -43,6 +46,7 @@ class BatchParallel:
         branches: link of the guidance axis.
         unbatched: arguments whose first dimension is not the batch.
         listed: arguments that are Python lists with an item per sample.
+        one_by_one: run every row by itself, so that its bits do not depend on the rows beside it.
     """
 
     def __init__(
@@ -53,8 +57,10 @@ class BatchParallel:
         branches: Link,
         unbatched: tuple[str, ...] = (),
         listed: tuple[str, ...] = (),
+        one_by_one: bool = False,
     ) -> None:
         self.model = model
+        self.one_by_one = one_by_one
         self.rows, self.data, self.branches = rows, data, branches
         self.unbatched, self.listed = unbatched, listed
         self._names = parameter_names(type(model).forward)
@@ -147,17 +153,24 @@ class BatchParallel:
     def _shared(self, arguments: Arguments, link: Link) -> Any:
         """The forward with its rows shared over ``link``; every rank gets all rows of the result."""
         batch = _batch_size(arguments.get(self._names[0]))
-        if link.size == 1 or batch < 2 or _takes_halves(self.model):
+        if batch < 2 or (link.size == 1 and not self.one_by_one) or _takes_halves(self.model):
             return self._forward(*arguments.args, **arguments.kwargs)
         counts = even_cut(batch, link.size)
         start, count = offsets(counts)[link.rank], counts[link.rank]
         # A rank without rows computes the last one along, so that every rank of its group takes part alike.
         take = slice(start, start + count) if count else slice(batch - 1, batch)
-        part = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
-        for path in _batched(arguments, batch, self.unbatched, self.listed):
-            part.set(path, arguments.get(path)[take])
-        output = self._forward(*part.args, **part.kwargs)
+        batched = _batched(arguments, batch, self.unbatched, self.listed)
+        if self.one_by_one:
+            output = _joined([self._rows(arguments, batched, slice(r, r + 1)) for r in range(take.start, take.stop)])
+        else:
+            output = self._rows(arguments, batched, take)
         return _map(output, lambda rows: _gathered(rows, counts, link), lambda rows: _gathered_list(rows, counts, link))
+
+    def _rows(self, arguments: Arguments, batched: list[str], take: slice) -> Any:
+        part = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
+        for path in batched:
+            part.set(path, _some(arguments.get(path), take))
+        return self._forward(*part.args, **part.kwargs)
 
 
 class RowSplit:
@@ -166,10 +179,12 @@ class RowSplit:
     Args:
         owner, name: the method; replaced on the instance until `close`.
         link: ranks that share the rows.
+        one_by_one: every row by itself, as in `BatchParallel`.
     """
 
-    def __init__(self, owner: Any, name: str, link: Link) -> None:
+    def __init__(self, owner: Any, name: str, link: Link, one_by_one: bool = False) -> None:
         self.link = link
+        self.one_by_one = one_by_one
         self._restore = replace_method(owner, name, self._call)
 
     def close(self) -> None:
@@ -183,16 +198,43 @@ class RowSplit:
             return self._restore.original(rows, *args, **kwargs)
         counts = even_cut(batch, link.size)
         start, count = offsets(counts)[link.rank], counts[link.rank]
-        take = slice(start, start + count) if count else slice(batch - 1, None)
+        take = slice(start, start + count) if count else slice(batch - 1, batch)
 
-        def part(value: Any) -> Any:
-            # Whatever has a row per sample goes with it: the noise level of a decoder that removes the last noise.
-            return value[take] if isinstance(value, Tensor) and value.dim() and value.shape[0] == batch else value
+        def decoded(take: slice) -> Any:
+            def part(value: Any) -> Any:
+                # Whatever has a row per sample goes with it: the noise level of a decoder that removes the last noise.
+                has_rows = isinstance(value, Tensor) and value.dim() and value.shape[0] == batch
+                return _some(value, take) if has_rows else value
 
-        output = self._restore.original(
-            rows[take], *map(part, args), **{name: part(value) for name, value in kwargs.items()}
-        )
+            named = {name: part(value) for name, value in kwargs.items()}
+            return self._restore.original(_some(rows, take), *map(part, args), **named)
+
+        if self.one_by_one:
+            output = _joined([decoded(slice(row, row + 1)) for row in range(take.start, take.stop)])
+        else:
+            output = decoded(take)
         return _map(output, lambda rows: _gathered(rows, counts, link), lambda rows: rows)
+
+
+def _some(value: Any, take: slice) -> Any:
+    """Some rows of a tensor or a list. In memory of their own: kernels may look at where a tensor begins."""
+    part = value[take]
+    return part.clone() if isinstance(part, Tensor) and part.data_ptr() % ALIGNMENT else part
+
+
+def _joined(outputs: list[Any]) -> Any:
+    """Outputs of single rows as one of all of them."""
+    if len(outputs) == 1:
+        return outputs[0]
+    tensors: list[list[Tensor]] = []
+    lists: list[list[list[Tensor]]] = []
+    for output in outputs:
+        tensors.append([])
+        lists.append([])
+        _map(output, lambda t, all_=tensors[-1]: all_.append(t) or t, lambda t, all_=lists[-1]: all_.append(t) or t)
+    rows = iter([torch.cat(parts) for parts in zip(*tensors, strict=True)])
+    items = iter([[item for part in parts for item in part] for parts in zip(*lists, strict=True)])
+    return _map(outputs[0], lambda _: next(rows), lambda _: next(items))
 
 
 def _batch_size(main: Any) -> int:

@@ -7,7 +7,7 @@ travel between the groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,11 +25,15 @@ from ..errors import ConfigError, LayoutError
 from ..layout import Attention, Grid, Stream
 from ..layout.arguments import MISSING, Arguments, covers
 from ..mesh import Mesh
-from ..tiles import even_cut
+from ..methods import replace_method
+from ..tiles import weighted_cut
 from . import leaves
+from .balance import Balance
 
 # A rank's share of a text stream below this is not worth cutting: its matrices get too thin.
 MIN_TEXT_TOKENS = 4
+# A long sequence is cut between multiples of this many tokens: kernels like it, and their edges stay the same.
+UNIT = 16
 
 
 @dataclass
@@ -60,7 +64,10 @@ class SequenceParallel:
         self.config = config
         self.mesh = mesh
         self.link = mesh.sequence
+        self.balance = Balance(config.weights, mesh.sequence, mesh.device)
         self._call = _Call()
+        # While a block is timed it computes on this rank's tokens alone.
+        self._timing = False
         # Shapes already checked against the layout: the check costs Python time, and shapes rarely change.
         self._checked: set[tuple[Any, ...]] = set()
 
@@ -120,15 +127,15 @@ class SequenceParallel:
         call.entered, call.site = None, None
         if site.feeds_next:
             for stream in site.region.streams:
-                value = _result(output, stream)
+                value = result_of(output, stream)
                 if isinstance(value, Tensor):
                     call.handed_over[stream.name] = value
             return output
         for stream in site.region.streams:
-            value = _result(output, stream)
+            value = result_of(output, stream)
             segment = call.segments[stream.name]
             if isinstance(value, Tensor) and stream.used_after and not segment.replicated:
-                output = _with_result(output, stream, self._gather(value, segment, stream))
+                output = with_result(output, stream, self._gather(value, segment, stream))
         return output
 
     def _gather(self, value: Tensor, segment: Segment, stream: Stream) -> Tensor:
@@ -177,28 +184,39 @@ class SequenceParallel:
                 )
             if site.region.grid is not None:
                 return self._rows(site, site.region.grid, arguments, tokens)
-            return Segment(stream.name, even_cut(tokens, ranks))
+            return Segment(stream.name, self._shares(tokens))
         policy = self.config.text
         if policy == "auto" or stream.name != "text":
             policy = "shard" if tokens >= MIN_TEXT_TOKENS * ranks or stream.name != "text" else "replicate"
         # No rank is left without text: some models slice it off with `[:, :-length]`, and -0 takes everything.
         if policy == "replicate" or stream.replicate or tokens < ranks:
             return Segment(stream.name, (tokens,) * ranks, replicated=ranks > 1)
-        return Segment(stream.name, even_cut(tokens, ranks))
+        return Segment(stream.name, self._shares(tokens))
+
+    def _shares(self, tokens: int) -> tuple[int, ...]:
+        """Tokens of every sequence rank, by weight."""
+        weights = self.balance.weights
+        even = len(set(weights)) == 1
+        return weighted_cut(tokens, weights, 1 if even or tokens < 4 * UNIT * len(weights) else UNIT)
 
     def _rows(self, site: BlockSite, grid: Grid, arguments: Arguments, tokens: int) -> Segment:
         """A cut of the image between rows."""
-        rows, cols = arguments.get(grid.rows), arguments.get(grid.cols)
-        if not isinstance(rows, int) or not isinstance(cols, int) or rows * cols != tokens:
-            raise LayoutError(
-                f"{site.path}: {grid.rows}={rows} rows of {grid.cols}={cols} are not the {tokens} tokens of the image"
-            )
+        rows, cols = self._grid(site, grid, arguments, tokens)
         if rows < self.link.size:
             raise ConfigError(
                 f"{rows} rows of image tokens cannot be shared by {self.link.size} ranks; {site.model} is cut between "
                 f"rows: use at most {rows} ranks or a taller picture"
             )
-        return Segment(site.region.main.name, tuple(count * cols for count in even_cut(rows, self.link.size)))
+        return Segment(site.region.main.name, tuple(count * cols for count in weighted_cut(rows, self.balance.weights)))
+
+    def _grid(self, site: BlockSite, grid: Grid, arguments: Arguments, tokens: int) -> tuple[int, int]:
+        """Rows and columns of the image's tokens."""
+        rows, cols = arguments.get(grid.rows), arguments.get(grid.cols)
+        if not isinstance(rows, int) or not isinstance(cols, int) or rows * cols != tokens:
+            raise LayoutError(
+                f"{site.path}: {grid.rows}={rows} rows of {grid.cols}={cols} are not the {tokens} tokens of the image"
+            )
+        return rows, cols
 
     def _own_count(self, count: int, segment: Segment) -> int:
         """How many of a stream's first ``count`` tokens are this rank's."""
@@ -267,6 +285,23 @@ class SequenceParallel:
                     )
         self._checked.add(key)
 
+    def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
+        """Time the first block, on every rank at once, whenever the balance wants to know."""
+        if self.config.weights != "auto" or self.link.size == 1 or not site.is_first or site.fed_by_previous:
+            return lambda: None
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.balance.wanted:
+                self._timing = True
+                try:
+                    self.balance.measure(lambda: restore.original(*args, **kwargs))
+                finally:
+                    self._timing = False
+            return restore.original(*args, **kwargs)
+
+        restore = replace_method(block, "forward", forward)
+        return restore
+
     # --- modules that mix tokens without attention ---------------------------------------------------------
 
     def adapt(self, site: BlockSite, rule: str, module: nn.Module) -> Callable[[], None]:
@@ -283,16 +318,12 @@ class SequenceParallel:
         """Attention of this rank's queries over all ranks' keys, exact. Shapes as in `AttentionHandler`."""
         call, site = self._call, self._call.site
         assert site is not None
+        if self._timing:
+            return sdpa(q_bhsd, k_bhsd, v_bhsd, scale=scale)
         index, call.attention_calls = call.attention_calls, call.attention_calls + 1
         if self.link.size == 1:
             return sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
-        listed = call.attention
-        if index >= len(listed) and not (listed and listed[-1].per_sample):
-            raise LayoutError(
-                f"{site.path} makes attention call number {index + 1}, but the layout of {site.model} lists "
-                f"{len(listed)}; add it to the region's `attention`"
-            )
-        planned = listed[min(index, len(listed) - 1)]
+        planned = self._planned(site, index)
         if not planned.keys:
             return sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
         queries, keys = self._segments(planned.queries), self._segments(planned.keys)
@@ -300,6 +331,16 @@ class SequenceParallel:
             queries, keys = self._only(queries, planned.ragged, q_bhsd), self._only(keys, planned.ragged, k_bhsd)
         self._check_lengths(site, index, queries, keys, q_bhsd, k_bhsd)
         return self.mix(q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale)
+
+    def _planned(self, site: BlockSite, index: int) -> Attention:
+        """What the layout says about the block's attention call number ``index``."""
+        listed = self._call.attention
+        if index >= len(listed) and not (listed and listed[-1].per_sample):
+            raise LayoutError(
+                f"{site.path} makes attention call number {index + 1}, but the layout of {site.model} lists "
+                f"{len(listed)}; add it to the region's `attention`"
+            )
+        return listed[min(index, len(listed) - 1)]
 
     def mix(
         self,
@@ -316,9 +357,9 @@ class SequenceParallel:
         group = range(ring.rank * ulysses.size, (ring.rank + 1) * ulysses.size)
         if mask is not None:
             mask = masks.everywhere(mask, queries, keys, self.link, group)
-        heads = HeadExchange(ulysses, q_bhsd.shape[1])
+        heads = self._head_exchange(q_bhsd.shape[1])
         if ulysses.size > 1:
-            mine, theirs = _of_ranks(queries, group), _of_ranks(keys, group)
+            mine, theirs = of_ranks(queries, group), of_ranks(keys, group)
             q_bhsd, k_bhsd, v_bhsd = heads.gather_tokens((q_bhsd, k_bhsd, v_bhsd), (mine, theirs, theirs))
             if mask is not None:
                 mask = masks.of_heads(mask, heads.head_starts[ulysses.rank], heads.head_counts[ulysses.rank])
@@ -326,7 +367,13 @@ class SequenceParallel:
             out = self._ring(q_bhsd, k_bhsd, v_bhsd, keys, mask, scale)
         else:
             out = sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
-        return heads.gather_heads(out, _of_ranks(queries, group)) if ulysses.size > 1 else out
+        return heads.gather_heads(out, of_ranks(queries, group)) if ulysses.size > 1 else out
+
+    def _head_exchange(self, heads: int) -> HeadExchange:
+        """Heads follow the weights as tokens do; ranks of one ring share a cut, so theirs are added up."""
+        ulysses, ring = self.mesh.ulysses.size, self.mesh.ring.size
+        weights = [sum(self.balance.weights[r * ulysses + u] for r in range(ring)) for u in range(ulysses)]
+        return HeadExchange(self.mesh.ulysses, weighted_cut(heads, weights))
 
     def _ring(
         self, q: Tensor, k: Tensor, v: Tensor, keys: list[Segment], mask: Tensor | None, scale: float | None
@@ -386,7 +433,8 @@ def _true(arguments: Arguments, path: str) -> bool:
     return value is not MISSING and value is not None and bool(value)
 
 
-def _of_ranks(segments: list[Segment], ranks: range) -> list[Segment]:
+def of_ranks(segments: Sequence[Segment], ranks: range) -> list[Segment]:
+    """The same streams with the lengths of some ranks only."""
     return [replace(segment, lengths=tuple(segment.lengths[rank] for rank in ranks)) for segment in segments]
 
 
@@ -400,11 +448,13 @@ def _select(tensor: Tensor, segments: list[Segment], sizes: list[int], replicate
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
-def _result(output: Any, stream: Stream) -> Any:
+def result_of(output: Any, stream: Stream) -> Any:
+    """The stream in what a block returned."""
     return output if stream.out is None else output[stream.out]
 
 
-def _with_result(output: Any, stream: Stream, value: Tensor) -> Any:
+def with_result(output: Any, stream: Stream, value: Tensor) -> Any:
+    """What a block returned, with the stream replaced."""
     if stream.out is None:
         return value
     items = list(output)

@@ -1,0 +1,111 @@
+"""Weighted splits on uneven ranks, in one run: two ranks, one of which shares its core with a busy neighbour.
+
+    python benchmarks/weighted.py [--repeats 7] [--json out.json]
+
+Rank 0 has a core of its own; rank 1's core also runs an endless loop, so that it computes at about half the
+speed. Contenders take turns within every repeat, and the median of the ratios counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from rich.console import Console
+from rich.table import Table
+
+import exact
+from machine import describe_machine
+
+CONTENDERS: dict[str, dict[str, Any]] = {
+    "ring=2, even": {"ring": 2},
+    "ring=2, weights=2,1": {"ring": 2, "weights": (2, 1)},
+    "ring=2, weights=auto": {"ring": 2, "weights": "auto"},
+    "ulysses=2, even": {"ulysses": 2},
+    "ulysses=2, weights=2,1": {"ulysses": 2, "weights": (2, 1)},
+    "ulysses=2, weights=auto": {"ulysses": 2, "weights": "auto"},
+    "reproducible ulysses=2, even": {"ulysses": 2, "reproducible": True},
+    "reproducible ulysses=2, weights=2,1": {"ulysses": 2, "weights": (2, 1), "reproducible": True},
+}
+
+
+def spin(core: int) -> None:
+    """The neighbour: never rests."""
+    os.sched_setaffinity(0, {core})
+    while True:
+        pass
+
+
+def seconds(config: dict[str, Any], runs: int) -> tuple[float, tuple[float, ...]]:
+    """Best time of some forwards on this rank, pinned to its core; and the weights in force."""
+    import torch
+
+    import ditmesh
+
+    os.sched_setaffinity(0, {torch.distributed.get_rank()})
+    model = exact.benchmark_model()
+    with ditmesh.parallelized(model, config, mesh=exact.mesh_of(json.dumps(config))), torch.no_grad():
+        model(**exact.benchmark_inputs())
+        weights = ditmesh.engine_of(model).balances[0].weights
+        return exact.timed_forward(runs), weights
+
+
+def main() -> None:
+    """Measure and print."""
+    from ditmesh.launch import RankPool
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--runs", type=int, default=2, help="forwards per repeat; the best counts")
+    parser.add_argument("--json", type=Path, help="write every figure here")
+    options = parser.parse_args()
+
+    neighbour = multiprocessing.get_context("spawn").Process(target=spin, args=(1,), daemon=True)
+    times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    weights: dict[str, tuple[float, ...]] = {}
+    with RankPool(2, threads=1) as pool:
+        neighbour.start()
+        try:
+            for _ in range(options.repeats):
+                for name, config in CONTENDERS.items():
+                    results = pool.run(seconds, config, options.runs)
+                    times[name].append(max(result[0] for result in results))
+                    weights[name] = results[0][1]
+        finally:
+            neighbour.kill()
+
+    machine = describe_machine()
+    table = Table(title="Two ranks, one at half speed")
+    for column in ("", "weights", "median s", "against the even split, median", "min", "max"):
+        table.add_column(column, justify="left" if not column else "right")
+    speedup = {}
+    for name, values in times.items():
+        even = times[name.split(",")[0] + ", even"]
+        ratios = [e / t for e, t in zip(even, values, strict=True)]
+        speedup[name] = statistics.median(ratios)
+        table.add_row(
+            name,
+            ", ".join(f"{weight:g}" for weight in weights[name]),
+            f"{statistics.median(values):.3f}",
+            f"{speedup[name]:.3f}x",
+            f"{min(ratios):.3f}",
+            f"{max(ratios):.3f}",
+        )
+    console = Console()
+    console.print(table)
+    console.print(machine["text"])
+    if options.json:
+        result = {"machine": machine, "seconds": times, "speedup": speedup, "weights": weights}
+        options.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

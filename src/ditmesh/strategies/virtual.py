@@ -1,0 +1,67 @@
+"""Several virtual ranks in one process: a block runs once for each, and they meet where they need one another.
+
+Each run is a coroutine (a greenlet) that is left at `ask` and goes on with the answer. All run in one thread,
+one after the other, so the model's code needs to know nothing about it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from greenlet import getcurrent, greenlet
+
+from ..errors import LayoutError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a run handed over when it stopped."""
+
+    question: Any
+
+
+def ask(question: Any) -> Any:
+    """Called inside a run: stop here until all runs have asked, and return this run's answer."""
+    parent = getcurrent().parent
+    assert parent is not None, "asked outside of a virtual rank"
+    return parent.switch(_Asked(question))
+
+
+def run_together(runs: Sequence[Callable[[], T]], meet: Callable[[list[Any]], Sequence[Any]]) -> list[T]:
+    """Call every function of ``runs`` as a coroutine; answer their questions together.
+
+    Args:
+        runs: one function for each virtual rank. Each must ask as often as the others.
+        meet: takes the questions of all runs, in order, and returns the answers.
+
+    Returns:
+        What the functions returned, in order.
+
+    Raises:
+        LayoutError: some runs asked and others returned.
+    """
+    lets = [greenlet(run) for run in runs]
+    for let in lets:
+        # A coroutine starts with an empty context; the block's door and everybody else's variables belong to it.
+        let.gr_context = contextvars.copy_context()
+    try:
+        states = [let.switch() for let in lets]
+        while any(isinstance(state, _Asked) for state in states):
+            if not all(isinstance(state, _Asked) for state in states):
+                raise LayoutError(
+                    "some tiles of a block asked for attention and others did not; a block whose calls depend on its "
+                    "tokens cannot be run tile by tile"
+                )
+            answers = meet([state.question for state in states])
+            states = [let.switch(answer) for let, answer in zip(lets, answers, strict=True)]
+        return states
+    finally:
+        # After an exception: the others are ended where they stand, so that their own clean-up runs.
+        for let in lets:
+            if not let.dead:
+                let.throw()

@@ -1,0 +1,116 @@
+"""Weighted splits: a faster rank gets more tokens, and the result stays the same."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import ditmesh
+from ditmesh.errors import ConfigError
+from support.models import RAGGED, inputs, relative_error, run, tiny
+from support.parity import parity
+
+TOLERANCE = 1e-5  # relative, float32
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"ulysses": 2, "weights": (2, 1)},
+        {"ring": 3, "weights": (1, 5, 2)},
+        {"ulysses": 3, "weights": (4, 1, 1)},
+        {"ulysses": 2, "ring": 2, "weights": (1, 2, 3, 4)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("model", ["DiT", "PixArt", "SD3", "Flux", "Sana", "Latte"])
+def test_equals_one_device(ranks, model, config):
+    """Latte and Sana as well: a cut between rows, folded streams."""
+    world = config.get("ulysses", 1) * config.get("ring", 1)
+    for result in ranks(world).run(parity, model, config, RAGGED):
+        assert result["error"] <= TOLERANCE
+        assert result["repeats"]
+
+
+def tokens_and_heads(config: dict[str, Any]) -> tuple[int, int]:
+    """Image tokens that enter this rank's first block, and heads of its first attention."""
+    from unittest import mock
+
+    from ditmesh.strategies import sequence
+
+    seen: list[tuple[int, int]] = []
+    model = tiny("Flux")
+
+    def sdpa(q: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append((0, q.shape[1]))
+        return original(q, *args, **kwargs)
+
+    original = sequence.sdpa
+    with mock.patch("ditmesh.strategies.sequence.sdpa", sdpa), ditmesh.parallelized(model, config):
+        # Hooks run in the order they were hung: this one sees what the block is given after the cut.
+        handle = model.transformer_blocks[0].register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append((kwargs["hidden_states"].shape[1], 0)), with_kwargs=True
+        )
+        run(model, inputs("Flux", RAGGED))
+        handle.remove()
+    return seen[0][0], seen[1][1]
+
+
+def test_tokens_and_heads_follow_the_weights(ranks):
+    assert ranks(2).run(tokens_and_heads, {"ulysses": 2, "weights": (3, 1)}) == [(48, 6), (16, 2)]
+
+
+def slow_rank_one(config: dict[str, Any]) -> dict[str, Any]:
+    """A delay in the first block makes rank 1 slow; weights before, after, and after measuring again."""
+    model, made = tiny("Flux"), inputs("Flux", RAGGED)
+    truth = run(model, made)
+
+    handles = [block.norm1.register_forward_pre_hook(lambda *_: time.sleep(0.02)) for block in model.transformer_blocks]
+    inner = model.transformer_blocks[0].norm1.register_forward_pre_hook(
+        lambda *_: time.sleep(0.06 if dist.get_rank() == 1 else 0.0)
+    )
+    found: dict[str, Any] = {}
+    try:
+        with ditmesh.parallelized(model, config):
+            balance = ditmesh.engine_of(model).balances[0]
+            found["before"] = balance.weights
+            run(model, made)
+            found["measured"] = balance.weights
+            found["error"] = relative_error(run(model, made), truth)
+            found["kept"] = balance.weights
+            inner.remove()
+            ditmesh.engine_of(model).rebalance()
+            run(model, made)
+            found["again"] = balance.weights
+    finally:
+        for handle in handles:
+            handle.remove()
+        inner.remove()
+    return found
+
+
+def test_weights_are_measured(ranks):
+    """The slow rank gets less; all ranks agree; measuring again moves half of the way back."""
+    first, second = ranks(2).run(slow_rank_one, {"ring": 2, "weights": "auto"})
+    assert first == second
+    assert first["before"] == (1.0, 1.0)
+    assert first["measured"][0] > 2 * first["measured"][1]
+    assert first["kept"] == first["measured"]
+    assert first["measured"][1] < first["again"][1] < first["again"][0]
+    assert first["error"] <= TOLERANCE
+
+
+def given_weights() -> str:
+    with ditmesh.parallelized(tiny("Flux"), {"ring": 2, "weights": (2, 1)}) as model:
+        try:
+            ditmesh.engine_of(model).rebalance()
+        except ConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_given_weights_are_not_measured(ranks):
+    assert all("weights='auto'" in message for message in ranks(2).run(given_weights))
