@@ -8,7 +8,7 @@ from .config import ParallelConfig
 from .errors import ConfigError, DitmeshError, InputError, LayoutError, RankFailed
 
 if TYPE_CHECKING:
-    from .engine import engine_of, parallelize, parallelized, restore
+    from .engine import engine_of, parallelize, parallelized, restore, simulate, simulated
     from .layout import TokenLayout
     from .loading import load
     from .mesh import Mesh
@@ -29,6 +29,8 @@ __all__ = [
     "parallelize",
     "parallelized",
     "restore",
+    "simulate",
+    "simulated",
 ]
 
 # Loaded on first use: importing torch takes seconds, and `ditmesh --help` should not wait for it.
@@ -40,6 +42,8 @@ _LAZY = {
     "parallelize": "engine",
     "parallelized": "engine",
     "restore": "engine",
+    "simulate": "engine",
+    "simulated": "engine",
 }
 
 

@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import ConfigError
+from .staleness.policy import parse as parse_warmup
 
 Degree = int
 TextPolicy = Literal["auto", "shard", "replicate"]
@@ -52,7 +53,7 @@ class ParallelConfig(BaseModel):
             result, the number of stages does not; ``patches=4`` without stages gives the picture of
             ``pipe=4, patches=4`` on one device.
         warmup: which steps of a stale strategy are synchronous, that is, exact: ``"fixed(4)"``, ``"sqrt(2)"``,
-            ``"periodic(5)"``, ``"first_last(2, 1)"`` or ``"adaptive(0.1)"``.
+            ``"periodic(5)"``, ``"first_last(2, 1)"`` or ``"adaptive(0.05)"``: see docs/staleness.md.
         compress: what displaced keys and values travel as; default: as they are.
         weights: relative speeds of the sequence ranks, ``(2, 1)``: a faster rank gets more tokens, and the result
             stays the same. ``"auto"`` measures them while the first steps run.
@@ -109,6 +110,7 @@ class ParallelConfig(BaseModel):
                     f"weights={list(self.weights)} are {len(self.weights)}, but ring={self.ring} x "
                     f"ulysses={self.ulysses} is {self.sequence} sequence ranks; give one weight for each"
                 )
+        parse_warmup(self.warmup)
         if self.exchange != "exact" and self.ulysses > 1:
             raise ConfigError(
                 f"exchange={self.exchange!r} runs on the ring axis, not with ulysses={self.ulysses}; "
@@ -179,7 +181,9 @@ class ParallelConfig(BaseModel):
         if self.patches is not None:
             parts.append(f"patches={self.patches}")
         if self.exchange != "exact":
-            parts.append(f"exchange={self.exchange}")
+            parts += [f"exchange={self.exchange}", f"warmup={self.warmup}"]
+        if self.compress is not None:
+            parts.append(f"compress={self.compress}")
         if self.weights is not None:
             weights = self.weights if isinstance(self.weights, str) else ",".join(f"{w:g}" for w in self.weights)
             parts.append(f"weights={weights}")

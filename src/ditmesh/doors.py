@@ -7,7 +7,7 @@ behind the doors decides what happens; closing them leaves the model exactly as 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextvars import Token
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,10 @@ from .attention import door
 from .errors import InputError, LayoutError
 from .layout import Region, TokenLayout
 from .layout.arguments import MISSING, Arguments, parameter_names
+
+# Of the blocks in progress, outermost first, what leaving them undoes. Per context, as the attention door's handler
+# is: threads and coroutines that run blocks at the same time do not mix.
+_entered: ContextVar[tuple[Token[door.AttentionHandler | None], ...]] = ContextVar("ditmesh_entered", default=())
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,6 @@ class ModelDoors:
         self._cuts_tokens = cuts_tokens
         self._handles: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
-        self._attention: list[Token[door.AttentionHandler | None]] = []
         self._names = parameter_names(type(model).forward)
         lists = [(region, _blocks(model, region)) for region in layout.regions]
         door.open_door()
@@ -149,15 +152,16 @@ class ModelDoors:
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             arguments = Arguments(names, args, kwargs)
             self.handler.before_block(site, arguments)
-            self._attention.append(door.enter(self.handler))
+            _entered.set((*_entered.get(), door.enter(self.handler)))
             return tuple(arguments.args), arguments.kwargs
 
         def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
             return self.handler.after_block(site, output)
 
         def leave(*_: Any) -> None:
-            if self._attention:
-                door.leave(self._attention.pop())
+            if tokens := _entered.get():
+                _entered.set(tokens[:-1])
+                door.leave(tokens[-1])
 
         self._handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
         # Runs when the block raises, too: the thread must not keep the handler.

@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,41 @@ class Job:
     def total(self) -> int:
         """Number of pictures."""
         return len(self.prompts) * self.images
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Ranks were lost, and those that are left went on.
+
+    Attributes:
+        request: number of the prompt whose pictures were being drawn.
+        step: denoising steps of theirs that were behind.
+        before, after: numbers of ranks.
+    """
+
+    request: int
+    step: int
+    before: int
+    after: int
+
+    def plain(self) -> dict[str, int]:
+        """As receipts have it."""
+        return {"step": self.step, "from": self.before, "to": self.after}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is there already of a job that can be gone on with.
+
+    Attributes:
+        folder: the journal of its transformer calls, see `journal`.
+        drawn: numbers of the pictures that are on disk.
+        restarts: what has happened to it.
+    """
+
+    folder: str
+    drawn: frozenset[int] = frozenset()
+    restarts: tuple[Restart, ...] = ()
 
 
 # What `draw` reports, from rank 0 only.
@@ -229,13 +265,14 @@ def class_numbers(prompts: Sequence[str], model: ModelInfo) -> tuple[int, ...]:
 # What every rank does
 
 
-def draw(job: Job, *, report: Report | None = None) -> float:
+def draw(job: Job, kept: Kept | None = None, *, report: Report | None = None) -> float:
     """Load the pipeline, make it parallel, draw everything. Every rank of the job calls this.
 
     Rank 0 writes each PNG as soon as it has it and reports `Loaded`, `Stepped` and `Drawn`.
 
     Args:
         job: what to draw.
+        kept: keep a journal, and go on from what it holds; None: draw everything, keep nothing.
         report: takes the reports; may be left out.
 
     Returns:
@@ -244,11 +281,13 @@ def draw(job: Job, *, report: Report | None = None) -> float:
     Raises:
         InputError: the pipeline cannot do what is asked.
         LayoutError: the transformer's tokens could not be found out.
+        JournalError: what the journal holds is of another request.
     """
     import torch
     import torch.distributed as dist
 
-    from .engine import engine_of, parallelize
+    from .engine import DENOISERS, denoisers, engine_of, parallelize
+    from .journal import Journal
     from .mesh import Mesh
 
     grouped = dist.is_available() and dist.is_initialized()
@@ -266,10 +305,18 @@ def draw(job: Job, *, report: Report | None = None) -> float:
     guidance = job.guidance if job.guidance is not None else _default(parameters, "guidance_scale", 0.0)
     mesh = None if isinstance(job.config, str) else Mesh(job.config, device=device, timeout=job.timeout)
     parallelize(pipe, job.config, mesh=mesh, timeout=job.timeout)
+    journal = None
+    if kept is not None:
+        # Around everything else: it sees the calls that the pipeline makes, and whole outputs.
+        models = {name: getattr(pipe, name) for name in DENOISERS if getattr(pipe, name, None) in denoisers(pipe)}
+        journal = Journal(models, kept.folder, rank)
+    done = kept.drawn if kept is not None else frozenset()
     say(Loaded(time.perf_counter() - started, steps))
     total = 0.0
     for number, prompt in enumerate(job.prompts):
         first = number * job.images
+        if done.issuperset(range(first, first + job.images)):
+            continue
         seeds = [job.seed + first + image for image in range(job.images)]
         # One generator for each picture, on the CPU: a picture depends on its own seed alone, not on the device
         # nor on what else is drawn.
@@ -289,6 +336,8 @@ def draw(job: Job, *, report: Report | None = None) -> float:
             arguments["max_sequence_length"] = job.max_sequence_length
         if "callback_on_step_end" in parameters:
             arguments["callback_on_step_end"] = _on_step(say, job.images)
+        if journal is not None:
+            journal.begin(number)
         if grouped:
             # The clock starts when all are here.
             dist.barrier()
@@ -301,6 +350,8 @@ def draw(job: Job, *, report: Report | None = None) -> float:
         if rank > 0:
             continue
         for image, seed, index in zip(images, seeds, range(first, first + job.images), strict=True):
+            if index in done:
+                continue
             receipt = Receipt(
                 prompt=prompt,
                 negative_prompt=job.negative,
@@ -319,9 +370,12 @@ def draw(job: Job, *, report: Report | None = None) -> float:
                 config=engine_of(pipe).config.model_dump(),
                 versions=library_versions(),
                 seconds=seconds,
+                restarts=[past.plain() for past in kept.restarts if past.request == number] if kept is not None else [],
             )
             path = write_png(image, Path(job.out) / file_name(index, prompt, seed), receipt)
             say(Drawn(str(path), receipt))
+    if journal is not None:
+        journal.close()
     return total
 
 
@@ -405,8 +459,12 @@ def _load(job: Job, device: torch.device) -> Any:
 def _quieten() -> None:
     """N ranks that all show loading bars and say what optional package they lack tell the user nothing."""
     import diffusers
+    import tqdm
     import transformers
 
+    # Its own default is shared between processes, which we have no use for, and which Python's resource tracker
+    # complains about when a rank is killed.
+    tqdm.tqdm.set_lock(threading.RLock())
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,10 +23,18 @@ from .layout.probe import probe
 from .mesh import DEFAULT_DEADLINE, Mesh
 from .methods import replace_method
 from .request import PipelineDoor
+from .staleness.control import StalenessLog, StepControl
+from .staleness.drift import DriftMonitor
+from .staleness.policy import parse as parse_warmup
+from .staleness.schedule import noise_levels
 from .strategies.balance import Balance
 from .strategies.batch import BatchParallel, RowSplit
 from .strategies.caches import AgreedCaches
+from .strategies.displaced import DisplacedParallel, StaleSequence
+from .strategies.naive import NaiveParallel
 from .strategies.sequence import SequenceParallel
+from .strategies.simulation import SimulatedSequence, VirtualMesh
+from .strategies.steps import watch_calls
 from .strategies.tensor import TensorParallel, already_cut
 from .strategies.tiled import TiledSequence
 
@@ -47,6 +55,7 @@ class Engine:
         config: the configuration in force.
         mesh: ranks, links, and the byte counters (`mesh.traffic`).
         doors: open doors, one set per transformer.
+        control: the steps of a stale strategy; None when every step is exact.
         balances: weights of the sequence ranks, one per transformer; see `rebalance`.
     """
 
@@ -54,6 +63,8 @@ class Engine:
         self.config = config
         self.mesh = mesh
         self.doors: list[ModelDoors] = []
+        self.control: StepControl | None = None
+        self._stale: list[StaleSequence | SimulatedSequence] = []
         self.balances: list[Balance] = []
         self._target = target
         self._owns_mesh = owns_mesh
@@ -75,10 +86,17 @@ class Engine:
             if mesh.tensor.size > 1:
                 for model, _ in models:
                     self._undo.append(TensorParallel(model, mesh.tensor).close)
+            if config.exchange != "exact":
+                monitor = DriftMonitor(mesh.world.all_reduce, mesh.device)
+                self.control = StepControl(
+                    parse_warmup(config.warmup),
+                    mesh.sequence.size,
+                    monitor,
+                    lambda: noise_levels(getattr(target, "scheduler", None)),
+                )
             # Blocks and attention: the tokens of a sequence.
-            for model, layout in models:
-                kind = TiledSequence if config.reproducible else SequenceParallel
-                handler = kind(config, mesh)
+            for number, (model, layout) in enumerate(models):
+                handler = self._sequence(model, layout, f"{number}." if len(models) > 1 else "")
                 self.balances.append(handler.balance)
                 doors = ModelDoors(model, layout, handler, mesh.sequence.size > 1 or config.reproducible)
                 self.doors.append(doors)
@@ -94,7 +112,16 @@ class Engine:
             if mesh.batch.size > 1 or config.reproducible:
                 alone = config.reproducible
                 for model, layout in models:
-                    rows = BatchParallel(model, mesh.batch, mesh.data, mesh.cfg, layout.unbatched, layout.listed, alone)
+                    rows = BatchParallel(
+                        model,
+                        mesh.batch,
+                        mesh.data,
+                        mesh.cfg,
+                        layout.unbatched,
+                        layout.listed,
+                        alone,
+                        self._before_rows,
+                    )
                     self._undo.append(rows.close)
                     begin.append(rows.begin_request)
                 vae = getattr(target, "vae", None)
@@ -111,13 +138,87 @@ class Engine:
                 if mesh.world_size > 1 and config.inputs != "trust":
                     inputs = AgreedInputs(target, mesh.world, config.inputs, fingerprint)
                     steps.append(inputs.agree)
-                steps.append(_starting(begin))
-                self._undo.append(PipelineDoor(target, steps, within).close)
+                steps.append(_starting([*begin, self.begin_request]))
+                self._undo.append(PipelineDoor(target, steps, partial(self._request, within)).close)
                 if mesh.rank > 0:
                     self._undo.append(_quiet(target))
         except BaseException:
             self.close()
             raise
+
+    @property
+    def staleness(self) -> StalenessLog | None:
+        """What was decided in every step of the latest request, and why; None when every step is exact."""
+        return None if self.control is None else self.control.log
+
+    def begin_request(self, steps: int | None = None) -> None:
+        """A new request: nothing of the one before is seen any more. Pipelines do this by themselves.
+
+        For a bare transformer with a stale strategy; every rank calls it.
+
+        Args:
+            steps: number of denoising steps, which some warm-up policies want to know.
+        """
+        for handler in self._stale:
+            handler.end_request()
+        if self.control is not None:
+            self.control.begin_request(steps)
+
+    def end_request(self, failed: bool = False) -> None:
+        """The request is over: wait for what is still on its way. Pipelines do this by themselves.
+
+        Args:
+            failed: it has raised; then other ranks may have gone, and nothing is asked of them.
+        """
+        for handler in self._stale:
+            with suppress(RuntimeError) if failed else nullcontext():
+                handler.end_request()
+        if self.control is not None and not failed:
+            self.control.end_request()
+
+    def _sequence(self, model: nn.Module, layout: TokenLayout, prefix: str) -> SequenceParallel | SimulatedSequence:
+        """The handler of a transformer's blocks; ``prefix`` tells the blocks of several transformers apart."""
+        config, mesh, control = self.config, self.mesh, self.control
+        if control is None and isinstance(mesh, VirtualMesh):
+            handler = SimulatedSequence([SequenceParallel(config, view) for view in mesh.ranks], model)
+            self._undo.append(handler.close)
+            return handler
+        if control is None:
+            return TiledSequence(config, mesh) if config.reproducible else SequenceParallel(config, mesh)
+        paths = [
+            f"{region.blocks}.{index}"
+            for region in layout.regions
+            for index in range(len(model.get_submodule(region.blocks)))  # type: ignore[arg-type]
+        ]
+        blocks = {path: control.monitor.add_block(prefix + path) for path in paths}
+        strategy = DisplacedParallel if config.exchange == "displaced" else NaiveParallel
+        if isinstance(mesh, VirtualMesh):
+            handler = SimulatedSequence([strategy(config, view, control, blocks) for view in mesh.ranks], model)
+            self._undo.append(handler.close)
+        else:
+            handler = strategy(config, mesh, control, blocks)
+        self._stale.append(handler)
+        self._undo.append(lambda: self.end_request(failed=True))
+        self._undo.append(watch_calls(model, control))
+        return handler
+
+    @contextmanager
+    def _request(self, within: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """The length of a pipeline's call."""
+        with within():
+            try:
+                yield
+            except BaseException:
+                self.end_request(failed=True)
+                raise
+            self.end_request()
+
+    def _before_rows(self, branch: int | None, rows: tuple[int, int]) -> None:
+        """Rows of a branch are about to run, whoever asked for them."""
+        if self.control is not None:
+            self.control.clock.rows = rows
+            if branch is not None:
+                self.control.clock.branch = branch
 
     def rebalance(self) -> None:
         """Measure the speed of every sequence rank again at the next call (``weights="auto"``). On all ranks alike.
@@ -182,10 +283,7 @@ def parallelize(
         # Of a model that does not tell its heads one is sure: the ring takes any number of ranks.
         config = ParallelConfig.auto(world_size, min(heads_of(model) or 1 for model in models))
     config = ParallelConfig.read(config)
-    for setting, wanted in (
-        ("pipe", config.stages_or_patches),
-        ("exchange", config.exchange != "exact"),
-    ):
+    for setting, wanted in (("pipe", config.stages_or_patches),):
         if wanted:
             raise ConfigError(f"{setting}={getattr(config, setting)!r} is not built yet; leave it out")
     for model in models:
@@ -201,6 +299,48 @@ def parallelize(
     engine = Engine(target, config, mesh, owns_mesh)
     engine.open(list(zip(models, layouts, strict=True)))
     return target
+
+
+def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None) -> T:
+    """Make a pipeline (or a bare transformer) draw in this process what ``config`` draws on its ranks.
+
+    For studies of how many devices a stale strategy stands: 8 ranks are simulated on one device, which takes 8 times
+    as long. `restore` undoes it; `engine_of` tells drift and decisions as for real ranks. diffusers' caches, which
+    keep state in the model, are not for this.
+
+    Args:
+        target: as for `parallelize`.
+        config: ``ring`` ranks and how they share keys; no other axis.
+        layout: as for `parallelize`.
+
+    Raises:
+        ConfigError: another axis than ring has a degree, or a setting that the simulation does not know.
+        InputError: ``target`` has no transformer, or is parallelised already.
+    """
+    if hasattr(target, ENGINE):
+        raise InputError(f"this {type(target).__name__} is parallelised already; call ditmesh.restore(...) on it first")
+    config = ParallelConfig.read(config)
+    for setting, given in (("weights", config.weights), ("reproducible", config.reproducible)):
+        if given:
+            raise ConfigError(f"{setting}={given!r} is not simulated; leave it out")
+    models = denoisers(target)
+    for model in models:
+        _check_backend(model)
+    parameter = next(models[0].parameters(), None)
+    mesh = VirtualMesh(config, "cpu" if parameter is None else parameter.device)
+    engine = Engine(target, config, mesh, owns_mesh=False)
+    engine.open([(model, layout or find_layout(model)) for model in models])
+    return target
+
+
+@contextmanager
+def simulated(target: T, config: ConfigLike, **options: Any) -> Iterator[T]:
+    """`simulate` for the length of a ``with`` block. Options as there."""
+    simulate(target, config, **options)
+    try:
+        yield target
+    finally:
+        restore(target)
 
 
 def restore(target: T) -> T:

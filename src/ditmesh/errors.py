@@ -19,13 +19,25 @@ class LayoutError(DitmeshError, RuntimeError):
     """A model's tensors do not follow its token layout, or no layout could be found."""
 
 
-class RankFailed(DitmeshError, RuntimeError):
-    """A rank raised or died. The message holds that rank's own traceback."""
+class JournalError(DitmeshError, RuntimeError):
+    """A request that was to go on from where it was broken off is another one than the journal holds."""
 
-    def __init__(self, message: str, rank: int, exit_code: int | None = None) -> None:
+
+class RankFailed(DitmeshError, RuntimeError):
+    """A rank raised or died. The message holds that rank's own traceback.
+
+    Attributes:
+        rank: the one that failed first.
+        exit_code: of its process, when that ended by itself; negative: the signal that killed it.
+        lost: ranks that are gone without an error of the job: killed, ended, silent, or without their device. Empty
+            when a rank raised: it would do so again.
+    """
+
+    def __init__(self, message: str, rank: int, exit_code: int | None = None, lost: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
+        self.lost = lost
 
 
 class UntestedWarning(UserWarning):

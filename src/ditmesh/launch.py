@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -24,7 +25,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -42,13 +43,30 @@ OnMessage = Callable[[int, Any], None]
 
 # Imported once in the fork server, so that every rank on the CPU starts with them: seconds instead of
 # seconds × ranks.
-PRELOAD = ("torch", "torch.distributed", "diffusers.pipelines.pipeline_utils", "transformers.modeling_utils")
+PRELOAD = (
+    "ditmesh.fork_server",
+    "torch",
+    "torch.distributed",
+    "diffusers.pipelines.pipeline_utils",
+    "transformers.modeling_utils",
+)
 
 # Seconds.
 START_LIMIT = 300.0  # for all ranks to import what they need and to find one another
 GRACE = 2.0  # to look for the root cause when the first failure seen looks like a consequence of another
 CLOSE_LIMIT = 5.0  # for idle ranks to leave by themselves
 STACK_LIMIT = 1.0  # for a rank that hangs to write down where
+
+# What CUDA calls the failures of a device that no job can cause (cudaError_t: devices unavailable, no device, ECC and
+# NVLink uncorrectable, hardware stack, contained; "unknown" is what is left of one that has fallen off the bus).
+LOST_DEVICE = (
+    "busy or unavailable",
+    "no cuda-capable device",
+    "uncorrectable",
+    "hardware stack error",
+    "hardware error",
+    "unknown error",
+)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -104,6 +122,45 @@ def default_threads(world_size: int, device: Literal["cpu", "cuda"]) -> int:
     """Threads for each of ``world_size`` ranks: the cores shared out; at most 8 where a GPU does the work."""
     share = max(1, physical_cores() // world_size)
     return min(8, share) if device == "cuda" else share
+
+
+# --------------------------------------------------------------------------------------------------
+# Leaving
+
+
+def end_quickly() -> None:
+    """Make this program end at once when it ends. For programs that are ditmesh's own.
+
+    An idle machine would not need it. On a busy one the interpreter's last search for garbage takes many seconds, and a
+    fork server that is still importing does not notice before it is through that its owner has gone.
+    """
+    # The last one registered runs first: ranks that a later pool has started are ended before their server.
+    atexit.register(gc.freeze)
+    atexit.register(_end_fork_server)
+
+
+def _end_fork_server() -> None:
+    from multiprocessing import forkserver
+
+    # There is no public name for it. Without it the server ends by itself, later.
+    pid = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    if pid is not None:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Programs started meanwhile ignore Ctrl-C, which the terminal sends to all of them: their owner ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        # Only the main thread may say so.
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -201,6 +258,8 @@ class RankPool:
         threads: int | None = None,
         timeout: float = 600.0,
         preload: Sequence[str] = PRELOAD,
+        gpus: Sequence[int] | None = None,
+        folders: Sequence[str] = (),
     ) -> None:
         """Start the ranks and wait until all of them have joined.
 
@@ -211,6 +270,8 @@ class RankPool:
             timeout: deadline of every collective, in seconds.
             preload: modules that the fork server imports before the first rank starts (CPU only). It counts
                 for the first pool of a process: the server serves them all.
+            gpus: numbers of the GPUs of ranks 0, 1, …; default: rank r computes on GPU r.
+            folders: temporary folders of the owner that the ranks remove when the owner was killed before it could.
 
         Raises:
             ConfigError: the device is not there, a number is out of range, or this process is itself a rank.
@@ -226,6 +287,11 @@ class RankPool:
             raise ConfigError("this process is a rank of torchrun already; ranks cannot start ranks of their own")
         self.world_size = world_size
         self.device: Literal["cpu", "cuda"] = resolve_device(device, world_size)
+        self._gpus = tuple(range(world_size) if gpus is None else gpus)
+        if len(self._gpus) != world_size:
+            raise ConfigError(
+                f"gpus {list(self._gpus)} are {len(self._gpus)} for {world_size} ranks; name one for each"
+            )
         self.threads = default_threads(world_size, self.device) if threads is None else threads
         self.timeout = timeout
         self._closed: str | None = None
@@ -236,7 +302,7 @@ class RankPool:
         # Registered after multiprocessing's own exit handler, so it runs before that one waits for the ranks.
         atexit.register(self.close)
         try:
-            self._start(preload)
+            self._start(preload, folders)
             self._collect(time.monotonic() + START_LIMIT, f"started within {START_LIMIT:g} s", None)
         except BaseException as error:
             self._end(
@@ -244,7 +310,7 @@ class RankPool:
             )
             raise
 
-    def _start(self, preload: Sequence[str]) -> None:
+    def _start(self, preload: Sequence[str], folders: Sequence[str]) -> None:
         if self.device == "cuda":
             # CUDA does not survive a fork, and a fork server that had touched it would pass a broken copy on:
             # every rank starts from a fresh interpreter.
@@ -254,13 +320,29 @@ class RankPool:
             # done no arithmetic: 8 ranks start in the time of one, and share the memory of the imported code.
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(list(preload))
+            from multiprocessing import forkserver
+
+            with _deaf_to_ctrl_c():
+                forkserver.ensure_running()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe(duplex=True)
-            settings = _Settings(rank, self.world_size, self.device, self.threads, self.timeout, str(self._folder))
+            settings = _Settings(
+                rank=rank,
+                world_size=self.world_size,
+                device=self.device,
+                gpu=self._gpus[rank],
+                threads=self.threads,
+                timeout=self.timeout,
+                folder=str(self._folder),
+                folders=tuple(folders),
+            )
             # Not daemonic: a rank may start processes of its own, such as data loader workers.
             process = context.Process(target=_rank_main, args=(settings, theirs), name=f"ditmesh-rank-{rank}")
             self._connections.append(ours)
-            process.start()
+            # A fresh interpreter inherits what its owner ignores; a fork server does so itself, and starting takes long
+            # while it imports.
+            with _deaf_to_ctrl_c() if self.device == "cuda" else contextlib.nullcontext():
+                process.start()
             self._processes.append(process)
             # Otherwise the end of the rank would not be seen as the end of its connection.
             theirs.close()
@@ -395,11 +477,14 @@ class RankPool:
                     failures.sort(key=lambda failure: failure.weight)
         if len(answers) == self.world_size:
             return [answers[rank] for rank in range(self.world_size)]
-        silent = [r for r in range(self.world_size) if r not in answers and r not in {f.rank for f in failures}]
         if failures:
             # What the others have reported so far is heard as well: it may be work that is done and kept.
-            for rank in set(range(self.world_size)) - gone:
-                self._hear(rank, answers, on_message)
+            for rank in sorted(set(range(self.world_size)) - gone):
+                found = self._hear(rank, answers, on_message)
+                if found is not None:
+                    failures.append(found)
+        silent = [r for r in range(self.world_size) if r not in answers and r not in {f.rank for f in failures}]
+        if failures:
             self._raise(failures, silent)
         raise self._late(silent, expected)
 
@@ -448,7 +533,7 @@ class RankPool:
             how = "closed its connection"
         else:
             how = f"ended without an answer (exit code {code})"
-        return _Failure(rank, weight, how, self._stack(rank), None, code)
+        return _Failure(rank, weight, how, self._stack(rank), None, code, True)
 
     def _raise(self, failures: list[_Failure], silent: Sequence[int]) -> None:
         root = failures[0]
@@ -462,7 +547,7 @@ class RankPool:
         if root.pickled_cause is not None:
             with contextlib.suppress(Exception):
                 cause = pickle.loads(root.pickled_cause)
-        raise RankFailed("\n\n".join(parts), root.rank, root.exit_code) from cause
+        raise RankFailed("\n\n".join(parts), root.rank, root.exit_code, _lost(failures, silent)) from cause
 
     def _late(self, silent: Sequence[int], expected: str) -> RankFailed:
         names = ", ".join(map(str, silent))
@@ -470,6 +555,7 @@ class RankPool:
             f"{'rank' if len(silent) == 1 else 'ranks'} {names} of {self.world_size} had not {expected}"
             f"\n\n{self._whereabouts(silent)}",
             silent[0],
+            lost=tuple(silent),
         )
 
     def _whereabouts(self, ranks: Sequence[int]) -> str:
@@ -514,14 +600,19 @@ class _Settings:
     rank: int
     world_size: int
     device: Literal["cpu", "cuda"]
+    gpu: int
     threads: int
     timeout: float
     folder: str
+    folders: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why a rank did not answer. ``weight`` 0: a cause; more: perhaps a consequence of another failure."""
+    """Why a rank did not answer.
+
+    ``weight`` 0: a cause; more: perhaps a consequence of another failure. ``gone``: the rank or its device is no more.
+    """
 
     rank: int
     weight: int
@@ -529,6 +620,7 @@ class _Failure:
     text: str
     pickled_cause: bytes | None
     exit_code: int | None
+    gone: bool
 
 
 def _stack_file(folder: str, rank: int) -> Path:
@@ -539,7 +631,7 @@ def _rank_main(settings: _Settings, connection: Connection) -> None:
     """A rank's life: join, then answer calls until told to stop or left alone."""
     # The owner decides what Ctrl-C means; the terminal sends it to every process of the group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_follow_owner, args=(settings.folder,), name="ditmesh-follow-owner", daemon=True).start()
+    threading.Thread(target=_follow_owner, args=(settings,), name="ditmesh-follow-owner", daemon=True).start()
     stack_file = _stack_file(settings.folder, settings.rank).open("w")
     faulthandler.enable(stack_file)
     if hasattr(signal, "SIGUSR1"):
@@ -578,12 +670,13 @@ def _rank_main(settings: _Settings, connection: Connection) -> None:
     dist.destroy_process_group()
 
 
-def _follow_owner(folder: str) -> None:
+def _follow_owner(settings: _Settings) -> None:
     """End this rank as soon as its owner has ended, however that happened and whatever this rank is doing."""
     owner = multiprocessing.parent_process()
     assert owner is not None
     owner.join()
-    shutil.rmtree(folder, ignore_errors=True)
+    for folder in (settings.folder, *settings.folders):
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -596,7 +689,7 @@ def _set_up(settings: _Settings) -> None:
     torch.set_num_threads(settings.threads)
     # A file, not a port: nothing to collide with, and nobody else on the machine can connect to it.
     rendezvous = (Path(settings.folder) / "rendezvous").as_uri()
-    _join(settings.device, settings.rank, settings.world_size, settings.rank, settings.timeout, rendezvous)
+    _join(settings.device, settings.rank, settings.world_size, settings.gpu, settings.timeout, rendezvous)
 
 
 class _Speaker:
@@ -630,8 +723,32 @@ def _failure(rank: int, error: BaseException) -> _Failure:
         pickle.loads(cause)
     except Exception:
         cause = None
-    return _Failure(
-        rank, 2 if _lost_peer(error) else 0, f"raised {type(error).__name__}: {first_line}", text, cause, None
+    what = f"raised {type(error).__name__}: {first_line}"
+    return _Failure(rank, 2 if _lost_peer(error) else 0, what, text, cause, None, _lost_device(error))
+
+
+def _lost(failures: Sequence[_Failure], silent: Sequence[int]) -> tuple[int, ...]:
+    """Ranks that are gone through no error of the job; ``failures[0]`` is what the job failed of."""
+    root = failures[0]
+    if root.gone:
+        # An abort may be the consequence of another rank's; then only the first is known to be gone.
+        gone = {failure.rank for failure in failures if failure.gone and failure.weight == 0}
+        return tuple(sorted({root.rank} | gone))
+    # Those that waited in vain say so; the one they waited for says nothing any more.
+    return tuple(silent) if root.weight > 0 else ()
+
+
+def _lost_device(error: BaseException) -> bool:
+    """Whether the rank's GPU has failed, and not the job: CUDA says so in words only."""
+    import torch
+
+    text = str(error).lower()
+    # Not an OutOfMemoryError, an illegal address or an assertion: another device would meet them as well.
+    return (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, torch.OutOfMemoryError)
+        and "cuda error" in text
+        and any(words in text for words in LOST_DEVICE)
     )
 
 

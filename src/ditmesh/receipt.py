@@ -40,7 +40,10 @@ class Receipt(BaseModel):
         devices: number of ranks.
         config: the parallel configuration, as given to `ParallelConfig`.
         versions: of Python and of the libraries that compute.
-        seconds: time that the pipeline's call took (shared by the pictures of one call), in seconds.
+        seconds: time that the pipeline's call took (shared by the pictures of one call), in seconds. After a restart:
+            that of the call that finished the picture.
+        restarts: what happened while the picture was drawn: ``{"step": 5, "from": 4, "to": 3}`` for every time that
+            ranks were lost and the others went on from a step (counted from 0).
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -62,6 +65,7 @@ class Receipt(BaseModel):
     config: dict[str, Any] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
     seconds: float
+    restarts: list[dict[str, int]] = Field(default_factory=list)
 
 
 def library_versions(names: tuple[str, ...] = ("torch", "diffusers", "transformers")) -> dict[str, str]:

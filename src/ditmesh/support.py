@@ -21,8 +21,9 @@ TABLE = Path(__file__).with_name("support.json")
 
 
 def combination(config: ParallelConfig) -> str:
-    """The strategies of a configuration, such as ``"cfg+ulysses"``; empty for one device."""
-    return "+".join(axis for axis in AXES if config.degrees[axis] > 1)
+    """The strategies of a configuration, such as ``"cfg+ulysses"`` or ``"cfg+displaced"``; empty for one device."""
+    names = {"ring": "ring" if config.exchange == "exact" else config.exchange}
+    return "+".join(names.get(axis, axis) for axis in AXES if config.degrees[axis] > 1)
 
 
 @cache
@@ -70,7 +71,8 @@ def as_markdown() -> str:
         f"diffusers {data['diffusers']}, torch {data['torch']}.",
         "",
         'The figure is the largest relative error; 0 means equal to the bit. "refused" comes with a message that',
-        "says why.",
+        "says why. For `displaced` it is the larger of that of a synchronous step and that of a stale one after which",
+        "nothing has moved; `naive` is lossy in all steps but the synchronous ones, of which the figure is.",
         "",
         "| transformer | " + " | ".join(key.replace("+", " + ") for key in combinations) + " |",
         "|---|" + "---|" * len(combinations),

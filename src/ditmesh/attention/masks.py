@@ -125,3 +125,25 @@ def of_queries(mask: Tensor, queries: Sequence[Segment], link: Link, ranks: Sequ
 def of_heads(mask: Tensor, start: int, count: int) -> Tensor:
     """The heads ``start`` to ``start + count`` of a mask that may be the same for all heads."""
     return mask if mask.shape[1] == 1 else mask[:, start : start + count]
+
+
+def of_own_keys(mask: Tensor, queries: Sequence[Segment], keys: Sequence[Segment], link: Link) -> Tensor:
+    """The mask of this rank's queries over this rank's keys alone; nothing is exchanged.
+
+    Args:
+        mask: as in `everywhere`.
+
+    Returns:
+        4-D; dimensions of 1 stay 1.
+    """
+    mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    mask = of_queries(mask, queries, link, (link.rank,))
+    here = local_length(keys, link.rank)
+    if mask.shape[-1] in (1, here):
+        return mask
+    if mask.shape[-1] == total_length(keys):
+        return cut(mask, 3, keys, (link.rank,))
+    raise LayoutError(
+        f"an attention mask of shape {tuple(mask.shape)} covers neither this rank's {here} keys "
+        f"nor all {total_length(keys)}; list the mask among the layout's cuts"
+    )

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import InputError, RankFailed
-from .values import parallel_config, parse_size, read_prompts
+from .values import parallel_config, parse_size, parse_weights, read_prompts
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..config import ParallelConfig
     from ..drawing import Drawn, Job
     from ..launch import RankPool, Report
 
@@ -45,6 +46,20 @@ def generate(
     cfg: Annotated[int | None, typer.Option(help="Ranks that share the guidance branches.")] = None,
     data: Annotated[int | None, typer.Option(help="Ranks that share the pictures of a prompt.")] = None,
     tensor: Annotated[int | None, typer.Option(help="Degree of tensor parallelism.")] = None,
+    reproducible: Annotated[
+        bool, typer.Option("--reproducible", help="The same bits on any number of devices; slower.")
+    ] = False,
+    tiles: Annotated[
+        int | None,
+        typer.Option(help="Pieces of the picture in reproducible mode; they decide the bits.", show_default="8"),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="2,1|auto", help="Relative speeds of the sequence ranks: a fast one gets more tokens."),
+    ] = None,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="When devices are lost, go on with the others (with --reproducible).")
+    ] = False,
     config: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="The configuration, as YAML.")] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps.", show_default="the pipeline's")] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale.", show_default="the pipeline's")] = None,
@@ -82,7 +97,9 @@ def generate(
     torchrun --nproc-per-node 4 -m ditmesh generate "a red fox" --model ./my-flux
     """
     from .. import zoo
+    from ..config import ParallelConfig
     from ..drawing import Job, check_job, class_numbers
+    from ..elastic import check_elastic
     from ..launch import from_torchrun, resolve_device
     from ..model_info import find_model
 
@@ -100,7 +117,17 @@ def generate(
         config,
         {"ulysses": ulysses, "ring": ring, "cfg": cfg, "data": data, "tensor": tensor},
         info.heads,
+        {"reproducible": reproducible or None, "tiles": tiles, "weights": parse_weights(weights)},
     )
+    if tiles is not None and not reproducible:
+        raise InputError(f"--tiles {tiles} counts in reproducible mode only; add --reproducible")
+    if elastic:
+        if from_torchrun():
+            raise InputError(
+                "--elastic starts ranks anew, and those of torchrun are not ours to start; leave torchrun out and say "
+                "--devices"
+            )
+        check_elastic(chosen or ParallelConfig(), world_size)
     job = Job(
         model=str(info.files) if info.local else info.name,
         name=info.name,
@@ -131,7 +158,7 @@ def generate(
     job = replace(job, dtype=dtype or ("bfloat16" if kind == "cuda" else "float32"))
     if not info.local:
         job = replace(job, model=_download(info.name))
-    result = _in_torchrun(job, kind) if from_torchrun() else _in_pool(job, world_size, kind, threads, compare)
+    result = _in_torchrun(job, kind) if from_torchrun() else _in_pool(job, world_size, kind, threads, compare, elastic)
     if result is None:
         return
     if as_json:
@@ -141,28 +168,30 @@ def generate(
 
 
 def _in_pool(
-    job: Job, world_size: int, kind: Literal["cpu", "cuda"], threads: int | None, compare: bool
+    job: Job, world_size: int, kind: Literal["cpu", "cuda"], threads: int | None, compare: bool, elastic: bool
 ) -> dict[str, Any]:
     """Draw on ranks started here, and once more on one rank when ``compare``."""
-    from ..config import ParallelConfig
     from ..launch import RankPool, default_threads
 
     # The same for one device and for N: the ratio is then one of devices.
     threads = threads or default_threads(world_size, kind)
-    with RankPool(world_size, kind, threads, job.timeout) as pool:
-        drawn, facts = _draw(job, pool)
+    if elastic:
+        drawn, facts = _draw_elastically(job, world_size, kind, threads)
+    else:
+        with RankPool(world_size, kind, threads, job.timeout) as pool:
+            drawn, facts = _draw(job, pool)
     result: dict[str, Any] = {
         "pictures": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in drawn],
         "out": job.out,
         "devices": world_size,
         "device": kind,
         "threads": threads,
-        "config": drawn[0].receipt.config,
+        "config": job.config.model_dump() if not isinstance(job.config, str) else drawn[0].receipt.config,
         **facts,
     }
     if compare:
         with TemporaryDirectory(prefix="ditmesh-compare-") as folder, RankPool(1, kind, threads, job.timeout) as pool:
-            alone, facts = _draw(replace(job, config=ParallelConfig(), out=folder), pool, "one device")
+            alone, facts = _draw(replace(job, config=_alone(job), out=folder), pool, "one device")
             difference = _largest_difference(drawn, alone)
         result["compare"] = {
             "one_device_seconds": facts["seconds"],
@@ -172,7 +201,17 @@ def _in_pool(
     return result
 
 
-def _draw(job: Job, pool: RankPool, what: str = "drawing") -> tuple[list[Drawn], dict[str, float]]:
+def _alone(job: Job) -> ParallelConfig:
+    """What the job is compared with: one device, in the same mode."""
+    from ..config import ParallelConfig
+    from ..elastic import smaller
+
+    if isinstance(job.config, str) or not job.config.reproducible:
+        return ParallelConfig()
+    return smaller(job.config, [0])
+
+
+def _draw(job: Job, pool: RankPool, what: str = "drawing") -> tuple[list[Drawn], dict[str, Any]]:
     """The pictures, and the seconds it took."""
     from ..drawing import draw
 
@@ -181,10 +220,31 @@ def _draw(job: Job, pool: RankPool, what: str = "drawing") -> tuple[list[Drawn],
         try:
             seconds = pool.run(draw, job, on_message=lambda _, message: report(message))
         except RankFailed:
-            if drawn:
-                print(f"{len(drawn)} of {job.total} pictures were drawn before: {job.out}", file=sys.stderr)
+            _say_kept(job, drawn)
             raise
     return drawn, {**facts, "seconds": max(seconds), "total_seconds": time.perf_counter() - started}
+
+
+def _draw_elastically(
+    job: Job, world_size: int, kind: Literal["cpu", "cuda"], threads: int
+) -> tuple[list[Drawn], dict[str, Any]]:
+    """The pictures, the seconds it took, and the restarts."""
+    from ..elastic import draw_elastically
+
+    started = time.perf_counter()
+    with _progress(job, "drawing") as (report, drawn, facts):
+        try:
+            restarts, seconds = draw_elastically(job, world_size, kind, threads, report)
+        except RankFailed:
+            _say_kept(job, drawn)
+            raise
+    facts |= {"seconds": seconds, "total_seconds": time.perf_counter() - started}
+    return drawn, {**facts, "restarts": [past.plain() for past in restarts]}
+
+
+def _say_kept(job: Job, drawn: list[Drawn]) -> None:
+    if drawn:
+        print(f"{len(drawn)} of {job.total} pictures were drawn before: {job.out}", file=sys.stderr)
 
 
 def _in_torchrun(job: Job, kind: Literal["cpu", "cuda"]) -> dict[str, Any] | None:
@@ -220,7 +280,7 @@ def _in_torchrun(job: Job, kind: Literal["cpu", "cuda"]) -> dict[str, Any] | Non
 
 
 @contextlib.contextmanager
-def _progress(job: Job, what: str) -> Iterator[tuple[Report, list[Drawn], dict[str, float]]]:
+def _progress(job: Job, what: str) -> Iterator[tuple[Report, list[Drawn], dict[str, Any]]]:
     """One bar for the whole job, fed by rank 0's reports; collects what was drawn, and facts such as times."""
     from rich.progress import (
         BarColumn,
@@ -232,21 +292,26 @@ def _progress(job: Job, what: str) -> Iterator[tuple[Report, list[Drawn], dict[s
     )
 
     from ..drawing import Drawn, Loaded, Stepped
+    from ..elastic import Restarted
 
     drawn: list[Drawn] = []
-    facts: dict[str, float] = {}
+    facts: dict[str, Any] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=_stderr()) as progress:
         bar = progress.add_task("loading", total=None)
 
         def report(message: Any) -> None:
             if isinstance(message, Loaded):
-                facts["load_seconds"] = message.seconds
+                facts.setdefault("load_seconds", message.seconds)
                 progress.update(bar, description=what, total=message.steps * job.total)
             elif isinstance(message, Stepped):
                 progress.advance(bar, message.pictures * message.steps)
             elif isinstance(message, Drawn):
                 drawn.append(message)
+            elif isinstance(message, Restarted):
+                # One line, above the bar.
+                progress.console.print(f"ditmesh: {message}", markup=False, highlight=False, soft_wrap=True)
+                progress.update(bar, description="loading")
 
         yield report, drawn, facts
 
@@ -301,6 +366,8 @@ def _say(result: dict[str, Any]) -> None:
         f"{result['load_seconds']:.1f} s to load, {result['total_seconds']:.1f} s in all",
         markup=False,
     )
+    for past in result.get("restarts", ()):
+        console.print(f"from step {past['step']} on {past['to']} instead of {past['from']}", markup=False)
     if "compare" in result:
         facts = result["compare"]
         pixels = (

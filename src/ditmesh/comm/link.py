@@ -147,3 +147,30 @@ class Link:
         works = dist.batch_isend_irecv(operations) if operations else []
         self.traffic.add(self.name, sum(t.numel() * t.element_size() for t in tensors))
         return Arriving(works, received, tensors)
+
+    def post(self, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Arriving:
+        """Send the same tensors to every other rank, receive into buffers; returns at once.
+
+        Args:
+            outgoing: contiguous tensors; they must not be written to before `Arriving.wait` returns.
+            incoming: for every rank of the group the contiguous tensors that take what it sends, as many and of the
+                shapes and dtypes that it gives for ``outgoing``; this rank's own entry is not looked at.
+
+        Returns:
+            The transfer; its tensors are those of ``incoming``, rank by rank.
+        """
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        received = [tensor for peer in peers for tensor in incoming[peer]]
+        # Empty tensors are not sent: both sides know the shapes, and not every backend carries zero bytes.
+        operations = [
+            dist.P2POp(dist.irecv, t, self.ranks[peer], self.group)
+            for peer in peers
+            for t in incoming[peer]
+            if t.numel()
+        ]
+        operations += [
+            dist.P2POp(dist.isend, t, self.ranks[peer], self.group) for peer in peers for t in outgoing if t.numel()
+        ]
+        works = dist.batch_isend_irecv(operations) if operations else []
+        self.traffic.add(self.name, len(peers) * sum(t.numel() * t.element_size() for t in outgoing))
+        return Arriving(works, received, outgoing)

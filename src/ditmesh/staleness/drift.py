@@ -1,0 +1,70 @@
+"""How far keys and values move from one step to the next, measured cheaply on every rank and summed over all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+
+# Tokens of a rank that stand for all of them.
+SAMPLED_TOKENS = 32
+
+
+class DriftMonitor:
+    """Relative L2 distance of a sample of tensors from the same sample one step earlier, per block.
+
+    Args:
+        reduce: sums a float64 tensor over all ranks, the same bits on each; `Link.all_reduce`.
+        device: where the sums are kept.
+    """
+
+    def __init__(self, reduce: Callable[[Tensor], Tensor], device: torch.device | str = "cpu") -> None:
+        self._reduce = reduce
+        self._device = torch.device(device)
+        self.blocks: list[str] = []
+        self._sums: Tensor | None = None
+        self._samples: dict[Hashable, tuple[int, Tensor]] = {}
+
+    def add_block(self, name: str) -> int:
+        """Room for one more block; its number. Every rank adds the same blocks in the same order."""
+        self.blocks.append(name)
+        return len(self.blocks) - 1
+
+    def reset(self) -> None:
+        """A new request begins: nothing of the one before is compared with."""
+        self._samples.clear()
+        self._sums = None
+
+    def observe(self, block: int, key: Hashable, step: int, tensors: tuple[Tensor, ...], dim: int) -> None:
+        """Compare tensors of a step with those of the same ``key`` in the step before.
+
+        Args:
+            block: its number.
+            key: what the tensors are: branch, block, attention call.
+            step: the step in progress.
+            tensors: of one shape, for example a rank's own K and V.
+            dim: their token dimension; `SAMPLED_TOKENS` evenly spaced tokens are looked at.
+        """
+        stride = -(-tensors[0].shape[dim] // SAMPLED_TOKENS)
+        picked = [(slice(None),) * dim + (slice(None, None, max(stride, 1)),)] * len(tensors)
+        sample = torch.stack([t.detach()[index] for t, index in zip(tensors, picked, strict=True)]).float()
+        if self._sums is None:
+            self._sums = torch.zeros(len(self.blocks), 2, dtype=torch.float64, device=self._device)
+        before = self._samples.get(key)
+        if before is not None and before[0] == step - 1 and before[1].shape == sample.shape:
+            distance = (sample - before[1]).square().sum()
+            self._sums[block] += torch.stack([distance, sample.square().sum()]).to(self._sums)
+        self._samples[key] = (step, sample)
+
+    def close_step(self) -> list[float | None]:
+        """The drift of the step that has run, per block, over all ranks; None where nothing was compared.
+
+        A collective call: one small all-reduce.
+        """
+        sums = self._sums
+        if sums is None:
+            sums = torch.zeros(len(self.blocks), 2, dtype=torch.float64, device=self._device)
+        self._sums = None
+        totals = self._reduce(sums).tolist()
+        return [(distance / size) ** 0.5 if size > 0 else None for distance, size in totals]

@@ -1,0 +1,271 @@
+"""Displaced patch parallelism: own keys and values fresh, the others' of the step before.
+
+DistriFusion, Li et al. 2024, arXiv:2402.19481, on a Diffusion Transformer. From one denoising step to the next the
+picture changes little, and so do keys and values. A rank therefore attends to its own tokens as they are and to
+those of other ranks as they were one step earlier; what it has just computed travels while the step goes on and is
+waited for where it is needed: at the same layer of the next step. A synchronous step waits at once and is exact.
+
+Keys and values of all ranks lie in one buffer per branch, block and attention call, in the order one device has
+them. A rank writes its own tokens into their place and receives the others' straight into theirs: attention reads
+the buffer as it is, and nothing is copied in between.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..attention import masks
+from ..attention.door import sdpa
+from ..attention.segments import Segment, total_length
+from ..comm import Arriving, Codec, Link, codec
+from ..config import ParallelConfig
+from ..mesh import Mesh
+from ..staleness.control import StepControl
+from ..tiles import offsets
+from .sequence import SequenceParallel
+
+# Branch, block, attention call of the block.
+Key = tuple[int, str, int]
+
+
+class StaleSequence(SequenceParallel):
+    """What sequence strategies share whose steps are not all synchronous.
+
+    Args:
+        config: degrees, text policy, compression.
+        mesh: ranks and links; the ring axis is the one that shares tokens.
+        control: the request's steps.
+        blocks: number in the drift monitor of every block, by path.
+    """
+
+    def __init__(self, config: ParallelConfig, mesh: Mesh, control: StepControl, blocks: dict[str, int]) -> None:
+        super().__init__(config, mesh)
+        self.control = control
+        self._blocks = blocks
+
+    def end_request(self) -> None:
+        """The request is over: wait for what is on its way, forget everything."""
+
+    def mix(
+        self,
+        q_bhsd: Tensor,
+        k_bhsd: Tensor,
+        v_bhsd: Tensor,
+        queries: list[Segment],
+        keys: list[Segment],
+        mask: Tensor | None,
+        scale: float | None,
+    ) -> Tensor:
+        """One attention over tokens that lie on all ranks. Shapes as in `SequenceParallel.mix`."""
+        if all(segment.replicated for segment in keys):
+            return super().mix(q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale)
+        call, control = self._call, self.control
+        assert call.site is not None
+        key = (control.branch, call.site.path, call.attention_calls - 1)
+        with torch.no_grad():
+            sample = (self.link.rank, *key)
+            control.monitor.observe(self._blocks[call.site.path], sample, control.step, (k_bhsd, v_bhsd), dim=2)
+        return self.mix_stale(key, q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale)
+
+    def mix_stale(
+        self,
+        key: Key,
+        q_bhsd: Tensor,
+        k_bhsd: Tensor,
+        v_bhsd: Tensor,
+        queries: list[Segment],
+        keys: list[Segment],
+        mask: Tensor | None,
+        scale: float | None,
+    ) -> Tensor:
+        """`mix` for keys of which some lie on other ranks."""
+        raise NotImplementedError
+
+    def own_tokens(
+        self,
+        q_bhsd: Tensor,
+        k_bhsd: Tensor,
+        v_bhsd: Tensor,
+        queries: list[Segment],
+        keys: list[Segment],
+        mask: Tensor | None,
+        scale: float | None,
+    ) -> Tensor:
+        """Attention of this rank's queries over its own keys alone."""
+        own = None if mask is None else masks.of_own_keys(mask, queries, keys, self.link)
+        return sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=own, scale=scale)
+
+
+class DisplacedParallel(StaleSequence):
+    """Handler of one transformer: stale attention between synchronous steps.
+
+    In the very first step of a request there is no step before. If the policy wants it stale all the same
+    (``warmup="fixed(0)"``), a rank attends to its own tokens only, once. Later on, a call that finds no keys of the
+    step before (the first of another transformer, a branch that was left out for a step, a block that a cache
+    skipped) is synchronous, on all ranks alike.
+    """
+
+    def __init__(self, config: ParallelConfig, mesh: Mesh, control: StepControl, blocks: dict[str, int]) -> None:
+        super().__init__(config, mesh, control, blocks)
+        self._codec = codec(config.compress)
+        self._buffers: dict[Key, _Buffer] = {}
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the keys and values kept between steps, what is on its way not counted.
+
+        For every branch and attention call 2 · B · S · H · D · bytes of an element: S tokens of all ranks.
+        """
+        return sum(buffer.whole.numel() * buffer.whole.element_size() for buffer in self._buffers.values())
+
+    def end_request(self) -> None:
+        """Wait for what is on its way, forget everything.
+
+        Raises:
+            RuntimeError: another rank has gone; everything is forgotten all the same.
+        """
+        buffers, self._buffers = self._buffers, {}
+        for buffer in buffers.values():
+            buffer.arrive()
+
+    def mix_stale(
+        self,
+        key: Key,
+        q_bhsd: Tensor,
+        k_bhsd: Tensor,
+        v_bhsd: Tensor,
+        queries: list[Segment],
+        keys: list[Segment],
+        mask: Tensor | None,
+        scale: float | None,
+    ) -> Tensor:
+        """See `StaleSequence.mix_stale`."""
+        step = self.control.step
+        buffer = self._buffers.get(key)
+        if buffer is not None:
+            buffer.arrive()
+        rows = self.control.clock.rows
+        if buffer is None or not buffer.fits(k_bhsd, keys, rows):
+            buffer = self._buffers[key] = _Buffer(k_bhsd, keys, rows, self.mesh.ring)
+        known = buffer.step is not None and buffer.step >= step - 1
+        buffer.put(k_bhsd, v_bhsd)
+        if not self.control.decision.synchronous and step == 0 and not known:
+            out = self.own_tokens(q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale)
+            buffer.post(step, self._codec)
+            return out
+        synchronous = self.control.decision.synchronous or not known
+        if synchronous:
+            if not self.control.decision.synchronous:
+                self.control.filled()
+            buffer.post(step, None)
+            buffer.arrive()
+        whole_mask = None if mask is None else self._whole_mask(buffer, mask, queries, keys)
+        out = sdpa(q_bhsd, buffer.k_bhsd, buffer.v_bhsd, attn_mask=whole_mask, scale=scale)
+        if not synchronous:
+            # Only now: what arrives is written where attention has just read.
+            buffer.post(step, self._codec)
+        return out
+
+    def _whole_mask(self, buffer: _Buffer, mask: Tensor, queries: list[Segment], keys: list[Segment]) -> Tensor:
+        """The mask of this rank's queries over all keys.
+
+        Other ranks' part of a mask comes from them, which means waiting. A mask is made of the call's arguments;
+        while those stay what they were in the step before, which every rank sees alike, so does the mask.
+        """
+        if self.control.clock.steady and buffer.mask is not None:
+            return buffer.mask
+        whole = masks.everywhere(mask, queries, keys, self.link, (self.link.rank,))
+        # One with a row for every query is large, and not kept.
+        buffer.mask = whole if whole.shape[-2] == 1 else None
+        return whole
+
+
+class _Buffer:
+    """Keys and values of all ranks for one attention call: memory (S, 2, B, H, D), tokens in one device's order.
+
+    Attributes:
+        whole: the memory.
+        k_bhsd, v_bhsd: views of it, (B, H, S, D).
+        step: the step that the other ranks' part is of; None while there is nothing.
+        mask: the mask over all keys, as it was gathered last.
+    """
+
+    def __init__(self, k_bhsd: Tensor, keys: list[Segment], rows: tuple[int, int] | None, ring: Link) -> None:
+        batch, heads, _, dim = k_bhsd.shape
+        self.whole = k_bhsd.new_empty((total_length(keys), 2, batch, heads, dim))
+        self.k_bhsd = self.whole[:, 0].permute(1, 2, 0, 3)
+        self.v_bhsd = self.whole[:, 1].permute(1, 2, 0, 3)
+        self.step: int | None = None
+        self.mask: Tensor | None = None
+        self._keys, self._rows = list(keys), rows
+        self._ring = ring
+        self._arriving: Arriving | None = None
+        self._packed: tuple[Codec, list[Tensor]] | None = None
+        # Of every rank, its tokens' places; streams that all ranks hold whole are nobody's to send.
+        self._slots: list[list[Tensor]] = [[] for _ in range(ring.size)]
+        self._own: list[Tensor] = []
+        start = 0
+        for segment in keys:
+            if segment.replicated:
+                self._own.append(self.whole[start : start + segment.total])
+            else:
+                for rank, (offset, length) in enumerate(zip(offsets(segment.lengths), segment.lengths, strict=True)):
+                    self._slots[rank].append(self.whole[start + offset : start + offset + length])
+                self._own.append(self._slots[ring.rank][-1])
+            start += segment.total
+
+    def fits(self, k_bhsd: Tensor, keys: list[Segment], rows: tuple[int, int] | None) -> bool:
+        """Whether the call has the same rows, streams and shapes as the one the buffer was made for."""
+        batch, heads, _, dim = k_bhsd.shape
+        return (
+            (keys, rows) == (self._keys, self._rows)
+            and self.whole.shape[2:] == (batch, heads, dim)
+            and (self.whole.dtype, self.whole.device) == (k_bhsd.dtype, k_bhsd.device)
+        )
+
+    def put(self, k_bhsd: Tensor, v_bhsd: Tensor) -> None:
+        """Write this rank's fresh keys and values (B, H, s, D) into their places."""
+        with torch.no_grad():
+            start = 0
+            for slot in self._own:
+                part = slice(start, start + slot.shape[0])
+                slot[:, 0].copy_(k_bhsd[:, :, part].permute(2, 0, 1, 3))
+                slot[:, 1].copy_(v_bhsd[:, :, part].permute(2, 0, 1, 3))
+                start += slot.shape[0]
+
+    def post(self, step: int, packer: Codec | None) -> None:
+        """Send this rank's tokens to all others and receive theirs; returns at once."""
+        self.step = step
+        own = self._slots[self._ring.rank]
+        if packer is None:
+            self._arriving = self._ring.post(own, self._slots)
+            return
+        with torch.no_grad():
+            # One message per peer: the streams one after the other.
+            outgoing = packer.encode(own[0] if len(own) == 1 else torch.cat(own))
+        incoming = [
+            [] if rank == self._ring.rank else [packer.empty(_joined(slots), self.whole.device)]
+            for rank, slots in enumerate(self._slots)
+        ]
+        self._arriving = self._ring.post([outgoing], incoming)
+        self._packed = (packer, [flat for part in incoming for flat in part])
+
+    def arrive(self) -> None:
+        """Wait for what was posted, if it is still on its way."""
+        arriving, self._arriving = self._arriving, None
+        packed, self._packed = self._packed, None
+        if arriving is not None:
+            arriving.wait()
+        if packed is not None:
+            packer, received = packed
+            peers = [slots for rank, slots in enumerate(self._slots) if rank != self._ring.rank]
+            for slots, flat in zip(peers, received, strict=True):
+                tokens = packer.decode(flat, _joined(slots))
+                for slot, part in zip(slots, tokens.split([slot.shape[0] for slot in slots]), strict=True):
+                    slot.copy_(part)
+
+
+def _joined(slots: list[Tensor]) -> tuple[int, ...]:
+    """Shape of several slots, one after the other."""
+    return (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])

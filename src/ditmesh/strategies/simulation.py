@@ -1,0 +1,203 @@
+"""Sequence strategies for N devices in one process: what N devices would draw, without having them.
+
+Every virtual rank runs the transformer as a coroutine with a handler of its own, the same code that runs on real
+ranks. Only the links differ: whoever would send stops, until all virtual ranks have come to the same place, and
+gets what the others have sent. The arithmetic, and so every bit, is that of N real ranks of this machine. It
+takes N times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Arriving, Link, Traffic
+from ..config import AXES, ParallelConfig
+from ..doors import BlockSite
+from ..errors import ConfigError, LayoutError
+from ..layout.arguments import Arguments
+from ..mesh import Mesh
+from ..methods import replace_method
+from . import leaves
+from .sequence import SequenceParallel
+from .virtual import ask, run_together
+
+# The virtual rank that the coroutine in progress is.
+_rank: ContextVar[int] = ContextVar("ditmesh_virtual_rank")
+
+
+class VirtualLink(Link):
+    """A `Link` between virtual ranks of this process. Bytes are counted as if they were sent."""
+
+    def __init__(self, name: str, rank: int, size: int, traffic: Traffic) -> None:
+        super().__init__(name, None, range(size), rank, traffic)
+
+    def exchange(
+        self, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
+    ) -> list[list[Tensor]]:
+        """See `Link.exchange`."""
+        others = [part for peer, parts in enumerate(outgoing) if peer != self.rank for part in parts]
+        self.traffic.add(self.name, sum(part.numel() * part.element_size() for part in others))
+        everyone: list[Any] = ask(("exchange", outgoing))
+        return [
+            list(outgoing[self.rank])
+            if peer == self.rank
+            else [_copy(part).view(shape) for part, shape in zip(sent[self.rank], shapes[peer], strict=True)]
+            for peer, sent in enumerate(everyone)
+        ]
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """See `Link.all_reduce`; added up in rank order."""
+        self.traffic.add(self.name, 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size)
+        return torch.stack(ask(("all_reduce", tensor))).sum(dim=0)
+
+    def shift(self, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Arriving:
+        """See `Link.shift`."""
+        self.traffic.add(self.name, sum(t.numel() * t.element_size() for t in tensors))
+        everyone: list[Any] = ask(("shift", tensors))
+        return Arriving([], [_copy(t) for t in everyone[self.rank - 1]], [])
+
+    def post(self, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Arriving:
+        """See `Link.post`. What is sent is there at once: nobody may look before `Arriving.wait`."""
+        self.traffic.add(self.name, (self.size - 1) * sum(t.numel() * t.element_size() for t in outgoing))
+        # All have posted before anybody goes on, so nobody overwrites what another one has still to take.
+        for peer, sent in enumerate(ask(("post", outgoing))):
+            for slot, tensor in zip(incoming[peer] if peer != self.rank else (), sent, strict=False):
+                slot.copy_(tensor)
+        ask(("taken", None))
+        return Arriving([], [], [])
+
+
+class VirtualMesh(Mesh):
+    """A mesh whose sequence ranks are virtual. Whatever else there is, is this process alone.
+
+    Attributes:
+        ranks: the mesh as each virtual rank sees it.
+
+    Raises:
+        ConfigError: another axis than ring has a degree.
+    """
+
+    def __init__(self, config: ParallelConfig, device: torch.device | str = "cpu") -> None:
+        other = [axis for axis in AXES if axis != "ring" and config.degrees[axis] > 1]
+        if other:
+            raise ConfigError(
+                f"{config.describe()}: only the ring axis is simulated; leave {' and '.join(other)} out, which does "
+                "not change the picture"
+            )
+        self._see(config, device, 0)
+        self.ranks = [object.__new__(Mesh) for _ in range(config.ring)]
+        for rank, mesh in enumerate(self.ranks):
+            VirtualMesh._see(mesh, config, device, rank)
+        self.traffic = self.ranks[0].traffic
+
+    def _see(self: Any, config: ParallelConfig, device: torch.device | str, rank: int) -> None:
+        self.config, self.device = config, torch.device(device)
+        self.traffic, self._groups = Traffic(), []
+        self.rank, self.world_size = 0, 1
+        for name in ("world", "batch", "data", "cfg", "pipe", "ulysses", "tensor"):
+            setattr(self, name, Link(name, None, [0], 0, self.traffic))
+        self.ring = VirtualLink("ring", rank, config.ring, self.traffic)
+        self.sequence = VirtualLink("sequence", rank, config.ring, self.traffic)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class SimulatedSequence:
+    """Handler of a transformer that stands for one handler per virtual rank.
+
+    Args:
+        handlers: one for each virtual rank.
+        model: the transformer; its ``forward`` is replaced on the instance until `close`.
+    """
+
+    def __init__(self, handlers: Sequence[SequenceParallel], model: nn.Module) -> None:
+        self.handlers = list(handlers)
+        self.balance = self.handlers[0].balance
+        self._restore = replace_method(model, "forward", self._run)
+
+    def close(self) -> None:
+        """Put the model's own forward back."""
+        self._restore()
+
+    def end_request(self) -> None:
+        """Forget everything about a request."""
+        for handler in self.handlers:
+            getattr(handler, "end_request", lambda: None)()
+
+    def begin_call(self) -> None:
+        """See `Handler`."""
+        for handler in self.handlers:
+            handler.begin_call()
+
+    def end_call(self) -> None:
+        """See `Handler`."""
+        for handler in self.handlers:
+            handler.end_call()
+
+    def before_block(self, site: BlockSite, arguments: Arguments) -> None:
+        """See `Handler`."""
+        self._mine().before_block(site, arguments)
+
+    def after_block(self, site: BlockSite, output: Any) -> Any:
+        """See `Handler`."""
+        return self._mine().after_block(site, output)
+
+    def attend(
+        self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """See `AttentionHandler`."""
+        return self._mine().attend(q_bhsd, k_bhsd, v_bhsd, mask, scale)
+
+    def adapt(self, site: BlockSite, rule: str, module: nn.Module) -> Callable[[], None]:
+        """See `Handler`."""
+        links: Any = _OwnLink([handler.link for handler in self.handlers])
+        return leaves.RULES[rule](module, links, f"{site.path}: {type(module).__name__}")
+
+    def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
+        """See `Handler`. Virtual ranks are equally fast."""
+        return lambda: None
+
+    def _mine(self) -> SequenceParallel:
+        return self.handlers[_rank.get()]
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """The transformer's forward, once for every virtual rank. All have the same result; it is the first one's."""
+
+        def run(rank: int) -> Any:
+            token = _rank.set(rank)
+            try:
+                return self._restore.original(*args, **kwargs)
+            finally:
+                _rank.reset(token)
+
+        return run_together([partial(run, rank) for rank in range(len(self.handlers))], _meet)[0]
+
+
+class _OwnLink:
+    """The link of whichever virtual rank asks."""
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        self._links = links
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._links[_rank.get()], name)
+
+
+def _meet(questions: list[tuple[str, Any]]) -> list[list[Any]]:
+    """Everybody gets what everybody has."""
+    kinds = {kind for kind, _ in questions}
+    if len(kinds) > 1:
+        raise LayoutError(f"virtual ranks do different things at one time: {' and '.join(sorted(kinds))}")
+    everyone = [what for _, what in questions]
+    return [everyone] * len(questions)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
