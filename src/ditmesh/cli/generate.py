@@ -36,7 +36,7 @@ def generate(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Folder or hub id of a diffusers pipeline.", show_default="the embedded model"),
+        typer.Option(help="Folder or hub id of a diffusers pipeline, or an embedded model.", show_default="emoji-sd3"),
     ] = None,
     devices: Annotated[
         int | None, typer.Option(help="Number of ranks, each with a device of its own.", show_default="1")

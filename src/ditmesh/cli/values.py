@@ -165,21 +165,21 @@ def _value(text: str) -> Any:
 def embedded_or(
     model: str | None, steps: int | None, guidance: float | None
 ) -> tuple[ModelInfo, int | None, float | None, int | None]:
-    """The model that was asked for, or the embedded one with the settings it was trained for.
+    """The model that was asked for; an embedded one with the settings it was trained for.
 
     Returns:
         What its files say, steps, guidance scale, and longest prompt in tokens.
     """
+    from .. import zoo
     from ..model_info import find_model
 
-    if model is not None:
-        return find_model(model), steps, guidance, None
-    from .. import zoo
-
+    info = find_model(zoo.path() if model is None else model)
+    own = zoo.embedded(info.files)
+    if own is None:
+        return info, steps, guidance, None
     # The pipeline's own defaults are those of a model a thousand times its size.
-    own = zoo.EMBEDDED["emoji-sd3"]
     return (
-        find_model(zoo.path("emoji-sd3")),
+        info,
         own.steps if steps is None else steps,
         own.guidance_scale if guidance is None else guidance,
         own.max_sequence_length,
