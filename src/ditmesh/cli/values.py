@@ -165,7 +165,7 @@ def _value(text: str) -> Any:
 def embedded_or(
     model: str | None, steps: int | None, guidance: float | None
 ) -> tuple[ModelInfo, int | None, float | None, int | None]:
-    """The model that was asked for; an embedded one with the settings it was trained for.
+    """The model that was asked for, ``emoji-sd3`` if none was; an embedded one with the settings it was trained for.
 
     Returns:
         What its files say, steps, guidance scale, and longest prompt in tokens.
