@@ -26,7 +26,7 @@ class Codec(Protocol):
 
 
 class Cast:
-    """A narrower floating dtype. Values beyond its range become its largest."""
+    """Another floating dtype, or the same: values beyond its range become its largest."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -40,7 +40,8 @@ class Cast:
         limit = torch.finfo(self.dtype).max
         if torch.finfo(tokens.dtype).max > limit:
             tokens = tokens.clamp(-limit, limit)
-        return tokens.to(self.dtype, copy=True).reshape(-1)
+        flat = torch.empty(tokens.shape, dtype=self.dtype, device=tokens.device)
+        return flat.copy_(tokens).view(-1)
 
     def decode(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
         """See `Codec`."""

@@ -6,8 +6,7 @@ those of other ranks as they were one step earlier; what it has just computed tr
 waited for where it is needed: at the same layer of the next step. A synchronous step waits at once and is exact.
 
 Keys and values of all ranks lie in one buffer per branch, block and attention call, in the order one device has
-them. A rank writes its own tokens into their place and receives the others' straight into theirs: attention reads
-the buffer as it is, and nothing is copied in between.
+them. A rank writes its own tokens into their place, and the others' into theirs when they have come.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 from ..attention import masks
 from ..attention.door import sdpa
 from ..attention.segments import Segment, total_length
-from ..comm import Arriving, Codec, Link, codec
+from ..comm import Arriving, Cast, Codec, Link, codec
 from ..config import ParallelConfig
 from ..mesh import Mesh
 from ..staleness.control import StepControl
@@ -160,12 +159,10 @@ class DisplacedParallel(StaleSequence):
                 self.control.filled()
             buffer.post(step, None)
             buffer.arrive()
-        whole_mask = None if mask is None else self._whole_mask(buffer, mask, queries, keys)
-        out = sdpa(q_bhsd, buffer.k_bhsd, buffer.v_bhsd, attn_mask=whole_mask, scale=scale)
-        if not synchronous:
-            # Only now: what arrives is written where attention has just read.
+        else:
             buffer.post(step, self._codec)
-        return out
+        whole_mask = None if mask is None else self._whole_mask(buffer, mask, queries, keys)
+        return sdpa(q_bhsd, buffer.k_bhsd, buffer.v_bhsd, attn_mask=whole_mask, scale=scale)
 
     def _whole_mask(self, buffer: _Buffer, mask: Tensor, queries: list[Segment], keys: list[Segment]) -> Tensor:
         """The mask of this rank's queries over all keys.
@@ -182,10 +179,10 @@ class DisplacedParallel(StaleSequence):
 
 
 class _Buffer:
-    """Keys and values of all ranks for one attention call: memory (S, 2, B, H, D), tokens in one device's order.
+    """Keys and values of all ranks for one attention call: memory (2, B, H, S, D), tokens in one device's order.
 
     Attributes:
-        whole: the memory.
+        whole: a view of the memory, token by token: (S, 2, B, H, D).
         k_bhsd, v_bhsd: views of it, (B, H, S, D).
         step: the step that the other ranks' part is of; None while there is nothing.
         mask: the mask over all keys, as it was gathered last.
@@ -193,9 +190,10 @@ class _Buffer:
 
     def __init__(self, k_bhsd: Tensor, keys: list[Segment], rows: tuple[int, int] | None, ring: Link) -> None:
         batch, heads, _, dim = k_bhsd.shape
-        self.whole = k_bhsd.new_empty((total_length(keys), 2, batch, heads, dim))
-        self.k_bhsd = self.whole[:, 0].permute(1, 2, 0, 3)
-        self.v_bhsd = self.whole[:, 1].permute(1, 2, 0, 3)
+        # A head's tokens lie together: attention reads them faster than if tokens came with all their heads.
+        memory = k_bhsd.new_empty((2, batch, heads, total_length(keys), dim))
+        self.k_bhsd, self.v_bhsd = memory[0], memory[1]
+        self.whole = memory.permute(3, 0, 1, 2, 4)
         self.step: int | None = None
         self.mask: Tensor | None = None
         self._keys, self._rows = list(keys), rows
@@ -237,10 +235,8 @@ class _Buffer:
     def post(self, step: int, packer: Codec | None) -> None:
         """Send this rank's tokens to all others and receive theirs; returns at once."""
         self.step = step
+        packer = packer or Cast(self.whole.dtype)
         own = self._slots[self._ring.rank]
-        if packer is None:
-            self._arriving = self._ring.post(own, self._slots)
-            return
         with torch.no_grad():
             # One message per peer: the streams one after the other.
             outgoing = packer.encode(own[0] if len(own) == 1 else torch.cat(own))
