@@ -1,0 +1,201 @@
+"""Distances between pictures and between tensors, and digests that tell whether bits are the same.
+
+A picture here is a float array (H, W, C) with values from 0 to 1; `as_picture` makes one from what a pipeline
+returns. No measure in this module needs weights; `quality.perceptual` has one that does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from math import inf, log10
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+    Picture = NDArray[np.floating]
+
+# Wang et al. 2004: an 11 × 11 Gaussian window of standard deviation 1.5, and two constants against division by zero.
+WINDOW, SIGMA, K1, K2 = 11, 1.5, 0.01, 0.03
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a picture is from another one.
+
+    Attributes:
+        equal: the same bits.
+        largest, mean: absolute difference of values from 0 to 1.
+        psnr: in dB, of values from 0 to 1; None when the pictures are equal (it is infinite then).
+        ssim: structural similarity, 1 for equal pictures.
+        perceptual: learned perceptual distance, 0 for equal pictures; None when its weights are not installed.
+    """
+
+    equal: bool
+    largest: float
+    mean: float
+    psnr: float | None
+    ssim: float
+    perceptual: float | None = None
+
+
+def as_picture(image: Any) -> Picture:
+    """A picture from a PIL image, an array of 8-bit or float values, or a tensor: float64 (H, W, C), 0 to 1.
+
+    Args:
+        image: PIL image (transparency is dropped), or (H, W) or (H, W, C) values: integers up to 255, or floats
+            up to 1.
+
+    Raises:
+        InputError: it has other dimensions.
+    """
+    if hasattr(image, "convert"):
+        image = image.convert("RGB")
+    elif hasattr(image, "detach"):
+        image = image.detach().cpu().float().numpy()
+    values = np.asarray(image)
+    if values.ndim == 2:
+        values = values[:, :, None]
+    if values.ndim != 3:
+        raise InputError(f"a picture has (H, W, C) values, not {values.ndim} dimensions of {values.shape}")
+    scale = 255.0 if np.issubdtype(values.dtype, np.integer) else 1.0
+    return values.astype(np.float64) / scale
+
+
+def compare(picture: Any, reference: Any, perceptual: bool = False) -> Difference:
+    """Every distance between two pictures of one size.
+
+    Args:
+        picture, reference: as `as_picture` takes them.
+        perceptual: measure the learned perceptual distance as well, where its weights are installed.
+
+    Raises:
+        InputError: the pictures have different sizes.
+    """
+    equal = digest(picture) == digest(reference)
+    ours, theirs = _pair(picture, reference)
+    apart = np.abs(ours - theirs)
+    ratio = psnr(ours, theirs)
+    learned = None
+    if perceptual:
+        from .perceptual import distance
+
+        learned = distance(ours, theirs)
+    return Difference(
+        equal, float(apart.max()), float(apart.mean()), None if ratio == inf else ratio, ssim(ours, theirs), learned
+    )
+
+
+def psnr(picture: Any, reference: Any) -> float:
+    """Peak signal-to-noise ratio in dB of values from 0 to 1: ``-10 log10(mean squared error)``; infinite if equal."""
+    ours, theirs = _pair(picture, reference)
+    error = float(np.mean((ours - theirs) ** 2))
+    return inf if error == 0 else -10 * log10(error)
+
+
+def ssim(picture: Any, reference: Any) -> float:
+    """Structural similarity (Wang, Bovik, Sheikh & Simoncelli 2004, IEEE TIP 13(4)) of values from 0 to 1.
+
+    The mean over channels and over all places where the whole 11 × 11 Gaussian window fits; in pictures with a
+    side under 11 pixels the window is as wide as that side (less one if even).
+    """
+    import torch
+    import torch.nn.functional as F
+
+    ours, theirs = (torch.from_numpy(values).permute(2, 0, 1)[:, None] for values in _pair(picture, reference))
+    width = min(WINDOW, *(side - (side + 1) % 2 for side in ours.shape[-2:]))
+    line = torch.exp(-((torch.arange(width, dtype=torch.float64) - width // 2) ** 2) / (2 * SIGMA**2))
+    line = line / line.sum()
+
+    def smooth(values: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(F.conv2d(values, line.view(1, 1, -1, 1)), line.view(1, 1, 1, -1))
+
+    mean_a, mean_b = smooth(ours), smooth(theirs)
+    variance_a = smooth(ours * ours) - mean_a**2
+    variance_b = smooth(theirs * theirs) - mean_b**2
+    covariance = smooth(ours * theirs) - mean_a * mean_b
+    c1, c2 = K1**2, K2**2
+    alike = (2 * mean_a * mean_b + c1) * (2 * covariance + c2)
+    alike = alike / ((mean_a**2 + mean_b**2 + c1) * (variance_a + variance_b + c2))
+    return float(alike.mean())
+
+
+def relative_error(tensor: torch.Tensor, reference: torch.Tensor) -> float:
+    """Largest absolute difference over the largest absolute value of the reference.
+
+    Infinite where one of them is not a number and the other is not the same; 0 for empty tensors.
+    """
+    if reference.numel() == 0:
+        return 0.0
+    largest, _, scale = absolute_error(tensor, reference)
+    return largest / scale if scale else (inf if largest else 0.0)
+
+
+def absolute_error(tensor: torch.Tensor, reference: torch.Tensor) -> tuple[float, float, float]:
+    """Largest and summed absolute difference, and the largest absolute value of the reference, all in float32.
+
+    A value that is not finite on one side and not the same on the other counts as an infinite difference.
+    """
+    import torch
+
+    ours, theirs = tensor.detach().float(), reference.detach().float()
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    apart = torch.where(same, 0.0, (ours - theirs).abs())
+    apart = torch.nan_to_num(apart, nan=inf, posinf=inf)
+    scale = torch.nan_to_num(theirs.abs(), nan=0.0, posinf=0.0).max()
+    return float(apart.max()), float(apart.sum(dtype=torch.float64)), float(scale)
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of the bits, shape and type of a picture, an array or a tensor, as 64 hexadecimal digits."""
+    state = hashlib.sha256()
+    if hasattr(value, "detach"):
+        import torch
+
+        value = value.detach().cpu().contiguous()
+        state.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        state.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    else:
+        values = np.ascontiguousarray(np.asarray(value))
+        state.update(f"{values.dtype} {values.shape}".encode())
+        state.update(values.tobytes())
+    return state.hexdigest()
+
+
+def token_digests(tensor: torch.Tensor) -> torch.Tensor:
+    """A 64-bit digest of every row of the last dimension: int64, the shape of ``tensor`` without that dimension.
+
+    Rows are digested one by one, so that the digests of a part of the tokens are a part of the digests of all. The
+    digest is the sum of the row's bits, read as integers, times fixed random odd numbers, modulo 2^64 (multilinear
+    hashing, Carter & Wegman 1979): two rows that differ in one value always differ in it, others do but for about
+    one in 2^60. It is not meant to stand against somebody who looks for collisions.
+    """
+    import torch
+
+    lanes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    tensor = tensor.detach()
+    integers = tensor.contiguous().view(lanes[tensor.element_size()]).long()
+    return (integers * _odd_numbers(tensor.shape[-1]).to(tensor.device)).sum(-1)
+
+
+@cache
+def _odd_numbers(count: int) -> torch.Tensor:
+    import torch
+
+    drawn = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(20041), dtype=torch.int64)
+    return drawn * 2 + 1
+
+
+def _pair(picture: Any, reference: Any) -> tuple[Picture, Picture]:
+    ours, theirs = as_picture(picture), as_picture(reference)
+    if ours.shape != theirs.shape:
+        sizes = " and ".join("x".join(map(str, (p.shape[1], p.shape[0], p.shape[2]))) for p in (ours, theirs))
+        raise InputError(f"pictures of {sizes} (width x height x channels) cannot be compared; draw them in one size")
+    return ours, theirs

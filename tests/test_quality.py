@@ -1,0 +1,256 @@
+"""Distances, digests, curves, charts and pages."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from math import inf, isnan, log10, nan
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ditmesh.errors import InputError
+from ditmesh.quality import curves, figures, metrics, perceptual
+from ditmesh.quality.report import Cell, Page, Shown
+
+
+def pair() -> tuple[np.ndarray, np.ndarray]:
+    """Two pictures (24, 40, 3) that anybody can make again."""
+    y, x = np.mgrid[:24, :40]
+    one = np.stack([np.sin(x / 5) ** 2, np.cos(y / 7) ** 2, (x * y % 17) / 16], -1)
+    return one, np.clip(one * 0.9 + 0.1 * np.cos(x / 3 + y)[..., None], 0, 1)
+
+
+# ---- distances
+
+
+def test_ssim_and_psnr_are_those_of_scikit_image():
+    """Values of scikit-image 0.26 (Gaussian weights, sigma 1.5, population covariance, range 1, mean over channels)."""
+    one, other = pair()
+    assert metrics.ssim(other, one) == pytest.approx(0.9078853940386867, abs=1e-12)
+    assert metrics.psnr(other, one) == pytest.approx(20.74146347831818, abs=1e-10)
+
+
+def test_ssim_of_flat_pictures_is_the_formula():
+    """Without variance only the means are left: (2ab + C1) / (a² + b² + C1)."""
+    a, b, c1 = 0.2, 0.7, 0.01**2
+    flat = [np.full((16, 16, 3), value) for value in (a, b)]
+    assert metrics.ssim(*flat) == pytest.approx((2 * a * b + c1) / (a * a + b * b + c1))
+    assert metrics.ssim(flat[0], flat[0]) == 1
+    # A picture smaller than the window has one of its own.
+    assert metrics.ssim(flat[0][:6, :9], flat[1][:6, :9]) == pytest.approx((2 * a * b + c1) / (a * a + b * b + c1))
+
+
+def test_pictures_may_be_of_pil_of_eight_bits_or_floats():
+    bits = np.zeros((12, 12, 3), dtype=np.uint8)
+    bits[0, 0, 0] = 51
+    other = np.zeros((12, 12, 3), dtype=np.uint8)
+    found = metrics.compare(Image.fromarray(bits), other)
+    assert found.largest == pytest.approx(0.2)
+    assert found.mean == pytest.approx(0.2 / 432)
+    assert found.psnr == pytest.approx(-10 * log10(0.04 / 432))
+    assert not found.equal
+    same = metrics.compare(bits, bits.copy())
+    assert (same.equal, same.largest, same.psnr, same.ssim) == (True, 0, None, 1)
+    with pytest.raises(InputError, match=r"40x24x3 and 40x12x3"):
+        metrics.compare(pair()[0], pair()[0][:12])
+    with pytest.raises(InputError, match="4 dimensions"):
+        metrics.as_picture(np.zeros((1, 2, 3, 4)))
+
+
+def test_relative_error_minds_what_is_not_a_number():
+    reference = torch.tensor([1.0, -4.0, 2.0])
+    assert metrics.relative_error(torch.tensor([1.0, -4.0, 3.0]), reference) == 0.25
+    assert metrics.relative_error(torch.tensor([1.0, nan, 2.0]), reference) == inf
+    odd = torch.tensor([nan, inf, 2.0])
+    assert metrics.relative_error(odd.clone(), odd) == 0
+    assert metrics.relative_error(torch.tensor([nan, -inf, 2.0]), odd) == inf
+    assert metrics.relative_error(torch.zeros(2), torch.zeros(2)) == 0
+    assert metrics.relative_error(torch.ones(2), torch.zeros(2)) == inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8])
+def test_token_digests_see_every_bit_and_are_cut_like_tokens(dtype):
+    tensor = (torch.randn(2, 9, 33, generator=torch.Generator().manual_seed(0)) * 100).to(dtype)
+    digests = metrics.token_digests(tensor)
+    assert digests.shape == (2, 9)
+    assert len(set(digests.flatten().tolist())) == 18
+    assert torch.equal(metrics.token_digests(tensor[1:, 3:7]), digests[1:, 3:7])
+    # Every single bit of a row counts.
+    lanes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    for bit in range(tensor.element_size() * 8):
+        changed = tensor.clone()
+        changed[1, 4, 32:].view(lanes).bitwise_xor_(torch.tensor(1, dtype=lanes) << bit)
+        differs = metrics.token_digests(changed) != digests
+        assert differs.nonzero().tolist() == [[1, 4]], bit
+    # So does the order of values.
+    assert not torch.equal(metrics.token_digests(tensor.flip(-1)), digests)
+
+
+def test_digest_tells_bits_shapes_and_types():
+    values = torch.zeros(4)
+    same = {metrics.digest(values), metrics.digest(torch.zeros(4))}
+    others = {metrics.digest(x) for x in (-values, values.double(), values.view(2, 2), values.numpy())}
+    assert len(same) == 1
+    assert len(others | same) == 5
+
+
+def test_perceptual_distance_is_none_without_its_weights(monkeypatch):
+    monkeypatch.setattr(perceptual, "_file", lambda: None)
+    assert not perceptual.available()
+    assert metrics.compare(*pair(), perceptual=True).perceptual is None
+
+
+@pytest.mark.skipif(not perceptual.available(), reason=perceptual.HINT)
+def test_perceptual_distance_is_that_of_its_authors():
+    """Values of stlpips_pytorch 0.0.2's own `LPIPS(net="alex", variant="shift_tolerant")`."""
+    y, x = np.mgrid[:96, :128] / 64
+    one = np.stack([np.sin(3 * x) ** 2, np.cos(4 * y) ** 2, x * y / (x * y).max()], -1)
+    noise = np.random.default_rng(0).random((96, 128, 3))
+    assert perceptual.distance(one, np.roll(one, 3, 1)) == pytest.approx(0.015879465267062187, rel=1e-5)
+    assert perceptual.distance(noise, one) == pytest.approx(1.0340404510498047, rel=1e-5)
+    assert perceptual.distance(one, one) == 0
+    # A small picture is enlarged.
+    small = one[:32, :48]
+    assert perceptual.distance(small, small[:, ::-1]) > 0
+
+
+# ---- curves
+
+
+def test_mean_of_runs_has_bars_of_one_deviation():
+    line = curves.mean_of_runs("two", [1, 2], [[1.0, 4.0], [3.0, 4.0]])
+    assert line.y == (2, 4)
+    assert line.low == pytest.approx((2 - 2**0.5, 4))
+    assert line.high == pytest.approx((2 + 2**0.5, 4))
+    assert curves.mean_of_runs("one", [1], [[5.0]]).low == ()
+
+
+def test_grid_keeps_order_and_leaves_gaps():
+    grid = curves.grid({("b", "1"): 1.0, ("a", "2"): 2.0}, columns=["1", "2"])
+    assert grid.rows == ("b", "a")
+    assert isnan(grid.values[0][1])
+    assert grid.values[1][1] == 2
+
+
+# ---- figures
+
+
+def numbers(svg: str, pattern: str) -> list[float]:
+    return [float(value) for value in re.findall(pattern, svg)]
+
+
+def test_line_chart_is_to_scale():
+    lines = [curves.Series("a", (1, 2, 3), (0.0, 5.0, 10.0)), curves.Series("b & <c>", (1, 2, 3), (nan, 1.0, nan))]
+    chart = figures.line_chart(lines, "A <title>", "step", "error", whole_x=True)
+    drawing = ElementTree.fromstring(chart.svg)
+    assert drawing.find("title").text == "A <title>"
+    points = [pair.split(",") for pair in re.search(r'points="([^"]+)"', chart.svg)[1].split()]
+    xs, ys = zip(*[(float(x), float(y)) for x, y in points], strict=True)
+    assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
+    # Up is less, and the middle is in the middle.
+    assert ys[0] > ys[1] > ys[2]
+    assert ys[0] - ys[1] == pytest.approx(ys[1] - ys[2], abs=0.2)
+    assert chart.header == ("step", "a", "b & <c>")
+    assert chart.rows == (("1", "0", ""), ("2", "5", "1"), ("3", "10", ""))
+
+
+def test_a_logarithmic_axis_has_a_line_for_zero():
+    chart = figures.line_chart([curves.Series("a", (1, 2, 3), (0.0, 1e-6, 1e-2))], "t", "x", "y", log_y=True)
+    texts = [element.text for element in ElementTree.fromstring(chart.svg).iter("text")]
+    assert {"0", "1e-6", "0.01"} <= set(texts)
+    # Two runs that never differed can be drawn as well.
+    ElementTree.fromstring(figures.line_chart([curves.Series("a", (1,), (0.0,))], "t", "x", "y", log_y=True).svg)
+
+
+def test_error_bars_reach_from_low_to_high():
+    chart = figures.line_chart([curves.Series("a", (1, 2), (1.0, 2.0), (0.5, 1.5), (2.0, 3.0))], "t", "x", "y")
+    assert chart.svg.count("bar-line") == 2
+    assert "(0.5 to 2)" in chart.svg
+    bars = figures.bar_chart(["g", "h"], [curves.Series("a", (0, 1), (1.0, 4.0), (0.5, 3), (2, 5))], "t", "y")
+    heights = numbers(bars.svg, r'class="bar s0"[^>]*height="([\d.]+)"')
+    assert heights[1] / heights[0] == pytest.approx(4, rel=0.02)
+    assert bars.rows == (("g", "1"), ("h", "4"))
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_heat_map_shades_follow_values(log):
+    grid = curves.Grid(("r", "s"), ("1", "2"), ((1e-3, 1e-2), (nan, 1e-1)))
+    chart = figures.heat_map(grid, "t", "step", "block", log=log)
+    ElementTree.fromstring(chart.svg)
+    shades = numbers(chart.svg, r'fill-opacity="([\d.]+)"')
+    assert len(shades) == 3
+    assert shades == sorted(shades)
+    assert shades[-1] == 1
+    assert chart.rows[1] == ("s", "", "0.1")
+
+
+def test_amplified_difference_uses_the_brightness_there_is():
+    one, other = pair()
+    values, factor = figures.amplified(one, one + 0.01)
+    assert factor == 64
+    assert values == pytest.approx(np.full_like(one, 0.64))
+    assert figures.amplified(one, one)[1] == 1
+    assert not figures.amplified(one, one)[0].any()
+    cut = figures.amplified(one, other, 100)[0]
+    assert cut.max() == 1
+
+
+# ---- pages
+
+
+class Reader(HTMLParser):
+    """Collects tags, and minds that every one is closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_a_page_asks_for_nothing_and_says_what_it_shows(tmp_path: Path):
+    page = Page("A <b>title</b>", "lead & more")
+    page.section("One")
+    page.text("1 < 2")
+    page.table(("a", "b"), [("x", Cell("no", "bad")), ("y", Cell("many words", "words"))], "numbers")
+    page.chart(figures.line_chart([curves.Series("a", (1, 2), (1, 2))], "line", "x", "y"), "a line")
+    page.chart(figures.heat_map(curves.Grid(("r",), ("c",), ((1.0,),)), "heat", "x", "y"), "shades")
+    one, other = pair()
+    page.pictures([[Shown(one, 'the "one"'), Shown(other, "other", "in words")], [Shown(one[..., :1], "grey")]], "grid")
+    html = page.write(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    reader = Reader(html)
+    assert "A &lt;b&gt;title" in html
+    assert "<b>" not in html
+    images = [attributes for tag, attributes in reader.tags if tag == "img"]
+    assert [image["alt"] for image in images] == ['the "one"', "in words", "grey"]
+    assert all(image["src"].startswith("data:image/png;base64,") for image in images)
+    # Nothing is fetched: no address but the pictures' own, no script, no style sheet.
+    addresses = [
+        value for _, attributes in reader.tags for name, value in attributes.items() if name in ("src", "href")
+    ]
+    assert len(addresses) == len(images)
+    assert not re.search(r"https?://|url\(|@import|<script|<link", html)
+    assert sum(tag == "figcaption" for tag, _ in reader.tags) == 6
+    assert sum(tag == "caption" for tag, _ in reader.tags) == 3
+    charts = [attributes for tag, attributes in reader.tags if tag == "svg" and "aria-hidden" not in attributes]
+    assert [(chart["role"], chart["aria-label"]) for chart in charts] == [("img", "line"), ("img", "heat")]
+    with pytest.raises(InputError, match="No such file"):
+        page.write(tmp_path / "none" / "page.html")
