@@ -39,7 +39,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-support",
         action="store_true",
-        help="write what the parity matrix found to src/ditmesh/support.json and docs/support.md",
+        help="write what the parity matrix found to src/ditmesh/support.json and docs/support.md; cells that did not "
+        "run stay as they are",
     )
 
 
@@ -63,10 +64,14 @@ def record_support(request: pytest.FixtureRequest) -> Iterator[Callable[[str, st
 
         from ditmesh import support
 
+        merged = {name: dict(row) for name, row in support.table().items()}
+        for name, row in cells.items():
+            merged.setdefault(name, {}).update(row)
+        merged = {name: merged[name] for name in sorted(merged)}
         data = {
             "diffusers": diffusers.__version__,
             "torch": torch.__version__.split("+")[0],
-            "classes": {name: cells[name] for name in sorted(cells)},
+            "classes": merged,
         }
         support.TABLE.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         page = Path(__file__).parents[1] / "docs" / "support.md"

@@ -19,7 +19,7 @@ from support.models import MAKERS, RAGGED, inputs, relative_error, run, tiny
 
 TOLERANCE = 1e-5
 
-COMBINATIONS: list[dict[str, int]] = [
+COMBINATIONS: list[dict[str, Any]] = [
     {"ulysses": 2},
     {"ring": 2},
     {"tensor": 2},
@@ -37,6 +37,11 @@ COMBINATIONS: list[dict[str, int]] = [
     {"data": 2, "cfg": 2},
     {"data": 2, "cfg": 2, "ulysses": 2},
     {"cfg": 2, "tensor": 2, "ulysses": 2},
+    {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"},
+    {"cfg": 2, "ring": 2, "exchange": "displaced", "warmup": "fixed(1)"},
+    {"data": 2, "ring": 2, "exchange": "displaced", "warmup": "fixed(1)"},
+    {"tensor": 2, "ring": 2, "exchange": "displaced", "warmup": "fixed(1)"},
+    {"ring": 2, "exchange": "naive", "warmup": "fixed(1)"},
 ]
 CASES = [(name, combination) for name in MAKERS for combination in COMBINATIONS]
 
@@ -47,16 +52,22 @@ def in_slice(case: int) -> bool:
     return combination % 6 == name % 6
 
 
-def outcome(name: str, config: dict[str, int]) -> dict[str, Any]:
-    """What `support.json` holds for one cell, seen by one rank."""
+def outcome(name: str, config: dict[str, Any]) -> dict[str, Any]:
+    """What `support.json` holds for one cell, seen by one rank.
+
+    Displaced: the synchronous step, and a stale one at the same inputs, which must be exact as well.
+    """
     model, arguments = tiny(name), inputs(name, RAGGED)
     truth = run(model, arguments)
     try:
         with ditmesh.parallelized(model, config):
-            value = run(model, arguments)
+            values = [run(model, arguments)]
+            if config.get("exchange") == "displaced":
+                ditmesh.engine_of(model).control.clock.advance()
+                values.append(run(model, arguments))
     except ditmesh.InputError as error:
         return {"refused": str(error)}
-    error = max(relative_error(a, b) for a, b in zip(flat(value), flat(truth), strict=True))
+    error = max(relative_error(a, b) for value in values for a, b in zip(flat(value), flat(truth), strict=True))
     return {"error": error} if error <= TOLERANCE else {"wrong": error}
 
 
@@ -69,15 +80,17 @@ def flat(output: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        pytest.param(name, config, id=f"{name}-{'+'.join(config)}", marks=() if in_slice(i) else pytest.mark.matrix)
+        pytest.param(
+            name,
+            config,
+            id=f"{name}-{support.combination(ParallelConfig(**config))}",
+            marks=() if in_slice(i) else pytest.mark.matrix,
+        )
         for i, (name, config) in enumerate(CASES)
     ],
 )
 def test_cell(ranks, record_support, name, config):
-    world = 1
-    for degree in config.values():
-        world *= degree
-    results = ranks(world).run(outcome, name, config)
+    results = ranks(ParallelConfig(**config).world_size).run(outcome, name, config)
     worst = max(results, key=lambda result: result.get("wrong", result.get("error", 0.0)))
     key = support.combination(ParallelConfig(**config))
     record_support(type(tiny(name)).__name__, key, worst)

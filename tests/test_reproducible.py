@@ -12,7 +12,7 @@ from ditmesh.errors import ConfigError, LayoutError
 from ditmesh.strategies.tiled import aligned
 from ditmesh.strategies.virtual import ask, run_together
 from ditmesh.tiles import weighted_cut
-from support.models import RAGGED, inputs, run, tiny
+from support.models import MAKERS, RAGGED, inputs, run, tiny
 from support.reproducible import digest, forward_bits, pipeline_bits, pipeline_error
 
 # World size -> configurations. One rank is the reference.
@@ -35,6 +35,7 @@ ROWS: dict[int, list[dict[str, Any]]] = {
     8: [{"data": 2, "cfg": 2, "ulysses": 2}, {"cfg": 2, "ulysses": 2, "ring": 2}],
 }
 FAMILIES = ["sd3", "flux", "pixart", "dit", "wan", "qwen_image"]
+MIXING = ["Sana", "Latte"]
 CLASSES = ["SD3", "Flux", "PixArt", "DiT", "Wan", "QwenImage"]
 
 
@@ -182,11 +183,6 @@ def test_refused_settings(settings, words):
         ditmesh.ParallelConfig(reproducible=True, **settings)
 
 
-def test_blocks_that_mix_tokens_are_refused():
-    with pytest.raises(ConfigError, match="conv_depth"):
-        ditmesh.parallelize(tiny("Sana"), {"reproducible": True})
-
-
 def test_weighted_cut():
     assert weighted_cut(8, (2, 1)) == (5, 3)
     assert weighted_cut(11, (1, 1, 1)) == (4, 4, 3)
@@ -234,3 +230,18 @@ def test_aligned():
     part = aligned(whole[3:])
     assert part.data_ptr() % 64 == 0
     assert torch.equal(part, whole[3:])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", [name for name in MAKERS if name not in CLASSES and name not in MIXING])
+def test_every_class(ranks, name):
+    """All other classes and modes: B=1 with odd lengths and B=2 ragged."""
+    configs = {1: [{}], 2: [{"ulysses": 2}, {"data": 2}], 3: [{"ulysses": 3}, {"ring": 3, "weights": (3, 1, 1)}]}
+    found = gathered(ranks, forward_bits, configs, name)
+    assert len({str(value) for value in found.values()}) == 1, found
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_blocks_that_mix_tokens_are_refused(name):
+    with pytest.raises(ConfigError, match="outside attention"):
+        ditmesh.parallelize(tiny(name), {"reproducible": True})

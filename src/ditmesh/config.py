@@ -53,7 +53,7 @@ class ParallelConfig(BaseModel):
             result, the number of stages does not; ``patches=4`` without stages gives the picture of
             ``pipe=4, patches=4`` on one device.
         warmup: which steps of a stale strategy are synchronous, that is, exact: ``"fixed(4)"``, ``"sqrt(2)"``,
-            ``"periodic(5)"``, ``"first_last(2, 1)"`` or ``"adaptive(0.1)"``.
+            ``"periodic(5)"``, ``"first_last(2, 1)"`` or ``"adaptive(0.05)"``: see docs/staleness.md.
         compress: what displaced keys and values travel as; default: as they are.
         weights: relative speeds of the sequence ranks, ``(2, 1)``: a faster rank gets more tokens, and the result
             stays the same. ``"auto"`` measures them while the first steps run.

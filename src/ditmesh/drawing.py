@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -458,8 +459,12 @@ def _load(job: Job, device: torch.device) -> Any:
 def _quieten() -> None:
     """N ranks that all show loading bars and say what optional package they lack tell the user nothing."""
     import diffusers
+    import tqdm
     import transformers
 
+    # Its own default is shared between processes, which we have no use for, and which Python's resource tracker
+    # complains about when a rank is killed.
+    tqdm.tqdm.set_lock(threading.RLock())
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()

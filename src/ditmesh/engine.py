@@ -26,6 +26,7 @@ from .request import PipelineDoor
 from .staleness.control import StalenessLog, StepControl
 from .staleness.drift import DriftMonitor
 from .staleness.policy import parse as parse_warmup
+from .staleness.schedule import noise_levels
 from .strategies.balance import Balance
 from .strategies.batch import BatchParallel, RowSplit
 from .strategies.caches import AgreedCaches
@@ -88,7 +89,10 @@ class Engine:
             if config.exchange != "exact":
                 monitor = DriftMonitor(mesh.world.all_reduce, mesh.device)
                 self.control = StepControl(
-                    parse_warmup(config.warmup), mesh.sequence.size, monitor, lambda: _steps_of(target)
+                    parse_warmup(config.warmup),
+                    mesh.sequence.size,
+                    monitor,
+                    lambda: noise_levels(getattr(target, "scheduler", None)),
                 )
             # Blocks and attention: the tokens of a sequence.
             for number, (model, layout) in enumerate(models):
@@ -116,7 +120,7 @@ class Engine:
                         layout.unbatched,
                         layout.listed,
                         alone,
-                        self._on_branch,
+                        self._before_rows,
                     )
                     self._undo.append(rows.close)
                     begin.append(rows.begin_request)
@@ -209,9 +213,12 @@ class Engine:
                 raise
             self.end_request()
 
-    def _on_branch(self, number: int) -> None:
+    def _before_rows(self, branch: int | None, rows: tuple[int, int]) -> None:
+        """Rows of a branch are about to run, whoever asked for them."""
         if self.control is not None:
-            self.control.clock.branch = number
+            self.control.clock.rows = rows
+            if branch is not None:
+                self.control.clock.branch = branch
 
     def rebalance(self) -> None:
         """Measure the speed of every sequence rank again at the next call (``weights="auto"``). On all ranks alike.
@@ -475,16 +482,6 @@ def _starting(begin: list[Callable[[], None]]) -> Callable[..., Any]:
         return args, kwargs
 
     return start
-
-
-def _steps_of(target: Any) -> int | None:
-    """Number of evaluations that the pipeline's scheduler has ahead of it; None when nobody tells."""
-    scheduler = getattr(target, "scheduler", None)
-    timesteps = getattr(scheduler, "timesteps", None)
-    if timesteps is None:
-        return None
-    # Image-to-image begins later in the list.
-    return len(timesteps) - (getattr(scheduler, "begin_index", None) or 0)
 
 
 def _quiet(pipe: Any) -> Callable[[], None]:

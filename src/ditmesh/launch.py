@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -24,7 +25,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -42,7 +43,13 @@ OnMessage = Callable[[int, Any], None]
 
 # Imported once in the fork server, so that every rank on the CPU starts with them: seconds instead of
 # seconds × ranks.
-PRELOAD = ("torch", "torch.distributed", "diffusers.pipelines.pipeline_utils", "transformers.modeling_utils")
+PRELOAD = (
+    "ditmesh.fork_server",
+    "torch",
+    "torch.distributed",
+    "diffusers.pipelines.pipeline_utils",
+    "transformers.modeling_utils",
+)
 
 # Seconds.
 START_LIMIT = 300.0  # for all ranks to import what they need and to find one another
@@ -115,6 +122,45 @@ def default_threads(world_size: int, device: Literal["cpu", "cuda"]) -> int:
     """Threads for each of ``world_size`` ranks: the cores shared out; at most 8 where a GPU does the work."""
     share = max(1, physical_cores() // world_size)
     return min(8, share) if device == "cuda" else share
+
+
+# --------------------------------------------------------------------------------------------------
+# Leaving
+
+
+def end_quickly() -> None:
+    """Make this program end at once when it ends. For programs that are ditmesh's own.
+
+    An idle machine would not need it. On a busy one the interpreter's last search for garbage takes many seconds, and a
+    fork server that is still importing does not notice before it is through that its owner has gone.
+    """
+    # The last one registered runs first: ranks that a later pool has started are ended before their server.
+    atexit.register(gc.freeze)
+    atexit.register(_end_fork_server)
+
+
+def _end_fork_server() -> None:
+    from multiprocessing import forkserver
+
+    # There is no public name for it. Without it the server ends by itself, later.
+    pid = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    if pid is not None:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Programs started meanwhile ignore Ctrl-C, which the terminal sends to all of them: their owner ends them."""
+    if threading.current_thread() is not threading.main_thread():
+        # Only the main thread may say so.
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -274,6 +320,10 @@ class RankPool:
             # done no arithmetic: 8 ranks start in the time of one, and share the memory of the imported code.
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(list(preload))
+            from multiprocessing import forkserver
+
+            with _deaf_to_ctrl_c():
+                forkserver.ensure_running()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe(duplex=True)
             settings = _Settings(
@@ -289,7 +339,10 @@ class RankPool:
             # Not daemonic: a rank may start processes of its own, such as data loader workers.
             process = context.Process(target=_rank_main, args=(settings, theirs), name=f"ditmesh-rank-{rank}")
             self._connections.append(ours)
-            process.start()
+            # A fresh interpreter inherits what its owner ignores; a fork server does so itself, and starting takes long
+            # while it imports.
+            with _deaf_to_ctrl_c() if self.device == "cuda" else contextlib.nullcontext():
+                process.start()
             self._processes.append(process)
             # Otherwise the end of the rank would not be seen as the end of its connection.
             theirs.close()

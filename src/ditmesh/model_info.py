@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from . import zoo
 from .errors import InputError
 
 # Seconds to find out whether the hub can be reached at all.
@@ -152,7 +153,8 @@ def find_model(model: str | Path) -> ModelInfo:
     """Read what the model is, from a folder or from the hub (its JSON files only).
 
     Args:
-        model: folder that ``pipe.save_pretrained`` wrote, or a hub id such as ``owner/name``.
+        model: folder that ``pipe.save_pretrained`` wrote, the name of an embedded model (`ditmesh.zoo`; a folder
+            of that name goes first), or a hub id such as ``owner/name``.
 
     Raises:
         InputError: there is no such model, it cannot be reached, or it is not a pipeline with a transformer.
@@ -165,7 +167,7 @@ def find_model(model: str | Path) -> ModelInfo:
             what = "has no model_index.json" if folder.is_dir() else "is a file"
             raise InputError(f"model {name!r} {what}; give the folder that pipe.save_pretrained(...) wrote")
     else:
-        files, local = _from_hub(name)
+        files, local = (zoo.path(name), True) if name in zoo.EMBEDDED else _from_hub(name)
     index = _read_json(files / "model_index.json", name)
     if not _is_part(index, "transformer"):
         kind = index.get("_class_name", "it")
@@ -209,7 +211,8 @@ def _from_hub(name: str) -> tuple[Path, bool]:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
         raise InputError(
             f"model {name!r}: no such folder ({Path(name).expanduser().absolute()} was tried), and it is not a hub id "
-            f"such as owner/name; give the folder that pipe.save_pretrained(...) wrote"
+            f"such as owner/name; give the folder that pipe.save_pretrained(...) wrote, or an embedded model "
+            f"({', '.join(zoo.EMBEDDED)})"
         )
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError

@@ -36,7 +36,7 @@ def generate(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Folder or hub id of a diffusers pipeline.", show_default="the embedded model"),
+        typer.Option(help="Folder or hub id of a diffusers pipeline, or an embedded model.", show_default="emoji-sd3"),
     ] = None,
     devices: Annotated[
         int | None, typer.Option(help="Number of ranks, each with a device of its own.", show_default="1")
@@ -96,6 +96,7 @@ def generate(
 
     torchrun --nproc-per-node 4 -m ditmesh generate "a red fox" --model ./my-flux
     """
+    from .. import zoo
     from ..config import ParallelConfig
     from ..drawing import Job, check_job, class_numbers
     from ..elastic import check_elastic
@@ -105,16 +106,12 @@ def generate(
     wanted = parse_size(size)
     text_tokens = None
     asked = read_prompts(prompts, prompts_file)
-    if model is None:
-        from .. import zoo
-
-        info = find_model(zoo.path("emoji-sd3"))
+    info = find_model(zoo.path() if model is None else model)
+    if embedded := zoo.embedded(info.files):
         # It was trained for these; the pipeline's own defaults are those of a model a thousand times its size.
-        steps = zoo.EMBEDDED["emoji-sd3"].steps if steps is None else steps
-        guidance = zoo.EMBEDDED["emoji-sd3"].guidance_scale if guidance is None else guidance
-        text_tokens = zoo.EMBEDDED["emoji-sd3"].max_sequence_length
-    else:
-        info = find_model(model)
+        steps = embedded.steps if steps is None else steps
+        guidance = embedded.guidance_scale if guidance is None else guidance
+        text_tokens = embedded.max_sequence_length
     world_size, chosen = parallel_config(
         devices,
         config,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="Folder or hub id of a diffusers pipeline.")] = "",
+    model: Annotated[str, typer.Argument(help="Folder or hub id of a diffusers pipeline, or an embedded model.")] = "",
     size: Annotated[str | None, typer.Option(help="Picture size, WIDTHxHEIGHT in pixels.")] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Probe the class and compare with the reviewed layout.")

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError, LayoutError, RankFailed
-from ..launch import from_torchrun
+from ..launch import end_quickly, from_torchrun
 from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
@@ -51,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Exit code 0: done. 1: a rank failed (its traceback is on stderr), or a bug. 2: what was asked for cannot be done;
     one sentence on stderr says why and what can. 130: stopped by Ctrl-C.
     """
+    if arguments is None:
+        # This process is ours.
+        end_quickly()
     try:
         app(None if arguments is None else list(arguments), prog_name="ditmesh")
     except (InputError, LayoutError) as error:

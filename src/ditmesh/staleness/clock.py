@@ -34,6 +34,7 @@ class StepClock:
         step: number of the step in progress, from 0; -1 before the first call.
         branch: number of the branch in progress. Whoever runs branches in another order than the pipeline asks for
             them sets it before each.
+        rows: which rows of the batch run here (first, and one after the last), where they are shared out.
         steady: whether the call's other arguments are those of the same branch in the step before.
     """
 
@@ -44,6 +45,7 @@ class StepClock:
         """A new request begins."""
         self.step = -1
         self.branch = 0
+        self.rows: tuple[int, int] | None = None
         self.steady = False
         self._timestep: Any = _NEVER
         self._now: list[_Seen] = []
@@ -75,15 +77,6 @@ class StepClock:
     def _again(self, latents: Any, others: Mapping[str, Any]) -> bool:
         return any(same(others, seen.others) and not same(latents, seen.latents) for seen in self._now)
 
-    def change(self) -> float | None:
-        """Relative L2 distance of this step's first latents from the step before's; None when there is none."""
-        if not self._before or not self._now:
-            return None
-        now, before = _flat(self._now[0].latents), _flat(self._before[0].latents)
-        if now is None or before is None or now.shape != before.shape:
-            return None
-        return float((now - before).norm() / now.norm().clamp_min(1e-30))
-
 
 def same(a: Any, b: Any) -> bool:
     """Equal values: tensors by shape, dtype and content, containers by their parts."""
@@ -102,11 +95,3 @@ def _copy(latents: Any) -> Any:
     if isinstance(latents, Tensor):
         return latents.detach().clone()
     return [_copy(part) for part in latents] if isinstance(latents, (list, tuple)) else latents
-
-
-def _flat(latents: Any) -> Tensor | None:
-    if isinstance(latents, Tensor):
-        return latents.detach().flatten().float()
-    if isinstance(latents, (list, tuple)) and latents and all(isinstance(part, Tensor) for part in latents):
-        return torch.cat([part.detach().flatten().float() for part in latents])
-    return None

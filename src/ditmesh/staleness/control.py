@@ -8,7 +8,8 @@ from typing import Any
 
 from .clock import StepClock
 from .drift import DriftMonitor
-from .policy import Decision, Measured, WarmupPolicy
+from .policy import Decision, Outlook, Past, WarmupPolicy
+from .schedule import even_levels
 
 
 @dataclass
@@ -18,7 +19,7 @@ class StepRecord:
     Attributes:
         step: number, from 0.
         synchronous, reason: the policy's decision.
-        predicted: the error predicted for the step had it been stale, when the policy predicts one.
+        predicted: the error predicted for the step if it is stale, when the policy predicts one.
         drift: relative L2 distance of keys and values from the step before, by block; empty for the first step.
         filled: attention calls of a stale step that were synchronous all the same on this rank, because there were
             no keys of the step before (another transformer took over, a branch came back).
@@ -60,7 +61,7 @@ class StepControl:
         policy: decides.
         devices: ranks that share a picture.
         monitor: measures drift; strategies feed it.
-        total: number of steps of the request, asked at its first call; None when nobody knows.
+        noise: noise levels of the request's steps, as in `Outlook`, asked for at its first call.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class StepControl:
         policy: WarmupPolicy,
         devices: int,
         monitor: DriftMonitor,
-        total: Callable[[], int | None] = lambda: None,
+        noise: Callable[[], tuple[float, ...] | None] = lambda: None,
     ) -> None:
         self.policy = policy
         self.devices = devices
@@ -76,10 +77,10 @@ class StepControl:
         self.monitor = monitor
         self.log = StalenessLog()
         self.decision = Decision(True, "no step has begun")
-        self._ask_total = total
+        self._ask_noise = noise
         self._given: int | None = None
-        self._total: int | None = None
-        self._measured: list[Measured] = []
+        self._outlook = Outlook(devices)
+        self._past: list[Past] = []
         self._open = False
 
     @property
@@ -102,21 +103,20 @@ class StepControl:
         self.monitor.reset()
         self.log = StalenessLog()
         self.decision = Decision(True, "no step has begun")
-        self._given, self._total = steps, None
-        self._measured = []
+        self._given = steps
+        self._past = []
         self._open = False
 
     def begin_call(self, timestep: Any, latents: Any, others: Mapping[str, Any]) -> None:
         """A call of the transformer begins, as `StepClock.tick`. At a new step: one small all-reduce, a decision."""
         if not self.clock.tick(timestep, latents, others):
             return
-        change = self.clock.change()
         if self.clock.step == 0:
-            self._total = self._given if self._given is not None else self._ask_total()
+            noise = self._ask_noise() if self._given is None else even_levels(self._given)
+            self._outlook = Outlook(self.devices, noise)
         else:
-            change = self._close_step(change)
-        self._measured.append(Measured(change=change))
-        self.decision = self.policy.decide(self.clock.step, self._total, self.devices, self._measured)
+            self._close_step()
+        self.decision = self.policy.decide(self.clock.step, self._outlook, self._past)
         self.log.steps.append(
             StepRecord(self.clock.step, self.decision.synchronous, self.decision.reason, self.decision.predicted)
         )
@@ -132,12 +132,11 @@ class StepControl:
         if self.log.steps:
             self.log.steps[-1].filled += 1
 
-    def _close_step(self, change: float | None = None) -> float | None:
+    def _close_step(self) -> None:
         self._open = False
-        drifts, change = self.monitor.close_step(change)
         record = self.log.steps[-1]
+        drifts = self.monitor.close_step()
         record.drift = {
             name: drift for name, drift in zip(self.monitor.blocks, drifts, strict=True) if drift is not None
         }
-        self._measured[-1] = Measured(self._measured[-1].change, record.mean_drift)
-        return change
+        self._past.append(Past(record.synchronous, record.mean_drift))

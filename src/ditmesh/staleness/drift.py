@@ -57,20 +57,14 @@ class DriftMonitor:
             self._sums[block] += torch.stack([distance, sample.square().sum()]).to(self._sums)
         self._samples[key] = (step, sample)
 
-    def close_step(self, change: float | None = None) -> tuple[list[float | None], float | None]:
+    def close_step(self) -> list[float | None]:
         """The drift of the step that has run, per block, over all ranks; None where nothing was compared.
 
         A collective call: one small all-reduce.
-
-        Args:
-            change: a number that all ranks have worked out by themselves; its mean over them is returned, so that
-                they go on with the same bits.
         """
         sums = self._sums
         if sums is None:
             sums = torch.zeros(len(self.blocks), 2, dtype=torch.float64, device=self._device)
         self._sums = None
-        more = sums.new_tensor([[0.0 if change is None else change, 1.0]])
-        *totals, (changes, ranks) = self._reduce(torch.cat([sums, more])).tolist()
-        drifts = [(distance / size) ** 0.5 if size > 0 else None for distance, size in totals]
-        return drifts, None if change is None else changes / ranks
+        totals = self._reduce(sums).tolist()
+        return [(distance / size) ** 0.5 if size > 0 else None for distance, size in totals]

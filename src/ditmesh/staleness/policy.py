@@ -14,12 +14,12 @@ from typing import Protocol
 
 from ..errors import ConfigError
 
-FORMS = "'fixed(4)', 'sqrt(2)', 'periodic(5)', 'first_last(2, 1)' or 'adaptive(0.1)'"
+FORMS = "'fixed(4)', 'sqrt(2)', 'periodic(5)', 'first_last(2, 1)' or 'adaptive(0.05)'"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a step is synchronous, and why; ``predicted``: the error the step would make if it were not."""
+    """Whether a step is synchronous, and why; ``predicted``: the error predicted for the step if it is not."""
 
     synchronous: bool
     reason: str
@@ -27,85 +27,75 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What was measured of a step, alike on all ranks.
+class Outlook:
+    """What is known of a request before it runs.
 
     Attributes:
-        change: relative L2 distance of the transformer's latents from those of the step before; None for the first
-            step. Known before the step runs.
-        drift: relative L2 distance of the step's own keys and values from those of the step before, over all blocks
-            and ranks; None for the first step, and while the step has not run.
+        devices: ranks that share a picture.
+        noise: share of noise σ in the latents, x = (1 - σ) · picture + σ · noise up to a factor, at every step and
+            after the last: one more than there are steps. None when nobody knows how many steps there are.
     """
 
-    change: float | None = None
+    devices: int
+    noise: tuple[float, ...] | None = None
+
+    @property
+    def total(self) -> int | None:
+        """Number of steps, when known."""
+        return None if self.noise is None else len(self.noise) - 1
+
+
+@dataclass(frozen=True)
+class Past:
+    """A step that has run: whether it was synchronous, and its drift, alike on all ranks.
+
+    ``drift``: relative L2 distance of the step's own keys and values from those of the step before, over all blocks
+    and ranks; None for the first step.
+    """
+
+    synchronous: bool
     drift: float | None = None
 
 
 class WarmupPolicy(Protocol):
     """Decides for one step at a time."""
 
-    @property
-    def needs_total(self) -> bool:
-        """Whether the number of steps must be known."""
-        ...
+    def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
+        """The decision for ``step`` (from 0), given all steps before it.
 
-    @property
-    def measures(self) -> bool:
-        """Whether decisions depend on what was measured."""
-        ...
-
-    def decide(self, step: int, total: int | None, devices: int, measured: Sequence[Measured]) -> Decision:
-        """The decision for ``step`` (from 0).
-
-        Args:
-            step: number of the step.
-            total: number of steps of the request, when known.
-            devices: ranks that share a picture.
-            measured: of every step up to this one; this one's drift is not known yet.
+        Raises:
+            ConfigError: the policy wants to know how many steps there are, and nobody does.
         """
         ...
 
 
 @dataclass(frozen=True)
-class _Blind:
-    """A policy that looks at nothing measured."""
-
-    @property
-    def needs_total(self) -> bool:
-        return False
-
-    @property
-    def measures(self) -> bool:
-        return False
-
-
-@dataclass(frozen=True)
-class Fixed(_Blind):
+class Fixed:
     """The first ``steps`` steps. With 0 the very first step is stale with nothing to be stale on: see `displaced`."""
 
     steps: int
 
-    def decide(self, step: int, total: int | None, devices: int, measured: Sequence[Measured]) -> Decision:
+    def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
         return _first(step, self.steps)
 
 
 @dataclass(frozen=True)
-class Sqrt(_Blind):
+class Sqrt:
     """The first round(base · √devices) steps: more devices see less of the picture fresh."""
 
     base: float
 
-    def decide(self, step: int, total: int | None, devices: int, measured: Sequence[Measured]) -> Decision:
-        return _first(step, round(self.base * sqrt(devices)))
+    def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
+        return _first(step, round(self.base * sqrt(outlook.devices)))
 
 
 @dataclass(frozen=True)
-class Periodic(_Blind):
+class Periodic:
     """Step 0 and every ``every``-th step."""
 
     every: int
 
-    def decide(self, step: int, total: int | None, devices: int, measured: Sequence[Measured]) -> Decision:
+    def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
         if step % self.every == 0:
             return Decision(True, f"every {self.every}th step" if step else "the first step")
         return Decision(False, f"between two synchronous steps, {self.every} apart")
@@ -118,58 +108,79 @@ class FirstLast:
     first: int
     last: int
 
-    @property
-    def needs_total(self) -> bool:
-        return self.last > 0
-
-    @property
-    def measures(self) -> bool:
-        return False
-
-    def decide(self, step: int, total: int | None, devices: int, measured: Sequence[Measured]) -> Decision:
-        if self.last and total is None:
-            raise ConfigError(
-                f"warmup='first_last({self.first}, {self.last})' needs the number of steps, and this transformer runs "
-                "without a pipeline; call engine_of(...).begin_request(steps=...) before the first call"
-            )
-        if total is not None and step >= total - self.last:
-            return Decision(True, f"one of the last {self.last} steps")
+    def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
+        if self.last and step >= _total(outlook, f"first_last({self.first}, {self.last})") - self.last:
+            return Decision(True, f"one of the last {self.last} steps" if self.last > 1 else "the last step")
         return _first(step, self.first)
 
 
 @dataclass(frozen=True)
 class Adaptive:
-    """The steps whose predicted error is above ``budget``.
+    """As few synchronous steps as keep the error predicted for the picture within ``budget``, where they help most.
 
-    The error of a stale step grows with the distance between the keys it uses and those it should use, which is
-    one step's drift; the part of the keys that is stale is (N - 1) / N on N devices. Before a step runs its drift is
-    not known, but its latents are, on every rank: the drift is predicted as that of the step before, times the ratio
-    of the two steps' changes of the latents.
+    A stale step attends to keys that are off by one step's drift d, on (N - 1) / N of the tokens, and passes that on
+    to the picture as far as it moves the picture. Let x = (1 - σ) · picture + σ · noise (up to a factor, any
+    diffusion can be written so). A step from σ to σ' that is wrong by δ leaves an error (σ - σ') δ in x, of which
 
-    The first two steps are always synchronous: drift is known from two steps on.
+        w = (σ - σ') / √(s² (1 - σ)² + σ²)
+
+    reaches the picture: what is wrong while much noise is left is mended by later steps. This is the sampling
+    equation, linearised for pictures that spread by s around what is being drawn; s = 0.5 as in Karras et al. 2022,
+    arXiv:2206.00364. The predicted error of a step is d w (N - 1) / N, and that of several the root of the sum of
+    their squares.
+
+    The drift of a step is not known before it runs: it is taken for the mean of the latest two. Before each step
+    the policy looks ahead: of this and all coming steps those stay stale whose errors, smallest first, fit in the
+    budget together with the errors already made. The first step is always synchronous.
     """
 
     budget: float
 
-    @property
-    def needs_total(self) -> bool:
-        return False
+    def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
+        total = _total(outlook, f"adaptive({self.budget:g})")
+        if step == 0:
+            return Decision(True, "the first step")
+        weights = [_weight(outlook.noise or (), at) * (outlook.devices - 1) / outlook.devices for at in range(total)]
+        known = [before.drift for before in past if before.drift is not None]
+        drift = sum(known[-2:]) / len(known[-2:]) if known else ASSUMED_DRIFT
+        # A sampler that takes more steps than it has told of takes them at its last.
+        here = drift * weights[min(step, total - 1)]
+        made = sum(
+            ((drift if before.drift is None else before.drift) * weights[min(at, total - 1)]) ** 2
+            for at, before in enumerate(past)
+            if not before.synchronous
+        )
+        coming = [drift * weight for weight in weights[step + 1 :]]
+        error = sqrt(made + here**2 + sum(other**2 for other in coming if other <= here))
+        what = f"predicted error {error:.3g} with this and all cheaper steps stale"
+        if error > self.budget:
+            return Decision(True, f"{what}, above the budget {self.budget:g}", here)
+        return Decision(False, f"{what}, within the budget {self.budget:g}", here)
 
-    @property
-    def measures(self) -> bool:
-        return True
 
-    def decide(self, step: int, total: int | None, devices: int, measured: Sequence[Measured]) -> Decision:
-        if step < 2:
-            return Decision(True, "drift is not known yet")
-        before, now = measured[step - 1], measured[step]
-        if before.drift is None:
-            return Decision(True, "the drift of the step before is not known")
-        ratio = now.change / before.change if now.change is not None and before.change else 1.0
-        predicted = before.drift * ratio * (devices - 1) / max(devices, 1)
-        if predicted > self.budget:
-            return Decision(True, f"predicted error {predicted:.3g} above the budget {self.budget:g}", predicted)
-        return Decision(False, f"predicted error {predicted:.3g} within the budget {self.budget:g}", predicted)
+# What is assumed of the drift while none has been measured.
+ASSUMED_DRIFT = 0.25
+# Spread of pictures around what is being drawn, in units of the latents.
+SPREAD = 0.5
+
+
+def _weight(noise: Sequence[float], step: int) -> float:
+    """How much of a step's error reaches the picture: see `Adaptive`."""
+    here, after = noise[step], noise[step + 1]
+    move = abs(here - after)
+    if here in (after, noise[step - 1] if step else None):
+        # A second evaluation at one level: each has half of the move on either side.
+        move = (move + abs(noise[step - 1] - here)) / 2 if step else move
+    return move / sqrt((SPREAD * (1 - here)) ** 2 + here**2)
+
+
+def _total(outlook: Outlook, policy: str) -> int:
+    if outlook.total is None:
+        raise ConfigError(
+            f"warmup='{policy}' needs the number of steps, and this transformer runs without a pipeline; call "
+            "engine_of(...).begin_request(steps=...) before the first call"
+        )
+    return outlook.total
 
 
 def _first(step: int, count: int) -> Decision:

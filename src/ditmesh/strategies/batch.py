@@ -47,7 +47,8 @@ class BatchParallel:
         unbatched: arguments whose first dimension is not the batch.
         listed: arguments that are Python lists with an item per sample.
         one_by_one: run every row by itself, so that its bits do not depend on the rows beside it.
-        announce: told the number of a branch before it runs ahead of its call.
+        announce: told before every run of the model which rows it is of (first, and one after the last), and the
+            number of the branch where that runs ahead of its call, else None.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class BatchParallel:
         unbatched: tuple[str, ...] = (),
         listed: tuple[str, ...] = (),
         one_by_one: bool = False,
-        announce: Callable[[int], None] = lambda number: None,
+        announce: Callable[[int | None, tuple[int, int]], None] = lambda branch, rows: None,
     ) -> None:
         self.model = model
         self.one_by_one = one_by_one
@@ -141,8 +142,7 @@ class BatchParallel:
             # With fewer branches than ranks, the ranks left over run the last one along.
             owner = min(self.branches.rank, len(branches) - 1)
             if number % self.branches.size == owner:
-                self._announce(number)
-                mine.append((number, predictions[number], self._shared(branch, self.data)))
+                mine.append((number, predictions[number], self._shared(branch, self.data, number)))
         rounds = -(-len(branches) // self.branches.size)
         for round_ in range(rounds):
             # A rank without a branch in the last round sends its latest result again: shapes must be known.
@@ -154,10 +154,14 @@ class BatchParallel:
 
     # --- rows --------------------------------------------------------------------------------------------------
 
-    def _shared(self, arguments: Arguments, link: Link) -> Any:
-        """The forward with its rows shared over ``link``; every rank gets all rows of the result."""
+    def _shared(self, arguments: Arguments, link: Link, ahead: int | None = None) -> Any:
+        """The forward with its rows shared over ``link``; every rank gets all rows of the result.
+
+        ``ahead``: number of the branch that runs ahead of its call.
+        """
         batch = _batch_size(arguments.get(self._names[0]))
         if batch < 2 or (link.size == 1 and not self.one_by_one) or _takes_halves(self.model):
+            self._announce(ahead, (0, batch))
             return self._forward(*arguments.args, **arguments.kwargs)
         counts = even_cut(batch, link.size)
         start, count = offsets(counts)[link.rank], counts[link.rank]
@@ -165,15 +169,17 @@ class BatchParallel:
         take = slice(start, start + count) if count else slice(batch - 1, batch)
         batched = _batched(arguments, batch, self.unbatched, self.listed)
         if self.one_by_one:
-            output = _joined([self._rows(arguments, batched, slice(r, r + 1)) for r in range(take.start, take.stop)])
+            rows = [slice(row, row + 1) for row in range(take.start, take.stop)]
+            output = _joined([self._rows(arguments, batched, row, ahead) for row in rows])
         else:
-            output = self._rows(arguments, batched, take)
+            output = self._rows(arguments, batched, take, ahead)
         return _map(output, lambda rows: _gathered(rows, counts, link), lambda rows: _gathered_list(rows, counts, link))
 
-    def _rows(self, arguments: Arguments, batched: list[str], take: slice) -> Any:
+    def _rows(self, arguments: Arguments, batched: list[str], take: slice, ahead: int | None) -> Any:
         part = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
         for path in batched:
             part.set(path, _some(arguments.get(path), take))
+        self._announce(ahead, (take.start, take.stop))
         return self._forward(*part.args, **part.kwargs)
 
 

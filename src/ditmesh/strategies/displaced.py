@@ -110,7 +110,6 @@ class DisplacedParallel(StaleSequence):
         super().__init__(config, mesh, control, blocks)
         self._codec = codec(config.compress)
         self._buffers: dict[Key, _Buffer] = {}
-        self._masks: dict[Key, Tensor] = {}
 
     @property
     def buffer_bytes(self) -> int:
@@ -127,7 +126,6 @@ class DisplacedParallel(StaleSequence):
             RuntimeError: another rank has gone; everything is forgotten all the same.
         """
         buffers, self._buffers = self._buffers, {}
-        self._masks = {}
         for buffer in buffers.values():
             buffer.arrive()
 
@@ -147,8 +145,9 @@ class DisplacedParallel(StaleSequence):
         buffer = self._buffers.get(key)
         if buffer is not None:
             buffer.arrive()
-        if buffer is None or not buffer.fits(k_bhsd, v_bhsd, keys):
-            buffer = self._buffers[key] = _Buffer(k_bhsd, v_bhsd, keys, self.mesh.ring)
+        rows = self.control.clock.rows
+        if buffer is None or not buffer.fits(k_bhsd, keys, rows):
+            buffer = self._buffers[key] = _Buffer(k_bhsd, keys, rows, self.mesh.ring)
         known = buffer.step is not None and buffer.step >= step - 1
         buffer.put(k_bhsd, v_bhsd)
         if not self.control.decision.synchronous and step == 0 and not known:
@@ -161,27 +160,24 @@ class DisplacedParallel(StaleSequence):
                 self.control.filled()
             buffer.post(step, None)
             buffer.arrive()
-        whole_mask = None if mask is None else self._whole_mask(key, mask, queries, keys)
+        whole_mask = None if mask is None else self._whole_mask(buffer, mask, queries, keys)
         out = sdpa(q_bhsd, buffer.k_bhsd, buffer.v_bhsd, attn_mask=whole_mask, scale=scale)
         if not synchronous:
             # Only now: what arrives is written where attention has just read.
             buffer.post(step, self._codec)
         return out
 
-    def _whole_mask(self, key: Key, mask: Tensor, queries: list[Segment], keys: list[Segment]) -> Tensor:
+    def _whole_mask(self, buffer: _Buffer, mask: Tensor, queries: list[Segment], keys: list[Segment]) -> Tensor:
         """The mask of this rank's queries over all keys.
 
         Other ranks' part of a mask comes from them, which means waiting. A mask is made of the call's arguments;
         while those stay what they were in the step before, which every rank sees alike, so does the mask.
         """
-        if self.control.clock.steady and key in self._masks:
-            return self._masks[key]
+        if self.control.clock.steady and buffer.mask is not None:
+            return buffer.mask
         whole = masks.everywhere(mask, queries, keys, self.link, (self.link.rank,))
-        if whole.shape[-2] == 1:
-            self._masks[key] = whole
-        else:
-            # A row for every query is large, and kept by nobody.
-            self._masks.pop(key, None)
+        # One with a row for every query is large, and not kept.
+        buffer.mask = whole if whole.shape[-2] == 1 else None
         return whole
 
 
@@ -192,15 +188,17 @@ class _Buffer:
         whole: the memory.
         k_bhsd, v_bhsd: views of it, (B, H, S, D).
         step: the step that the other ranks' part is of; None while there is nothing.
+        mask: the mask over all keys, as it was gathered last.
     """
 
-    def __init__(self, k_bhsd: Tensor, v_bhsd: Tensor, keys: list[Segment], ring: Link) -> None:
+    def __init__(self, k_bhsd: Tensor, keys: list[Segment], rows: tuple[int, int] | None, ring: Link) -> None:
         batch, heads, _, dim = k_bhsd.shape
         self.whole = k_bhsd.new_empty((total_length(keys), 2, batch, heads, dim))
         self.k_bhsd = self.whole[:, 0].permute(1, 2, 0, 3)
         self.v_bhsd = self.whole[:, 1].permute(1, 2, 0, 3)
         self.step: int | None = None
-        self._keys = list(keys)
+        self.mask: Tensor | None = None
+        self._keys, self._rows = list(keys), rows
         self._ring = ring
         self._arriving: Arriving | None = None
         self._packed: tuple[Codec, list[Tensor]] | None = None
@@ -217,11 +215,11 @@ class _Buffer:
                 self._own.append(self._slots[ring.rank][-1])
             start += segment.total
 
-    def fits(self, k_bhsd: Tensor, v_bhsd: Tensor, keys: list[Segment]) -> bool:
-        """Whether the call has the same streams and shapes as the one the buffer was made for."""
+    def fits(self, k_bhsd: Tensor, keys: list[Segment], rows: tuple[int, int] | None) -> bool:
+        """Whether the call has the same rows, streams and shapes as the one the buffer was made for."""
         batch, heads, _, dim = k_bhsd.shape
         return (
-            keys == self._keys
+            (keys, rows) == (self._keys, self._rows)
             and self.whole.shape[2:] == (batch, heads, dim)
             and (self.whole.dtype, self.whole.device) == (k_bhsd.dtype, k_bhsd.device)
         )

@@ -23,6 +23,7 @@ VERSION = "1.1.0"
 TARBALL = "lobehub-fluent-emoji-3d-1.1.0.tgz"
 
 TABLE = Path(__file__).with_name("captions.txt")
+CLASSES = Path(__file__).with_name("classes.txt")
 
 # Left out of the wider set that only the autoencoder sees: skin tones, joined sequences, flags, key caps.
 _NEAR_COPIES = re.compile(r"1f3f[b-f]|200d|1f1[ef]|20e3|1f3f4")
@@ -140,10 +141,10 @@ def build(archive: Path, size: int = 64, entries: tuple[Entry, ...] | None = Non
     return Pictures(entries, chosen, wider)
 
 
-def load(folder: Path, size: int = 64) -> Pictures:
+def load(folder: Path, size: int = 64, table: Path = TABLE) -> Pictures:
     """Fetches and reads the training set; the reduced pictures are cached in ``folder`` as one ``.npz``."""
-    entries = read_entries()
-    cache = folder / f"pictures-{size}.npz"
+    entries = read_entries(table)
+    cache = folder / f"{'pictures' if table == TABLE else table.stem}-{size}.npz"
     if cache.exists():
         with np.load(cache) as arrays:
             if list(arrays["codes"]) == [entry.code for entry in entries]:

@@ -1,0 +1,170 @@
+"""The class-conditional diffusion transformer: a small ``DiTTransformer2DModel`` and its training.
+
+Diffusion as in DDPM (Ho et al. 2020, arXiv:2006.11239) with the linear schedule of DiT (Peebles and Xie 2022,
+arXiv:2212.09748), and the velocity ``a noise - s x0`` as the prediction (Salimans and Ho 2022, arXiv:2202.00512):
+``a`` and ``s`` are the factors of picture and noise at the step. A part of the class labels is replaced by
+the null class (classifier-free guidance: Ho and Salimans 2022, arXiv:2207.12598).
+
+``DiTPipeline`` always uses class 1000 as the null class, so each block has a table of 1001 classes of which
+only the named ones and the last are trained; the other rows are zero.
+
+A step may work on a random part of the image tokens, as in ``ditmesh.zoo.transformer``; no key must be
+raised here, since all keys are image tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import (
+    DDIMScheduler,  # pyright: ignore[reportPrivateImportUsage]
+    DiTTransformer2DModel,  # pyright: ignore[reportPrivateImportUsage]
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+NULL = 1000  # fixed by DiTPipeline
+DROP = 0.1  # share of labels replaced by the null class
+EMBEDDING = 0.3  # spread of a fresh class embedding; DiT's 0.02 takes a small model long to tell apart
+
+
+def make_transformer(
+    *, classes: int, side: int = 16, channels: int = 8, layers: int = 6, heads: int = 8, head_dim: int = 16
+) -> DiTTransformer2DModel:
+    """A fresh transformer for (channels, side, side) latents with patches of one latent pixel.
+
+    Modulation and output layers start at zero, so every block starts as the identity (adaLN-Zero).
+    """
+    model = DiTTransformer2DModel(
+        sample_size=side,
+        patch_size=1,
+        in_channels=channels,
+        out_channels=channels,
+        num_layers=layers,
+        num_attention_heads=heads,
+        attention_head_dim=head_dim,
+        num_embeds_ada_norm=NULL,
+    )
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    blocks: Any = model.transformer_blocks
+    for layer in (*(block.norm1.linear for block in blocks), model.proj_out_1, model.proj_out_2):
+        nn.init.zeros_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    for block in blocks:
+        embedder = block.norm1.emb.class_embedder
+        embedder.dropout_prob = 0.0  # the loss drops the labels, the same ones for all blocks
+        with torch.no_grad():
+            embedder.embedding_table.weight.zero_()
+            rows = torch.randn(classes + 1, heads * head_dim) * EMBEDDING
+            embedder.embedding_table.weight[:classes] = rows[:classes]
+            embedder.embedding_table.weight[NULL] = rows[classes]
+    return model
+
+
+@torch.no_grad()
+def grow(small: DiTTransformer2DModel, large: DiTTransformer2DModel) -> None:
+    """Gives ``large`` the weights of ``small``, each block twice; both then compute the same.
+
+    The second of two equal blocks is the identity, because its gates are zero (a network made deeper without a
+    change of what it computes: Chen et al. 2015, arXiv:1511.05641); the rest of it is a trained block's.
+    Raises ValueError when ``large`` is not ``small`` with twice the blocks.
+    """
+    ours, theirs = dict(small.config), dict(large.config)
+    ours["num_layers"] *= 2
+    differ = [key for key in ours if not key.startswith("_") and ours[key] != theirs[key]]
+    if differ:
+        raise ValueError(f"the larger model must have twice the blocks and the same shape; these differ: {differ}")
+    state: dict[str, Tensor] = {}
+    for name, value in small.state_dict().items():
+        if not name.startswith("transformer_blocks."):
+            state[name] = value
+            continue
+        _, number, rest = name.split(".", 2)
+        twin = value.clone()
+        if rest.startswith("norm1.linear."):
+            for gate in (2, 5):
+                twin.chunk(6)[gate].zero_()
+        state[f"transformer_blocks.{2 * int(number)}.{rest}"] = value
+        state[f"transformer_blocks.{2 * int(number) + 1}.{rest}"] = twin
+    large.load_state_dict(state)
+
+
+def make_scheduler() -> DDIMScheduler:
+    """The schedule of training and drawing; other samplers take it over with ``from_config``.
+
+    Trailing steps begin at the last training step, which is nearly pure noise as the pipeline's start is;
+    nothing is clipped, because latents are not bounded as pixels are.
+    """
+    return DDIMScheduler(
+        num_train_timesteps=1000,
+        beta_schedule="linear",
+        beta_start=1e-4,
+        beta_end=0.02,
+        prediction_type="v_prediction",
+        timestep_spacing="trailing",
+        clip_sample=False,
+    )
+
+
+def predict(
+    model: DiTTransformer2DModel, latents: Tensor, timesteps: Tensor, labels: Tensor, kept: Tensor | None = None
+) -> Tensor:
+    """The model's output token by token: (n, kept tokens, channels).
+
+    ``latents`` (n, channels, side, side), ``timesteps`` and ``labels`` (n,); ``kept`` (n, k) are the image
+    tokens to work on, all if None. With all tokens this equals ``model(...)``.
+    """
+    tokens: Tensor = model.pos_embed(latents)
+    if kept is not None:
+        tokens = tokens.gather(1, kept.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
+    blocks: Any = model.transformer_blocks
+    for block in blocks:
+        tokens = block(tokens, timestep=timesteps, class_labels=labels)
+    condition = blocks[0].norm1.emb(timesteps, labels, hidden_dtype=tokens.dtype)
+    shift, scale = model.proj_out_1(F.silu(condition)).chunk(2, dim=1)
+    return model.proj_out_2(model.norm_out(tokens) * (1 + scale[:, None]) + shift[:, None])
+
+
+def velocity_loss(
+    model: DiTTransformer2DModel,
+    scheduler: DDIMScheduler,
+    latents: Tensor,
+    labels: Tensor,
+    generator: torch.Generator,
+    keep: int | None = None,
+) -> Tensor:
+    """The mean squared error of the velocity for one batch of scaled latents, on ``keep`` random tokens of each.
+
+    Steps are drawn evenly from the schedule; one label in ten becomes the null class.
+    """
+    n, channels, height, width = latents.shape
+    noise = torch.randn(latents.shape, generator=generator)
+    timesteps = torch.randint(len(scheduler.alphas_cumprod), (n,), generator=generator)
+    mixed = scheduler.add_noise(latents, noise, timesteps)  # pyright: ignore[reportArgumentType]
+    target = scheduler.get_velocity(latents, noise, timesteps).flatten(2).transpose(1, 2)  # pyright: ignore[reportArgumentType]
+    labels = torch.where(torch.rand(n, generator=generator) < DROP, NULL, labels)
+    kept = None
+    if keep is not None and keep < height * width:
+        kept = torch.rand(n, height * width, generator=generator).argsort(dim=1)[:, :keep]
+        target = target.gather(1, kept.unsqueeze(-1).expand(-1, -1, channels))
+    return F.mse_loss(predict(model, mixed, timesteps, labels, kept), target)
+
+
+def views(pictures: np.ndarray, size: int = 64) -> np.ndarray:
+    """The four ways a class is drawn: (n, h, w, 3) ``uint8`` -> (n, 4, size, size, 3).
+
+    Each picture in the upper left and in the lower right corner of a white ground, as it is and mirrored. The
+    class does not say which, so the image tokens must agree on it, which they can only by attention.
+    """
+    n, height, width, _ = pictures.shape
+    out = np.full((n, 4, size, size, 3), 255, np.uint8)
+    for i, side in enumerate((pictures, pictures[:, :, ::-1])):
+        out[:, 2 * i, :height, :width] = side
+        out[:, 2 * i + 1, size - height :, size - width :] = side
+    return out

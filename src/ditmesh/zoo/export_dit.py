@@ -1,0 +1,62 @@
+"""From a trained class-conditional transformer to an ordinary ``DiTPipeline`` directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from diffusers import (
+    AutoencoderKL,  # pyright: ignore[reportPrivateImportUsage]
+    DiTPipeline,  # pyright: ignore[reportPrivateImportUsage]
+    DiTTransformer2DModel,  # pyright: ignore[reportPrivateImportUsage]
+)
+from PIL import Image
+
+from ditmesh.zoo import diffusion
+from ditmesh.zoo.data import Entry, Pictures, read_entries
+from ditmesh.zoo.export import COLUMNS, halve, read_sheet, sheet, shrink
+
+
+def names(entry: Entry, captions: tuple[Entry, ...]) -> list[str]:
+    """What a class is called: its own names, then the captions of the same picture in ``captions``.
+
+    So a prompt of the text-to-image model ("a red fox") names the same picture here.
+    """
+    more = [caption for other in captions if other.code == entry.code for caption in other.captions]
+    return list(dict.fromkeys((*entry.captions, *more)))
+
+
+def export(model: DiTTransformer2DModel, vae: AutoencoderKL, pictures: Pictures, out: Path) -> None:
+    """Writes the pipeline, the names of its classes and the training pictures' thumbnails to ``out``.
+
+    The weights are stored in float16; diffusers loads them as float32 unless told otherwise.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    DiTPipeline(model, vae, diffusion.make_scheduler()).save_pretrained(out)  # pyright: ignore[reportArgumentType]
+    for part in ("transformer", "vae"):
+        halve(out / part / "diffusion_pytorch_model.safetensors")
+    captions = read_entries()
+    called = [names(entry, captions) for entry in pictures.entries]
+    # save_pretrained leaves the names out; from_pretrained reads them here.
+    index = json.loads((out / "model_index.json").read_text(encoding="utf-8"))
+    index["id2label"] = {str(number): ", ".join(words) for number, words in enumerate(called)}
+    (out / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    entries = [
+        {"code": entry.code, "caption": words[0], "also": words[1:]}
+        for entry, words in zip(pictures.entries, called, strict=True)
+    ]
+    (out / "captions.json").write_text(json.dumps(entries, indent=0) + "\n", encoding="utf-8")
+    thumbnails(pictures.chosen).save(out / "thumbnails.png", optimize=True)
+
+
+def thumbnails(pictures: np.ndarray) -> Image.Image:
+    """The training pictures without mirroring or ground, reduced to half, on one sheet."""
+    return sheet(shrink(pictures, pictures.shape[1] // 2))
+
+
+def read_references(model: Path, classes: int, size: int) -> np.ndarray:
+    """All views of all training pictures at half of ``size`` pixels: (classes, views, size / 2, size / 2, 3)."""
+    with Image.open(model / "thumbnails.png") as page:
+        side = page.width // COLUMNS
+    return diffusion.views(read_sheet(model / "thumbnails.png", classes, side), size // 2)

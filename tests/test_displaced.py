@@ -1,0 +1,432 @@
+"""Displaced and naive patch parallelism: exact where nothing moves, one step old where something does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import diffusers
+import pytest
+import torch
+
+import ditmesh
+from ditmesh.attention.door import sdpa
+from ditmesh.comm import codec
+from ditmesh.config import ParallelConfig
+from ditmesh.layout import layout_of
+from support.models import MAKERS, ODD, RAGGED, inputs, relative_error, run, tiny, variant
+from support.pipelines import MAKERS as PIPELINES
+from support.pipelines import arguments, draw
+from support.stale import (
+    all_frozen,
+    counted_waits,
+    decisions,
+    displaced,
+    expected_buffer_bytes,
+    expected_ring_bytes,
+    handler_of,
+    in_one_process,
+    next_step,
+    on_ranks,
+    outputs,
+    reference,
+)
+
+TOLERANCE = 1e-5  # relative, float32; measured errors are below 1e-6
+
+
+# --- nothing moves: exact ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_equals_exact_while_nothing_moves(ranks, name):
+    """B=1 with odd lengths and B=2 ragged, text cut and whole; and without the others' keys it is wrong."""
+    layout = layout_of(tiny(name))
+    texts = ("shard", "replicate") if any(s.name == "text" for r in layout.regions for s in r.streams) else ("shard",)
+    for error, control, kept in ranks(2).run(all_frozen, name, displaced(), texts):
+        assert error <= TOLERANCE
+        # Sana mixes tokens by modules of its own, which exchange at every step; nothing is kept.
+        assert kept == (name != "Sana")
+        assert control > 100 * TOLERANCE or name == "Sana"
+
+
+@pytest.mark.parametrize("name", ["DiT", "Flux"])
+def test_three_ranks_uneven(ranks, name):
+    for error, control, _ in ranks(3).run(all_frozen, name, displaced(3), ("shard",)):
+        assert error <= TOLERANCE
+        assert control > 100 * TOLERANCE
+
+
+# --- something moves: one step old -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_stale_by_exactly_one_step(ranks, world):
+    """Equal to the algorithm spelt out in one process; fresh keys, or older ones, would not be."""
+    truth = reference("DiT", RAGGED, 4, world)
+    exact = reference("DiT", RAGGED, 4, 1)
+    for found, _ in ranks(world).run(on_ranks, "DiT", displaced(world), RAGGED):
+        for step, (value, expected) in enumerate(zip(found, truth, strict=True)):
+            assert relative_error(value, expected) <= TOLERANCE
+            assert step == 0 or relative_error(value, exact[step]) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("Flux", {"text": "shard"}),
+        ("Flux", {"text": "replicate", "compress": "int8"}),
+        ("SD3", {"exchange": "naive"}),
+        ("QwenImage", {"text": "replicate", "warmup": "fixed(0)"}),
+        ("Mochi", {}),
+    ],
+    ids=str,
+)
+def test_simulation_equals_ranks_to_the_bit(ranks, world, name, more):
+    config = {**displaced(world), **more}
+    truth, decided = in_one_process(name, config, RAGGED)
+    for found, decided_here in ranks(world).run(on_ranks, name, config, RAGGED):
+        assert all(map(torch.equal, found, truth))
+        assert decided_here == decided
+
+
+def test_simulation_is_put_back_exactly():
+    model, made = tiny("Sana"), inputs("Sana", ODD)
+    truth, before = run(model, made), dict(vars(model))
+    with ditmesh.simulated(model, displaced(3)):
+        assert relative_error(run(model, made), truth) <= TOLERANCE
+    assert torch.equal(run(model, made), truth)
+    assert vars(model).keys() == before.keys()
+    with pytest.raises(ditmesh.ConfigError, match="only the ring axis is simulated; leave cfg out"):
+        ditmesh.simulate(model, {"cfg": 2, "ring": 2})
+    with ditmesh.simulated(model, {"ring": 2}):  # exact strategies, too
+        assert relative_error(run(model, made), truth) <= TOLERANCE
+
+
+def test_warm_up_of_no_steps(ranks):
+    """The first step sees own tokens only, as naive does; the second one the others' keys of the first."""
+    for (found, _), (naive, _) in zip(
+        ranks(2).run(on_ranks, "DiT", displaced(2, "fixed(0)"), RAGGED),
+        ranks(2).run(on_ranks, "DiT", {**displaced(2, "fixed(0)"), "exchange": "naive"}, RAGGED),
+        strict=True,
+    ):
+        assert torch.equal(found[0], naive[0])
+        assert relative_error(found[1], naive[1]) > 100 * TOLERANCE
+
+
+def naive_alone(size: Any) -> tuple[float, float, int]:
+    """Error of naive against each half of the picture attending to itself, and bytes its stale step sends for keys."""
+    model, made = variant("DiT", num_layers=1), inputs("DiT", size)
+    seen = []
+
+    def halves(q, k, v, **_):
+        parts = [slice(0, q.shape[2] // 2), slice(q.shape[2] // 2, None)]
+        seen.append(1)
+        return torch.cat([sdpa(q[:, :, p], k[:, :, p], v[:, :, p]) for p in parts], dim=2)
+
+    exact = run(model, made)
+    with mock.patch("torch.nn.functional.scaled_dot_product_attention", halves):
+        truth = run(model, made)
+    with ditmesh.parallelized(model, {"ring": 2, "exchange": "naive", "warmup": "fixed(1)"}):
+        first = relative_error(run(model, made), exact)
+        next_step(model)
+        ditmesh.engine_of(model).mesh.traffic.reset()
+        value = run(model, made)
+        sent = ditmesh.engine_of(model).mesh.traffic.bytes_sent["ring"]
+    assert seen
+    return first, relative_error(value, truth), sent
+
+
+def test_naive_sees_its_own_tokens_only(ranks):
+    for first, error, sent in ranks(2).run(naive_alone, RAGGED):
+        assert first <= TOLERANCE
+        assert error <= TOLERANCE
+        assert sent == 0
+
+
+# --- what travels, and when ----------------------------------------------------------------------------------------
+
+
+def traffic(name: str, config: dict[str, Any], size: Any) -> tuple[int, int, int, list[str], list[str]]:
+    """Ring bytes of a synchronous and a stale step, bytes kept, and what happened on the wire in both."""
+    model, made = tiny(name), inputs(name, size, masks=False)
+    with ditmesh.parallelized(model, config):
+        counters = ditmesh.engine_of(model).mesh.traffic
+        sent, events = [], []
+        for _ in range(2):
+            next_step(model)
+            counters.reset()
+            with counted_waits() as happened:
+                run(model, made)
+            sent.append(counters.bytes_sent["ring"])
+            events.append(list(happened))
+        return sent[0], sent[1], handler_of(model).buffer_bytes, events[0], events[1]
+
+
+@pytest.mark.parametrize("compress", [None, "fp16", "bf16", "int8"])
+@pytest.mark.parametrize(("name", "world"), [("SD3", 2), ("Flux", 3)])
+def test_bytes(ranks, name, world, compress):
+    """What is sent and what is kept equal their formulas; only what is stale is compressed."""
+    config = displaced(world, text="shard", compress=compress)
+    for rank, (synchronous, stale, kept, _, _) in enumerate(ranks(world).run(traffic, name, config, ODD)):
+        assert synchronous == expected_ring_bytes(name, ODD, world, rank, None)
+        assert stale == expected_ring_bytes(name, ODD, world, rank, compress)
+        assert kept == expected_buffer_bytes(name, ODD)
+
+
+def test_a_stale_step_does_not_wait_for_itself(ranks):
+    """Every layer's transfer is posted in one step and waited for in the next; only the end is gathered."""
+    for _, _, _, synchronous, stale in ranks(2).run(traffic, "Flux", displaced(text="shard"), ODD):
+        assert synchronous == ["post", "arrive"] * 4 + ["exchange"]
+        # Nothing is on its way after a synchronous step; what this one posts is waited for by the next.
+        assert stale == ["post"] * 4 + ["exchange"]
+
+
+def masks_and_waits(changed: bool) -> tuple[float, list[str]]:
+    """A masked model of one block, whose keys no mask has touched: error of a stale step, and its transfers."""
+    model, made = variant("QwenImage", num_layers=1), inputs("QwenImage", RAGGED)
+    config = displaced(text="shard")
+    with ditmesh.parallelized(model, config):
+        run(model, made)
+        next_step(model)
+        run(model, made)
+        if changed:
+            mask = made["encoder_hidden_states_mask"].clone()
+            mask[1, 3:] = False
+            made = {**made, "encoder_hidden_states_mask": mask}
+        next_step(model)
+        with counted_waits() as events:
+            value = run(model, made)
+    return relative_error(value, run(model, made)), events
+
+
+def test_masks_travel_only_when_they_change(ranks):
+    for error, events in ranks(2).run(masks_and_waits, False):
+        assert error <= TOLERANCE
+        assert events.count("exchange") == 1  # the image, at the end
+    for error, events in ranks(2).run(masks_and_waits, True):
+        assert error <= TOLERANCE
+        assert events.count("exchange") > 1
+
+
+@pytest.mark.parametrize(("name", "bound"), [("fp16", 2**-11), ("bf16", 2**-8), ("int8", 1 / 254)])
+def test_compression_error(name, bound):
+    """Casts: relative to every value. Integers: half a scale, of the largest value of its sample and head."""
+    packer = codec(name)
+    tokens = torch.randn(37, 2, 3, 4, 8, generator=torch.Generator().manual_seed(0)) * 50
+    tokens[:, 1, 2, 3] = 0
+    flat = packer.encode(tokens)
+    assert flat.shape == packer.empty(tuple(tokens.shape), tokens.device).shape
+    assert flat.dtype == packer.empty(tuple(tokens.shape), tokens.device).dtype
+    error = (packer.decode(flat, tuple(tokens.shape)).float() - tokens).abs()
+    scale = tokens.abs().amax(dim=(0, 4), keepdim=True) if name == "int8" else tokens.abs()
+    assert (error <= bound * scale * (1 + 1e-5) + 1e-12).all()
+    assert error.max() > 0
+
+
+def test_compressed_keys_are_nearly_the_same(ranks):
+    for compress, low, high in (("fp16", 0.0, 1e-3), ("bf16", 1e-5, 1e-2), ("int8", 1e-5, 3e-2)):
+        for error, _, _ in ranks(2).run(all_frozen, "Flux", displaced(compress=compress), ("shard",)):
+            assert low < error < high
+
+
+# --- requests ------------------------------------------------------------------------------------------------------
+
+
+class StopError(Exception):
+    pass
+
+
+def stop(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    if step == 2:
+        raise StopError
+    return tensors
+
+
+def requests(name: str, config: dict[str, Any]) -> list[bool]:
+    """Whether a request's bits stay the same whatever ran before it, and nothing is kept when it is over."""
+    fresh = PIPELINES[name]()
+    with ditmesh.parallelized(fresh, config):
+        truth = draw(fresh, arguments(name, [1], steps=5))
+    pipe = PIPELINES[name]()
+    ditmesh.parallelize(pipe, config)
+    equal = [torch.equal(draw(pipe, arguments(name, [1], steps=5)), truth)]
+    draw(pipe, arguments(name, [2], seed=9, steps=1))  # shorter than any warm-up
+    equal.append(torch.equal(draw(pipe, arguments(name, [1], steps=5)), truth))
+    draw(pipe, arguments(name, [3, 4], seed=9, steps=3))  # another batch
+    with pytest.raises(StopError):
+        draw(pipe, arguments(name, [2], seed=9, steps=5, callback_on_step_end=stop))
+    equal.append(handler_of(pipe).buffer_bytes == 0)
+    equal.append(torch.equal(draw(pipe, arguments(name, [1], steps=5)), truth))
+    equal.append(handler_of(pipe).buffer_bytes == 0)
+    ditmesh.restore(pipe)
+    # A transformer by itself, taken back with transfers on their way.
+    model = pipe.transformer
+    key = "Flux" if name == "flux" else "SD3"
+    with ditmesh.parallelized(model, config):
+        for _ in range(2):
+            next_step(model)
+            run(model, inputs(key, RAGGED))
+    return equal
+
+
+@pytest.mark.parametrize("warmup", ["fixed(0)", "fixed(2)", "adaptive(0.05)"])
+def test_requests_do_not_leak(ranks, warmup):
+    for equal in ranks(2).run(requests, "sd3", displaced(2, warmup)):
+        assert all(equal)
+
+
+# --- together with guidance and data parallelism -------------------------------------------------------------------
+
+
+def pipeline_latents(name: str, config: dict[str, Any], prompts: list[int], simulate: bool = False) -> torch.Tensor:
+    pipe = PIPELINES[name]()
+    with (ditmesh.simulated if simulate else ditmesh.parallelized)(pipe, config):
+        return draw(pipe, arguments(name, prompts, steps=5))
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize(("axes", "prompts"), [({"cfg": 2}, [1]), ({"data": 2}, [1, 2, 3])], ids=str)
+def test_with_guidance_and_data(ranks, name, axes, prompts):
+    """Branches of guidance keep buffers of their own, whoever runs them: the picture is that without the axis."""
+    truth = pipeline_latents(name, displaced(2, "fixed(2)"), prompts, simulate=True)
+    exact = pipeline_latents(name, {}, prompts, simulate=True)
+    for value in ranks(4).run(pipeline_latents, name, {**axes, **displaced(2, "fixed(2)")}, prompts):
+        assert relative_error(value, truth) < 1e-4
+        assert relative_error(truth, exact) > 1e-3
+
+
+# --- samplers -----------------------------------------------------------------------------------------------------
+
+
+def pixart(scheduler: Any) -> Any:
+    return diffusers.PixArtAlphaPipeline(
+        tokenizer=None, text_encoder=None, vae=None, transformer=tiny("PixArt"), scheduler=scheduler
+    )
+
+
+SAMPLERS = {
+    "DDIM": lambda: diffusers.DDIMScheduler(clip_sample=False),
+    "DDPM": lambda: diffusers.DDPMScheduler(clip_sample=False),
+    "DPM-Solver++ 1": lambda: diffusers.DPMSolverMultistepScheduler(solver_order=1),
+    "DPM-Solver++ 2": lambda: diffusers.DPMSolverMultistepScheduler(solver_order=2),
+    "DPM-Solver++ 3": lambda: diffusers.DPMSolverMultistepScheduler(solver_order=3),
+    "DPM-Solver++ SDE": lambda: diffusers.DPMSolverMultistepScheduler(algorithm_type="sde-dpmsolver++"),
+    "DPM-Solver++ singlestep": lambda: diffusers.DPMSolverSinglestepScheduler(),
+    "Euler": lambda: diffusers.EulerDiscreteScheduler(),
+    "Heun": lambda: diffusers.HeunDiscreteScheduler(),
+    "UniPC": lambda: diffusers.UniPCMultistepScheduler(),
+    "flow Euler": lambda: diffusers.FlowMatchEulerDiscreteScheduler(),
+    "flow Heun": lambda: diffusers.FlowMatchHeunDiscreteScheduler(),
+}
+STEPS = 4
+
+
+def sampled(sampler: str, config: dict[str, Any], simulate: bool) -> tuple[torch.Tensor, int]:
+    """Final latents, and the steps that the clock has counted."""
+    generator = torch.Generator().manual_seed(0)
+    if sampler.startswith("flow"):
+        pipe = PIPELINES["sd3"]()
+        pipe.scheduler = SAMPLERS[sampler]()
+        made = arguments("sd3", [1], steps=STEPS)
+    else:
+        pipe = pixart(SAMPLERS[sampler]())
+        text = torch.randn(2, 1, 12, 32, generator=torch.Generator().manual_seed(3))
+        made = {
+            "prompt": None,
+            "negative_prompt": None,
+            "prompt_embeds": text[0],
+            "negative_prompt_embeds": text[1],
+            "prompt_attention_mask": torch.ones(1, 12),
+            "negative_prompt_attention_mask": torch.ones(1, 12),
+            "num_inference_steps": STEPS,
+            "height": 64,
+            "width": 64,
+            "generator": generator,
+            "output_type": "latent",
+            "use_resolution_binning": False,
+        }
+    with (ditmesh.simulated if simulate else ditmesh.parallelized)(pipe, config):
+        latents = draw(pipe, made)
+        return latents, len(ditmesh.engine_of(pipe).staleness.steps)
+
+
+def all_sampled(config: dict[str, Any]) -> dict[str, tuple[bool, torch.Tensor, int]]:
+    found = {}
+    for sampler in SAMPLERS:
+        value, steps = sampled(sampler, config, simulate=False)
+        truth, _ = sampled(sampler, config, simulate=True)
+        found[sampler] = (torch.equal(value, truth), value, steps)
+    return found
+
+
+def test_samplers(ranks):
+    """The bits of one process, the same latents on both ranks, noise included; every evaluation is a step."""
+    first, second = ranks(2).run(all_sampled, displaced(2, "fixed(2)"))
+    for sampler in SAMPLERS:
+        equal, value, steps = first[sampler]
+        assert equal, sampler
+        assert torch.equal(value, second[sampler][1])
+        assert value.isfinite().all()
+        assert steps == (2 * STEPS - 1 if "Heun" in sampler else STEPS), sampler
+
+
+# --- settings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ring": 2, "warmup": "fixed"}, r"warmup='fixed' is not a warm-up policy; use 'fixed\(4\)', 'sqrt\(2\)'"),
+        ({"ulysses": 2, "exchange": "displaced"}, "runs on the ring axis"),
+        ({"ring": 2, "compress": "int8"}, "compress='int8' is for exchange='displaced'"),
+    ],
+)
+def test_wrong_settings(settings, message):
+    with pytest.raises(ditmesh.ConfigError, match=message):
+        ParallelConfig(**settings)
+
+
+def test_described():
+    config = ParallelConfig(ring=2, exchange="displaced", warmup="fixed(2)", compress="int8")
+    assert config.describe() == "ring=2 exchange=displaced warmup=fixed(2) compress=int8"
+    assert ditmesh.support.combination(config) == "displaced"
+    assert ditmesh.support.combination(ParallelConfig(cfg=2, ring=2, exchange="naive")) == "cfg+naive"
+
+
+def test_a_bare_transformer_must_be_told_the_steps(ranks):
+    for message in ranks(2).run(without_steps):
+        assert "warmup='first_last(1, 1)' needs the number of steps" in message
+
+
+def without_steps() -> str:
+    model = tiny("DiT")
+    with ditmesh.parallelized(model, displaced(2, "first_last(1, 1)")):
+        ditmesh.engine_of(model).begin_request(steps=3)
+        outputs(model, "DiT", ODD, 3)
+        assert [synchronous for synchronous, _ in decisions(model)] == [True, False, True]
+        ditmesh.engine_of(model).begin_request()
+        with pytest.raises(ditmesh.ConfigError) as caught:
+            run(model, inputs("DiT", ODD))
+    return str(caught.value)
+
+
+def test_sizes_may_change_on_the_way(ranks):
+    """A call of another shape finds no keys of its own: it is synchronous."""
+    for errors, filled in ranks(2).run(resized):
+        assert max(errors) <= TOLERANCE
+        assert filled > 0
+
+
+def resized() -> tuple[list[float], int]:
+    model, errors = tiny("DiT"), []
+    with ditmesh.parallelized(model, displaced()):
+        for size in (ODD, replace(ODD, batch=2)):
+            next_step(model)
+            value = run(model, inputs("DiT", size))
+            errors.append(value)
+        filled = ditmesh.engine_of(model).staleness.steps[-1].filled
+    truths = [run(model, inputs("DiT", size)) for size in (ODD, replace(ODD, batch=2))]
+    return [relative_error(v, t) for v, t in zip(errors, truths, strict=True)], filled

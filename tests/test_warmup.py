@@ -1,0 +1,299 @@
+"""Which steps are synchronous: policies, the clock, drift, and that all ranks agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+import ditmesh
+from ditmesh.config import ParallelConfig
+from ditmesh.staleness.clock import StepClock
+from ditmesh.staleness.control import StepControl
+from ditmesh.staleness.drift import SAMPLED_TOKENS, DriftMonitor
+from ditmesh.staleness.policy import Decision, Outlook, Past, parse
+from ditmesh.staleness.schedule import even_levels, noise_levels
+from support.pipelines import MAKERS, arguments, draw
+from support.stale import decisions, displaced
+
+# --- policies -----------------------------------------------------------------------------------------------------
+
+
+def synchronous(policy: str, steps: int, devices: int = 4, drift: float = 0.1) -> list[int]:
+    """The synchronous steps of a request in which every step drifts alike."""
+    past: list[Past] = []
+    for step in range(steps):
+        decision = parse(policy).decide(step, Outlook(devices, even_levels(steps)), past)
+        past.append(Past(decision.synchronous, None if step == 0 else drift))
+    return [step for step, before in enumerate(past) if before.synchronous]
+
+
+@pytest.mark.parametrize(
+    ("policy", "devices", "expected"),
+    [
+        ("fixed(3)", 4, [0, 1, 2]),
+        ("fixed(0)", 4, []),
+        ("fixed(99)", 4, list(range(10))),
+        ("sqrt(2)", 4, [0, 1, 2, 3]),
+        ("sqrt(2)", 8, [0, 1, 2, 3, 4, 5]),
+        ("sqrt(0.5)", 2, [0]),
+        ("periodic(4)", 4, [0, 4, 8]),
+        ("periodic(1)", 4, list(range(10))),
+        ("first_last(2, 1)", 4, [0, 1, 9]),
+        ("first_last(0, 2)", 4, [8, 9]),
+        (" fixed( 2 ) ", 4, [0, 1]),
+    ],
+)
+def test_decisions(policy, devices, expected):
+    assert synchronous(policy, 10, devices) == expected
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "fixed",
+        "fixed()",
+        "fixed(-1)",
+        "fixed(1.5)",
+        "fixed(1, 2)",
+        "sqrt(0)",
+        "periodic(0)",
+        "first_last(1)",
+        "always(3)",
+        "adaptive(0)",
+        "adaptive(nan)",
+        "adaptive(x)",
+        "",
+        "fixed(1))",
+    ],
+)
+def test_wrong_policies_are_refused(wrong):
+    with pytest.raises(ditmesh.ConfigError, match=r"is not a warm-up policy; use 'fixed\(4\)', .*'adaptive\(0.05\)'"):
+        ParallelConfig(ring=2, exchange="displaced", warmup=wrong)
+
+
+def test_the_number_of_steps_must_be_known():
+    for policy in ("first_last(1, 1)", "adaptive(0.1)"):
+        with pytest.raises(ditmesh.ConfigError, match=r"needs the number of steps.*begin_request\(steps"):
+            parse(policy).decide(1, Outlook(4), [Past(True)])
+    assert parse("first_last(2, 0)").decide(1, Outlook(4), [Past(True)]).synchronous
+
+
+def test_adaptive_spends_its_budget_where_it_is_cheap():
+    """The larger the budget, the fewer the synchronous steps, the first always among them."""
+    counts = []
+    for budget in (1e-6, 0.005, 0.02, 0.03, 10.0):
+        steps = synchronous(f"adaptive({budget})", 12)
+        assert steps[0] == 0
+        counts.append(len(steps))
+        # With even steps and drift, late steps cost most: what is wrong early on is mended.
+        assert steps[1:] == list(range(13 - len(steps), 12))
+    assert counts == sorted(counts, reverse=True)
+    assert (counts[0], counts[-1]) == (12, 1)
+    assert 1 < counts[2] < 12
+
+
+def test_adaptive_follows_the_schedule():
+    """A step that moves nothing costs nothing, however far keys have drifted."""
+    noise = (1.0, 0.75, 0.5, 0.25, 0.001, 0.0)
+    past = [Past(True), Past(False, 0.3), Past(False, 0.3), Past(False, 0.3)]
+    last, before = (parse("adaptive(0.2)").decide(step, Outlook(2, noise), past[:step]) for step in (4, 3))
+    assert last.predicted is not None
+    assert before.predicted is not None
+    assert last.predicted < before.predicted / 100
+
+
+def test_adaptive_falls_back_when_drift_grows():
+    """Errors already made count: when keys drift further than foreseen, the rest is synchronous."""
+    noise = even_levels(10)
+    calm = [Past(True), *[Past(False, 0.01)] * 4]
+    wild = [Past(True), *[Past(False, 0.9)] * 4]
+    assert not parse("adaptive(0.1)").decide(5, Outlook(4, noise), calm).synchronous
+    assert parse("adaptive(0.1)").decide(5, Outlook(4, noise), wild).synchronous
+    # The same drift on one device is no error at all.
+    assert not parse("adaptive(0.1)").decide(5, Outlook(1, noise), wild).synchronous
+
+
+# --- noise levels ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "evaluations"),
+    [
+        (diffusers.DDIMScheduler(), 8),
+        (diffusers.DDPMScheduler(), 8),
+        (diffusers.DPMSolverMultistepScheduler(), 8),
+        (diffusers.DPMSolverMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction"), 8),
+        (diffusers.UniPCMultistepScheduler(), 8),
+        (diffusers.EulerDiscreteScheduler(), 8),
+        (diffusers.HeunDiscreteScheduler(), 15),
+        (diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0), 8),
+        (diffusers.FlowMatchHeunDiscreteScheduler(), 15),
+        (diffusers.EDMDPMSolverMultistepScheduler(), 8),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, int) else "",
+)
+def test_noise_levels(scheduler, evaluations):
+    """From nearly pure noise to none, never up."""
+    scheduler.set_timesteps(8)
+    levels = noise_levels(scheduler)
+    assert levels is not None
+    assert len(levels) == evaluations + 1
+    assert levels[0] > 0.8
+    assert levels[-1] == 0
+    assert list(levels) == sorted(levels, reverse=True)
+
+
+def test_noise_levels_by_hand():
+    flow = diffusers.FlowMatchEulerDiscreteScheduler()
+    flow.set_timesteps(4)
+    assert noise_levels(flow) == (*flow.sigmas[:4].tolist(), 0.0)
+    flow.set_begin_index(2)  # image to image
+    assert noise_levels(flow) == (*flow.sigmas[2:4].tolist(), 0.0)
+    ddim = diffusers.DDIMScheduler()
+    ddim.set_timesteps(4)
+    share = float(ddim.alphas_cumprod[750]) ** 0.5, (1 - float(ddim.alphas_cumprod[750])) ** 0.5
+    assert noise_levels(ddim)[0] == pytest.approx(share[1] / sum(share))
+    assert noise_levels(None) is None
+
+
+# --- the clock ------------------------------------------------------------------------------------------------------
+
+CONDITION = {"prompt": torch.ones(1, 3, 2)}
+NEGATIVE = {"prompt": torch.zeros(1, 3, 2)}
+
+
+def ticked(calls: list[tuple[float, float, Any]]) -> list[tuple[int, int, bool]]:
+    """Step, branch, and steadiness of calls given by timestep, latents and prompt."""
+    clock, found = StepClock(), []
+    for timestep, latents, others in calls:
+        clock.tick(torch.tensor([timestep]), torch.full((1, 2), latents), others)
+        found.append((clock.step, clock.branch, clock.steady))
+    return found
+
+
+def test_one_call_a_step():
+    assert ticked([(9, 0, CONDITION), (5, 1, CONDITION), (1, 2, NEGATIVE)]) == [
+        (0, 0, False),
+        (1, 0, True),
+        (2, 0, False),
+    ]
+
+
+def test_guidance_branches():
+    calls = [(9, 0, CONDITION), (9, 0, NEGATIVE), (5, 1, CONDITION), (5, 1, NEGATIVE), (1, 2, CONDITION)]
+    assert [found[:2] for found in ticked(calls)] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+
+
+def test_branches_with_latents_of_their_own():
+    """Video to video: the unconditional branch sees other latents; it is a branch all the same."""
+    calls = [(9, 0, CONDITION), (9, 7, NEGATIVE), (5, 1, CONDITION), (5, 8, NEGATIVE)]
+    assert [found[:2] for found in ticked(calls)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_branches_that_differ_in_the_model_only():
+    """Perturbed attention: the very same call twice."""
+    calls = [(9, 0, CONDITION), (9, 0, CONDITION), (5, 1, CONDITION), (5, 1, CONDITION)]
+    assert [found[:2] for found in ticked(calls)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_second_evaluation_at_one_timestep():
+    """Heun: evaluations at the end of one interval and at the start of the next; with guidance, too."""
+    calls = [(9, 0, CONDITION), (5, 1, CONDITION), (5, 2, CONDITION), (1, 3, CONDITION), (1, 4, CONDITION)]
+    assert [found[:2] for found in ticked(calls)] == [(step, 0) for step in range(5)]
+    both = [(t, x, others) for t, x, _ in calls for others in (CONDITION, NEGATIVE)]
+    assert [found[:2] for found in ticked(both)] == [(step, branch) for step in range(5) for branch in (0, 1)]
+
+
+def test_latents_written_in_place():
+    clock, latents = StepClock(), torch.zeros(1, 2)
+    clock.tick(5.0, latents, CONDITION)
+    latents += 1
+    assert clock.tick(5.0, latents, CONDITION)
+    assert clock.step == 1
+
+
+def test_a_new_request_starts_from_zero():
+    clock = StepClock()
+    clock.tick(9.0, torch.zeros(1), CONDITION)
+    clock.reset()
+    assert clock.tick(9.0, torch.zeros(1), CONDITION)
+    assert (clock.step, clock.branch, clock.steady) == (0, 0, False)
+
+
+# --- drift --------------------------------------------------------------------------------------------------------
+
+
+def test_drift_by_hand():
+    monitor = DriftMonitor(lambda sums: sums)
+    first, second = monitor.add_block("first"), monitor.add_block("second")
+    k = torch.randn(1, 2, 1000, 4, generator=torch.Generator().manual_seed(0))
+    monitor.observe(first, "k", 0, (k, k), dim=2)
+    monitor.observe(second, "k2", 0, (k, k), dim=2)
+    assert monitor.close_step() == [None, None]
+    monitor.observe(first, "k", 1, (1.1 * k, 1.1 * k), dim=2)
+    monitor.observe(second, "k2", 1, (k, k), dim=2)
+    assert monitor.close_step() == [pytest.approx(0.1 / 1.1), 0.0]
+    # Not one step apart: nothing to compare with.
+    monitor.observe(first, "k", 3, (k, k), dim=2)
+    assert monitor.close_step() == [None, None]
+    assert monitor._samples["k"][1].shape[3] <= SAMPLED_TOKENS
+    monitor.reset()
+    monitor.observe(first, "k", 4, (2 * k, k), dim=2)
+    assert monitor.close_step() == [None, None]
+
+
+class EveryOther:
+    def decide(self, step: int, outlook: Outlook, past: Any) -> Decision:
+        return Decision(step % 2 == 0, f"step {step} of {outlook.total} on {outlook.devices}")
+
+
+def test_control_keeps_a_log():
+    monitor = DriftMonitor(lambda sums: 2 * sums)
+    block = monitor.add_block("block")
+    control = StepControl(EveryOther(), 3, monitor, lambda: even_levels(4))
+    for request in range(2):
+        control.begin_request()
+        for step in range(4):
+            control.begin_call(10 - step, torch.full((1,), float(step)), CONDITION)
+            value = torch.full((1, 1, 1, 1), 1.0 + step)
+            monitor.observe(block, "k", control.step, (value, value), dim=2)
+            assert control.decision.synchronous == (step % 2 == 0)
+        control.end_request()
+        assert control.log.summary() == "2 of 4 steps synchronous"
+        assert control.log.steps[1].reason == "step 1 of 4 on 3"
+        assert [record.mean_drift for record in control.log.steps] == [None, *map(pytest.approx, (1 / 2, 1 / 3, 1 / 4))]
+        assert request in (0, 1)
+
+
+# --- on ranks --------------------------------------------------------------------------------------------------------
+
+
+def decided(name: str, config: dict[str, Any], steps: int) -> tuple[list[tuple[bool, str]], list[float | None], str]:
+    pipe = MAKERS[name]()
+    with ditmesh.parallelized(pipe, config):
+        draw(pipe, arguments(name, [1, 2], steps=steps))
+        log = ditmesh.engine_of(pipe).staleness
+        return decisions(pipe), [record.mean_drift for record in log.steps], log.summary()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(("world", "axes"), [(2, {}), (4, {"cfg": 2}), (4, {"data": 2})], ids=str)
+def test_all_ranks_decide_alike(ranks, name, world, axes):
+    """Also those that see other rows and other branches: drift is that of all ranks, to the bit."""
+    results = ranks(world).run(decided, name, {**axes, **displaced(2, "adaptive(0.02)")}, 8)
+    assert all(result == results[0] for result in results)
+    found, drifts, summary = results[0]
+    count = sum(synchronous for synchronous, _ in found)
+    assert 1 < count < 8  # the budget is neither everything nor nothing
+    assert summary == f"{count} of 8 steps synchronous"
+    assert drifts[0] is None
+    assert all(drift is not None and drift > 0 for drift in drifts[1:])
+
+
+def test_first_and_last_in_a_pipeline(ranks):
+    """The pipeline's scheduler tells how many steps there are."""
+    for found, _, _ in ranks(2).run(decided, "sd3", displaced(2, "first_last(2, 1)"), 5):
+        assert [synchronous for synchronous, _ in found] == [True, True, False, False, True]

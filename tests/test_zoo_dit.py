@@ -1,0 +1,269 @@
+"""The embedded class-conditional models as they are shipped, and the script that trained them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ditmesh import zoo
+
+NAMES = ("emoji-dit-s", "emoji-dit-l")
+FLOOR = 18.0  # dB
+DRAWN = ("fox", "cactus", "strawberry", "football", "heart", "panda")
+
+
+# --- the shipped models ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pipes():
+    from diffusers import DiffusionPipeline
+
+    loaded = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        for name in NAMES:
+            loaded[name] = DiffusionPipeline.from_pretrained(zoo.path(name))
+            loaded[name].set_progress_bar_config(disable=True)
+    return loaded
+
+
+def test_both_are_small_and_say_what_they_are():
+    files = [file for name in NAMES for file in zoo.path(name).rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) <= 20e6
+    for name in NAMES:
+        assert (zoo.path(name) / "samples.png").exists()
+        assert "Microsoft" in (zoo.path(name) / "LICENSE-DATA").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_loads_in_float32_and_is_what_the_zoo_says(pipes, name: str):
+    from diffusers import DDIMScheduler, DiTPipeline
+
+    pipe, told = pipes[name], zoo.EMBEDDED[name]
+    assert type(pipe) is DiTPipeline
+    assert told.pipeline == "DiTPipeline"
+    for part in (pipe.transformer, pipe.vae):
+        assert {p.dtype for p in part.parameters()} == {torch.float32}
+    config = pipe.transformer.config
+    assert (config.sample_size // config.patch_size) ** 2 == told.image_tokens >= 256
+    assert (config.num_attention_heads, config.attention_head_dim % 8) == (8, 0)
+    assert pipe.vae.config.shift_factor is None  # DiTPipeline would leave it out
+    assert type(pipe.scheduler) is DDIMScheduler
+    assert pipe.scheduler.config.prediction_type == "v_prediction"
+
+
+def test_one_is_twice_as_deep_as_the_other(pipes):
+    small, large = (len(pipes[name].transformer.transformer_blocks) for name in NAMES)
+    assert (small, large) == (6, 12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_classes_have_the_names_of_the_table(pipes, name: str):
+    from ditmesh.zoo.data import CLASSES, read_entries
+
+    pipe, entries = pipes[name], read_entries(CLASSES)
+    assert zoo.captions(name) == [entry.caption for entry in entries]
+    assert len(entries) == zoo.EMBEDDED[name].classes
+    assert pipe.get_label_ids(["fox", "red fox", "a red fox", "heart"]) == [0, 0, 0, len(entries) - 1]
+
+
+@pytest.mark.parametrize("sampler", ["DDIM", "DPM-Solver++"])
+@pytest.mark.parametrize("name", NAMES)
+def test_its_drawings_are_nearest_to_views_of_the_right_class(pipes, name: str, sampler: str):
+    from ditmesh.zoo import evaluate_dit, export
+
+    pipe, told = pipes[name], zoo.EMBEDDED[name]
+    evaluate_dit.use_sampler(pipe, sampler)
+    asked = pipe.get_label_ids(list(DRAWN))
+    drawn = evaluate_dit.draw(pipe, asked, steps=12, guidance=told.guidance_scale)
+    assert drawn.shape == (len(DRAWN), 64, 64, 3)
+    references = evaluate_dit.read_references(zoo.path(name), told.classes, 64)
+    found, near = evaluate_dit.judge(export.shrink(drawn), references)
+    assert (found == asked).sum() >= len(DRAWN) - 1, found
+    assert near.mean() > FLOOR
+
+    # The measure sees a wrong kind of prediction, which fails nowhere.
+    pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, prediction_type="epsilon")
+    broken = evaluate_dit.draw(pipe, asked, steps=12, guidance=told.guidance_scale)
+    pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, prediction_type="v_prediction")
+    assert evaluate_dit.judge(export.shrink(broken), references)[1].mean() < FLOOR
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_card_states_the_measured_figures(name: str):
+    told = zoo.EMBEDDED[name]
+    record = json.loads((zoo.path(name) / "training.json").read_text(encoding="utf-8"))
+    card = (zoo.path(name) / "README.md").read_text(encoding="utf-8")
+    measured = record["evaluation"]
+    assert (measured["steps"], measured["guidance_scale"]) == (told.steps, told.guidance_scale)
+    for sampler in ("DDIM", "DPM-Solver++"):
+        row = measured["samplers"][sampler]
+        assert row["nearest_picture_accuracy"] >= 0.9
+        assert f"| {sampler} | {row['nearest_picture_accuracy']:.3f} | {row['psnr_to_nearest']:.1f} dB |" in card
+
+
+def test_an_embedded_model_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from ditmesh.errors import InputError
+    from ditmesh.model_info import find_model
+
+    monkeypatch.chdir(tmp_path)
+    info = find_model("emoji-dit-s")
+    assert (info.name, info.files, info.local) == ("emoji-dit-s", zoo.path("emoji-dit-s"), True)
+    assert zoo.embedded(info.files) is zoo.EMBEDDED["emoji-dit-s"]
+    with pytest.raises(InputError, match="emoji-dit-l"):
+        find_model("emoji-dit-xl")
+    shutil.copytree(info.files, tmp_path / "emoji-dit-s", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert find_model("emoji-dit-s").files == Path("emoji-dit-s")  # a folder of that name goes first
+    assert zoo.embedded(Path("emoji-dit-s")) is None
+
+
+def test_generate_draws_a_class_by_name_with_the_settings_of_the_card(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    from ditmesh.cli.main import main
+    from ditmesh.receipt import read_receipt
+    from ditmesh.zoo import evaluate_dit, export
+
+    name = "emoji-dit-s"
+    with pytest.raises(SystemExit) as left:
+        main(["generate", "a red fox", "--model", name, "--threads", "1", "--device", "cpu", "--out", str(tmp_path)])
+    assert left.value.code == 0, capfd.readouterr().err
+    (file,) = tmp_path.iterdir()
+    assert read_receipt(file).steps == zoo.EMBEDDED[name].steps
+    with Image.open(file) as picture:
+        drawn = np.asarray(picture.convert("RGB"))[None]
+    references = evaluate_dit.read_references(zoo.path(name), zoo.EMBEDDED[name].classes, 64)
+    assert evaluate_dit.judge(export.shrink(drawn), references)[0].tolist() == [0]
+
+
+# --- the training script -----------------------------------------------------------------------------------
+
+
+def tiny():
+    """A recipe, two pictures and an autoencoder: everything a run needs but the network."""
+    from ditmesh.zoo.autoencoder import make_autoencoder
+    from ditmesh.zoo.data import Entry, Pictures
+    from ditmesh.zoo.loop import Plan
+    from ditmesh.zoo.train_dit import Recipe
+
+    plan = Plan(steps=6, batch=2, rate=1e-3, warmup=2)
+    recipe = Recipe(plan, 2, heads=2, head_dim=8, size=16, drawn=12, part=16, part_share=0.5, whole_batch=2)
+    chosen = np.full((2, 12, 12, 3), 255, np.uint8)
+    chosen[0, 2:8, 2:8, 1:] = chosen[1, 4:10, 4:8, :2] = 0
+    pictures = Pictures((Entry("1f98a", ("fox", "red fox")), Entry("1f335", ("cactus",))), chosen, chosen[:0])
+    torch.manual_seed(0)
+    return recipe, pictures, make_autoencoder((8, 8), 4).eval()
+
+
+def weights(file: Path) -> dict[str, torch.Tensor]:
+    state = torch.load(file, weights_only=True)
+    shadow = {f"average.{i}": v for i, v in enumerate(state["average"]["shadow_params"])}
+    return state["modules"]["transformer"] | shadow
+
+
+def test_training_resumes_bit_equal_and_exports_a_pipeline(tmp_path: Path):
+    from diffusers import DiTPipeline
+
+    from ditmesh.zoo import evaluate_dit, train_dit
+
+    recipe, pictures, vae = tiny()
+    given = {"pictures": pictures, "vae": vae, "check": False}
+    assert train_dit.run(tmp_path / "a", tmp_path / "wa", recipe, **given)["transformer"]["finished"]
+    for stop in (1, 4, None):  # stopped in the part-token phase and again in the whole-token phase
+        record = train_dit.run(tmp_path / "b", tmp_path / "wb", recipe, stop_at=stop, **given)
+        assert record["transformer"]["finished"] == (stop is None)
+    once, twice = (weights(tmp_path / folder / "transformer.pt") for folder in ("wa", "wb"))
+    assert once.keys() == twice.keys()
+    assert all(torch.equal(once[key], twice[key]) for key in once)
+
+    table = once["transformer_blocks.0.norm1.emb.class_embedder.embedding_table.weight"]
+    assert torch.nonzero(table.any(dim=1)).flatten().tolist() == [0, 1, 1000]
+    pipe = DiTPipeline.from_pretrained(tmp_path / "a")
+    assert pipe.transformer.dtype == torch.float32
+    assert (pipe.labels["red fox"], pipe.labels["a cactus"]) == (0, 1)
+    references = evaluate_dit.read_references(tmp_path / "a", 2, 16)
+    assert references.shape == (2, 4, 8, 8, 3)
+    figures = evaluate_dit.evaluate(tmp_path / "a", steps=2, guidance=1.5)
+    assert set(figures["samplers"]) == {"DDIM", "DPM-Solver++", "DDPM"}
+    assert (tmp_path / "a" / "samples.png").exists()
+
+
+def stirred():
+    from ditmesh.zoo.diffusion import make_transformer
+
+    torch.manual_seed(0)
+    model = make_transformer(classes=3, side=4, channels=4, layers=2, heads=2, head_dim=8)
+    for parameter in model.parameters():  # fresh models are the identity: stir them
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_loss_sees_what_the_model_says(training: bool):
+    from ditmesh.zoo.diffusion import predict
+
+    model = stirred().train(training)  # the model itself must drop no labels
+    latents, steps, labels = torch.randn(2, 4, 4, 4), torch.tensor([20, 999]), torch.tensor([1, 1000])
+    with torch.no_grad():
+        whole = model(latents, timestep=steps, class_labels=labels).sample
+        ours = predict(model, latents, steps, labels)
+        some = predict(model, latents, steps, labels, kept=torch.arange(16).flip(0).expand(2, -1))
+    torch.testing.assert_close(ours.transpose(1, 2).reshape(whole.shape), whole, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(some.flip(1), ours, atol=2e-6, rtol=1e-5)
+
+
+def test_views_are_the_picture_in_two_corners_as_it_is_and_mirrored():
+    from ditmesh.zoo.diffusion import views
+
+    picture = np.random.default_rng(0).integers(0, 255, (1, 6, 6, 3), dtype=np.uint8)
+    seen = views(picture, 8)[0]
+    assert seen.shape == (4, 8, 8, 3)
+    for number, (picked, corner) in enumerate([(1, 0), (1, 2), (-1, 0), (-1, 2)]):
+        inside = seen[number, corner : corner + 6, corner : corner + 6]
+        assert np.array_equal(inside, picture[0, :, ::picked])
+        assert (seen[number] == 255).all(axis=-1).sum() == 64 - 36
+
+
+def test_a_perfect_prediction_draws_the_picture_with_every_sampler():
+    """The target of the loss is what the samplers take a prediction for."""
+    import diffusers
+
+    from ditmesh.zoo.diffusion import make_scheduler
+    from ditmesh.zoo.evaluate_dit import SAMPLERS
+
+    generator = torch.Generator().manual_seed(0)
+    picture = torch.randn(1, 2, 4, 4, generator=generator)
+    plain = make_scheduler()
+    for name in SAMPLERS.values():
+        scheduler = getattr(diffusers, name).from_config(plain.config)
+        scheduler.set_timesteps(10)
+        latents = torch.randn(picture.shape, generator=generator)
+        for step in scheduler.timesteps:
+            keep = plain.alphas_cumprod[step] ** 0.5
+            noise = (latents - keep * picture) / (1 - keep**2) ** 0.5
+            velocity = plain.get_velocity(picture, noise, step[None])
+            latents = scheduler.step(velocity, step, latents).prev_sample
+        torch.testing.assert_close(latents, picture, atol=1e-3, rtol=0)
+
+
+def test_a_grown_model_computes_what_the_small_one_does_until_it_is_trained():
+    from ditmesh.zoo.diffusion import grow, make_transformer
+
+    small = stirred().eval()
+    large = make_transformer(classes=3, side=4, channels=4, layers=4, heads=2, head_dim=8).eval()
+    grow(small, large)
+    given = {"timestep": torch.tensor([20, 999]), "class_labels": torch.tensor([1, 1000])}
+    latents = torch.randn(2, 4, 4, 4)
+    with torch.no_grad():
+        assert torch.equal(small(latents, **given).sample, large(latents, **given).sample)
+        large.transformer_blocks[1].norm1.linear.bias[16 * 2] += 1.0  # a gate
+        assert not torch.equal(small(latents, **given).sample, large(latents, **given).sample)
+    with pytest.raises(ValueError, match="num_layers"):
+        grow(small, make_transformer(classes=3, side=4, channels=4, layers=3, heads=2, head_dim=8))
