@@ -14,6 +14,7 @@ from ..launch import end_quickly, from_torchrun
 from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
+from .study import study
 
 app = typer.Typer(
     name="ditmesh",
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(inspect)
 app.command()(doctor)
+app.command()(study)
 
 
 def _show_version(wanted: bool) -> None:

@@ -6,14 +6,14 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
 
 from ..config import ParallelConfig
 from ..errors import ConfigError, InputError
 from ..model_info import ModelInfo
-from ..staleness.policy import Decision, Measured, WarmupPolicy
+from ..staleness.policy import Decision, Outlook, Past, WarmupPolicy
 from ..staleness.policy import parse as parse_warmup
 from .samplers import check_sampler
 
@@ -91,6 +91,12 @@ class Cell:
         settings["setup"].pop("name")
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
 
+    def describe(self) -> str:
+        """For a progress bar."""
+        if self.strategy == SYNCHRONOUS:
+            return f"{self.sampler} {SYNCHRONOUS}"
+        return f"{self.sampler} {self.strategy} {self.devices} {self.warmup}{' on ranks' if self.real else ''}"
+
     def config(self) -> ParallelConfig:
         """What the engine is given.
 
@@ -110,10 +116,8 @@ class GivenSteps:
     """A policy for studies: exactly these steps are synchronous."""
 
     steps: frozenset[int]
-    needs_total: bool = field(default=False, init=False)
-    measures: bool = field(default=False, init=False)
 
-    def decide(self, step: int, total: int | None, devices: int, measured: Sequence[Measured]) -> Decision:
+    def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
         """See `WarmupPolicy`."""
         return Decision(step in self.steps, "one of the steps given" if step in self.steps else "not one of them")
 
