@@ -41,7 +41,7 @@ def study(
     ] = "displaced,naive",
     sampler: Annotated[
         str,
-        typer.Option(metavar="NAMES", help="Such as ddim,dpm for a DDPM model, or euler,heun for a flow; own: its own."),
+        typer.Option(metavar="NAMES", help="Such as ddim,dpm for a DDPM model, euler,heun for a flow; own: its own."),
     ] = "own",
     images: Annotated[int, typer.Option(help="Pictures of every prompt, each with a seed of its own.")] = 1,
     steps: Annotated[int | None, typer.Option(help="Denoising steps.", show_default="the model's, or 20")] = None,

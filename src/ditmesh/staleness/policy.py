@@ -229,7 +229,7 @@ def parse(text: str) -> WarmupPolicy:
         return FirstLast(whole[0], whole[1])
     if name == "adaptive" and len(numbers) == 1 and isfinite(numbers[0]) and numbers[0] > 0:
         return Adaptive(numbers[0])
-    if name == "adaptive" and len(numbers) == 2 and isfinite(numbers[0]) and numbers[0] > 0 and numbers[1] in whole:
-        if numbers[1] >= 1:
-            return Adaptive(numbers[0], int(numbers[1]))
+    counted = len(numbers) == 2 and whole[-1:] == numbers[1:] and numbers[1] >= 1
+    if name == "adaptive" and counted and isfinite(numbers[0]) and numbers[0] > 0:
+        return Adaptive(numbers[0], whole[-1])
     raise ConfigError(f"warmup={text!r} is not a warm-up policy; use {FORMS}, with numbers of steps from 0 up")

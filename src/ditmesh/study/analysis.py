@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from math import floor, isfinite, nan, sqrt
 from typing import Any
 
@@ -275,7 +276,7 @@ def first_reaching(curve: Mapping[int, float], target: float) -> float | None:
     points = sorted(curve.items())
     if points and points[0][1] >= target:
         return float(points[0][0])
-    for (left, low), (right, high) in zip(points, points[1:], strict=False):
+    for (left, low), (right, high) in pairwise(points):
         if low < target <= high:
             return left + (right - left) * (target - low) / (high - low)
     return None
@@ -329,13 +330,13 @@ def findings(results: Results, rules: Mapping[tuple[str, str], Mapping[str, Any]
             rule = rules.get((sampler, strategy))
             if rule is not None:
                 said.append(_rule_text(sampler, strategy, rule))
-    for ours, theirs in zip(plan.strategies, plan.strategies[1:], strict=False):
+    for ours, theirs in pairwise(plan.strategies):
         said += _compared(
             results,
             f"{ours} against {theirs}",
             [(at, (at[0], theirs, at[2], at[3])) for at in results.by if at[1] == ours and given_steps(at[3]) is None],
         )
-    for ours, theirs in zip(plan.samplers, plan.samplers[1:], strict=False):
+    for ours, theirs in pairwise(plan.samplers):
         said += _compared(
             results,
             f"sampler {ours} against {theirs}",
@@ -408,7 +409,9 @@ def _compared(results: Results, what: str, pairs: Sequence[tuple[Combination, Co
     ]
 
 
-def _verdict(apart: Mean, better: str = "better", worse: str = "worse", none: str = "no difference that can be told") -> str:
+def _verdict(
+    apart: Mean, better: str = "better", worse: str = "worse", none: str = "no difference that can be told"
+) -> str:
     if apart.value is None:
         return "not measured"
     if apart.error is None:

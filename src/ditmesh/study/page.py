@@ -139,9 +139,7 @@ def _table(page: Page, results: Results) -> None:
     )
 
 
-def _warmup_charts(
-    page: Page, results: Results, rules: Mapping[tuple[str, str], Mapping[str, Any] | None]
-) -> None:
+def _warmup_charts(page: Page, results: Results, rules: Mapping[tuple[str, str], Mapping[str, Any] | None]) -> None:
     plan = results.plan
     page.section("Warm-up")
     for sampler in plan.samplers:
@@ -252,7 +250,9 @@ def _loss_curves(page: Page, results: Results) -> None:
                     if (errors := results.by[at][0].get("same_latents"))
                 ]
                 if same:
-                    chart = line_chart(same, f"Error on the same latents, {title}", "step", "relative error", whole_x=True)
+                    chart = line_chart(
+                        same, f"Error on the same latents, {title}", "step", "relative error", whole_x=True
+                    )
                     page.chart(chart, f"{title}: on the same latents.")
 
 
@@ -281,7 +281,7 @@ def _heat_maps(page: Page, results: Results) -> None:
                     grid(values, _ordered(errors), columns), f"Error of attention, {title}", "step", "block"
                 )
                 page.chart(
-                    chart, f"{title}: relative L2 error of attention's output against exact attention on the same inputs."
+                    chart, f"{title}: relative L2 error of attention's output against exact attention, same inputs."
                 )
 
 
@@ -336,4 +336,3 @@ def _real_ranks(page: Page, results: Results) -> None:
         rows,
         "One request on real ranks, the second of two. Time inside collectives is sending and waiting.",
     )
-

@@ -20,6 +20,9 @@ from .samplers import check_sampler
 STRATEGIES = ("displaced", "pipefusion", "naive")
 SYNCHRONOUS = "synchronous"
 
+# Bytes of a weight file that is still read to tell it from another one.
+READ_UP_TO = 2**27
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -308,7 +311,10 @@ def _check_known(cells: Iterable[Cell]) -> None:
 
 
 def weights_digest(folder: Path) -> str:
-    """Digest of names, sizes and times of a pipeline's weight files."""
-    files = sorted(file for file in folder.rglob("*") if file.suffix in {".safetensors", ".bin", ".pt"})
-    facts = [(str(f.relative_to(folder)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    """Digest of a pipeline's weight files: of their content, or of name, size and time of one above `READ_UP_TO`."""
+    state = hashlib.sha256()
+    for file in sorted(file for file in folder.rglob("*") if file.suffix in {".safetensors", ".bin", ".pt"}):
+        facts = file.stat()
+        state.update(f"{file.relative_to(folder)} {facts.st_size}".encode())
+        state.update(file.read_bytes() if facts.st_size <= READ_UP_TO else str(facts.st_mtime_ns).encode())
+    return state.hexdigest()[:16]

@@ -18,7 +18,6 @@ from ..errors import ConfigError
 from .plan import SYNCHRONOUS, Cell, Setup, given_steps
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
 # Pictures are kept as (n, h, w, 3) float32 from 0 to 1, beside the predictions of the synchronous run.
@@ -32,9 +31,8 @@ def check_supported(cell: Cell) -> None:
         ConfigError: in one sentence.
     """
     cell.config()
-    if cell.strategy == "pipefusion":
-        if find_spec("ditmesh.strategies.pipefusion") is None:
-            raise ConfigError("--strategy 'pipefusion' is not built yet; use displaced or naive")
+    if cell.strategy == "pipefusion" and find_spec("ditmesh.strategies.pipefusion") is None:
+        raise ConfigError("--strategy 'pipefusion' is not built yet; use displaced or naive")
 
 
 class Runner:
