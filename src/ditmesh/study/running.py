@@ -137,16 +137,21 @@ class Runner:
 
 def load(setup: Setup) -> Any:
     """The pipeline of a study, quiet, on its device."""
+    from importlib.metadata import version
+
     import diffusers
     import torch
     import transformers
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    pipe = DiffusionPipeline.from_pretrained(setup.model)
-    pipe.to(setup.device, dtype=getattr(torch, setup.dtype))
+    for library in (diffusers, transformers):
+        library.utils.logging.disable_progress_bar()
+        library.utils.logging.set_verbosity_error()
+    # The argument was renamed in diffusers 0.42.
+    renamed = tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 42)
+    dtype = {"dtype" if renamed else "torch_dtype": getattr(torch, setup.dtype)}
+    pipe = DiffusionPipeline.from_pretrained(setup.model, **dtype)
+    pipe.to(setup.device)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
