@@ -6,12 +6,12 @@ behind the doors decides what happens; closing them leaves the model exactly as 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .attention import door
@@ -49,6 +49,27 @@ class BlockSite:
     feeds_next: bool
 
 
+@dataclass(frozen=True)
+class Piece:
+    """The part of a stream that a block's output holds on this rank.
+
+    Attributes:
+        stream: name of the stream.
+        tensor: its tokens here; rows of the batch in dimension 0, but where tokens were folded into it.
+        dim: dimension of the tokens.
+        start: number of the first of them in the whole stream.
+    """
+
+    stream: str
+    tensor: Tensor
+    dim: int
+    start: int
+
+
+# Somebody who looks at what a block (by its path) returns on this rank, and changes nothing.
+Tap = Callable[[str, Piece], None]
+
+
 class Handler(door.AttentionHandler, Protocol):
     """What a strategy does at each door."""
 
@@ -66,6 +87,10 @@ class Handler(door.AttentionHandler, Protocol):
 
     def after_block(self, site: BlockSite, output: Any) -> Any:
         """A block has returned ``output``; returns what the model is to see."""
+        ...
+
+    def pieces(self, site: BlockSite, output: Any) -> Iterable[Piece]:
+        """What a block's output, before `after_block`, holds of each stream."""
         ...
 
     def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
@@ -87,6 +112,9 @@ class ModelDoors:
         cuts_tokens: whether the handler shares tokens out; only then are the arguments refused that the layout
             does not cover.
 
+    Attributes:
+        tap: is shown what every block returns; None: nobody looks.
+
     Raises:
         LayoutError: a block list of the layout is not in the model.
     """
@@ -95,6 +123,7 @@ class ModelDoors:
         self.model = model
         self.layout = layout
         self.handler = handler
+        self.tap: Tap | None = None
         self._cuts_tokens = cuts_tokens
         self._handles: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
@@ -156,6 +185,9 @@ class ModelDoors:
             return tuple(arguments.args), arguments.kwargs
 
         def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+            if self.tap is not None:
+                for piece in self.handler.pieces(site, output):
+                    self.tap(site.path, piece)
             return self.handler.after_block(site, output)
 
         def leave(*_: Any) -> None:

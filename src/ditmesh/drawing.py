@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import re
@@ -122,10 +123,11 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Stepped:
-    """``pictures`` pictures have advanced by ``steps`` denoising steps."""
+    """``pictures`` pictures have advanced by ``steps`` denoising steps; ``note``: what there is to say about them."""
 
     pictures: int
     steps: int
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -283,26 +285,30 @@ def draw(job: Job, kept: Kept | None = None, *, report: Report | None = None) ->
         LayoutError: the transformer's tokens could not be found out.
         JournalError: what the journal holds is of another request.
     """
-    import torch
     import torch.distributed as dist
 
+    from .determinism import deterministic
     from .engine import DENOISERS, denoisers, engine_of, parallelize
+    from .hardware import environment
+    from .inputs import weights_fingerprint
     from .journal import Journal
     from .mesh import Mesh
 
     grouped = dist.is_available() and dist.is_initialized()
     rank = dist.get_rank() if grouped else 0
     say: Report = report if report is not None and rank == 0 else _nobody
-    on_cuda = grouped and "nccl" in str(dist.get_backend())
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    device = device_of_rank()
     started = time.perf_counter()
-    _quieten()
-    _check_class(job)
-    pipe = _load(job, device)
+    pipe = load(job, device)
     parameters = _call_parameters(pipe)
-    _check_call(job, type(pipe).__name__, parameters)
     steps = job.steps or _default(parameters, "num_inference_steps", 50)
     guidance = job.guidance if job.guidance is not None else _default(parameters, "guidance_scale", 0.0)
+    facts: dict[str, Any] = {}
+    if rank == 0:
+        reproducible = not isinstance(job.config, str) and job.config.reproducible
+        # With the settings that are in force while the pipeline runs; the weights before any is cut.
+        with deterministic(device) if reproducible else contextlib.nullcontext():
+            facts = {"weights": weights_fingerprint(pipe), "environment": environment(device)}
     mesh = None if isinstance(job.config, str) else Mesh(job.config, device=device, timeout=job.timeout)
     parallelize(pipe, job.config, mesh=mesh, timeout=job.timeout)
     journal = None
@@ -317,23 +323,8 @@ def draw(job: Job, kept: Kept | None = None, *, report: Report | None = None) ->
         first = number * job.images
         if done.issuperset(range(first, first + job.images)):
             continue
-        seeds = [job.seed + first + image for image in range(job.images)]
-        # One generator for each picture, on the CPU: a picture depends on its own seed alone, not on the device
-        # nor on what else is drawn.
-        generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-        arguments: dict[str, Any] = {"num_inference_steps": steps, "generator": generators}
-        if "guidance_scale" in parameters:
-            arguments["guidance_scale"] = guidance
-        if job.labels:
-            arguments["class_labels"] = [job.labels[number]] * job.images
-        else:
-            arguments |= {"prompt": prompt, "num_images_per_prompt": job.images}
-        if job.negative is not None:
-            arguments["negative_prompt"] = job.negative
-        if job.size is not None and "width" in parameters:
-            arguments["width"], arguments["height"] = job.size
-        if job.max_sequence_length is not None and "max_sequence_length" in parameters:
-            arguments["max_sequence_length"] = job.max_sequence_length
+        seeds = seeds_of(job, number)
+        arguments = call_arguments(job, pipe, number)
         if "callback_on_step_end" in parameters:
             arguments["callback_on_step_end"] = _on_step(say, job.images)
         if journal is not None:
@@ -346,7 +337,7 @@ def draw(job: Job, kept: Kept | None = None, *, report: Report | None = None) ->
         seconds = time.perf_counter() - started
         total += seconds
         if "callback_on_step_end" not in parameters:
-            say(Stepped(job.images, steps))
+            say(Stepped(job.images, steps, _note(pipe)))
         if rank > 0:
             continue
         for image, seed, index in zip(images, seeds, range(first, first + job.images), strict=True):
@@ -370,6 +361,10 @@ def draw(job: Job, kept: Kept | None = None, *, report: Report | None = None) ->
                 config=engine_of(pipe).config.model_dump(),
                 versions=library_versions(),
                 seconds=seconds,
+                label=job.labels[number] if job.labels else None,
+                together=job.images,
+                place=index - first,
+                **facts,
                 restarts=[past.plain() for past in kept.restarts if past.request == number] if kept is not None else [],
             )
             path = write_png(image, Path(job.out) / file_name(index, prompt, seed), receipt)
@@ -377,6 +372,62 @@ def draw(job: Job, kept: Kept | None = None, *, report: Report | None = None) ->
     if journal is not None:
         journal.close()
     return total
+
+
+def device_of_rank() -> torch.device:
+    """Where this rank computes: its GPU when the job's ranks talk over NCCL, else the CPU."""
+    import torch
+    import torch.distributed as dist
+
+    on_cuda = dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend())
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+
+
+def load(job: Job, device: torch.device) -> Any:
+    """The job's pipeline on its device, checked and quiet, on one device still.
+
+    Raises:
+        InputError: it cannot be loaded, or cannot do what the job asks.
+    """
+    _quieten()
+    _check_class(job)
+    pipe = _load(job, device)
+    _check_call(job, type(pipe).__name__, _call_parameters(pipe))
+    return pipe
+
+
+def seeds_of(job: Job, number: int) -> list[int]:
+    """The seeds of the pictures of prompt ``number``."""
+    first = job.seed + number * job.images
+    return list(range(first, first + job.images))
+
+
+def call_arguments(job: Job, pipe: Any, number: int) -> dict[str, Any]:
+    """The arguments of the pipeline's call that draws prompt ``number``, but for the form of its result."""
+    import torch
+
+    parameters = _call_parameters(pipe)
+    # One generator for each picture, on the CPU: a picture depends on its own seed alone, not on the device
+    # nor on what else is drawn.
+    generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds_of(job, number)]
+    arguments: dict[str, Any] = {
+        "num_inference_steps": job.steps or _default(parameters, "num_inference_steps", 50),
+        "generator": generators,
+    }
+    if "guidance_scale" in parameters:
+        default = _default(parameters, "guidance_scale", 0.0)
+        arguments["guidance_scale"] = job.guidance if job.guidance is not None else default
+    if job.labels:
+        arguments["class_labels"] = [job.labels[number]] * job.images
+    else:
+        arguments |= {"prompt": job.prompts[number], "num_images_per_prompt": job.images}
+    if job.negative is not None:
+        arguments["negative_prompt"] = job.negative
+    if job.size is not None and "width" in parameters:
+        arguments["width"], arguments["height"] = job.size
+    if job.max_sequence_length is not None and "max_sequence_length" in parameters:
+        arguments["max_sequence_length"] = job.max_sequence_length
+    return arguments
 
 
 def file_name(index: int, prompt: str, seed: int) -> str:
@@ -393,10 +444,18 @@ def _nobody(message: Any) -> None:
 
 def _on_step(say: Report, pictures: int) -> Callable[..., dict[str, Any]]:
     def on_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        say(Stepped(pictures, 1))
+        say(Stepped(pictures, 1, _note(pipe)))
         return tensors
 
     return on_step
+
+
+def _note(pipe: Any) -> str:
+    """How many steps of a stale strategy have been synchronous so far."""
+    from .engine import engine_of
+
+    staleness = engine_of(pipe).staleness
+    return staleness.summary() if staleness is not None else ""
 
 
 def _check_class(job: Job) -> None:

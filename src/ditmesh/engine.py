@@ -55,6 +55,7 @@ class Engine:
         config: the configuration in force.
         mesh: ranks, links, and the byte counters (`mesh.traffic`).
         doors: open doors, one set per transformer.
+        rows: who shares out the rows of each transformer's batch, where that is done.
         control: the steps of a stale strategy; None when every step is exact.
         balances: weights of the sequence ranks, one per transformer; see `rebalance`.
     """
@@ -63,6 +64,7 @@ class Engine:
         self.config = config
         self.mesh = mesh
         self.doors: list[ModelDoors] = []
+        self.rows: list[BatchParallel] = []
         self.control: StepControl | None = None
         self._stale: list[StaleSequence | SimulatedSequence] = []
         self.balances: list[Balance] = []
@@ -122,6 +124,7 @@ class Engine:
                         alone,
                         self._before_rows,
                     )
+                    self.rows.append(rows)
                     self._undo.append(rows.close)
                     begin.append(rows.begin_request)
                 vae = getattr(target, "vae", None)
@@ -240,6 +243,7 @@ class Engine:
         while self._undo:
             self._undo.pop()()
         self.doors.clear()
+        self.rows.clear()
         if self._owns_mesh:
             self.mesh.close()
 

@@ -12,10 +12,13 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .launch import RankPool, physical_cores
 from .receipt import library_versions
+
+if TYPE_CHECKING:
+    import torch
 
 LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors")
 MEGABYTE = 1_000_000
@@ -66,6 +69,54 @@ def describe_machine() -> dict[str, Any]:
         "attention": _attention_backends(),
         "torch_cuda": torch.version.cuda,
     }
+
+
+def environment(device: torch.device) -> dict[str, str]:
+    """What decides the last bits of a result besides the program and its inputs, by name.
+
+    Two processes with the same environment, weights, inputs and arithmetic order give the same bits. Reads the
+    settings of the process that calls it.
+
+    Args:
+        device: where this process computes.
+    """
+    import torch
+
+    facts = {
+        **library_versions(),
+        "CPU": _cpu_model(),
+        "CPU instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "BLAS": _blas(),
+        "oneDNN": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
+        "device": "cpu",
+        "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+    }
+    if device.type == "cuda":
+        cudnn = torch.backends.cudnn
+        facts |= {
+            "device": torch.cuda.get_device_name(device),
+            "CUDA": str(torch.version.cuda),
+            "cuDNN": str(cudnn.version()),
+            "cuDNN settings": f"benchmark={cudnn.benchmark} deterministic={cudnn.deterministic}",
+            "cuBLAS workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG", "default"),
+        }
+    return facts
+
+
+def _blas() -> str:
+    """The matrix libraries that torch was built with, such as ``"mkl, oneDNN v3.7.1"``."""
+    import re
+
+    import torch
+
+    shown = torch.__config__.show()
+    found = re.search(r"BLAS_INFO=(\w+)", shown)
+    dnn = re.search(r"Intel\(R\) MKL-DNN (v[\d.]+)", shown)
+    mkl = re.search(r"oneAPI Math Kernel Library Version ([\d.]+)", shown)
+    parts = [found[1] if found else "unknown"] + ([mkl[1]] if mkl else []) + ([f"oneDNN {dnn[1]}"] if dnn else [])
+    return " ".join(parts)
 
 
 def missing(machine: dict[str, Any]) -> list[str]:

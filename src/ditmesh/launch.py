@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import gc
 import multiprocessing
 import os
 import pickle
@@ -30,7 +29,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from .errors import ConfigError, RankFailed
 
@@ -128,25 +127,25 @@ def default_threads(world_size: int, device: Literal["cpu", "cuda"]) -> int:
 # Leaving
 
 
-def end_quickly() -> None:
-    """Make this program end at once when it ends. For programs that are ditmesh's own.
+def leave(code: int) -> NoReturn:
+    """End this process, after everything that was registered for its end. For programs that are ditmesh's own.
 
-    An idle machine would not need it. On a busy one the interpreter's last search for garbage takes many seconds, and a
-    fork server that is still importing does not notice before it is through that its owner has gone.
+    An idle machine would not need it. On a busy one the interpreter takes seconds to take torch apart, and a fork
+    server that is still importing does not notice before it is through that its owner has gone.
     """
-    # The last one registered runs first: ranks that a later pool has started are ended before their server.
-    atexit.register(gc.freeze)
-    atexit.register(_end_fork_server)
-
-
-def _end_fork_server() -> None:
+    atexit._run_exitfuncs()
     from multiprocessing import forkserver
 
     # There is no public name for it. Without it the server ends by itself, later.
-    pid = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
-    if pid is not None:
+    server = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    if server is not None:
         with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(server, signal.SIGKILL)
+    for stream in (sys.stdout, sys.stderr):
+        # A reader that has gone, a stream that is closed: nothing is left to be said.
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 @contextlib.contextmanager

@@ -44,6 +44,12 @@ class Receipt(BaseModel):
             that of the call that finished the picture.
         restarts: what happened while the picture was drawn: ``{"step": 5, "from": 4, "to": 3}`` for every time that
             ranks were lost and the others went on from a step (counted from 0).
+        label: number of the class, for class-conditional models.
+        together: pictures that one call of the pipeline drew; place: number of this one among them, from 0. Matrix
+            kernels may round a row otherwise in a batch of another size.
+        weights: fingerprint of all weights, adapters included (`inputs.weights_fingerprint`); None in receipts of
+            earlier versions, as is the environment.
+        environment: what else decides the last bits, by name (`hardware.environment`).
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -66,6 +72,11 @@ class Receipt(BaseModel):
     versions: dict[str, str] = Field(default_factory=dict)
     seconds: float
     restarts: list[dict[str, int]] = Field(default_factory=list)
+    label: int | None = None
+    together: int = 1
+    place: int = 0
+    weights: str | None = None
+    environment: dict[str, str] | None = None
 
 
 def library_versions(names: tuple[str, ...] = ("torch", "diffusers", "transformers")) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import InputError, RankFailed
-from .values import parallel_config, parse_size, parse_weights, read_prompts
+from .values import embedded_or, fetched, parallel_config, parse_size, parse_weights, read_prompts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,6 +60,17 @@ def generate(
     elastic: Annotated[
         bool, typer.Option("--elastic", help="When devices are lost, go on with the others (with --reproducible).")
     ] = False,
+    exchange: Annotated[
+        Literal["exact", "displaced", "naive"] | None,
+        typer.Option(help="How ring ranks share keys: before every attention, a step late, or never."),
+    ] = None,
+    warmup: Annotated[
+        str | None,
+        typer.Option(metavar="POLICY", help='Exact steps of a stale strategy: "fixed(4)", "adaptive(0.05)".'),
+    ] = None,
+    compress: Annotated[
+        Literal["fp16", "bf16", "int8"] | None, typer.Option(help="What displaced keys travel as.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="The configuration, as YAML.")] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps.", show_default="the pipeline's")] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale.", show_default="the pipeline's")] = None,
@@ -101,23 +112,23 @@ def generate(
     from ..drawing import Job, check_job, class_numbers
     from ..elastic import check_elastic
     from ..launch import from_torchrun, resolve_device
-    from ..model_info import find_model
 
     wanted = parse_size(size)
-    text_tokens = None
     asked = read_prompts(prompts, prompts_file)
-    info = find_model(zoo.path() if model is None else model)
-    if embedded := zoo.embedded(info.files):
-        # It was trained for these; the pipeline's own defaults are those of a model a thousand times its size.
-        steps = embedded.steps if steps is None else steps
-        guidance = embedded.guidance_scale if guidance is None else guidance
-        text_tokens = embedded.max_sequence_length
+    info, steps, guidance, text_tokens = embedded_or(model, steps, guidance)
     world_size, chosen = parallel_config(
         devices,
         config,
         {"ulysses": ulysses, "ring": ring, "cfg": cfg, "data": data, "tensor": tensor},
         info.heads,
-        {"reproducible": reproducible or None, "tiles": tiles, "weights": parse_weights(weights)},
+        {
+            "reproducible": reproducible or None,
+            "tiles": tiles,
+            "weights": parse_weights(weights),
+            "exchange": exchange,
+            "warmup": warmup,
+            "compress": compress,
+        },
     )
     if tiles is not None and not reproducible:
         raise InputError(f"--tiles {tiles} counts in reproducible mode only; add --reproducible")
@@ -156,8 +167,7 @@ def generate(
         raise InputError("--compare with 1 device compares nothing; use --devices 2 or more")
     kind = resolve_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
     job = replace(job, dtype=dtype or ("bfloat16" if kind == "cuda" else "float32"))
-    if not info.local:
-        job = replace(job, model=_download(info.name))
+    job = fetched(job, info)
     result = _in_torchrun(job, kind) if from_torchrun() else _in_pool(job, world_size, kind, threads, compare, elastic)
     if result is None:
         return
@@ -216,7 +226,7 @@ def _draw(job: Job, pool: RankPool, what: str = "drawing") -> tuple[list[Drawn],
     from ..drawing import draw
 
     started = time.perf_counter()
-    with _progress(job, what) as (report, drawn, facts):
+    with progress(job, what) as (report, drawn, facts):
         try:
             seconds = pool.run(draw, job, on_message=lambda _, message: report(message))
         except RankFailed:
@@ -232,7 +242,7 @@ def _draw_elastically(
     from ..elastic import draw_elastically
 
     started = time.perf_counter()
-    with _progress(job, "drawing") as (report, drawn, facts):
+    with progress(job, "drawing") as (report, drawn, facts):
         try:
             restarts, seconds = draw_elastically(job, world_size, kind, threads, report)
         except RankFailed:
@@ -262,7 +272,7 @@ def _in_torchrun(job: Job, kind: Literal["cpu", "cuda"]) -> dict[str, Any] | Non
         if rank > 0:
             draw(job)
             return None
-        with _progress(job, "drawing") as (report, drawn, facts):
+        with progress(job, "drawing") as (report, drawn, facts):
             seconds = draw(job, report=report)
     finally:
         dist.destroy_process_group()
@@ -280,7 +290,7 @@ def _in_torchrun(job: Job, kind: Literal["cpu", "cuda"]) -> dict[str, Any] | Non
 
 
 @contextlib.contextmanager
-def _progress(job: Job, what: str) -> Iterator[tuple[Report, list[Drawn], dict[str, Any]]]:
+def progress(job: Job, what: str) -> Iterator[tuple[Report, list[Drawn], dict[str, Any]]]:
     """One bar for the whole job, fed by rank 0's reports; collects what was drawn, and facts such as times."""
     from rich.progress import (
         BarColumn,
@@ -305,6 +315,7 @@ def _progress(job: Job, what: str) -> Iterator[tuple[Report, list[Drawn], dict[s
                 facts.setdefault("load_seconds", message.seconds)
                 progress.update(bar, description=what, total=message.steps * job.total)
             elif isinstance(message, Stepped):
+                progress.update(bar, description=f"{what}, {message.note}" if message.note else what)
                 progress.advance(bar, message.pictures * message.steps)
             elif isinstance(message, Drawn):
                 drawn.append(message)
@@ -333,16 +344,6 @@ def _largest_difference(drawn: list[Drawn], alone: list[Drawn]) -> int:
             left, right = (numpy.asarray(image.convert("RGBA"), dtype=numpy.int16) for image in (one, other))
         largest = max(largest, int(abs(left - right).max()))
     return largest
-
-
-def _download(name: str) -> str:
-    """Fetch a hub model once, here, before N ranks ask for it; its folder."""
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
-    try:
-        return str(DiffusionPipeline.download(name))
-    except OSError as error:
-        raise InputError(f"model {name!r} cannot be fetched from the hub: {error}") from None
 
 
 def _say(result: dict[str, Any]) -> None:

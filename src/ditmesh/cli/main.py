@@ -10,11 +10,13 @@ from typing import Annotated
 import typer
 
 from ..errors import InputError, LayoutError, RankFailed
-from ..launch import end_quickly, from_torchrun
+from ..launch import from_torchrun, leave
 from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
+from .replay import replay
 from .study import study
+from .verify import verify
 
 app = typer.Typer(
     name="ditmesh",
@@ -25,9 +27,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(generate)
+app.command()(verify)
+app.command()(study)
+app.command()(replay)
 app.command()(inspect)
 app.command()(doctor)
-app.command()(study)
 
 
 def _show_version(wanted: bool) -> None:
@@ -53,9 +57,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Exit code 0: done. 1: a rank failed (its traceback is on stderr), or a bug. 2: what was asked for cannot be done;
     one sentence on stderr says why and what can. 130: stopped by Ctrl-C.
     """
-    if arguments is None:
+    if arguments is not None:
+        _run(arguments)
+        return
+    try:
+        _run(None)
+    except SystemExit as left:
+        if left.code is not None and not isinstance(left.code, int):
+            raise
         # This process is ours.
-        end_quickly()
+        leave(left.code or 0)
+
+
+def _run(arguments: Sequence[str] | None) -> None:
     try:
         app(None if arguments is None else list(arguments), prog_name="ditmesh")
     except (InputError, LayoutError) as error:

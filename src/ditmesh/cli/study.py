@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import InputError
-from .values import parse_size, read_prompts
+from .values import _download, embedded_or, parse_size, read_prompts
 
 if TYPE_CHECKING:
-    from ..model_info import ModelInfo
     from ..study.plan import Cell, Plan
 
 # Captions that an embedded model is asked for when there are no prompts.
@@ -97,17 +96,13 @@ def study(
         raise InputError("ditmesh study simulates its devices; leave torchrun out")
     if jobs < 1:
         raise InputError(f"--jobs {jobs} runs nothing; use 1 or more")
-    info = find_model(zoo.path(model) if model in zoo.EMBEDDED else model)
+    info, steps, guidance, text_tokens = embedded_or(model, steps, guidance)
     if not info.local:
-        info = _fetched(info)
-    known = zoo.embedded(info.files)
+        info = find_model(_download(info.name))
     asked = prompts
-    if not prompts and prompts_file is None and known is not None:
+    if not prompts and prompts_file is None and zoo.embedded(info.files) is not None:
         asked = zoo.captions(info.files.name)[:PROMPTS]
     words = read_prompts(asked, prompts_file)
-    if known is not None:
-        steps = known.steps if steps is None else steps
-        guidance = known.guidance_scale if guidance is None else guidance
     steps = 20 if steps is None else steps
     wanted = parse_size(size)
     if wanted is not None:
@@ -120,7 +115,7 @@ def study(
         steps=steps,
         guidance=guidance,
         size=wanted,
-        max_sequence_length=None if known is None else known.max_sequence_length,
+        max_sequence_length=text_tokens,
         dtype=dtype,
         device=kind,
     )
@@ -146,13 +141,6 @@ def study(
         print(json.dumps(result, indent=1, allow_nan=False))
     else:
         _say(result)
-
-
-def _fetched(info: ModelInfo) -> ModelInfo:
-    from ..model_info import find_model
-    from .generate import _download
-
-    return find_model(_download(info.name))
 
 
 def _run(plan: Plan, out: Path, jobs: int, target: float | None) -> dict[str, Any]:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
 
 from ..config import ParallelConfig
 from ..errors import ConfigError, InputError
 from ..launch import from_torchrun
+
+if TYPE_CHECKING:
+    from ..drawing import Job
+    from ..model_info import ModelInfo
 
 
 def parse_size(text: str | None) -> tuple[int, int] | None:
@@ -107,9 +114,88 @@ def parallel_config(
         if heads is None and not more:
             return devices, None
         # Of a model that does not tell its heads one is sure.
-        auto = ParallelConfig.auto(devices, heads or 1)
+        stale = more.get("exchange", "exact") != "exact"
+        auto = ParallelConfig(ring=devices) if stale else ParallelConfig.auto(devices, heads or 1)
         return devices, ParallelConfig(**{**auto.model_dump(), **more})
     config = ParallelConfig.read(file) if file is not None else ParallelConfig(**given, **more)
     devices = devices or config.world_size
     config.check_world_size(devices)
     return devices, config
+
+
+def config_of(text: str) -> ParallelConfig:
+    """A configuration from words, ``"ulysses=2 cfg=2 reproducible"``, or from the YAML file of that name.
+
+    Raises:
+        ConfigError: it is neither, or not possible.
+    """
+    words = re.findall(r"(?:[^\s(]|\([^)]*\))+", text)
+    if len(words) == 1 and "=" not in words[0] and (words[0].endswith((".yaml", ".yml")) or Path(words[0]).is_file()):
+        return ParallelConfig.read(words[0])
+    settings: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        field = ParallelConfig.model_fields.get(name)
+        if not equals and not (field is not None and field.annotation is bool):
+            raise ConfigError(
+                f"{word!r} in the configuration {text!r} is not a setting with a value; write words such as "
+                "'ulysses=2 ring=2', or the name of a YAML file"
+            )
+        if name in settings:
+            raise ConfigError(f"{name!r} stands twice in the configuration {text!r}; leave one out")
+        settings[name] = _value(value) if equals else True
+    return ParallelConfig(**settings)
+
+
+def configs_of(texts: Sequence[str]) -> list[ParallelConfig]:
+    """One configuration for each text (see `config_of`), each once."""
+    return list(dict.fromkeys(config_of(text) for text in texts))
+
+
+def _value(text: str) -> Any:
+    """``2``, ``true``, ``fixed(4)``, ``2,1``."""
+    if re.fullmatch(r"[\d.]+(,[\d.]+)+", text):
+        return [float(part) for part in text.split(",")]
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def embedded_or(
+    model: str | None, steps: int | None, guidance: float | None
+) -> tuple[ModelInfo, int | None, float | None, int | None]:
+    """The model that was asked for; an embedded one (the default) with the settings it was trained for.
+
+    Returns:
+        What its files say, steps, guidance scale, and longest prompt in tokens.
+    """
+    from .. import zoo
+    from ..model_info import find_model
+
+    info = find_model(zoo.path(model or "emoji-sd3") if model is None or model in zoo.EMBEDDED else model)
+    own = zoo.embedded(info.files)
+    if own is None:
+        return info, steps, guidance, None
+    # The pipeline's own defaults are those of a model a thousand times its size.
+    return (
+        info,
+        own.steps if steps is None else steps,
+        own.guidance_scale if guidance is None else guidance,
+        own.max_sequence_length,
+    )
+
+
+def fetched(job: Job, info: ModelInfo) -> Job:
+    """The job, with a hub model's folder instead of its name; the model is fetched if it is not there yet."""
+    return job if info.local else replace(job, model=_download(info.name))
+
+
+def _download(name: str) -> str:
+    """Fetch a hub model once, here, before N ranks ask for it; its folder."""
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    try:
+        return str(DiffusionPipeline.download(name))
+    except OSError as error:
+        raise InputError(f"model {name!r} cannot be fetched from the hub: {error}") from None

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ..errors import ConfigError
 
-FORMS = "'fixed(4)', 'sqrt(2)', 'periodic(5)', 'first_last(2, 1)', 'adaptive(0.05)' or 'adaptive(0.05, 6)'"
+FORMS = "'fixed(4)', 'sqrt(2)', 'periodic(5)', 'first_last(2, 1)' or 'adaptive(0.05)'"
 
 
 @dataclass(frozen=True)
@@ -131,19 +131,13 @@ class Adaptive:
 
     The drift of a step is not known before it runs: it is taken for the mean of the latest two. Before each step
     the policy looks ahead: of this and all coming steps those stay stale whose errors, smallest first, fit in the
-    budget together with the errors already made. The first step is always synchronous. A step whose predicted error
-    is under a tenth of the budget stays stale even when the budget is spent: it would take half a percent of it.
-
-    Attributes:
-        budget: predicted error of the picture, as a share of its size.
-        most: synchronous steps at most; they go where the predicted errors are largest. None: as many as it takes.
+    budget together with the errors already made. The first step is always synchronous.
     """
 
     budget: float
-    most: int | None = None
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
-        total = _total(outlook, self._name())
+        total = _total(outlook, f"adaptive({self.budget:g})")
         if step == 0:
             return Decision(True, "the first step")
         weights = [_weight(outlook.noise or (), at) * (outlook.devices - 1) / outlook.devices for at in range(total)]
@@ -159,24 +153,13 @@ class Adaptive:
         coming = [drift * weight for weight in weights[step + 1 :]]
         error = sqrt(made + here**2 + sum(other**2 for other in coming if other <= here))
         what = f"predicted error {error:.3g} with this and all cheaper steps stale"
-        if error <= self.budget:
-            return Decision(False, f"{what}, within the budget {self.budget:g}", here)
-        if here < NEGLIGIBLE * self.budget:
-            return Decision(False, f"{what}, of which this step's {here:.3g} is next to nothing", here)
-        if self.most is not None:
-            left = self.most - sum(before.synchronous for before in past)
-            if sum(other > here for other in coming) >= left:
-                return Decision(False, f"{what}, but the {self.most} synchronous steps are for worse ones", here)
-        return Decision(True, f"{what}, above the budget {self.budget:g}", here)
-
-    def _name(self) -> str:
-        return f"adaptive({self.budget:g}{'' if self.most is None else f', {self.most}'})"
+        if error > self.budget:
+            return Decision(True, f"{what}, above the budget {self.budget:g}", here)
+        return Decision(False, f"{what}, within the budget {self.budget:g}", here)
 
 
 # What is assumed of the drift while none has been measured.
 ASSUMED_DRIFT = 0.25
-# Share of the budget under which a step's error does not matter.
-NEGLIGIBLE = 0.1
 # Spread of pictures around what is being drawn, in units of the latents.
 SPREAD = 0.5
 
@@ -229,7 +212,4 @@ def parse(text: str) -> WarmupPolicy:
         return FirstLast(whole[0], whole[1])
     if name == "adaptive" and len(numbers) == 1 and isfinite(numbers[0]) and numbers[0] > 0:
         return Adaptive(numbers[0])
-    counted = len(numbers) == 2 and whole[-1:] == numbers[1:] and numbers[1] >= 1
-    if name == "adaptive" and counted and isfinite(numbers[0]) and numbers[0] > 0:
-        return Adaptive(numbers[0], whole[-1])
     raise ConfigError(f"warmup={text!r} is not a warm-up policy; use {FORMS}, with numbers of steps from 0 up")

@@ -36,6 +36,21 @@ class _Step:
     ahead: dict[int, tuple[dict[str, Any], Any]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Share:
+    """Which part of the pipeline's calls a run of the model's own forward computes.
+
+    Attributes:
+        call: number of the call within its step, from 0, where it runs ahead of it; None: the call just made.
+        row: first row of the batch.
+        count: number of rows; None: all.
+    """
+
+    call: int | None = None
+    row: int = 0
+    count: int | None = None
+
+
 class BatchParallel:
     """Stands in for a transformer's forward and shares its rows and branches out.
 
@@ -49,6 +64,9 @@ class BatchParallel:
         one_by_one: run every row by itself, so that its bits do not depend on the rows beside it.
         announce: told before every run of the model which rows it is of (first, and one after the last), and the
             number of the branch where that runs ahead of its call, else None.
+
+    Attributes:
+        running: what the model's own forward computes at the moment, or computed last.
     """
 
     def __init__(
@@ -70,6 +88,7 @@ class BatchParallel:
         self._names = parameter_names(type(model).forward)
         self._restore = replace_method(model, "forward", self._call)
         self._forward: Callable[..., Any] = self._restore.original
+        self.running = Share()
         self._before = _Step()
         self._now = _Step()
 
@@ -105,7 +124,7 @@ class BatchParallel:
             if predicted.keys() == seen.keys() and all(_same(seen[path], predicted[path]) for path in seen):
                 return output
         sequential = bool(self._now.ahead) or number > 0
-        return self._shared(arguments, self.data if sequential else self.rows)
+        return self._shared(arguments, self.data if sequential else self.rows, number)
 
     # --- guidance branches ------------------------------------------------------------------------------------
 
@@ -142,7 +161,7 @@ class BatchParallel:
             # With fewer branches than ranks, the ranks left over run the last one along.
             owner = min(self.branches.rank, len(branches) - 1)
             if number % self.branches.size == owner:
-                mine.append((number, predictions[number], self._shared(branch, self.data, number)))
+                mine.append((number, predictions[number], self._shared(branch, self.data, number, ahead=True)))
         rounds = -(-len(branches) // self.branches.size)
         for round_ in range(rounds):
             # A rank without a branch in the last round sends its latest result again: shapes must be known.
@@ -154,14 +173,15 @@ class BatchParallel:
 
     # --- rows --------------------------------------------------------------------------------------------------
 
-    def _shared(self, arguments: Arguments, link: Link, ahead: int | None = None) -> Any:
+    def _shared(self, arguments: Arguments, link: Link, call: int | None = None, ahead: bool = False) -> Any:
         """The forward with its rows shared over ``link``; every rank gets all rows of the result.
 
-        ``ahead``: number of the branch that runs ahead of its call.
+        ``call``: number of the call at this timestep, or of the branch that runs ``ahead`` of its call.
         """
+        self.running = Share(call if ahead else None)
         batch = _batch_size(arguments.get(self._names[0]))
         if batch < 2 or (link.size == 1 and not self.one_by_one) or _takes_halves(self.model):
-            self._announce(ahead, (0, batch))
+            self._announce(call if ahead else None, (0, batch))
             return self._forward(*arguments.args, **arguments.kwargs)
         counts = even_cut(batch, link.size)
         start, count = offsets(counts)[link.rank], counts[link.rank]
@@ -169,17 +189,18 @@ class BatchParallel:
         take = slice(start, start + count) if count else slice(batch - 1, batch)
         batched = _batched(arguments, batch, self.unbatched, self.listed)
         if self.one_by_one:
-            rows = [slice(row, row + 1) for row in range(take.start, take.stop)]
-            output = _joined([self._rows(arguments, batched, row, ahead) for row in rows])
+            runs = [slice(row, row + 1) for row in range(take.start, take.stop)]
+            output = _joined([self._rows(arguments, batched, run, call, ahead) for run in runs])
         else:
-            output = self._rows(arguments, batched, take, ahead)
+            output = self._rows(arguments, batched, take, call, ahead)
         return _map(output, lambda rows: _gathered(rows, counts, link), lambda rows: _gathered_list(rows, counts, link))
 
-    def _rows(self, arguments: Arguments, batched: list[str], take: slice, ahead: int | None) -> Any:
+    def _rows(self, arguments: Arguments, batched: list[str], take: slice, call: int | None, ahead: bool) -> Any:
+        self.running = Share(call if ahead else None, take.start, take.stop - take.start)
         part = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
         for path in batched:
             part.set(path, _some(arguments.get(path), take))
-        self._announce(ahead, (take.start, take.stop))
+        self._announce(call if ahead else None, (take.start, take.stop))
         return self._forward(*part.args, **part.kwargs)
 
 

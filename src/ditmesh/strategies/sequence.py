@@ -7,7 +7,7 @@ travel between the groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..attention.ring import ring_attention
 from ..attention.segments import Segment, cut, local_length, total_length
 from ..attention.ulysses import HeadExchange
 from ..config import ParallelConfig
-from ..doors import BlockSite
+from ..doors import BlockSite, Piece
 from ..errors import ConfigError, LayoutError
 from ..layout import Attention, Grid, Stream
 from ..layout.arguments import MISSING, Arguments, covers
@@ -137,6 +137,18 @@ class SequenceParallel:
             if isinstance(value, Tensor) and stream.used_after and not segment.replicated:
                 output = with_result(output, stream, self._gather(value, segment, stream))
         return output
+
+    def pieces(self, site: BlockSite, output: Any) -> Iterator[Piece]:
+        """This rank's tokens of every stream; the whole stream where it is replicated."""
+        for stream in site.region.streams:
+            value, segment = result_of(output, stream), self._call.segments.get(stream.name)
+            if not isinstance(value, Tensor) or segment is None:
+                continue
+            start = 0 if segment.replicated else sum(segment.lengths[: self.link.rank])
+            dim = stream.dim
+            if stream.folded:
+                value, dim = value.unflatten(dim, (-1, segment.lengths[self.link.rank])), dim + 1
+            yield Piece(stream.name, value, dim, start)
 
     def _gather(self, value: Tensor, segment: Segment, stream: Stream) -> Tensor:
         if not stream.folded or self.link.size == 1:

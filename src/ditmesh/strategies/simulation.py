@@ -8,7 +8,7 @@ takes N times as long.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..comm import Arriving, Link, Traffic
 from ..config import AXES, ParallelConfig
-from ..doors import BlockSite
+from ..doors import BlockSite, Piece
 from ..errors import ConfigError, LayoutError
 from ..layout.arguments import Arguments
 from ..mesh import Mesh
@@ -148,6 +148,10 @@ class SimulatedSequence:
     def after_block(self, site: BlockSite, output: Any) -> Any:
         """See `Handler`."""
         return self._mine().after_block(site, output)
+
+    def pieces(self, site: BlockSite, output: Any) -> Iterator[Piece]:
+        """See `Handler`."""
+        return self._mine().pieces(site, output)
 
     def attend(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None

@@ -1,0 +1,179 @@
+"""`ditmesh replay`: draw a picture again from the receipt inside it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ..errors import InputError
+from .values import config_of as config_of_words
+from .values import fetched
+
+if TYPE_CHECKING:
+    from ..drawing import Drawn, Job
+    from ..receipt import Receipt
+
+
+def replay(
+    image: Annotated[Path, typer.Argument(metavar="IMAGE.png", help="A picture that ditmesh drew.")],
+    devices: Annotated[
+        int | None, typer.Option(help="Number of ranks.", show_default="as in the receipt, or as many as there are")
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONFIG",
+            help='Another configuration: words such as "ulysses=2", or a YAML file.',
+            show_default="the receipt's",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub id of the model.", show_default="the receipt's")
+    ] = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="What the ranks run on; auto: as in the receipt, if there.")
+    ] = "auto",
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of each rank.", show_default="as in the receipt, if there are as many")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long a rank may wait for another one.")
+    ] = 600.0,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the new picture.")] = Path("replayed"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Draw a picture again from its receipt, compare the pixels, and say what is different.
+
+    A picture drawn in reproducible mode has the same pixels again, on any number of devices, where nothing else that
+    decides bits has changed; exits with code 1 when it has not. Any other picture is compared, and nothing is promised.
+
+    [bold]Example[/bold]
+
+    ditmesh replay pictures/0000-a-red-fox-seed0.png --devices 1
+    """
+    from PIL import Image
+
+    from ..drawing import check_folder, check_job
+    from ..launch import from_torchrun
+    from ..receipt import read_receipt
+    from ..replaying import compare, config_for, config_of, job_of, model_of, place_of
+
+    if from_torchrun():
+        raise InputError("ditmesh replay starts ranks of its own; leave torchrun out and say --devices")
+    if devices is not None and devices < 1:
+        raise InputError(f"{devices} devices draw nothing; use --devices 1 or more")
+    if timeout <= 0:
+        raise InputError(f"a timeout of {timeout:g} seconds lets no rank answer; use more than 0")
+    if threads is not None and threads < 1:
+        raise InputError(f"{threads} threads compute nothing; use --threads 1 or more")
+    was = read_receipt(image)
+    info = model_of(was, model)
+    own = config_of(was)
+    chosen = config_of_words(config) if config is not None else None
+    kind, there = _where(was, device, devices or (chosen.world_size if chosen else was.devices), devices, chosen)
+    chosen = chosen or config_for(own, there, info.heads)
+    check_folder(out)
+    with tempfile.TemporaryDirectory(prefix="ditmesh-replay-") as folder:
+        job = job_of(was, info, chosen, folder, timeout)
+        check_job(job, info, there)
+        job = fetched(job, info)
+        number = threads or _threads(was, there, kind)
+        drawn = _draw(job, there, kind, number)[place_of(was, chosen)]
+        path = out / f"{image.stem}-replayed.png"
+        try:
+            shutil.copyfile(drawn.path, path)
+        except OSError as error:
+            raise InputError(f"cannot write {str(path)!r} ({error.strerror or error}); choose another --out") from None
+    with Image.open(image) as before, Image.open(path) as after:
+        found = compare(before, after, was, drawn.receipt)
+    result = {
+        "image": str(image),
+        "replayed": str(path),
+        "promised": found.promised,
+        "equal": found.equal,
+        "largest_difference": found.largest,
+        "differing_pixels": found.pixels,
+        "psnr": found.psnr,
+        "changes": [asdict(change) for change in found.changes],
+        "devices": there,
+        "device": kind,
+        "threads": number,
+        "config": chosen.model_dump(mode="json"),
+        "seconds": drawn.receipt.seconds,
+    }
+    if as_json:
+        print(json.dumps(result, indent=1, allow_nan=False))
+    else:
+        _say(result)
+    if found.promised and not found.equal:
+        raise typer.Exit(1)
+
+
+def _where(
+    was: Receipt, device: Literal["auto", "cpu", "cuda"], wanted: int, devices: int | None, config: Any
+) -> tuple[Literal["cpu", "cuda"], int]:
+    """What to run on, and how many of it: as in the receipt, or what is there."""
+    import torch
+
+    from ..launch import resolve_device
+
+    if config is not None:
+        config.check_world_size(wanted)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "auto":
+        device = "cuda" if was.device == "cuda" and gpus else "cpu"
+    if device == "cuda" and devices is None and config is None and 0 < gpus < wanted:
+        wanted = gpus
+    return resolve_device(device, wanted), wanted
+
+
+def _threads(was: Receipt, devices: int, kind: Literal["cpu", "cuda"]) -> int:
+    from ..launch import default_threads, physical_cores
+
+    said = (was.environment or {}).get("threads", "")
+    if said.isdigit() and 0 < int(said) <= physical_cores():
+        return int(said)
+    return default_threads(devices, kind)
+
+
+def _draw(job: Job, devices: int, kind: Literal["cpu", "cuda"], threads: int) -> list[Drawn]:
+    from ..drawing import draw
+    from ..launch import RankPool
+    from .generate import progress
+
+    with RankPool(devices, kind, threads, job.timeout) as pool, progress(job, "drawing") as (report, drawn, _):
+        pool.run(draw, job, on_message=lambda _, message: report(message))
+    return drawn
+
+
+def _say(result: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from ..config import ParallelConfig
+    from ..replaying import Change
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(result["replayed"], markup=False)
+    config = ParallelConfig(**result["config"]).describe()
+    console.print(f"drawn again with {config} on {result['device']} in {result['seconds']:.2f} s", markup=False)
+    if result["equal"]:
+        console.print("[green]the same pixels[/]" + (", as promised" if result["promised"] else ""))
+    elif result["largest_difference"] is None:
+        console.print("[red]a picture of another size[/]")
+    else:
+        colour = "red" if result["promised"] else "yellow"
+        console.print(
+            f"[{colour}]{result['differing_pixels']:.1%} of the pixels differ, by at most "
+            f"{result['largest_difference']} of 255 ({result['psnr']:.1f} dB)[/]"
+            + (", though the same ones were promised" if result["promised"] else "")
+        )
+    for change in result["changes"]:
+        console.print(f"changed: {Change(**change).describe()}", markup=False)
+    if not result["changes"] and not result["equal"] and not result["promised"]:
+        console.print("nothing that is known has changed; only reproducible mode promises the same pixels")

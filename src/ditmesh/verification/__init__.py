@@ -1,0 +1,1 @@
+"""Configurations against one device: `tracing` looks, `runs` is what ranks do, `verdicts` what is said about it."""

@@ -1,0 +1,564 @@
+"""Configurations against one device: what is equal is called equal, what is broken is found where it is."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import ditmesh
+from ditmesh.cli.main import main
+from ditmesh.cli.values import config_of
+from ditmesh.config import ParallelConfig
+from ditmesh.drawing import Job
+from ditmesh.errors import ConfigError
+from ditmesh.model_info import find_model
+from ditmesh.quality.metrics import token_digests
+from ditmesh.strategies.sequence import SequenceParallel
+from ditmesh.strategies.tiled import TiledSequence
+from ditmesh.verification.runs import Run, Task, name_of, promise_of, reference_of, run_tasks, sensible
+from ditmesh.verification.tracing import Recorder, Spot, Trace, TraceComparer, TraceWriter, merge, watch_blocks
+from ditmesh.verification.verdicts import Verdict, judge
+from support import pipelines
+from support.models import inputs, run, sizes, tiny
+from support.tiny import save_tiny_sd3
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_sd3(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def job(model: Path) -> Job:
+    return Job(
+        model=str(model),
+        name="tiny",
+        pipeline_class="StableDiffusion3Pipeline",
+        prompts=("a red fox", "a blue bird"),
+        out=".",
+        config="auto",
+        steps=STEPS,
+        guidance=3.0,
+        timeout=120.0,
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(ranks, job, tmp_path_factory) -> tuple[Run, str]:
+    """One device's run, and its trace."""
+    folder = str(tmp_path_factory.mktemp("trace"))
+    return ranks(1).run(run_tasks, job, [Task(None, folder, writes=True)])[0][0], folder
+
+
+def verdicts(
+    ranks: Any, job: Job, alone: tuple[Run, str], configs: list[ParallelConfig], fn: Any = run_tasks, *more: Any
+):
+    one, folder = alone
+    every = ranks(configs[0].world_size).run(fn, job, [Task(config, folder) for config in configs], *more)
+    found = zip(configs, zip(*every, strict=True), strict=True)
+    return [judge(job, config, list(runs), one, folder) for config, runs in found]
+
+
+# ---- one device
+
+
+def test_one_device_is_its_own_equal(ranks, job, alone):
+    """Without a configuration the same pipeline is compared: every block of every step, and nothing differs."""
+    one, folder = alone
+    assert one.repeats
+    assert [pictures.shape for pictures in one.pictures] == [(1, 32, 32, 3)] * 2
+    assert one.digests[0] != one.digests[1]
+    again = ranks(1).run(run_tasks, job, [Task(None, folder)])[0][0]
+    assert again.digests == one.digests
+    compared = merge(Trace(folder), again.parts)
+    # Two prompts, three steps: two blocks of two streams (the last text is not returned), prediction and latents; and
+    # the latents to start from.
+    assert len(compared) == 2 * (STEPS * (3 + 2) + 1)
+    assert all(one.equal and one.seen == 1 and one.error == 0 for one in compared)
+    order = [(one.spot.step, one.spot.path, one.spot.tensor) for one in compared[:6]]
+    assert order == [
+        (0, "scheduler", "latents"),
+        (1, "transformer_blocks.0", "image"),
+        (1, "transformer_blocks.0", "text"),
+        (1, "transformer_blocks.1", "image"),
+        (1, "scheduler", "prediction"),
+        (1, "scheduler", "latents"),
+    ]
+
+
+# ---- several devices
+
+
+def test_exact_strategies_pass_and_equal_ones_are_called_equal(ranks, job, alone):
+    configs = [ParallelConfig(**settings) for settings in ({"ulysses": 2}, {"ring": 2}, {"cfg": 2}, {"tensor": 2})]
+    found = dict(zip(("ulysses", "ring", "cfg", "tensor"), verdicts(ranks, job, alone, configs), strict=True))
+    for verdict in found.values():
+        assert verdict.passed, verdict
+        assert verdict.repeats
+        assert verdict.seen == 1
+        assert 0 <= verdict.error < 1e-5
+        assert verdict.tolerance == 1e-4
+        assert sum(verdict.bytes_sent.values()) > 0
+        assert verdict.seconds > 0
+        assert [step.step for step in verdict.growth] == [1, 2, 3]
+        json.dumps(verdict.as_data(), allow_nan=False)
+    same = found["ulysses"]
+    assert (same.equal, same.blocks_equal, same.first_bit, same.psnr, same.outcome) == (
+        True,
+        True,
+        None,
+        None,
+        "same bits",
+    )
+    rounded = found["ring"]
+    # Ring attention merges in another order from the first block on, and says so.
+    assert not rounded.blocks_equal
+    assert rounded.first_beyond is None
+    assert (rounded.first_bit.step, rounded.first_bit.block, rounded.first_bit.tensor) == (
+        1,
+        "transformer_blocks.0",
+        "image",
+    )
+    assert rounded.psnr is None or rounded.psnr > 100
+
+
+def test_both_axes_of_rows_and_tokens_find_their_place(ranks, job, alone):
+    """Rows over guidance and tokens over Ulysses: every rank compares its corner of every tensor."""
+    (verdict,) = verdicts(ranks, job, alone, [ParallelConfig(cfg=2, ulysses=2)])
+    assert verdict.seen == 1
+    assert verdict.passed
+    assert verdict.error < 1e-5
+
+
+# ---- negative controls
+
+
+class BrokenExchange(SequenceParallel):
+    """On rank 1, in one block of one run of the transformer, the values are not what the others sent."""
+
+    where = ("transformer_blocks.1", 5)
+
+    def begin_call(self):
+        super().begin_call()
+        self.calls = getattr(self, "calls", 0) + 1
+
+    def mix(self, q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale):
+        block, call = self.where
+        if self.link.rank == 1 and self._call.site.path == block and self.calls == call:
+            v_bhsd = -4 * v_bhsd
+        return super().mix(q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale)
+
+
+def run_broken(job: Job, tasks: list[Task]) -> list[Run]:
+    with mock.patch("ditmesh.engine.SequenceParallel", BrokenExchange):
+        return run_tasks(job, tasks)
+
+
+def test_a_broken_exchange_is_found_at_its_step_block_and_tensor(ranks, job, alone):
+    """The fifth run of the transformer is step 2 of the second prompt."""
+    (verdict,) = verdicts(ranks, job, alone, [ParallelConfig(ulysses=2)], run_broken)
+    assert not verdict.passed
+    assert not verdict.equal
+    assert verdict.error > 1e-3
+    assert verdict.outcome == "beyond 0.0001"
+    for found in (verdict.first_bit, verdict.first_beyond):
+        assert (found.picture, found.step, found.block, found.tensor) == (2, 2, "transformer_blocks.1", "image")
+        assert found.call == 1
+    assert "prompt 2, step 2, transformer_blocks.1, image (token" in verdict.first_bit.describe()
+    # The watched run was broken, the unwatched one (runs 7 to 12) was not.
+    assert not verdict.repeats
+    growth = {step.step: step for step in verdict.growth}
+    assert (growth[1].latents, growth[1].blocks) == (0, 0)
+    assert growth[2].prediction > 1e-3
+    # The heat map knows the block as well.
+    assert verdict.heat["transformer_blocks.0"][2] == 0
+    assert verdict.heat["transformer_blocks.1"][2] > 1e-3
+
+
+class BrokenSilently(SequenceParallel):
+    """A bit too much, in what attention returns for one token."""
+
+    def mix(self, *arguments):
+        out = super().mix(*arguments)
+        if self.link.rank == 1 and self._call.site.path == "transformer_blocks.0":
+            out[0, 0, 5] *= 1 + 2**-20
+        return out
+
+
+def run_silently_broken(job: Job, tasks: list[Task]) -> list[Run]:
+    with mock.patch("ditmesh.engine.SequenceParallel", BrokenSilently):
+        return run_tasks(job, tasks)
+
+
+def test_a_difference_far_below_the_tolerance_is_named_and_promises_are_kept_to_the_bit(ranks, job, alone):
+    (verdict,) = verdicts(ranks, job, alone, [ParallelConfig(ulysses=2)], run_silently_broken)
+    # Token 5 of rank 1, which has the second half of the 64 image tokens.
+    assert verdict.passed
+    assert not verdict.blocks_equal
+    assert verdict.first_beyond is None
+    assert verdict.first_bit.describe() == "step 1, transformer_blocks.0, image (token 37, rank 1)"
+    # A configuration that promises bits would have failed.
+    one, folder = alone
+    every = ranks(2).run(run_silently_broken, job, [Task(ParallelConfig(ulysses=2), folder)])
+    strict = judge(job, ParallelConfig(ulysses=2, reproducible=True), [runs[0] for runs in every], one, folder)
+    assert strict.promise == "bits"
+    assert strict.passed == strict.equal
+    assert not strict.equal
+    assert strict.outcome == "other bits"
+
+
+class ForgetfulTiles(TiledSequence):
+    """What attention gives the last tile of rank 1 is a millionth too large."""
+
+    def _meet(self, asked):
+        outs = super()._meet(asked)
+        if self.link.rank == 1 and self._call.site.path == "transformer_blocks.1":
+            outs[-1] = outs[-1] * (1 + 2**-20)
+        return outs
+
+
+def run_forgetful(job: Job, tasks: list[Task]) -> list[Run]:
+    with mock.patch("ditmesh.engine.TiledSequence", ForgetfulTiles):
+        return run_tasks(job, tasks)
+
+
+def test_reproducible_configurations_are_held_to_the_bit(ranks, job, tmp_path):
+    """The reference is one device with the same tiles; a difference of a millionth breaks the promise."""
+    configs = [ParallelConfig(ring=2, reproducible=True), ParallelConfig(cfg=2, reproducible=True)]
+    reference = reference_of(configs[0])
+    assert reference == reference_of(configs[1]) == ParallelConfig(reproducible=True)
+    one = ranks(1).run(run_tasks, job, [Task(reference, str(tmp_path), writes=True)])[0][0]
+    for verdict in verdicts(ranks, job, (one, str(tmp_path)), configs):
+        assert (verdict.passed, verdict.equal, verdict.blocks_equal, verdict.seen) == (True, True, True, 1)
+        assert (verdict.promise, verdict.reference) == ("bits", "1 device reproducible")
+    (broken,) = verdicts(ranks, job, (one, str(tmp_path)), configs[:1], run_forgetful)
+    assert not broken.passed
+    assert broken.outcome == "other bits"
+    # Four tiles of 8 tokens each are rank 1's; the last of them is where it goes wrong first.
+    assert broken.first_bit.describe() == "step 1, transformer_blocks.1, image (token 56, rank 1)"
+    assert broken.error < 1e-4
+
+
+# ---- every way of cutting
+
+
+def cut_pieces(name: str, config: dict[str, Any]) -> tuple[int, float, bool]:
+    """What a tap is shown on this rank, against the whole: pieces, largest error, and whether any was a real part."""
+    transformer, arguments = tiny(name), inputs(name, next(iter(sizes(name).values())))
+    whole: dict[tuple[str, str, int], torch.Tensor] = {}
+    seen: dict[tuple[str, str], int] = {}
+
+    def key(path: str, stream: str) -> tuple[str, str, int]:
+        number = seen[path, stream] = seen.get((path, stream), -1) + 1
+        return path, stream, number
+
+    undo = watch_blocks(
+        transformer,
+        ditmesh.engine.find_layout(transformer),
+        lambda path, piece: whole.update({key(path, piece.stream): piece.tensor}),
+    )
+    run(transformer, arguments)
+    undo()
+    assert not any(module._forward_hooks for module in transformer.modules())
+    seen.clear()
+    errors: list[float] = []
+    parts: list[bool] = []
+
+    def compare(path: str, piece: Any) -> None:
+        mine = whole[key(path, piece.stream)].narrow(piece.dim, piece.start, piece.tensor.shape[piece.dim])
+        assert mine.shape == piece.tensor.shape
+        errors.append(float((mine - piece.tensor).abs().max() / mine.abs().max()))
+        parts.append(mine.shape != whole[path, piece.stream, seen[path, piece.stream]].shape)
+
+    with ditmesh.parallelized(transformer, config):
+        ditmesh.engine_of(transformer).doors[0].tap = compare
+        run(transformer, arguments)
+    assert len(errors) == len(whole)
+    return len(errors), max(errors), any(parts)
+
+
+@pytest.mark.parametrize("name", ["SD3", "Flux", "Latte", "Sana", "Wan"])
+def test_taps_are_shown_where_their_piece_belongs(ranks, name):
+    """Joint streams, two lists, tokens folded into the batch, rows of a grid, text kept whole."""
+    for pieces, error, parts in ranks(2).run(cut_pieces, name, {"ulysses": 2}):
+        assert pieces >= 2
+        assert error < 1e-5
+        assert parts
+
+
+def guided_in_two_calls(folder: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Flux with true guidance: two runs of the transformer a step, which the ranks may share."""
+    import torch.distributed as dist
+
+    pipe = pipelines.flux()
+
+    def draw(sink: Any) -> None:
+        with Recorder(pipe, sink) as recorder:
+            recorder.begin(0)
+            pipelines.draw(pipe, pipelines.arguments("flux", [1], steps=3))
+            recorder.end()
+        # The scheduler's own method is back.
+        assert "step" not in vars(pipe.scheduler)
+
+    if dist.get_rank() == 0:
+        writer = TraceWriter(folder, 1e9, 6)
+        draw(writer)
+        writer.close()
+    dist.barrier()
+    trace = Trace(folder)
+    comparer = TraceComparer(trace, dist.get_rank())
+    with ditmesh.parallelized(pipe, config):
+        draw(comparer)
+        engine = ditmesh.engine_of(pipe)
+        assert all(doors.tap is None for doors in engine.doors)
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, comparer.parts)
+    compared = merge(trace, [part for parts in everyones for part in parts])
+    alone = merge(trace, comparer.parts)
+    return {
+        "calls": sorted({entry.spot.call for entry in trace.entries}),
+        "unknown": len(comparer.unknown),
+        "seen": min(one.seen for one in compared),
+        "error": max(one.error for one in compared),
+        "alone": min(one.seen for one in alone),
+    }
+
+
+@pytest.mark.parametrize("config", [{"cfg": 2}, {"ring": 2}], ids=str)
+def test_branches_that_run_ahead_are_compared_with_their_own_call(ranks, tmp_path, config):
+    for found in ranks(2).run(guided_in_two_calls, str(tmp_path), config):
+        assert found["calls"] == [0, 1, 2]
+        assert found["unknown"] == 0
+        assert found["seen"] == 1
+        assert found["error"] < 1e-4
+        # No rank has seen everything by itself: the branches, or the tokens, are shared.
+        assert found["alone"] < 1
+
+
+def test_virtual_ranks_show_their_pieces_too(tmp_path):
+    """Two ranks simulated in this process: the first step is exact, the others are not."""
+    pipe = pipelines.flux()
+
+    def draw(sink: Any) -> None:
+        with Recorder(pipe, sink) as recorder:
+            recorder.begin(0)
+            pipelines.draw(pipe, pipelines.arguments("flux", [1], steps=2))
+            recorder.end()
+
+    writer = TraceWriter(tmp_path, 1e9, 4)
+    draw(writer)
+    writer.close()
+    comparer = TraceComparer(Trace(tmp_path), 0)
+    with ditmesh.engine.simulated(pipe, {"ring": 2, "exchange": "naive", "warmup": "fixed(1)"}):
+        draw(comparer)
+    compared = merge(comparer.trace, comparer.parts)
+    assert all(one.seen == 1 for one in compared)
+    assert max(one.error for one in compared if one.spot.step == 1) < 1e-5
+    first = next(one.spot for one in compared if one.error > 1e-4)
+    assert (first.step, first.path) == (2, "transformer_blocks.0")
+
+
+# ---- traces
+
+
+def test_a_trace_keeps_to_its_budget_and_still_sees_every_bit(tmp_path):
+    whole = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(0))
+    spots = [Spot(0, step, 1, "blocks.0", "image") for step in (1, 2)]
+    writer = TraceWriter(tmp_path, budget=whole.nbytes * 2 / 8, calls=2)
+    # The parts of one device that works tile by tile come in any order; one came twice.
+    for row, start, stop in ((1, 0, 6), (0, 4, 6), (0, 0, 4), (0, 0, 4)):
+        writer.take(spots[0], whole[row : row + 1, start:stop], row, 1, start)
+    writer.end_call()
+    writer.take(spots[1], whole * 2, 0, 1, 0)
+    writer.close()
+    assert writer.stride == 8
+    assert (tmp_path / "values.bin").stat().st_size < whole.nbytes
+    trace = Trace(tmp_path)
+    first, second = trace.entries
+    assert first.shape == (2, 6, 64)
+    assert torch.equal(trace.values(first), whole[..., ::8])
+    assert torch.equal(trace.digests(first), token_digests(whole))
+    assert torch.equal(trace.values(second), whole[..., ::8] * 2)
+    # A bit of a channel that is not kept.
+    ours = whole[:, 2:].clone()
+    ours[1, 1, 3] += 1e-6
+    comparer = TraceComparer(trace, 1)
+    comparer.take(spots[0], ours, 0, 1, 2)
+    comparer.take(spots[0], whole[:, :2], 0, 1, 0)
+    comparer.take(Spot(0, 9, 1, "blocks.0", "image"), whole, 0, 1, 0)
+    comparer.take(spots[1], whole[..., :32], 0, 1, 0)
+    found, other = merge(trace, comparer.parts)
+    assert (found.equal, found.token, found.ranks, found.seen, found.error) == (False, 3, (1,), 1, 0)
+    # Another shape is another tensor; a step that one device did not take is kept apart.
+    assert not other.equal
+    assert other.error == float("inf")
+    assert [spot.step for spot in comparer.unknown] == [9]
+
+
+# ---- promises, references, combinations
+
+
+def test_what_is_promised_and_compared_with():
+    assert promise_of(ParallelConfig(ulysses=2)) == "tolerance"
+    assert promise_of(ParallelConfig(ring=2, exchange="displaced")) == "none"
+    assert promise_of(ParallelConfig(pipe=2)) == "none"
+    assert promise_of(ParallelConfig(pipe=2, reproducible=True)) == "bits"
+    assert reference_of(ParallelConfig(ulysses=2, cfg=2)) is None
+    weighted = ParallelConfig(ulysses=2, weights=(2, 1), reproducible=True, tiles=4)
+    assert reference_of(weighted) == ParallelConfig(reproducible=True, tiles=4)
+    assert reference_of(ParallelConfig(pipe=2, cfg=2, reproducible=True)) == ParallelConfig(
+        patches=2, reproducible=True
+    )
+    assert name_of(weighted) == "ulysses=2 weights=2,1 reproducible tiles=4"
+    assert name_of(None) == "one device"
+
+
+def test_every_sensible_configuration(model):
+    info = find_model(model)
+    names = [name_of(config) for config in sensible(2, info, pictures=1, guided=True)]
+    assert names[:4] == ["ulysses=2", "ring=2", "cfg=2", "tensor=2"]
+    assert "data=2" not in names
+    assert {"ulysses=2 reproducible", "pipe=2"} <= set(names)
+    stale = [name for name in names if "exchange=displaced" in name or "exchange=naive" in name]
+    assert len(stale) == 2
+    unguided = [name_of(config) for config in sensible(2, info, pictures=2, guided=False)]
+    assert "data=2" in unguided
+    assert not any("cfg" in name for name in unguided)
+    four = sensible(4, info, pictures=1, guided=True)
+    assert len(set(four)) == len(four)
+    assert all(config.world_size == 4 for config in four)
+    assert {"ulysses=2 ring=2", "ulysses=2 cfg=2", "tensor=2 cfg=2"} <= {name_of(config) for config in four}
+    # The model has 8 heads: more Ulysses ranks make no sense.
+    assert all(config.ulysses <= 8 for config in sensible(16, info, pictures=1, guided=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("ulysses=2 cfg=2 reproducible", {"ulysses": 2, "cfg": 2, "reproducible": True}),
+        ("ring=2  weights=2,1", {"ring": 2, "weights": (2.0, 1.0)}),
+        ("pipe=2 warmup=first_last(2, 1)", {"pipe": 2, "warmup": "first_last(2, 1)"}),
+        ("ring=2 exchange=displaced compress=int8", {"ring": 2, "exchange": "displaced", "compress": "int8"}),
+        ("tiles=4 reproducible=false", {"tiles": 4}),
+    ],
+)
+def test_configurations_in_words(text, settings):
+    assert config_of(text) == ParallelConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("ulysses", "'ulysses' in the configuration"),
+        ("ulises=2", "'ulises' is not a setting"),
+        ("ring=2 ring=4", "'ring' stands twice"),
+        ("ulysses=two", "ulysses='two' is not possible"),
+        ("nowhere.yaml", "cannot read the configuration"),
+    ],
+)
+def test_words_that_are_no_configuration(text, says):
+    with pytest.raises(ConfigError, match=says):
+        config_of(text)
+
+
+# ---- the command
+
+
+def command(*arguments: str | Path) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(["verify", *map(str, arguments)])
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+def test_the_command_says_what_fails_and_writes_a_page(model, tmp_path, capfd):
+    """With a tolerance of 0 the ring fails; Ulysses has the same bits."""
+    (tmp_path / "ring.yaml").write_text("ring: 2\n")
+    page = tmp_path / "pages" / "verify.html"
+    code = command(
+        "--configs", "ulysses=2", tmp_path / "ring.yaml", "--model", model, "--prompt", "a red fox", "--steps", "2",
+        "--guidance", "3", "--size", "48x32", "--tolerance", "0", "--threads", "1", "--device", "cpu", "--json",
+        "--html", page,
+    )  # fmt: skip
+    captured = capfd.readouterr()
+    assert code == 1, captured.err
+    result = json.loads(captured.out)
+    assert not result["passed"]
+    assert result["threads"] == 1
+    assert [(one["config"], one["passed"], one["equal"]) for one in result["configs"]] == [
+        ("ulysses=2", True, True),
+        ("ring=2", False, False),
+    ]
+    assert result["configs"][1]["first_beyond"]["step"] == 1
+    assert result["configs"][1]["outcome"] == "beyond 0"
+    assert result["one_device"][0]["config"] == "one device"
+    html = page.read_text(encoding="utf-8")
+    assert html.count("<img ") == 6
+    assert "https://" not in html
+    assert "Compared with one device: beyond 0." in html
+    assert "ring=2: “a red fox”, seed 0" in html
+
+
+def test_the_command_in_words(model, tmp_path, capfd):
+    assert command("cfg=2", "--model", model, "--prompt", "a red fox", "--steps", "2", "--threads", "1") == 0
+    said = capfd.readouterr().out
+    assert "compared with: one device" in said
+    assert "cfg=2" in said
+
+
+BAD = [
+    ((), ("no configuration", "ulysses=2")),
+    (("--all", "1"), ("--all 1", "--all 2")),
+    (("ulysses=2", "--tolerance", "-1"), ("tolerance of -1",)),
+    (("ulysses=2", "--tolerance", "nan"), ("tolerance of nan",)),
+    (("ulysses=9",), ("ulysses=9", "8 attention heads")),
+    (("ulises=2",), ("'ulises'", "ulysses")),
+    (("ring=65",), ("65 ranks", "64 image tokens")),
+    (("ring=2 exchange=displaced ulysses=2",), ("exchange='displaced'", "ring")),
+    (("ring=2", "--steps", "0"), ("0 steps",)),
+    (("ring=2", "--size", "31x32"), ("31x32", "multiples of 4")),
+    (("ring=2", "--model", "./nowhere"), ("'./nowhere'", "no such folder")),
+    (("ring=2", "--threads", "0"), ("0 threads",)),
+    (("ring=2", "--timeout", "0"), ("timeout of 0 seconds",)),
+    (("ring=2", "--html", "FOLDER"), ("is a folder",)),
+    (("ring=2", "--no-prompt"), ("there is no prompt",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"), BAD, ids=lambda value: " ".join(value) if isinstance(value, tuple) else None
+)
+def test_bad_input_is_refused_in_one_sentence_before_ranks_start(model, tmp_path, capsys, monkeypatch, arguments, says):
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr("ditmesh.launch.RankPool.__init__", start)
+    words = [str(tmp_path) if word == "FOLDER" else word for word in arguments if word != "--no-prompt"]
+    if "--no-prompt" not in arguments:
+        words += ["--prompt", "a red fox"]
+    if "--model" not in words:
+        words += ["--model", str(model)]
+    assert command(*words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("ditmesh: ")
+    assert len(captured.err.strip().splitlines()) == 1
+    for part in says:
+        assert part in captured.err
+
+
+def test_verdicts_of_what_cannot_run(job):
+    refused = Verdict("pipe=2", {}, 2, "one device", "none", None, True, refused="not like this")
+    assert refused.outcome == "refused"
+    json.dumps(refused.as_data(), allow_nan=False)
+    with tempfile.TemporaryDirectory() as folder:
+        found = judge(job, ParallelConfig(ring=2), [Run(refused="no")] * 2, Run(), folder)
+    assert (found.refused, found.passed) == ("no", True)
