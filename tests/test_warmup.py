@@ -83,16 +83,14 @@ def test_the_number_of_steps_must_be_known():
 
 def test_adaptive_spends_its_budget_where_it_is_cheap():
     """The larger the budget, the fewer the synchronous steps, the first always among them."""
-    counts = []
-    for budget in (1e-6, 0.005, 0.02, 0.03, 10.0):
-        steps = synchronous(f"adaptive({budget})", 12)
-        assert steps[0] == 0
-        counts.append(len(steps))
-        # With even steps and drift, late steps cost most: what is wrong early on is mended.
-        assert steps[1:] == list(range(13 - len(steps), 12))
+    chosen = [synchronous(f"adaptive({budget})", 12) for budget in (1e-6, 0.01, 0.02, 0.03, 10.0)]
+    counts = [len(steps) for steps in chosen]
     assert counts == sorted(counts, reverse=True)
     assert (counts[0], counts[-1]) == (12, 1)
     assert 1 < counts[2] < 12
+    assert all(steps[0] == 0 for steps in chosen)
+    # Errors of late steps stay, those of earlier ones are mended: the last are the last to be given up.
+    assert chosen[2][-1] == 11
 
 
 def test_adaptive_follows_the_schedule():
@@ -283,7 +281,7 @@ def decided(name: str, config: dict[str, Any], steps: int) -> tuple[list[tuple[b
 @pytest.mark.parametrize(("world", "axes"), [(2, {}), (4, {"cfg": 2}), (4, {"data": 2})], ids=str)
 def test_all_ranks_decide_alike(ranks, name, world, axes):
     """Also those that see other rows and other branches: drift is that of all ranks, to the bit."""
-    results = ranks(world).run(decided, name, {**axes, **displaced(2, "adaptive(0.02)")}, 8)
+    results = ranks(world).run(decided, name, {**axes, **displaced(2, "adaptive(0.04)")}, 8)
     assert all(result == results[0] for result in results)
     found, drifts, summary = results[0]
     count = sum(synchronous for synchronous, _ in found)

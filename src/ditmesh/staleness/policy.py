@@ -129,9 +129,11 @@ class Adaptive:
     arXiv:2206.00364. The predicted error of a step is d w (N - 1) / N, and that of several the root of the sum of
     their squares.
 
-    The drift of a step is not known before it runs: it is taken for the mean of the latest two. Before each step
-    the policy looks ahead: of this and all coming steps those stay stale whose errors, smallest first, fit in the
-    budget together with the errors already made. The first step is always synchronous.
+    The drift of a step is not known before it runs, but how much the latents have changed is: drift is taken to be in
+    proportion to the share of the signal-to-noise ratio ((1 - σ) / σ)² that is new since the step before, and the
+    factor is that of the latest two steps. Before each step the policy looks ahead: of this and all coming steps
+    those stay stale whose errors, smallest first, fit in the budget together with the errors already made. Where more
+    than the budget is spent already, steps that add next to nothing stay stale. The first step is always synchronous.
     """
 
     budget: float
@@ -140,26 +142,33 @@ class Adaptive:
         total = _total(outlook, f"adaptive({self.budget:g})")
         if step == 0:
             return Decision(True, "the first step")
-        weights = [_weight(outlook.noise or (), at) * (outlook.devices - 1) / outlook.devices for at in range(total)]
-        known = [before.drift for before in past if before.drift is not None]
-        drift = sum(known[-2:]) / len(known[-2:]) if known else ASSUMED_DRIFT
+        noise, others = outlook.noise or (), (outlook.devices - 1) / outlook.devices
         # A sampler that takes more steps than it has told of takes them at its last.
-        here = drift * weights[min(step, total - 1)]
+        place = [min(at, total - 1) for at in range(max(step + 1, total))]
+        weights = [_weight(noise, at) * others for at in place]
+        news = [_news(noise, at) for at in place]
+        factors = [before.drift / news[at] for at, before in enumerate(past) if before.drift is not None]
+        factor = sum(factors[-2:]) / len(factors[-2:]) if factors else ASSUMED_DRIFT
         made = sum(
-            ((drift if before.drift is None else before.drift) * weights[min(at, total - 1)]) ** 2
+            ((factor * news[at] if before.drift is None else before.drift) * weights[at]) ** 2
             for at, before in enumerate(past)
             if not before.synchronous
         )
-        coming = [drift * weight for weight in weights[step + 1 :]]
+        here, *coming = (factor * new * weight for new, weight in zip(news[step:], weights[step:], strict=True))
         error = sqrt(made + here**2 + sum(other**2 for other in coming if other <= here))
         what = f"predicted error {error:.3g} with this and all cheaper steps stale"
-        if error > self.budget:
+        if error > max(self.budget, sqrt(made) * NEXT_TO_NOTHING):
             return Decision(True, f"{what}, above the budget {self.budget:g}", here)
-        return Decision(False, f"{what}, within the budget {self.budget:g}", here)
+        within = "within the budget" if error <= self.budget else "hardly more than is made already, above the budget"
+        return Decision(False, f"{what}, {within} {self.budget:g}", here)
 
 
-# What is assumed of the drift while none has been measured.
+# Drift of a step in which all of the signal is new, while none has been measured.
 ASSUMED_DRIFT = 0.25
+# Growth of an error that does not count.
+NEXT_TO_NOTHING = 1.005
+# The least share of news: a second evaluation at one noise level sees other latents, too.
+LEAST_NEWS = 0.05
 # Spread of pictures around what is being drawn, in units of the latents.
 SPREAD = 0.5
 
@@ -172,6 +181,16 @@ def _weight(noise: Sequence[float], step: int) -> float:
         # A second evaluation at one level: each has half of the move on either side.
         move = (move + abs(noise[step - 1] - here)) / 2 if step else move
     return move / sqrt((SPREAD * (1 - here)) ** 2 + here**2)
+
+
+def _news(noise: Sequence[float], step: int) -> float:
+    """The share of a step's signal-to-noise ratio that the step before did not have."""
+    if step == 0 or noise[step - 1] >= 1:
+        return 1.0
+    if noise[step] <= 0:
+        return 1.0
+    before, now = ((1 - noise[at]) / noise[at] for at in (step - 1, step))
+    return max(1 - (before / now) ** 2 if now > 0 else 0.0, LEAST_NEWS)
 
 
 def _total(outlook: Outlook, policy: str) -> int:
