@@ -107,7 +107,6 @@ def generate(
 
     torchrun --nproc-per-node 4 -m ditmesh generate "a red fox" --model ./my-flux
     """
-    from .. import zoo
     from ..config import ParallelConfig
     from ..drawing import Job, check_job, class_numbers
     from ..elastic import check_elastic
