@@ -59,13 +59,13 @@ def test_files(small):
 
 
 def test_quality(small):
-    """All steps synchronous: one device's picture. None: another one, and worse without any exchange."""
+    """All steps synchronous: one device's picture. None: another one."""
     table = json.loads((small / "results.json").read_text())["table"]
     psnr = {(row["strategy"], row["warmup"]): row["psnr"]["value"] for row in table}
     assert psnr["displaced", "fixed(3)"] > 90
     assert psnr["naive", "fixed(3)"] > 90
     assert psnr["naive", "fixed(0)"] < psnr["naive", "fixed(1)"] < 60
-    assert psnr["naive", "fixed(1)"] < psnr["displaced", "fixed(1)"] < 60
+    assert psnr["displaced", "fixed(0)"] < psnr["displaced", "fixed(1)"] < 60
     assert all(row["right"]["value"] is not None for row in table)
     assert [row["synchronous"]["value"] for row in table[:3]] == [0, 1, 3]
 

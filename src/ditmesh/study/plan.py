@@ -162,8 +162,8 @@ def split_list(text: str, option: str) -> list[str]:
     Raises:
         InputError: there is no word.
     """
-    words = [word.strip() for word in re.findall(r"(?:[^,(]|\([^)]*\)?)+", text)]
-    if not words or not all(words):
+    words = [word.strip() for word in re.split(r",(?![^(]*\))", text)]
+    if not all(words):
         raise InputError(f"{option} {text!r} is not a list; write words with commas between them")
     return list(dict.fromkeys(words))
 
