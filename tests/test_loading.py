@@ -64,7 +64,15 @@ def loaded(name, folder, config, options):
 
 @pytest.mark.parametrize(
     "config",
-    [{"tensor": 2}, {"ulysses": 2}, {"tensor": 3}, {"tensor": 2, "ulysses": 2}, {"tensor": 2, "cfg": 2}],
+    [
+        {"tensor": 2},
+        {"ulysses": 2},
+        {"tensor": 3},
+        {"tensor": 2, "ulysses": 2},
+        {"tensor": 2, "cfg": 2},
+        {"pipe": 2, "warmup": "fixed(9)"},
+        {"pipe": 2, "tensor": 2, "warmup": "fixed(9)"},
+    ],
     ids=str,
 )
 def test_equals_whole_loading(ranks, saved, config):
@@ -76,7 +84,9 @@ def test_equals_whole_loading(ranks, saved, config):
         assert result["bits"]
         assert result["dtypes"]
         assert result["buffers"]
-        assert result["held"] < {1: 1.01, 2: 0.58, 3: 0.48}[config.get("tensor", 1)]
+        # The glue of such a tiny model weighs as much as a block, and every stage has it.
+        most = {1: 1.01, 2: 0.58, 3: 0.48}[config.get("tensor", 1)]
+        assert result["held"] < (0.85 * most if "pipe" in config else most)
 
 
 def test_other_dtypes(ranks, saved):
@@ -115,7 +125,7 @@ import json, sys, threading, time
 import torch, torch.distributed as dist
 import diffusers, ditmesh
 
-how, folder, rank, port = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+how, folder, rank, port, config = *sys.argv[1:3], int(sys.argv[3]), sys.argv[4], json.loads(sys.argv[5])
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 torch.set_num_threads(1)
 
@@ -139,12 +149,14 @@ def watch():
 thread = threading.Thread(target=watch)
 thread.start()
 if how == "load":
-    pipe = ditmesh.load(folder, {"tensor": 2}, torch_dtype=torch.bfloat16)
+    pipe = ditmesh.load(folder, config, torch_dtype=torch.bfloat16)
 else:
     pipe = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
-    ditmesh.parallelize(pipe, {"tensor": 2})
+    ditmesh.parallelize(pipe, config)
 run = False
 thread.join()
+# On a busy machine the watcher may have slept through the end.
+peak = max(peak, private())
 held = sum(p.untyped_storage().nbytes() for p in pipe.transformer.parameters())
 with torch.no_grad():
     latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -154,7 +166,8 @@ dist.destroy_process_group()
 """
 
 
-def test_peak_memory_of_a_rank(tmp_path):
+@pytest.mark.parametrize("config", [{"tensor": 2}, {"pipe": 2}], ids=str)
+def test_peak_memory_of_a_rank(tmp_path, config):
     """300 MB of weights: a rank's private memory peaks near its own half, not near the whole.
 
     The file is float32 and the weights bfloat16, so that nobody can use the mapped file as its memory.
@@ -177,7 +190,7 @@ def test_peak_memory_of_a_rank(tmp_path):
     script.write_text(textwrap.dedent(PEAK))
     peaks = {}
     for how in ("load", "whole"):
-        results = _two_ranks(script, how, tmp_path)
+        results = _two_ranks(script, how, tmp_path, config)
         peaks[how] = [result["peak"] / whole for result in results]
         assert all(0.5 < result["held"] / whole < 0.53 for result in results)
         assert len({result["mean"] for result in results}) == 1
@@ -187,7 +200,7 @@ def test_peak_memory_of_a_rank(tmp_path):
     assert all(peak > 0.95 for peak in peaks["whole"])
 
 
-def _two_ranks(script: Path, how: str, folder: Path) -> list[dict[str, float]]:
+def _two_ranks(script: Path, how: str, folder: Path, config: dict[str, int]) -> list[dict[str, float]]:
     import socket
 
     with socket.socket() as probe:
@@ -195,7 +208,7 @@ def _two_ranks(script: Path, how: str, folder: Path) -> list[dict[str, float]]:
         port = probe.getsockname()[1]
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script), how, str(folder), str(rank), str(port)],
+            [sys.executable, str(script), how, str(folder), str(rank), str(port), json.dumps(config)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

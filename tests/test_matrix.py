@@ -15,6 +15,7 @@ import torch
 import ditmesh
 from ditmesh import support
 from ditmesh.config import ParallelConfig
+from ditmesh.strategies.lazy import whole_of
 from support.models import MAKERS, RAGGED, inputs, relative_error, run, tiny
 
 TOLERANCE = 1e-5
@@ -42,6 +43,12 @@ COMBINATIONS: list[dict[str, Any]] = [
     {"data": 2, "ring": 2, "exchange": "displaced", "warmup": "fixed(1)"},
     {"tensor": 2, "ring": 2, "exchange": "displaced", "warmup": "fixed(1)"},
     {"ring": 2, "exchange": "naive", "warmup": "fixed(1)"},
+    {"pipe": 2, "patches": 3, "warmup": "fixed(1)"},
+    {"cfg": 2, "pipe": 2, "patches": 3, "warmup": "fixed(1)"},
+    {"data": 2, "pipe": 2, "patches": 3, "warmup": "fixed(1)"},
+    {"pipe": 2, "ulysses": 2, "patches": 3, "warmup": "fixed(1)"},
+    {"pipe": 2, "ring": 2, "patches": 3, "warmup": "fixed(1)"},
+    {"pipe": 2, "tensor": 2, "patches": 3, "warmup": "fixed(1)"},
 ]
 CASES = [(name, combination) for name in MAKERS for combination in COMBINATIONS]
 
@@ -55,17 +62,19 @@ def in_slice(case: int) -> bool:
 def outcome(name: str, config: dict[str, Any]) -> dict[str, Any]:
     """What `support.json` holds for one cell, seen by one rank.
 
-    Displaced: the synchronous step, and a stale one at the same inputs, which must be exact as well.
+    Displaced and PipeFusion: the synchronous step, and a stale one at the same inputs, which must be exact as well.
     """
     model, arguments = tiny(name), inputs(name, RAGGED)
     truth = run(model, arguments)
     try:
         with ditmesh.parallelized(model, config):
-            values = [run(model, arguments)]
+            values = [whole_of(run(model, arguments))]
+            if "pipe" in config:
+                values.append(whole_of(run(model, arguments)))
             if config.get("exchange") == "displaced":
                 ditmesh.engine_of(model).control.clock.advance()
                 values.append(run(model, arguments))
-    except ditmesh.InputError as error:
+    except (ditmesh.InputError, ditmesh.ConfigError) as error:
         return {"refused": str(error)}
     error = max(relative_error(a, b) for value in values for a, b in zip(flat(value), flat(truth), strict=True))
     return {"error": error} if error <= TOLERANCE else {"wrong": error}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -25,15 +25,19 @@ from .methods import replace_method
 from .request import PipelineDoor
 from .staleness.control import StalenessLog, StepControl
 from .staleness.drift import DriftMonitor
+from .staleness.policy import Adaptive
 from .staleness.policy import parse as parse_warmup
 from .staleness.schedule import noise_levels
 from .strategies.balance import Balance
-from .strategies.batch import BatchParallel, RowSplit
+from .strategies.batch import BatchParallel, RowSplit, Share
 from .strategies.caches import AgreedCaches
 from .strategies.displaced import DisplacedParallel, StaleSequence
 from .strategies.naive import NaiveParallel
+from .strategies.patches import PatchParallel
+from .strategies.pipefusion import PipeFusion, Steps, check_layout, whole_result
 from .strategies.sequence import SequenceParallel
 from .strategies.simulation import SimulatedSequence, VirtualMesh
+from .strategies.stages import StageWeights, balanced, estimated_costs, spread_parameters
 from .strategies.steps import watch_calls
 from .strategies.tensor import TensorParallel, already_cut
 from .strategies.tiled import TiledSequence
@@ -56,7 +60,8 @@ class Engine:
         mesh: ranks, links, and the byte counters (`mesh.traffic`).
         doors: open doors, one set per transformer.
         rows: who shares out the rows of each transformer's batch, where that is done.
-        control: the steps of a stale strategy; None when every step is exact.
+        pipes: PipeFusion of every transformer, if the configuration has stages or patches.
+        control: the steps of a stale sequence strategy; None when every step is exact.
         balances: weights of the sequence ranks, one per transformer; see `rebalance`.
     """
 
@@ -68,6 +73,8 @@ class Engine:
         self.control: StepControl | None = None
         self._stale: list[StaleSequence | SimulatedSequence] = []
         self.balances: list[Balance] = []
+        self.pipes: list[PipeFusion] = []
+        self._steps: Steps | None = None
         self._target = target
         self._owns_mesh = owns_mesh
         # What is undone by `close`, last first.
@@ -81,39 +88,51 @@ class Engine:
         fingerprint = ""
         if mesh.world_size > 1 and config.inputs != "trust" and not isinstance(target, nn.Module):
             # Weights that `load` has cut differ from rank to rank, as they should.
-            cut = {id(model): already_cut(model, mesh.tensor.size) for model, _ in models if mesh.tensor.size > 1}
+            cut: dict[int, set[str]] = {id(model): spread_parameters(model, layout) for model, layout in models}
+            for model, _ in models if mesh.tensor.size > 1 else ():
+                cut[id(model)] |= already_cut(model, mesh.tensor.size)
             fingerprint = weights_fingerprint(target, cut)
         try:
             # The weights: every rank of the tensor axis keeps its slices.
             if mesh.tensor.size > 1:
                 for model, _ in models:
                     self._undo.append(TensorParallel(model, mesh.tensor).close)
+            # Every stage keeps its own blocks.
+            stages = [balanced(estimated_costs(model, layout), mesh.pipe.size) for model, layout in models]
+            if mesh.pipe.size > 1:
+                for (model, layout), lengths in zip(models, stages, strict=True):
+                    self._undo.append(StageWeights(model, layout, lengths, mesh.pipe).close)
+            noise = partial(_noise_of, target)
             if config.exchange != "exact":
                 monitor = DriftMonitor(mesh.world.all_reduce, mesh.device)
-                self.control = StepControl(
-                    parse_warmup(config.warmup),
-                    mesh.sequence.size,
-                    monitor,
-                    lambda: noise_levels(getattr(target, "scheduler", None)),
-                )
+                self.control = StepControl(parse_warmup(config.warmup), mesh.sequence.size, monitor, noise)
+            patches = config.patches or config.pipe
+            if config.stages_or_patches:
+                self._steps = Steps(parse_warmup(config.warmup), patches, noise)
             # Blocks and attention: the tokens of a sequence.
             for number, (model, layout) in enumerate(models):
+                if config.compile:
+                    # Under the doors: what stands in for a block's forward is not to be compiled.
+                    self._undo.append(compile_blocks(model, layout, config.compile))
                 handler = self._sequence(model, layout, f"{number}." if len(models) > 1 else "")
                 self.balances.append(handler.balance)
-                doors = ModelDoors(model, layout, handler, mesh.sequence.size > 1 or config.reproducible)
+                cuts = mesh.sequence.size > 1 or config.reproducible or config.stages_or_patches
+                doors = ModelDoors(model, layout, handler, cuts)
                 self.doors.append(doors)
                 self._undo.append(doors.close)
                 caches = AgreedCaches(model, mesh.world)
                 self._undo.append(caches.close)
                 handle = model.register_forward_pre_hook(lambda *_, caches=caches: caches.begin_call())
                 self._undo.append(handle.remove)
-                if config.compile:
-                    self._undo.append(compile_blocks(model, layout, config.compile))
+                if isinstance(handler, PatchParallel) and self._steps is not None:
+                    pipe = PipeFusion(model, layout, handler, mesh, stages[number], patches, self._steps)
+                    self.pipes.append(pipe)
+                    self._undo.append(pipe.close)
             # The transformer's call, and the decoder's: the rows of a batch, the branches of guidance.
             begin: list[Callable[[], None]] = []
             if mesh.batch.size > 1 or config.reproducible:
                 alone = config.reproducible
-                for model, layout in models:
+                for number, (model, layout) in enumerate(models):
                     rows = BatchParallel(
                         model,
                         mesh.batch,
@@ -122,7 +141,7 @@ class Engine:
                         layout.unbatched,
                         layout.listed,
                         alone,
-                        self._before_rows,
+                        partial(self._before_rows, number),
                     )
                     self.rows.append(rows)
                     self._undo.append(rows.close)
@@ -142,7 +161,7 @@ class Engine:
                     inputs = AgreedInputs(target, mesh.world, config.inputs, fingerprint)
                     steps.append(inputs.agree)
                 steps.append(_starting([*begin, self.begin_request]))
-                self._undo.append(PipelineDoor(target, steps, partial(self._request, within)).close)
+                self._undo.append(PipelineDoor(target, steps, partial(self._request, within), self._whole).close)
                 if mesh.rank > 0:
                     self._undo.append(_quiet(target))
         except BaseException:
@@ -152,7 +171,8 @@ class Engine:
     @property
     def staleness(self) -> StalenessLog | None:
         """What was decided in every step of the latest request, and why; None when every step is exact."""
-        return None if self.control is None else self.control.log
+        source = self.control or self._steps
+        return None if source is None else source.log
 
     def begin_request(self, steps: int | None = None) -> None:
         """A new request: nothing of the one before is seen any more. Pipelines do this by themselves.
@@ -164,8 +184,11 @@ class Engine:
         """
         for handler in self._stale:
             handler.end_request()
-        if self.control is not None:
-            self.control.begin_request(steps)
+        for pipe in self.pipes:
+            pipe.begin_request()
+        for source in (self.control, self._steps):
+            if source is not None:
+                source.begin_request(steps)
 
     def end_request(self, failed: bool = False) -> None:
         """The request is over: wait for what is still on its way. Pipelines do this by themselves.
@@ -176,12 +199,16 @@ class Engine:
         for handler in self._stale:
             with suppress(RuntimeError) if failed else nullcontext():
                 handler.end_request()
+        for pipe in self.pipes:
+            pipe.end_request(failed)
         if self.control is not None and not failed:
             self.control.end_request()
 
     def _sequence(self, model: nn.Module, layout: TokenLayout, prefix: str) -> SequenceParallel | SimulatedSequence:
         """The handler of a transformer's blocks; ``prefix`` tells the blocks of several transformers apart."""
         config, mesh, control = self.config, self.mesh, self.control
+        if config.stages_or_patches:
+            return PatchParallel(config, mesh)
         if control is None and isinstance(mesh, VirtualMesh):
             handler = SimulatedSequence([SequenceParallel(config, view) for view in mesh.ranks], model)
             self._undo.append(handler.close)
@@ -216,12 +243,23 @@ class Engine:
                 raise
             self.end_request()
 
-    def _before_rows(self, branch: int | None, rows: tuple[int, int]) -> None:
-        """Rows of a branch are about to run, whoever asked for them."""
+    def _before_rows(self, number: int, run: Share) -> None:
+        """Rows of a branch are about to run in transformer ``number``, whoever asked for them."""
         if self.control is not None:
-            self.control.clock.rows = rows
-            if branch is not None:
-                self.control.clock.branch = branch
+            self.control.clock.rows = run.rows
+            if run.ahead and run.branch is not None:
+                self.control.clock.branch = run.branch
+        if self.pipes and run.branch is not None:
+            self.pipes[number].announce(run.step, (run.branch, run.link, run.ahead))
+
+    def _whole(self, result: Any) -> Any:
+        """A pipeline's result, with whole tensors in place of patches that have still to come."""
+        flushes = [pipe.flushes for pipe in self.pipes]
+        result = whole_result(result) if self.pipes else result
+        # At the end everything has to come anyway: that is no pause.
+        for pipe, count in zip(self.pipes, flushes, strict=True):
+            pipe.flushes = count
+        return result
 
     def rebalance(self) -> None:
         """Measure the speed of every sequence rank again at the next call (``weights="auto"``). On all ranks alike.
@@ -244,6 +282,7 @@ class Engine:
             self._undo.pop()()
         self.doors.clear()
         self.rows.clear()
+        self.pipes.clear()
         if self._owns_mesh:
             self.mesh.close()
 
@@ -287,9 +326,8 @@ def parallelize(
         # Of a model that does not tell its heads one is sure: the ring takes any number of ranks.
         config = ParallelConfig.auto(world_size, min(heads_of(model) or 1 for model in models))
     config = ParallelConfig.read(config)
-    for setting, wanted in (("pipe", config.stages_or_patches),):
-        if wanted:
-            raise ConfigError(f"{setting}={getattr(config, setting)!r} is not built yet; leave it out")
+    if config.stages_or_patches:
+        check_pipe(config, layouts)
     for model in models:
         check_heads(config, heads_of(model), type(model).__name__)
         support.check(type(model).__name__, config)
@@ -475,6 +513,32 @@ def _inside(model: nn.Module, within: Callable[[], AbstractContextManager[None]]
 
     restore = replace_method(model, "forward", forward)
     return restore
+
+
+def check_pipe(config: ParallelConfig, layouts: Sequence[TokenLayout]) -> None:
+    """Refuse what PipeFusion cannot run.
+
+    Raises:
+        ConfigError: naming it and the way out.
+    """
+    if config.reproducible:
+        raise ConfigError("reproducible=True and PipeFusion (pipe, patches) do not go together yet; leave one out")
+    if config.weights is not None:
+        raise ConfigError(
+            f"weights={config.weights!r} share tokens, not the blocks of pipe={config.pipe}; leave it out"
+        )
+    if isinstance(parse_warmup(config.warmup), Adaptive):
+        raise ConfigError(
+            f"warmup={config.warmup!r} measures the drift of keys, which pipe does not; use 'fixed(n)', 'sqrt(n)', "
+            "'periodic(n)' or 'first_last(n, m)' with pipe"
+        )
+    for layout in layouts:
+        check_layout(layout)
+
+
+def _noise_of(target: Any) -> tuple[float, ...] | None:
+    """Noise levels of the request's steps, if the target is a pipeline with a scheduler."""
+    return noise_levels(getattr(target, "scheduler", None))
 
 
 def _starting(begin: list[Callable[[], None]]) -> Callable[..., Any]:

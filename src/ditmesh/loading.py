@@ -1,7 +1,8 @@
 """`load`: a pipeline whose weights are spread over the ranks before anybody has held them all.
 
 `DiffusionPipeline.from_pretrained` followed by `parallelize` needs room for the whole transformer on every rank.
-Here the transformer is built without memory and every rank reads its own slices from the safetensors files.
+Here the transformer is built without memory and every rank reads its own slices, or its own stage's blocks, from the
+safetensors files.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,12 @@ from .comm import Link
 from .config import ParallelConfig
 from .engine import DENOISERS, ConfigLike, engine_of, parallelize
 from .errors import InputError
+from .layout import layout_of
+from .layout.table import known_models
 from .mesh import DEFAULT_DEADLINE, Mesh
 from .model_info import ModelInfo, find_model
 from .strategies.slices import Cut, plan
+from .strategies.stages import ABSENT, balanced, elsewhere, estimated_costs
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +48,9 @@ def load(
 ) -> Any:
     """Load a diffusers pipeline and `parallelize` it. Every rank calls this with the same arguments.
 
-    With ``tensor=n`` a rank reads and keeps only its slices of the transformer's weights; other components are
-    loaded as usual, and so is the transformer when ``tensor`` is 1.
+    With ``tensor=n`` a rank reads and keeps only its slices of the transformer's weights, with ``pipe=n`` only its
+    stage's blocks; other components are loaded as usual, and so is the transformer when both are 1. With both, every
+    rank reads its slices of all blocks and then gives those of other stages up.
 
     Args:
         path_or_id: folder of a saved pipeline, or its name on a model hub.
@@ -81,10 +86,12 @@ def load(
         if mesh is None:
             mesh = Mesh(config, timeout=timeout)
             undo.callback(mesh.close)
-        if mesh.tensor.size > 1:
-            for name, kind in saved.items():
-                dtype = _dtype_of(torch_dtype, name)
+        for name, kind in saved.items():
+            dtype = _dtype_of(torch_dtype, name)
+            if mesh.tensor.size > 1:
                 components[name] = load_transformer(kind, folder / name, mesh.tensor, dtype, variant, mesh.device)
+            elif mesh.pipe.size > 1 and kind.__name__ in known_models():
+                components[name] = load_stage(kind, folder / name, mesh.pipe, dtype, variant, mesh.device)
         if torch_dtype is not None:
             components["torch_dtype"] = torch_dtype if isinstance(torch_dtype, torch.dtype) else dict(torch_dtype)
         pipe = DiffusionPipeline.from_pretrained(folder, variant=variant, **components)
@@ -119,9 +126,56 @@ def load_transformer(
     Raises:
         InputError: no safetensors files, a quantised checkpoint, or weights that do not fit the class.
     """
-    folder = Path(folder)
-    model = _build(kind, folder, torch_dtype)
+    model = _build(kind, Path(folder), torch_dtype)
     cuts = {name: (dim, cut) for name, dim, cut in plan(model, link.size).parameters()}
+
+    def read(name: str, stored: Any, dtype: torch.dtype) -> Tensor:
+        return _read(stored, *cuts.get(name, (0, _ALL)), link.rank, dtype, torch.device(device))
+
+    return _filled(model, Path(folder), torch_dtype, variant, device, read)
+
+
+def load_stage(
+    kind: type[Any],
+    folder: str | Path,
+    link: Link,
+    torch_dtype: torch.dtype | None = None,
+    variant: str | None = None,
+    device: torch.device | str = "cpu",
+) -> nn.Module:
+    """A saved transformer with one stage's blocks, for `parallelize` with ``pipe=link.size``.
+
+    The weights of other stages' blocks are empty tensors until `restore` fetches them from there. Arguments and
+    errors as for `load_transformer`; the class has a reviewed layout.
+    """
+    model = _build(kind, Path(folder), torch_dtype)
+    layout = layout_of(model)
+    assert layout is not None
+    absent = elsewhere(model, layout, balanced(estimated_costs(model, layout), link.size), link.rank)
+
+    def read(name: str, stored: Any, dtype: torch.dtype) -> Tensor:
+        if name in absent:
+            return torch.empty(0, dtype=dtype, device=device)
+        return _read(stored, 0, _ALL, 0, dtype, torch.device(device))
+
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    model = _filled(model, Path(folder), torch_dtype, variant, device, read)
+    for name, parameter in model.named_parameters():
+        if name in absent:
+            setattr(parameter, ABSENT, shapes[name])
+    return model
+
+
+def _filled(
+    model: Any,
+    folder: Path,
+    torch_dtype: torch.dtype | None,
+    variant: str | None,
+    device: torch.device | str,
+    read: Callable[[str, Any, torch.dtype], Tensor],
+) -> nn.Module:
+    """The model with its weights from the files in ``folder``, each as ``read`` makes it of the stored one."""
+    kind = type(model)
     exact = tuple(getattr(kind, "_keep_in_fp32_modules", None) or ())
     wanted = {**dict(model.named_parameters()), **_saved_buffers(model)}
     unexpected: list[str] = []
@@ -142,8 +196,7 @@ def load_transformer(
                 dtype = wanted[name].dtype
                 if torch_dtype is not None and dtype.is_floating_point:
                     dtype = torch.float32 if any(part in name.split(".") for part in exact) else torch_dtype
-                value = _read(stored, *cuts.get(name, (0, _ALL)), link.rank, dtype, torch.device(device))
-                _put(model, name, value)
+                _put(model, name, read(name, stored, dtype))
     if missing:
         some = ", ".join(sorted(missing)[:3])
         raise InputError(

@@ -28,7 +28,7 @@ class Mesh:
         world: link over all ranks.
         batch: link over the data and cfg axes, which both share out rows.
         data, cfg: links of the two alone.
-        pipe: link of the stages; stage = its rank.
+        pipe: link of the stages; stage = its rank. pipe_back: the same ranks, for what the last stage sends back.
         ring, ulysses: links of the two sequence axes.
         sequence: link over both of them; sequence rank = ring rank × ulysses degree + ulysses rank.
         tensor: link of the ranks that share weights.
@@ -77,6 +77,9 @@ class Mesh:
         self.data = self._link("data", ("data",))
         self.cfg = self._link("cfg", ("cfg",))
         self.pipe = self._link("pipe", ("pipe",))
+        # What flows back to the first stage has a group of its own: on NCCL a pair of ranks that both wait to
+        # receive from one another in one group would wait for ever.
+        self.pipe_back = self._link("pipe_back", ("pipe",))
         self.ring = self._link("ring", ("ring",))
         self.ulysses = self._link("ulysses", ("ulysses",))
         self.sequence = self._link("sequence", ("ring", "ulysses"))

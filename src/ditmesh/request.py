@@ -20,6 +20,7 @@ class PipelineDoor:
         pipe: the pipeline.
         steps: each takes the call's arguments and returns those to use, in order.
         within: made anew for every call, which runs inside it.
+        finish: takes the call's result and returns that to use.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class PipelineDoor:
         pipe: Any,
         steps: list[Callable[[tuple[Any, ...], dict[str, Any]], Call]],
         within: Callable[[], AbstractContextManager[None]] = nullcontext,
+        finish: Callable[[Any], Any] = lambda result: result,
     ) -> None:
         self._pipe = pipe
         self._class = type(pipe)
@@ -37,7 +39,7 @@ class PipelineDoor:
             with within():
                 for step in steps:
                     args, kwargs = step(args, kwargs)
-                return call(pipe, *args, **kwargs)
+                return finish(call(pipe, *args, **kwargs))
 
         members = {"__call__": through_the_door, "__module__": self._class.__module__}
         pipe.__class__ = type(self._class.__name__, (self._class,), members)

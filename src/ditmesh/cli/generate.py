@@ -46,6 +46,11 @@ def generate(
     cfg: Annotated[int | None, typer.Option(help="Ranks that share the guidance branches.")] = None,
     data: Annotated[int | None, typer.Option(help="Ranks that share the pictures of a prompt.")] = None,
     tensor: Annotated[int | None, typer.Option(help="Degree of tensor parallelism.")] = None,
+    pipe: Annotated[int | None, typer.Option(help="Stages of PipeFusion: each has some of the blocks.")] = None,
+    patches: Annotated[
+        int | None,
+        typer.Option(help="Patches of the picture in PipeFusion; they decide the result.", show_default="stages"),
+    ] = None,
     reproducible: Annotated[
         bool, typer.Option("--reproducible", help="The same bits on any number of devices; slower.")
     ] = False,
@@ -118,12 +123,13 @@ def generate(
     world_size, chosen = parallel_config(
         devices,
         config,
-        {"ulysses": ulysses, "ring": ring, "cfg": cfg, "data": data, "tensor": tensor},
+        {"ulysses": ulysses, "ring": ring, "cfg": cfg, "data": data, "tensor": tensor, "pipe": pipe},
         info.heads,
         {
             "reproducible": reproducible or None,
             "tiles": tiles,
             "weights": parse_weights(weights),
+            "patches": patches,
             "exchange": exchange,
             "warmup": warmup,
             "compress": compress,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from math import prod
 
 import torch
@@ -24,10 +25,18 @@ class Arriving:
         self._received = received
         self._sent = list(sent)
 
-    def wait(self) -> list[Tensor]:
-        """Block until the tensors are here (on CUDA: until the current stream may use them)."""
+    def wait(self, timeout: timedelta | None = None) -> list[Tensor]:
+        """Block until the tensors are here (on CUDA: until the current stream may use them).
+
+        Args:
+            timeout: how long to wait for each; default: the group's deadline.
+        """
         while self._works:
-            self._works.pop(0).wait()
+            work = self._works.pop(0)
+            if timeout is None:
+                work.wait()
+            else:
+                work.wait(timeout)
         self._sent.clear()
         return self._received
 
@@ -147,6 +156,38 @@ class Link:
         works = dist.batch_isend_irecv(operations) if operations else []
         self.traffic.add(self.name, sum(t.numel() * t.element_size() for t in tensors))
         return Arriving(works, received, tensors)
+
+    def send(self, tensors: Sequence[Tensor], to: int) -> Arriving:
+        """Send tensors to one rank of the group; returns at once.
+
+        Args:
+            tensors: contiguous, not to be written to before `Arriving.wait` returns. Empty ones are not sent.
+            to: rank in the group. It calls `receive` with the same shapes, in the same order.
+        """
+        works = [dist.isend(t, self.ranks[to], group=self.group) for t in tensors if t.numel()]
+        self.traffic.add(self.name, sum(t.numel() * t.element_size() for t in tensors))
+        return Arriving([work for work in works if work is not None], [], tensors)
+
+    def receive(self, tensors: Sequence[Tensor], source: int) -> Arriving:
+        """Receive what a rank of the group sends, into ``tensors``; returns at once."""
+        works = [dist.irecv(t, self.ranks[source], group=self.group) for t in tensors if t.numel()]
+        return Arriving([work for work in works if work is not None], list(tensors), ())
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """One rank's tensor on every rank of the group.
+
+        Counted on the rank that has it, once per receiver.
+
+        Args:
+            tensor: contiguous; on other ranks it is overwritten.
+            source: rank in the group that has the values.
+        """
+        if self.size == 1:
+            return tensor
+        dist.broadcast(tensor, self.ranks[source], group=self.group)
+        if self.rank == source:
+            self.traffic.add(self.name, (self.size - 1) * tensor.numel() * tensor.element_size())
+        return tensor
 
     def post(self, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Arriving:
         """Send the same tensors to every other rank, receive into buffers; returns at once.

@@ -186,6 +186,8 @@ class TokenLayout:
             are: ``("x", "cap_feats")`` for a model that takes a list of latents.
         alternating: the lists run by turns (block 0 of each, block 1 of each …), and the tokens stay cut from
             the first block of the first list to the last block of the last.
+        kept: modules inside blocks that the model also calls outside of them, as paths in the model: every stage of
+            PipeFusion keeps their weights.
         source: ``"reviewed"`` for the table that ships, ``"probed"`` for a layout derived on the spot.
     """
 
@@ -195,4 +197,5 @@ class TokenLayout:
     unbatched: tuple[str, ...] = ()
     listed: tuple[str, ...] = ()
     alternating: bool = False
+    kept: tuple[str, ...] = ()
     source: str = "reviewed"

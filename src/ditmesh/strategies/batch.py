@@ -10,7 +10,7 @@ are exchanged, and the later calls are answered from them once their arguments h
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..comm import Link
 from ..layout.arguments import Arguments, covers, parameter_names
 from ..methods import replace_method
 from ..tiles import even_cut, offsets
+from .lazy import LazyPatches, Owners
 
 # Bytes that torch's own allocations are aligned to.
 ALIGNMENT = 64
@@ -38,17 +39,21 @@ class _Step:
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of the pipeline's calls a run of the model's own forward computes.
+    """One run of the model's own forward: which part of the pipeline's calls it computes.
 
     Attributes:
-        call: number of the call within its step, from 0, where it runs ahead of it; None: the call just made.
-        row: first row of the batch.
-        count: number of rows; None: all.
+        step: number of the step, counted by new timesteps.
+        branch: number of the call in its step: the branch of guidance; None where nobody shares branches out.
+        ahead: whether it runs ahead of the pipeline's call.
+        rows: first row of the batch, and one after the last.
+        link: name of the link that shares the rows; empty when they are not shared.
     """
 
-    call: int | None = None
-    row: int = 0
-    count: int | None = None
+    step: int = 0
+    branch: int | None = None
+    ahead: bool = False
+    rows: tuple[int, int] | None = None
+    link: str = ""
 
 
 class BatchParallel:
@@ -62,8 +67,7 @@ class BatchParallel:
         unbatched: arguments whose first dimension is not the batch.
         listed: arguments that are Python lists with an item per sample.
         one_by_one: run every row by itself, so that its bits do not depend on the rows beside it.
-        announce: told before every run of the model which rows it is of (first, and one after the last), and the
-            number of the branch where that runs ahead of its call, else None.
+        announce: told before every run of the model what the run is.
 
     Attributes:
         running: what the model's own forward computes at the moment, or computed last.
@@ -78,19 +82,20 @@ class BatchParallel:
         unbatched: tuple[str, ...] = (),
         listed: tuple[str, ...] = (),
         one_by_one: bool = False,
-        announce: Callable[[int | None, tuple[int, int]], None] = lambda branch, rows: None,
+        announce: Callable[[Share], None] = lambda run: None,
     ) -> None:
         self.model = model
+        self._announce = announce
         self.one_by_one = one_by_one
         self.rows, self.data, self.branches = rows, data, branches
         self.unbatched, self.listed = unbatched, listed
-        self._announce = announce
         self._names = parameter_names(type(model).forward)
         self._restore = replace_method(model, "forward", self._call)
         self._forward: Callable[..., Any] = self._restore.original
         self.running = Share()
         self._before = _Step()
         self._now = _Step()
+        self._steps = 0
 
     def close(self) -> None:
         """Put the model's own forward back."""
@@ -102,6 +107,7 @@ class BatchParallel:
         The first step of every request then runs alike, and the same request gives the same bits twice.
         """
         self._before, self._now = _Step(), _Step()
+        self._steps = 0
 
     # --- one call ------------------------------------------------------------------------------------------
 
@@ -113,6 +119,7 @@ class BatchParallel:
         seen = {**dict(arguments.leaves()), _STATE: state}
         if not self._now.calls or not _same(seen.get("timestep"), self._now.calls[0].get("timestep")):
             self._before, self._now = self._now, _Step()
+            self._steps += 1
             # A cache remembers every branch by itself: each rank runs all of them, as one device does.
             branches = [] if stateful else self._branches_of(self._before)
             if branches:
@@ -173,34 +180,37 @@ class BatchParallel:
 
     # --- rows --------------------------------------------------------------------------------------------------
 
-    def _shared(self, arguments: Arguments, link: Link, call: int | None = None, ahead: bool = False) -> Any:
+    def _shared(self, arguments: Arguments, link: Link, branch: int | None = None, ahead: bool = False) -> Any:
         """The forward with its rows shared over ``link``; every rank gets all rows of the result.
 
-        ``call``: number of the call at this timestep, or of the branch that runs ``ahead`` of its call.
+        ``branch``: its number, where it is known; ``ahead``: it runs ahead of the pipeline's call.
         """
-        self.running = Share(call if ahead else None)
         batch = _batch_size(arguments.get(self._names[0]))
         if batch < 2 or (link.size == 1 and not self.one_by_one) or _takes_halves(self.model):
-            self._announce(call if ahead else None, (0, batch))
+            self._announced(Share(self._steps, branch, ahead, (0, batch)))
             return self._forward(*arguments.args, **arguments.kwargs)
+        run = Share(self._steps, branch, ahead, (0, batch), link.name)
         counts = even_cut(batch, link.size)
         start, count = offsets(counts)[link.rank], counts[link.rank]
         # A rank without rows computes the last one along, so that every rank of its group takes part alike.
         take = slice(start, start + count) if count else slice(batch - 1, batch)
         batched = _batched(arguments, batch, self.unbatched, self.listed)
         if self.one_by_one:
-            runs = [slice(row, row + 1) for row in range(take.start, take.stop)]
-            output = _joined([self._rows(arguments, batched, run, call, ahead) for run in runs])
+            rows = [slice(row, row + 1) for row in range(take.start, take.stop)]
+            output = _joined([self._rows(arguments, batched, row, run) for row in rows])
         else:
-            output = self._rows(arguments, batched, take, call, ahead)
+            output = self._rows(arguments, batched, take, run)
         return _map(output, lambda rows: _gathered(rows, counts, link), lambda rows: _gathered_list(rows, counts, link))
 
-    def _rows(self, arguments: Arguments, batched: list[str], take: slice, call: int | None, ahead: bool) -> Any:
-        self.running = Share(call if ahead else None, take.start, take.stop - take.start)
+    def _announced(self, run: Share) -> None:
+        self.running = run
+        self._announce(run)
+
+    def _rows(self, arguments: Arguments, batched: list[str], take: slice, run: Share) -> Any:
         part = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
         for path in batched:
             part.set(path, _some(arguments.get(path), take))
-        self._announce(call if ahead else None, (take.start, take.stop))
+        self._announced(replace(run, rows=(take.start, take.stop)))
         return self._forward(*part.args, **part.kwargs)
 
 
@@ -284,8 +294,17 @@ def _batched(arguments: Arguments, batch: int, unbatched: tuple[str, ...], liste
 
 
 def _gathered(rows: Tensor, counts: tuple[int, ...], link: Link) -> Tensor:
-    count = counts[link.rank]
-    return link.gather(rows[:count].contiguous(), counts, dim=0)
+    def gather(rows: Tensor) -> Tensor:
+        return link.gather(rows[: counts[link.rank]].contiguous(), counts, dim=0)
+
+    if isinstance(rows, LazyPatches) and rows.settled is None:
+        # Each patch is gathered when it is wanted, in the same order on all ranks; whose it is, now.
+        owners, like = rows.owners, torch.empty((sum(counts), *rows.shape[1:]), dtype=rows.dtype, device="meta")
+        everybody = owners.made(
+            ("gather", link.name, counts), lambda: Owners(gather(owners.of.int()).short(), owners.patches)
+        )
+        return rows.sent_through(gather, like, everybody)
+    return gather(rows)
 
 
 def _gathered_list(rows: list[Tensor], counts: tuple[int, ...], link: Link) -> list[Tensor]:
@@ -298,8 +317,15 @@ def _exchanged(output: Any, link: Link) -> list[Any]:
     received: list[list[Tensor]] = []
 
     def exchange(tensor: Tensor) -> Tensor:
-        parts = link.exchange([[tensor]] * link.size, [[tuple(tensor.shape)]] * link.size)
-        received.append([part for (part,) in parts])
+        def parts_of(tensor: Tensor) -> list[Tensor]:
+            tensor = tensor.contiguous()
+            parts = link.exchange([[tensor]] * link.size, [[tuple(tensor.shape)]] * link.size)
+            return [part for (part,) in parts]
+
+        if isinstance(tensor, LazyPatches) and tensor.settled is None:
+            received.append(tensor.shared_out(parts_of, link.size))
+        else:
+            received.append(parts_of(tensor))
         return tensor
 
     _map(output, exchange, lambda tensors: [exchange(tensor) for tensor in tensors])

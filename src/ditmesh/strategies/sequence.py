@@ -60,6 +60,9 @@ class SequenceParallel:
         mesh: ranks and links.
     """
 
+    # Whether `mix` wants to see keys and values even when all tokens are here.
+    keeps_keys = False
+
     def __init__(self, config: ParallelConfig, mesh: Mesh) -> None:
         self.config = config
         self.mesh = mesh
@@ -333,7 +336,7 @@ class SequenceParallel:
         if self._timing:
             return sdpa(q_bhsd, k_bhsd, v_bhsd, scale=scale)
         index, call.attention_calls = call.attention_calls, call.attention_calls + 1
-        if self.link.size == 1:
+        if self.link.size == 1 and not self.keeps_keys:
             return sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
         planned = self._planned(site, index)
         if not planned.keys:

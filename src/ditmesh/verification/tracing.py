@@ -185,9 +185,13 @@ class _Watch:
 
     def _see(self, path: str, piece: Piece) -> None:
         share = self._rows.running if self._rows is not None else Share()
-        call = self._calls if share.call is None else share.call + 1
-        # A block may hold several rows for one of the batch (the frames of a video).
-        row = share.row * (piece.tensor.shape[0] // share.count) if share.count else 0
+        # Calls are counted from 1 here; one that runs ahead of its turn is known by its branch.
+        call = share.branch + 1 if share.ahead and share.branch is not None else self._calls
+        row = 0
+        if share.rows is not None:
+            # A block may hold several rows for one of the batch (the frames of a video).
+            first, end = share.rows
+            row = first * (piece.tensor.shape[0] // (end - first))
         spot = Spot(self._recorder.request, self._recorder.step, call, self._prefix + path, piece.stream)
         self._recorder.sink.take(spot, piece.tensor.detach(), row, piece.dim, piece.start)
 

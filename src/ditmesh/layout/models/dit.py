@@ -12,4 +12,6 @@ LAYOUT = TokenLayout(
             whole=("timestep", "class_labels"),
         ),
     ),
+    # The last norm is modulated by the first block's embedding of timestep and class.
+    kept=("transformer_blocks.0.norm1.emb",),
 )

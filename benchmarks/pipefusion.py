@@ -1,0 +1,137 @@
+"""PipeFusion against one rank, in one run: seconds a step once the stages are full, and with filling and draining.
+
+    python benchmarks/pipefusion.py                              # a table; wants a quiet machine
+    python benchmarks/pipefusion.py --repeats 9 --json out.json  # and every figure
+
+The model and its inputs are those of ``benchmarks/exact.py``. A request is one synchronous step and then
+``--steps`` stale ones with an Euler step between them. Worker processes stay up for the whole run and take turns, so
+that a ratio compares neighbours in time; the median of the ratios is what counts. Ranks have one thread each. The
+last column compares seconds of processor time of the busiest rank: what the speed-up would be if nobody waited.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from exact import SIDE, TEXT, benchmark_inputs, benchmark_model, mesh_of
+from machine import describe_machine
+
+# name -> (ranks, configuration; None for plain diffusers)
+CONTENDERS: dict[str, tuple[int, dict[str, Any] | None]] = {
+    "diffusers, 1 rank": (1, None),
+    "patches=4, 1 rank": (1, {"patches": 4, "warmup": "fixed(1)"}),
+    "pipe=2, patches=2": (2, {"pipe": 2, "patches": 2, "warmup": "fixed(1)"}),
+    "pipe=2, patches=4": (2, {"pipe": 2, "patches": 4, "warmup": "fixed(1)"}),
+    "pipe=2, patches=8": (2, {"pipe": 2, "patches": 8, "warmup": "fixed(1)"}),
+}
+BASELINE = "diffusers, 1 rank"
+
+
+def draw(inputs: dict[str, Any], steps: int) -> tuple[float, float, float]:
+    """One synchronous step, then ``steps`` more, timed: seconds for the first half, for all, and of the processor.
+
+    The half ends when its last prediction is asked for, which the first stage does one step later: it measures full
+    stages. All ends when the picture is whole.
+    """
+    model = benchmark_model()
+    latents = inputs["hidden_states"]
+    start = middle = busy = 0.0
+    with torch.no_grad():
+        for step in range(steps + 1):
+            if step == 1:
+                if torch.distributed.get_world_size() > 1:
+                    torch.distributed.barrier()
+                start, busy = time.perf_counter(), time.process_time()
+            if step == 1 + steps // 2:
+                middle = time.perf_counter()
+            timestep = torch.full_like(inputs["timestep"], 1.0 - step / (steps + 1))
+            prediction = model(**{**inputs, "hidden_states": latents, "timestep": timestep})[0]
+            latents = latents - prediction / (steps + 1)
+        float(latents.sum())
+    end = time.perf_counter()
+    return middle - start, end - start, time.process_time() - busy
+
+
+def seconds(config: dict[str, Any] | None, steps: int) -> tuple[float, float, float]:
+    """Seconds a step with full stages, on the whole, and of this rank's processor."""
+    import ditmesh
+
+    model, inputs = benchmark_model(), benchmark_inputs()
+    if config is None:
+        half, whole, busy = draw(inputs, steps)
+        return half / (steps // 2), whole / steps, busy / steps
+    with ditmesh.parallelized(model, config, mesh=mesh_of(json.dumps(config))):
+        engine = ditmesh.engine_of(model)
+        draw(inputs, 2)
+        engine.begin_request()
+        half, whole, busy = draw(inputs, steps)
+        return half / (steps // 2), whole / steps, busy / steps
+
+
+def main() -> None:
+    """Measure and print."""
+    from ditmesh.launch import RankPool
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8, help="stale steps of a request")
+    parser.add_argument("--only", nargs="*", help="contenders to run besides the baseline")
+    parser.add_argument("--json", type=Path, help="write every figure here")
+    options = parser.parse_args()
+
+    contenders = {
+        name: value for name, value in CONTENDERS.items() if not options.only or name in (BASELINE, *options.only)
+    }
+    console = Console()
+    pools = {ranks: RankPool(ranks, threads=1) for ranks in sorted({c[0] for c in contenders.values()})}
+    full: dict[str, list[float]] = {name: [] for name in contenders}
+    whole: dict[str, list[float]] = {name: [] for name in contenders}
+    busy: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(options.repeats):
+        for name, (ranks, config) in contenders.items():
+            results = pools[ranks].run(seconds, config, options.steps)
+            full[name].append(max(result[0] for result in results))
+            whole[name].append(max(result[1] for result in results))
+            busy[name].append(max(result[2] for result in results))
+    for pool in pools.values():
+        pool.close()
+
+    machine = describe_machine()
+    table = Table(title=f"Flux class, 8 heads x 64, 4 + 8 blocks, {SIDE * SIDE} + {TEXT} tokens, float32")
+    for column in ("", "s a step", "full stages", "min", "max", "with fill and drain", "processor"):
+        table.add_column(column, justify="left" if not column else "right")
+    ratios: dict[str, list[float]] = {}
+    for name in contenders:
+        ratios[name] = [b / t for b, t in zip(full[BASELINE], full[name], strict=True)]
+        overall = statistics.median(b / t for b, t in zip(whole[BASELINE], whole[name], strict=True))
+        r = ratios[name]
+        table.add_row(
+            name,
+            f"{statistics.median(full[name]):.3f}",
+            f"{statistics.median(r):.3f}x",
+            f"{min(r):.3f}",
+            f"{max(r):.3f}",
+            f"{overall:.3f}x",
+            f"{statistics.median(b / t for b, t in zip(busy[BASELINE], busy[name], strict=True)):.3f}x",
+        )
+    console.print(table)
+    console.print(machine["text"])
+    if options.json:
+        result = {"machine": machine, "full": full, "whole": whole, "processor": busy, "steps": options.steps}
+        options.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

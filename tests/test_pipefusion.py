@@ -1,0 +1,418 @@
+"""PipeFusion: stages, patches and stale keys, on real groups and unmodified pipelines.
+
+Patch shapes are fixed by the number of patches, so that results for a number of patches are compared to the bit
+over one, two and four stages; against one device they are compared where they must be equal: with inputs that stay
+the same from step to step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import diffusers
+import pytest
+import torch
+
+import ditmesh
+from ditmesh.strategies import patches
+from ditmesh.strategies.lazy import LazyPatches, whole_of
+from ditmesh.strategies.stages import balanced
+from support import more_pipelines
+from support.models import MAKERS, RAGGED, inputs, relative_error, sizes, tiny
+from support.pipelines import MAKERS as PIPELINES
+from support.pipelines import arguments, draw
+
+TOLERANCE = 1e-5
+# Why PipeFusion cannot run them.
+REFUSED = {
+    "LTX2": "two streams",
+    "LTX2 I2V": "two streams",
+    "LTX2 STG": "two streams",
+    "Sana": "convolution",
+    "Latte": "by turns",
+}
+CLASSES = [name for name in MAKERS if name not in REFUSED]
+
+
+def flat(output: Any) -> torch.Tensor:
+    """Everything a model returned, whole, as one vector."""
+    parts = [part for item in output for part in (item if isinstance(item, (list, tuple)) else [item])]
+    return torch.cat([whole_of(part).flatten() for part in parts])
+
+
+def size_of(name: str) -> Any:
+    """Two ragged samples; Lumina2, whose text comes before the picture, one."""
+    one, two = sizes(name).values()
+    return one if name == "Lumina2" else two
+
+
+def frozen(name: str, config: dict[str, Any], calls: int = 3) -> dict[str, Any]:
+    """The same inputs again and again: stale keys are then those of this step."""
+    model, made = tiny(name), inputs(name, size_of(name))
+    with torch.no_grad():
+        truth = flat(model(**made))
+        with ditmesh.parallelized(model, {**config, "warmup": "fixed(1)"}):
+            values = [flat(model(**made)) for _ in range(calls)]
+            log = ditmesh.engine_of(model).staleness.steps
+            synchronous = [record.synchronous for record in log]
+            moved = {**made, next(iter(made)): _other(next(iter(made.values())))}
+            stale = relative_error(flat(model(**moved)), truth)
+        again = flat(model(**made))
+    return {
+        "errors": [relative_error(value, truth) for value in values],
+        "synchronous": synchronous,
+        "values": values[-1],
+        "stale": stale,
+        "restored": torch.equal(again, truth),
+    }
+
+
+def _other(value: Any) -> Any:
+    return [one.flip(-1) for one in value] if isinstance(value, list) else value.flip(-1)
+
+
+def frozen_classes(names: list[str], config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {name: frozen(name, config) for name in names}
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_every_class_with_frozen_inputs_equals_one_device(ranks, part):
+    """Two stages, three patches, ragged masks; to the bit what one device computes with three patches."""
+    names = CLASSES[part::3]
+    alone = frozen_classes(names, {"patches": 3})
+    for results in ranks(2).run(frozen_classes, names, {"patches": 3, "pipe": 2}):
+        for name, result in results.items():
+            assert max(result["errors"]) <= TOLERANCE, name
+            assert result["synchronous"] == [True, False, False], name
+            assert torch.equal(result["values"], alone[name]["values"]), name
+            assert result["restored"], name
+            # The same comparison with other inputs: the patches were really computed.
+            assert result["stale"] > 100 * TOLERANCE, name
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_run_is_refused_by_name(name):
+    with pytest.raises(ditmesh.ConfigError, match=REFUSED[name]) as error:
+        ditmesh.parallelize(tiny(name), {"patches": 2})
+    assert type(tiny(name)).__name__ in str(error.value)
+
+
+def test_samples_with_text_of_different_lengths_before_the_picture():
+    model = tiny("Lumina2")
+    with (
+        torch.no_grad(),
+        ditmesh.parallelized(model, {"patches": 2}),
+        pytest.raises(ditmesh.InputError, match="different lengths"),
+    ):
+        model(**inputs("Lumina2", RAGGED))
+
+
+def without_keys(name: str) -> float:
+    """Error with frozen inputs when a patch sees its own keys only."""
+
+    def own(kept: Any, k: Any, v: Any, keys: Any, link: Any) -> Any:
+        whole = keep(kept, k, v, keys, link)
+        if link.patches > 1:
+            for tensor in whole:
+                tensor[:, :, : tensor.shape[2] // 2] = 0
+        return whole
+
+    keep = patches._keep
+    with mock.patch.object(patches, "_keep", own):
+        return max(frozen(name, {"patches": 2})["errors"])
+
+
+@pytest.mark.parametrize("name", ["DiT", "SD3", "Flux"])
+def test_keys_of_other_patches_matter(name):
+    assert without_keys(name) > 100 * TOLERANCE
+
+
+# --- pipelines and samplers ----------------------------------------------------------------------------------------
+
+SAMPLERS = {
+    "ddim": lambda: diffusers.DDIMScheduler(clip_sample=False),
+    "ddpm": lambda: diffusers.DDPMScheduler(clip_sample=False),
+    "dpm++ 1": lambda: diffusers.DPMSolverMultistepScheduler(solver_order=1),
+    "dpm++ 2": lambda: diffusers.DPMSolverMultistepScheduler(solver_order=2),
+    "dpm++ 3": lambda: diffusers.DPMSolverMultistepScheduler(solver_order=3),
+    "dpm++ sde": lambda: diffusers.DPMSolverMultistepScheduler(algorithm_type="sde-dpmsolver++"),
+    "euler": lambda: diffusers.EulerDiscreteScheduler(),
+    "unipc 2": lambda: diffusers.UniPCMultistepScheduler(solver_order=2),
+    "unipc 3": lambda: diffusers.UniPCMultistepScheduler(solver_order=3),
+}
+# pipeline -> scheduler in place of its own
+DRAWN: dict[str, tuple[str, Any]] = {
+    **{f"dit, {sampler}": ("dit", make) for sampler, make in SAMPLERS.items()},
+    "sd3, flow euler": ("sd3", None),
+    "sd3, flow heun": ("sd3", lambda: diffusers.FlowMatchHeunDiscreteScheduler()),
+    "flux, two branches": ("flux", None),
+    **{name: (name, None) for name in ("pixart", "wan", "qwen_image", "cogview4", "hunyuan_dit", "mochi", "z_image")},
+}
+
+
+def drawn(names: list[str], config: dict[str, Any], steps: int = 5) -> dict[str, tuple[Any, ...]]:
+    """Latents, flushes and synchronous steps of pipelines; each draws twice and must draw the same."""
+    found = {}
+    for name in names:
+        family, make = DRAWN[name]
+        pipe = PIPELINES[family]() if family in PIPELINES else more_pipelines.FAMILIES[family].make()
+        if make is not None:
+            pipe.scheduler = make()
+
+        def once(pipe: Any = pipe, family: str = family) -> torch.Tensor:
+            # DiT's pipeline lets its scheduler draw from torch's own generator.
+            torch.manual_seed(0)
+            if family in PIPELINES:
+                return draw(pipe, arguments(family, [1, 2], steps=steps))
+            return more_pipelines.draw(family, pipe, [1, 2], steps=steps)
+
+        with ditmesh.parallelized(pipe, {"warmup": "fixed(1)", **config}, timeout=60):
+            engine = ditmesh.engine_of(pipe)
+            latents = once()
+            flushes, log = engine.pipes[0].flushes, engine.staleness.steps
+            synchronous = [record.synchronous or record.filled > 0 for record in log]
+            again = once()
+        found[name] = (latents, flushes, synchronous, torch.equal(latents, again), type(latents) is torch.Tensor)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, tuple[Any, ...]]:
+    """Every pipeline on one device, four patches one after the other."""
+    return drawn(list(DRAWN), {"patches": 4})
+
+
+def test_unmodified_pipelines_and_samplers(ranks, alone):
+    """Two stages draw to the bit what a sweep over the patches on one device draws, and never wait for all patches."""
+    for results in ranks(2).run(drawn, list(DRAWN), {"patches": 4, "pipe": 2}):
+        for name, (latents, flushes, synchronous, repeats, plain) in results.items():
+            assert torch.equal(latents, alone[name][0]), name
+            # A DiT pipeline decodes before it returns: that one waits.
+            assert flushes == int(name.startswith("dit")), name
+            assert synchronous == [True] + [False] * (len(synchronous) - 1), name
+            assert len(synchronous) >= 5, name
+            assert (repeats, plain) == (True, True), name
+
+
+def test_four_stages(ranks, alone):
+    names = ["sd3, flow euler", "flux, two branches", "hunyuan_dit"]
+    for results in ranks(4).run(drawn, names[1:], {"patches": 4, "pipe": 4}):
+        for name in names[1:]:
+            assert torch.equal(results[name][0], alone[name][0]), name
+
+
+def test_the_number_of_patches_decides(alone):
+    """The control: other patches, or other warm-up, draw something else."""
+    name = "sd3, flow euler"
+    assert not torch.equal(drawn([name], {"patches": 3})[name][0], alone[name][0])
+    assert not torch.equal(drawn([name], {"patches": 4, "warmup": "fixed(2)"})[name][0], alone[name][0])
+
+
+def test_no_warm_up(ranks):
+    """Without a synchronous step the first patches attend to what there is; two stages still draw what one does."""
+    names = ["sd3, flow euler", "flux, two branches", "qwen_image"]
+    config = {"patches": 4, "warmup": "fixed(0)"}
+    one = drawn(names, config)
+    for results in ranks(2).run(drawn, names, {**config, "pipe": 2}):
+        for name in names:
+            assert torch.equal(results[name][0], one[name][0])
+            assert torch.isfinite(one[name][0]).all()
+            assert results[name][2] == [False] * 5
+
+
+def test_all_synchronous_is_exact(ranks):
+    pipe = PIPELINES["flux"]()
+    truth = draw(pipe, arguments("flux", [1, 2], steps=5))
+    config = {"patches": 4, "pipe": 2, "warmup": "fixed(5)"}
+    for results in ranks(2).run(drawn, ["flux, two branches"], config):
+        assert relative_error(results["flux, two branches"][0], truth) <= TOLERANCE
+
+
+class Rescaling:
+    """A callback that needs all patches, as guidance_rescale does in the pipelines that have it."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def __call__(self, pipe: Any, step: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
+        if step % 2:
+            latents = given["latents"]
+            self.seen.append(float(latents.std()))
+            given["latents"] = latents / latents.std()
+        return given
+
+
+def with_callback(config: dict[str, Any]) -> tuple[torch.Tensor, int, list[float]]:
+    pipe, callback = PIPELINES["sd3"](), Rescaling()
+    with ditmesh.parallelized(pipe, {"warmup": "fixed(1)", **config}, timeout=60):
+        latents = draw(pipe, arguments("sd3", [1, 2], steps=5, callback_on_step_end=callback))
+        return latents, ditmesh.engine_of(pipe).pipes[0].flushes, callback.seen
+
+
+def test_what_needs_the_whole_picture_waits_for_it(ranks):
+    """Exactly one wait in each of the two steps whose latents the callback looks at; the result stays right."""
+    latents, flushes, seen = with_callback({"patches": 4})
+    assert (flushes, len(seen)) == (2, 2)
+    for other, count, numbers in ranks(2).run(with_callback, {"patches": 4, "pipe": 2}):
+        assert torch.equal(other, latents)
+        assert (count, numbers) == (2, seen)
+
+
+def rescaled(config: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    """LTX with guidance_rescale: two standard deviations a step."""
+    pipe = more_pipelines.FAMILIES["ltx"].make()
+    made = {**more_pipelines.arguments("ltx", [1, 2], steps=4), "guidance_rescale": 0.7}
+    pipe.set_progress_bar_config(disable=True)
+    with torch.no_grad(), ditmesh.parallelized(pipe, {"warmup": "fixed(1)", **config}, timeout=60):
+        frames = pipe(**made).frames
+        return frames, ditmesh.engine_of(pipe).pipes[0].flushes
+
+
+def test_guidance_rescale_waits_in_every_stale_step(ranks):
+    frames, flushes = rescaled({"patches": 2})
+    assert flushes == 3 * 2
+    for other, count in ranks(2).run(rescaled, {"patches": 2, "pipe": 2}):
+        assert torch.equal(other, frames)
+        assert count == flushes
+
+
+def failing(rank: int) -> bool:
+    """A request that a callback ends in the middle, on all ranks; the next one draws what it always draws."""
+    pipe = PIPELINES["flux"]()
+
+    def stop(*args: Any) -> Any:
+        if args[1] == 3:
+            raise KeyError("enough")
+        return {}
+
+    with ditmesh.parallelized(pipe, {"pipe": 2, "patches": 4, "warmup": "fixed(1)"}, timeout=60):
+        first = draw(pipe, arguments("flux", [1, 2], steps=5))
+        with pytest.raises(KeyError):
+            draw(pipe, arguments("flux", [3, 4], steps=5, callback_on_step_end=stop))
+        return torch.equal(draw(pipe, arguments("flux", [1, 2], steps=5)), first)
+
+
+def test_a_request_that_fails_leaves_nothing_behind(ranks):
+    assert ranks(2).run(failing, 0) == [True, True]
+
+
+# --- other axes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", ["cfg", "data"])
+@pytest.mark.parametrize("name", ["sd3, flow euler", "flux, two branches"])
+def test_with_rows_and_branches_shared(ranks, axis, name):
+    # Branches run ahead from the second step on: one of their own, which has to be synchronous, too.
+    config = {"patches": 4, "warmup": "fixed(2)"}
+    truth = drawn([name], config)[name][0]
+    for results in ranks(4).run(drawn, [name], {**config, "pipe": 2, axis: 2}):
+        latents, flushes, *_ = results[name]
+        # Rows run by themselves: other shapes, other last bits.
+        assert relative_error(latents, truth) <= TOLERANCE
+        assert flushes == 0
+
+
+def test_branches_get_a_synchronous_step_when_they_are_shared_out(ranks):
+    """With one synchronous step asked for, the step in which the branches part is another one, on all ranks alike."""
+    name = "flux, two branches"
+    truth = drawn([name], {"patches": 4, "warmup": "fixed(2)"})[name][0]
+    for results in ranks(4).run(drawn, [name], {"patches": 4, "pipe": 2, "cfg": 2}):
+        latents, flushes, synchronous, *_ = results[name]
+        assert relative_error(latents, truth) <= TOLERANCE
+        assert (flushes, synchronous) == (0, [True, True, False, False, False])
+
+
+# --- sequence ranks inside a stage ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("axis", ["ulysses", "ring"])
+def test_every_patch_on_several_ranks(ranks, axis):
+    """A patch is cut again over the ranks of its stage; the order of keys is that of one device, patch by patch."""
+    names = ["DiT", "PixArt", "SD3", "Flux", "Flux2", "HunyuanVideo", "QwenImage", "Chroma"]
+    alone = frozen_classes(names, {"patches": 3})
+    for results in ranks(4).run(frozen_classes, names, {"patches": 3, "pipe": 2, axis: 2}):
+        for name, result in results.items():
+            assert max(result["errors"]) <= TOLERANCE, name
+            assert abs(result["stale"] - alone[name]["stale"]) <= TOLERANCE, name
+            assert result["restored"], name
+    drawn_alone = drawn(["sd3, flow euler", "flux, two branches"], {"patches": 3})
+    for results in ranks(4).run(drawn, list(drawn_alone), {"patches": 3, "pipe": 2, axis: 2}):
+        for name, (latents, flushes, *_) in results.items():
+            assert relative_error(latents, drawn_alone[name][0]) <= TOLERANCE, name
+            assert flushes == 0
+
+
+def transposed(config: dict[str, Any]) -> float:
+    """Error against one device when keys are kept rank by rank and not patch by patch."""
+
+    def rank_major(kept: Any, k: Any, v: Any, keys: Any, link: Any) -> Any:
+        if link.patches == 1 or kept.k_bhsd is None:
+            return keep(kept, k, v, keys, link)
+        half = k.shape[2] // 2
+        shift = link.patch * half
+        for whole, part in ((kept.k_bhsd, k), (kept.v_bhsd, v)):
+            place = whole.shape[2] // 2
+            whole.narrow(2, shift, half).copy_(part[:, :, :half])
+            whole.narrow(2, place + shift, half).copy_(part[:, :, half : 2 * half])
+        kept.seen = patches.written(kept.seen, link)
+        return kept.k_bhsd, kept.v_bhsd
+
+    keep = patches._keep
+    with mock.patch.object(patches, "_keep", rank_major):
+        return frozen("DiT", config)["errors"][1]
+
+
+def test_the_transposed_order_of_keys_is_noticed(ranks):
+    """The first patch after a synchronous step overwrites keys of others if its own go to the wrong places."""
+    for wrong in ranks(2).run(transposed, {"patches": 4, "ulysses": 2}):
+        assert wrong > 100 * TOLERANCE
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def traffic(patches: int, size: Any) -> dict[str, int]:
+    """Bytes that this rank sends in one stale step of Flux."""
+    model, made = tiny("Flux"), inputs("Flux", size, masks=False)
+    with torch.no_grad(), ditmesh.parallelized(model, {"pipe": 2, "patches": patches, "warmup": "fixed(1)"}):
+        for _ in range(2):
+            output = model(**made)[0]
+        counters = ditmesh.engine_of(model).mesh.traffic
+        counters.reset()
+        output = model(**made)[0]
+        sent = dict(counters.bytes_sent)
+        assert isinstance(output, LazyPatches)
+        output.settle()
+        return sent
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_bytes_of_a_step(ranks, count):
+    """All tokens once through the boundary (text once, not once a patch), all of the prediction once back."""
+    size = RAGGED
+    image, text, width, channels = size.image, size.text, 128, 16
+    first, last = ranks(2).run(traffic, count, size)
+    assert first == {"pipe": 4 * size.batch * (image + text) * width}
+    assert last == {"pipe_back": 4 * size.batch * image * channels}
+
+
+# --- stages --------------------------------------------------------------------------------------------------------
+
+
+def test_balanced_stages():
+    assert balanced([1] * 12, 2) == (6, 6)
+    assert balanced([1] * 12, 5) == (3, 3, 2, 2, 2)
+    assert balanced([4, 1, 1, 1, 1], 2) == (1, 4)
+    assert balanced([1, 1, 1, 9], 3) == (2, 1, 1)
+    assert balanced([3.0], 1) == (1,)
+    with pytest.raises(ditmesh.ConfigError, match="3 blocks cannot be shared by pipe=4"):
+        balanced([1, 1, 1], 4)
+    # Against all cuts, by brute force.
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        costs = torch.randint(1, 9, (7,), generator=generator).tolist()
+        best = min(max(sum(costs[:a]), sum(costs[a:b]), sum(costs[b:])) for a in range(1, 6) for b in range(a + 1, 7))
+        first, second, _ = balanced(costs, 3)
+        parts = costs[:first], costs[first : first + second], costs[first + second :]
+        assert max(map(sum, parts)) == best
