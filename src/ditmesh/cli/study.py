@@ -96,7 +96,9 @@ def study(
         raise InputError("ditmesh study simulates its devices; leave torchrun out")
     if jobs < 1:
         raise InputError(f"--jobs {jobs} runs nothing; use 1 or more")
-    info, steps, guidance, text_tokens = embedded_or(model, steps, guidance)
+    info, steps, guidance, text_tokens = embedded_or(
+        str(zoo.path(model)) if model in zoo.EMBEDDED else model, steps, guidance
+    )
     if not info.local:
         info = find_model(_download(info.name))
     asked = prompts

@@ -165,7 +165,7 @@ def _value(text: str) -> Any:
 def embedded_or(
     model: str | None, steps: int | None, guidance: float | None
 ) -> tuple[ModelInfo, int | None, float | None, int | None]:
-    """The model that was asked for; an embedded one (the default) with the settings it was trained for.
+    """The model that was asked for, ``emoji-sd3`` if none was; an embedded one with the settings it was trained for.
 
     Returns:
         What its files say, steps, guidance scale, and longest prompt in tokens.
@@ -173,7 +173,7 @@ def embedded_or(
     from .. import zoo
     from ..model_info import find_model
 
-    info = find_model(zoo.path(model or "emoji-sd3") if model is None or model in zoo.EMBEDDED else model)
+    info = find_model(zoo.path() if model is None else model)
     own = zoo.embedded(info.files)
     if own is None:
         return info, steps, guidance, None

@@ -82,9 +82,15 @@ ditmesh. See `LICENSE-DATA`.
 
 `python -m ditmesh.zoo.train_dit --out DIR --data DIR --size {kind}`: diffusion as in DDPM (Ho et al. 2020,
 arXiv:2006.11239) and DiT (Peebles and Xie 2022, arXiv:2212.09748), the velocity as prediction (Salimans and Ho
-2022, arXiv:2202.00512), AdamW, moving average of the weights, 10 % null class; the first {part_percent} % of the
-steps on {part} random tokens of each of {part_batch} pictures, the rest on all tokens of {whole_batch}.
-{notes}"""
+2022, arXiv:2202.00512), AdamW, moving average of the weights, 10 % null class; {tokens_seen}.
+{grown}{notes}"""
+
+GROWN = """
+It was not trained from nothing: it began as [`{small}`](../{small}/README.md) with each block doubled, the second of
+two as the identity (a network made deeper without a change of what it computes: Chen et al. 2015,
+arXiv:1511.05641), and all blocks were trained on for the steps and minutes above. So the two are two depths of a
+family, not two independent samples.
+"""
 
 
 def write(out: Path, record: dict[str, Any]) -> None:
@@ -139,15 +145,21 @@ def write(out: Path, record: dict[str, Any]) -> None:
         prediction=scheduler["prediction_type"],
         package=PACKAGE,
         version=VERSION,
-        part=recipe["part"],
-        part_batch=recipe["plan"]["batch"],
-        whole_batch=recipe["whole_batch"],
-        part_percent=round(100 * recipe["part_share"]),
+        tokens_seen=_tokens_seen(recipe),
+        grown=GROWN.format(small=recipe["grown_from"]) if recipe.get("grown_from") else "",
         looks=_paragraphs(record.get("looks", [])),
         notes=_paragraphs(record.get("notes", [])),
     )
     (out / "README.md").write_text(text, encoding="utf-8")
     (out / "LICENSE-DATA").write_text(DATA_LICENSE.format(package=PACKAGE, version=VERSION), encoding="utf-8")
+
+
+def _tokens_seen(recipe: dict[str, Any]) -> str:
+    whole = f"all tokens of {recipe['whole_batch']} pictures"
+    if not recipe["part_share"]:
+        return f"each step on {whole}"
+    share, batch = round(100 * recipe["part_share"]), recipe["plan"]["batch"]
+    return f"the first {share} % of the\nsteps on {recipe['part']} random tokens of each of {batch} pictures, the rest on {whole}"
 
 
 def _paragraphs(sentences: list[str]) -> str:

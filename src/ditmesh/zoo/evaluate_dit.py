@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,14 @@ def judge(drawn: np.ndarray, references: np.ndarray) -> tuple[np.ndarray, np.nda
     return found // references.shape[1], psnr(drawn, flat[found])
 
 
-def evaluate(model: Path, *, steps: int = STEPS, guidance: float = GUIDANCE, seed: int = 0) -> dict[str, Any]:
+def evaluate(
+    model: Path,
+    *,
+    steps: int = STEPS,
+    guidance: float = GUIDANCE,
+    seed: int = 0,
+    samplers: Iterable[str] = tuple(SAMPLERS),
+) -> dict[str, Any]:
     """Loads the exported model and draws every class with each sampler; returns the figures.
 
     Writes ``samples.png`` beside it: the classes in order, drawn with the model's own scheduler.
@@ -83,7 +91,7 @@ def evaluate(model: Path, *, steps: int = STEPS, guidance: float = GUIDANCE, see
         "seed": seed,
         "samplers": {},
     }
-    for sampler in SAMPLERS:
+    for sampler in samplers:
         pipe.scheduler = plain
         use_sampler(pipe, sampler)
         began = time.monotonic()

@@ -56,7 +56,7 @@ class Recipe:
 RECIPES: dict[str, Recipe] = {
     "s": Recipe(loop.Plan(steps=3600, batch=32, rate=1.5e-3, warmup=150, average=0.99), layers=6),
     "l": Recipe(
-        loop.Plan(steps=680, batch=32, rate=1e-3, warmup=50, cooldown=0.6, average=0.99),
+        loop.Plan(steps=600, batch=32, rate=1e-3, warmup=50, cooldown=0.6, average=0.99),
         layers=12,
         part_share=0.0,
         grown_from="emoji-dit-s",
