@@ -79,6 +79,8 @@ def test_a_failed_rank_ends_the_job_with_its_own_story(pool: RankPool, how: str,
         pool.run(on_rank.fail, 1, how)
     assert time.monotonic() - started < 10
     assert caught.value.rank == 1
+    # Whoever raised would raise again.
+    assert caught.value.lost == ((1,) if how in ("SIGKILL", "SIGSEGV", "leave") else ())
     assert f"rank 1 of 3 {said}" in str(caught.value)
     if how in ("raise", "SIGSEGV", "sys.exit", "unpicklable"):
         # Its own traceback: this file's line, not the barrier in which the others waited.
@@ -121,6 +123,7 @@ def test_a_collective_has_a_deadline_of_its_own() -> None:
             pool.run(on_rank.stay_away, 1)
         assert time.monotonic() - started < 12
         assert caught.value.rank == 0
+        assert caught.value.lost == (1,)
         # The rank that waited in vain, and where the other one was instead.
         assert "Timed out" in str(caught.value)
         assert "rank 1 was here" in str(caught.value)
@@ -176,6 +179,11 @@ def test_closing_ends_the_ranks_and_is_harmless_twice() -> None:
 def test_impossible_pools_are_refused(arguments: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         RankPool(**arguments)
+
+
+def test_every_rank_needs_a_gpu_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"gpus \[0, 2, 3\] are 3 for 2 ranks"):
+        RankPool(2, gpus=(0, 2, 3))
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

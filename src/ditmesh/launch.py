@@ -42,13 +42,7 @@ OnMessage = Callable[[int, Any], None]
 
 # Imported once in the fork server, so that every rank on the CPU starts with them: seconds instead of
 # seconds × ranks.
-PRELOAD = (
-    "ditmesh.fork_server",
-    "torch",
-    "torch.distributed",
-    "diffusers.pipelines.pipeline_utils",
-    "transformers.modeling_utils",
-)
+PRELOAD = ("torch", "torch.distributed", "diffusers.pipelines.pipeline_utils", "transformers.modeling_utils")
 
 # Seconds.
 START_LIMIT = 300.0  # for all ranks to import what they need and to find one another
@@ -671,11 +665,15 @@ def _rank_main(settings: _Settings, connection: Connection) -> None:
 
 def _follow_owner(settings: _Settings) -> None:
     """End this rank as soon as its owner has ended, however that happened and whatever this rank is doing."""
-    owner = multiprocessing.parent_process()
+    owner, server = multiprocessing.parent_process(), os.getppid()
     assert owner is not None
     owner.join()
     for folder in (settings.folder, *settings.folders):
         shutil.rmtree(folder, ignore_errors=True)
+    if settings.device == "cpu" and os.getppid() == server:
+        # The fork server has nobody left to serve. By itself it would take torch apart before it ends.
+        with contextlib.suppress(OSError):
+            os.kill(server, signal.SIGKILL)
     os._exit(1)
 
 

@@ -37,9 +37,7 @@ def doctor(
     if devices > 1:
         if device == "auto" and len(facts["gpus"]) < devices:
             device = "cpu"
-        with RankPool(
-            devices, device, threads=1, timeout=120.0, preload=("ditmesh.fork_server", "torch", "torch.distributed")
-        ) as pool:
+        with RankPool(devices, device, threads=1, timeout=120.0, preload=("torch", "torch.distributed")) as pool:
             facts["device"] = pool.device
             facts["transfers"] = as_data(measure_links(pool))
     if as_json:

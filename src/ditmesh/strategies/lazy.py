@@ -186,7 +186,7 @@ class LazyPatches(Tensor):
     _views: list[weakref.ref[LazyPatches]]
 
     # Python-level functions go straight to the dispatcher below.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(

@@ -62,17 +62,22 @@ class Memory:
 
 
 class Run(Protocol):
-    """One run of the transformer's forward, as the doors see it.
+    """One run of the transformer's forward, as the doors see it."""
 
-    Attributes:
-        memory: buffers of the branch; None while the model is only being looked at.
-        patches: how many patches the picture is cut into; 1 in a synchronous step.
-        patch: the one that is on its way.
-    """
+    @property
+    def memory(self) -> Memory | None:
+        """Buffers of the branch; None while the model is only being looked at."""
+        ...
 
-    memory: Memory | None
-    patches: int
-    patch: int
+    @property
+    def patches(self) -> int:
+        """How many patches the picture is cut into; 1 in a synchronous step."""
+        ...
+
+    @property
+    def patch(self) -> int:
+        """The one that is on its way."""
+        ...
 
     def tokens(self, region: Region) -> tuple[int, ...]:
         """Tokens of the region's image stream in every patch."""
@@ -299,7 +304,7 @@ class PatchParallel(SequenceParallel):
             link.begin_attention(kept, keys)
             if link.size == 1:
                 _keep_mask(kept, mask, keys)
-            mask = masks.everywhere(mask, queries, keys, self.link, mine)
+            mask = masks.everywhere(mask, queries, keys, self.link, mine)  # type: ignore[arg-type]
         heads = self._head_exchange(q_bhsd.shape[1])
         if ulysses.size > 1:
             ours, theirs = of_ranks(queries, mine), of_ranks(keys, mine)

@@ -460,7 +460,7 @@ class PipeFusion:
             return [_marked_tokens(look.entered[following.blocks], following.main.dim)]
         return [torch.isnan(leaf) for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor)]
 
-    def _looked(self, look: _Look, args: Any, kwargs: Any) -> Any:
+    def _looked(self, look: _Base, args: Any, kwargs: Any) -> Any:
         self.handler.start(look)
         try:
             return self._forward(*args, **kwargs)
@@ -513,7 +513,7 @@ class PipeFusion:
 
 
 class _Base:
-    """What all runs have in common: nothing is cut, every block is passed over."""
+    """A run that cuts nothing and leaves the blocks' streams as they come."""
 
     memory: Memory | None = None
     patches, patch = 1, 0
@@ -532,6 +532,9 @@ class _Base:
 
     def arrive(self, site: BlockSite, arguments: Arguments) -> None:
         pass
+
+    def block(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> Any:
+        return passed_over(site, arguments)
 
     def leave(self, site: BlockSite, output: Any) -> Any:
         return output
