@@ -275,7 +275,9 @@ def _heat_maps(page: Page, results: Results) -> None:
                 page.chart(chart, f"{title}: relative L2 distance of keys and values from the step before.")
             errors = first.get("attention_error")
             if errors:
-                values = {(block, str(int(s) + 1)): e for block, by in errors.items() for s, e in by.items()}
+                values = {
+                    (block, str(int(s) + 1)): e for block, by in errors.items() for s, e in by.items() if e is not None
+                }
                 columns = [str(step + 1) for step in range(first["evaluations"])]
                 chart = heat_map(
                     grid(values, _ordered(errors), columns), f"Error of attention, {title}", "step", "block"
