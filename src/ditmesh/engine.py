@@ -25,7 +25,7 @@ from .methods import replace_method
 from .request import PipelineDoor
 from .staleness.control import StalenessLog, StepControl
 from .staleness.drift import DriftMonitor
-from .staleness.policy import Adaptive
+from .staleness.policy import Adaptive, WarmupPolicy
 from .staleness.policy import parse as parse_warmup
 from .staleness.schedule import noise_levels
 from .strategies.balance import Balance
@@ -173,6 +173,17 @@ class Engine:
         """What was decided in every step of the latest request, and why; None when every step is exact."""
         source = self.control or self._steps
         return None if source is None else source.log
+
+    def use_policy(self, policy: WarmupPolicy) -> None:
+        """Let another policy decide, from the next request on: for studies of which steps matter. On all ranks alike.
+
+        Raises:
+            ConfigError: every step is exact.
+        """
+        source = self.control or self._steps
+        if source is None:
+            raise ConfigError(f"{self.config.describe()} has no stale steps to decide about; leave the policy out")
+        source.policy = policy
 
     def begin_request(self, steps: int | None = None) -> None:
         """A new request: nothing of the one before is seen any more. Pipelines do this by themselves.

@@ -15,6 +15,7 @@ from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
 from .replay import replay
+from .study import study
 from .verify import verify
 
 app = typer.Typer(
@@ -27,6 +28,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(verify)
+app.command()(study)
 app.command()(replay)
 app.command()(inspect)
 app.command()(doctor)

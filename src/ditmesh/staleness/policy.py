@@ -14,7 +14,7 @@ from typing import Protocol
 
 from ..errors import ConfigError
 
-FORMS = "'fixed(4)', 'sqrt(2)', 'periodic(5)', 'first_last(2, 1)' or 'adaptive(0.05)'"
+FORMS = "'fixed(4)', 'sqrt(2)', 'periodic(5)', 'first_last(2, 1)', 'adaptive(0.05)' or 'adaptive(0.05, 6)'"
 
 
 @dataclass(frozen=True)
@@ -134,12 +134,18 @@ class Adaptive:
     factor is that of the latest two steps. Before each step the policy looks ahead: of this and all coming steps
     those stay stale whose errors, smallest first, fit in the budget together with the errors already made. Where more
     than the budget is spent already, steps that add next to nothing stay stale. The first step is always synchronous.
+
+    Attributes:
+        budget: predicted error of the picture.
+        most: synchronous steps at most, the first one counted; they go where the predicted errors are largest. None:
+            as many as it takes.
     """
 
     budget: float
+    most: int | None = None
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
-        total = _total(outlook, f"adaptive({self.budget:g})")
+        total = _total(outlook, f"adaptive({self.budget:g}{'' if self.most is None else f', {self.most}'})")
         if step == 0:
             return Decision(True, "the first step")
         noise, others = outlook.noise or (), (outlook.devices - 1) / outlook.devices
@@ -157,6 +163,10 @@ class Adaptive:
         here, *coming = (factor * new * weight for new, weight in zip(news[step:], weights[step:], strict=True))
         error = sqrt(made + here**2 + sum(other**2 for other in coming if other <= here))
         what = f"predicted error {error:.3g} with this and all cheaper steps stale"
+        left = None if self.most is None else self.most - sum(before.synchronous for before in past)
+        if left is not None and sum(other > here for other in coming) >= left:
+            what = f"predicted error {here:.3g} of this step"
+            return Decision(False, f"{what}; the {self.most} synchronous steps are for worse ones", here)
         if error > max(self.budget, sqrt(made) * NEXT_TO_NOTHING):
             return Decision(True, f"{what}, above the budget {self.budget:g}", here)
         within = "within the budget" if error <= self.budget else "hardly more than is made already, above the budget"
@@ -231,4 +241,7 @@ def parse(text: str) -> WarmupPolicy:
         return FirstLast(whole[0], whole[1])
     if name == "adaptive" and len(numbers) == 1 and isfinite(numbers[0]) and numbers[0] > 0:
         return Adaptive(numbers[0])
+    counted = len(numbers) == 2 and whole[-1:] == numbers[1:] and numbers[1] >= 1
+    if name == "adaptive" and counted and isfinite(numbers[0]) and numbers[0] > 0:
+        return Adaptive(numbers[0], whole[-1])
     raise ConfigError(f"warmup={text!r} is not a warm-up policy; use {FORMS}, with numbers of steps from 0 up")

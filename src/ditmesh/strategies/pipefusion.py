@@ -92,12 +92,13 @@ class Steps:
         step: number of the step in progress, from 0; -1 before the first call.
         log: what was decided; `StepRecord.filled` counts the calls of a stale step that were synchronous because they
             had no keys of the step before.
+        policy: see above; may be replaced between requests.
     """
 
     def __init__(
         self, policy: WarmupPolicy, patches: int, noise: Callable[[], tuple[float, ...] | None] = lambda: None
     ) -> None:
-        self._policy = policy
+        self.policy = policy
         self._patches = patches
         self._ask_noise = noise
         self.begin_request()
@@ -116,7 +117,7 @@ class Steps:
         if self.step == 0:
             noise = self._ask_noise() if self._given is None else even_levels(self._given)
             self._outlook = Outlook(self._patches, noise)
-        decision = self._policy.decide(self.step, self._outlook, self._past)
+        decision = self.policy.decide(self.step, self._outlook, self._past)
         self._past.append(Past(decision.synchronous))
         self.log.steps.append(StepRecord(self.step, decision.synchronous, decision.reason))
 

@@ -1,0 +1,210 @@
+"""`ditmesh study`: what stale strategies cost in quality."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ..errors import InputError
+from .values import _download, embedded_or, parse_size, read_prompts
+
+if TYPE_CHECKING:
+    from ..study.plan import Cell, Plan
+
+# Captions that an embedded model is asked for when there are no prompts.
+PROMPTS = 4
+
+
+def study(
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT...", help="What to draw; captions of an embedded model.")
+    ] = None,
+    prompts_file: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE", help="More prompts, one a line.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="Folder or hub id of a diffusers pipeline, or the name of an embedded model.")
+    ] = "emoji-sd3",
+    devices: Annotated[str, typer.Option(metavar="2,4,8", help="Numbers of devices.")] = "2,4",
+    warmup: Annotated[
+        str,
+        typer.Option(
+            metavar="0,4,sqrt(2)", help="Warm-up policies; a number is so many synchronous steps at the beginning."
+        ),
+    ] = "0,1,2,4",
+    strategy: Annotated[
+        str, typer.Option(metavar="NAMES", help="Of displaced, pipefusion and naive.")
+    ] = "displaced,naive",
+    sampler: Annotated[
+        str,
+        typer.Option(metavar="NAMES", help="Such as ddim,dpm for a DDPM model, euler,heun for a flow; own: its own."),
+    ] = "own",
+    images: Annotated[int, typer.Option(help="Pictures of every prompt, each with a seed of its own.")] = 1,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps.", show_default="the model's, or 20")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Guidance scale.", show_default="the pipeline's")] = None,
+    size: Annotated[
+        str | None, typer.Option(metavar="WxH", help="Width and height in pixels.", show_default="the pipeline's")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the first picture.")] = 0,
+    batch: Annotated[int, typer.Option(help="Pictures drawn in one request, at most.")] = 8,
+    which_steps: Annotated[
+        bool,
+        typer.Option(
+            "--which-steps", help="Also make each single step synchronous, and each stale (first strategy and N)."
+        ),
+    ] = False,
+    detail: Annotated[
+        bool,
+        typer.Option(help="In the first request of each combination: errors of attention, and on the same latents."),
+    ] = True,
+    real: Annotated[
+        bool, typer.Option("--real", help="Also run the first request of each combination on real ranks, timed.")
+    ] = False,
+    target: Annotated[
+        float | None,
+        typer.Option(metavar="DB", help="PSNR the rule for the warm-up is for.", show_default="what all N reach"),
+    ] = None,
+    jobs: Annotated[int, typer.Option(help="Processes that run cells at the same time, one thread each.")] = 1,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Type of the weights.")] = "float32",
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What the model runs on.")] = "auto",
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder; what is finished there is not run again.")] = Path(
+        "study"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+) -> None:
+    """Measure what stale strategies cost in quality, for devices x warm-up x sampler x strategy.
+
+    N devices are simulated in one process, to the bit. Writes report.html, results.json and results.csv. A study that
+    was broken off goes on where it stood.
+
+    [bold]Examples[/bold]
+
+    ditmesh study "a red fox" --devices 2,4,8 --warmup 0,1,2,4,8 --steps 12
+
+    ditmesh study fox owl --model emoji-dit-s --sampler ddim,dpm --warmup "0,2,4,adaptive(0.05)" --images 4
+    """
+    from .. import zoo
+    from ..drawing import check_layout, class_numbers
+    from ..launch import from_torchrun, resolve_device
+    from ..model_info import find_model
+    from ..study import plan as planning
+
+    if from_torchrun():
+        raise InputError("ditmesh study simulates its devices; leave torchrun out")
+    if jobs < 1:
+        raise InputError(f"--jobs {jobs} runs nothing; use 1 or more")
+    info, steps, guidance, text_tokens = embedded_or(
+        str(zoo.path(model)) if model in zoo.EMBEDDED else model, steps, guidance
+    )
+    if not info.local:
+        info = find_model(_download(info.name))
+    asked = prompts
+    if not prompts and prompts_file is None and zoo.embedded(info.files) is not None:
+        asked = zoo.captions(info.files.name)[:PROMPTS]
+    words = read_prompts(asked, prompts_file)
+    steps = 20 if steps is None else steps
+    wanted = parse_size(size)
+    if wanted is not None:
+        info.check_size(*wanted)
+    kind = resolve_device(device, 1)
+    setup = planning.Setup(
+        model=str(info.files),
+        name=model,
+        weights=planning.weights_digest(info.files),
+        steps=steps,
+        guidance=guidance,
+        size=wanted,
+        max_sequence_length=text_tokens,
+        dtype=dtype,
+        device=kind,
+    )
+    plan = planning.make_plan(
+        setup,
+        info,
+        devices=planning.read_devices(devices),
+        warmups=planning.read_warmups(warmup, steps),
+        samplers=planning.split_list(sampler, "--sampler"),
+        strategies=planning.read_strategies(strategy),
+        prompts=words,
+        labels=class_numbers(words, info),
+        images=images,
+        seed=seed,
+        batch=batch,
+        which=which_steps,
+        detail=detail,
+        real=real,
+    )
+    check_layout(info)
+    result = _run(plan, out, jobs, target)
+    if as_json:
+        print(json.dumps(result, indent=1, allow_nan=False))
+    else:
+        _say(result)
+
+
+def _run(plan: Plan, out: Path, jobs: int, target: float | None) -> dict[str, Any]:
+    """Run what is missing and write everything."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from ..study.analysis import Results
+    from ..study.page import write
+    from ..study.store import Store
+    from ..study.work import run_cells
+
+    store = Store(out)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("loading", total=len(plan.cells))
+        there = sum(store.get(cell, plan.setup) is not None for cell in plan.cells)
+        progress.update(bar, completed=there)
+
+        def on_cell(cell: Cell | None, total: int) -> None:
+            if cell is None:
+                progress.advance(bar)
+            else:
+                progress.update(bar, description=cell.describe())
+
+        ran = run_cells(plan, store, jobs, on_cell)
+        progress.update(bar, description="writing")
+        cells = [found for cell in plan.cells if (found := store.get(cell, plan.setup)) is not None]
+        data = write(Results(plan, cells), out, target)
+    return {
+        "out": str(out),
+        "report": str(out / "report.html"),
+        "cells": len(plan.cells),
+        "ran": ran,
+        **{name: data[name] for name in ("findings", "table", "rules", "against_fixed", "single_steps")},
+    }
+
+
+def _say(result: dict[str, Any]) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..study.analysis import Mean
+
+    console = Console(highlight=False)
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
+    for name in ("sampler", "strategy", "N", "warm-up", "synchronous", "PSNR dB", "SSIM", "nearest picture"):
+        table.add_column(name, justify="left" if name in ("sampler", "strategy", "warm-up") else "right")
+    for row in result["table"]:
+        synchronous = row["synchronous"]["value"]
+        table.add_row(
+            row["sampler"],
+            row["strategy"],
+            str(row["devices"]),
+            row["warmup"],
+            "" if synchronous is None else f"{synchronous:.1f} of {row['evaluations']}",
+            Mean(**row["psnr"]).text(),
+            Mean(**row["ssim"]).text(4),
+            Mean(**row["right"]).text(3),
+        )
+    console.print(table)
+    for sentence in result["findings"]:
+        console.print(sentence, markup=False, soft_wrap=True)
+    console.print(result["report"], markup=False, soft_wrap=True)

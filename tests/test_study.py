@@ -1,0 +1,353 @@
+"""The study: cells on disk, measures that do not disturb, figures, and what they say."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ditmesh import zoo
+from ditmesh.cli.main import main
+from ditmesh.errors import ConfigError, InputError
+from ditmesh.model_info import find_model
+from ditmesh.study import analysis, plan, running, samplers
+from ditmesh.study.analysis import Mean, Results
+from ditmesh.study.store import Store
+
+MODEL = "emoji-dit-s"
+OPTIONS = ["fox", "rose", "--model", MODEL, "--devices", "2", "--steps", "3", "--sampler", "ddim"]
+SMALL = [*OPTIONS, "--warmup", "0,1,3,adaptive(0.001)", "--strategy", "displaced,naive", "--which-steps"]
+
+
+def study(capsys: pytest.CaptureFixture[str], out: Path, *options: str) -> dict[str, Any]:
+    main_without_leaving(["study", *options, "--out", str(out), "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def main_without_leaving(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    assert not left.value.code
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished study of one sampler, two strategies, four policies and single steps."""
+    out = tmp_path_factory.mktemp("study")
+    main_without_leaving(["study", *SMALL, "--out", str(out), "--json"])
+    return out
+
+
+def test_files(small):
+    data = json.loads((small / "results.json").read_text())
+    # One synchronous cell, 2 strategies x 4 policies, 3 sets of single steps: of three steps, one stale leaves two.
+    assert len(data["cells"]) == 1 + 8 + 3
+    assert len(data["table"]) == 8
+    rows = list(csv.DictReader((small / "results.csv").open()))
+    assert len(rows) == 2 * len(data["cells"])
+    assert all((small / "cells" / row["file"]).is_file() for row in rows)
+    page = (small / "report.html").read_text()
+    for section in ("What the figures say", "Quality", "Pictures", "Step by layer", "Which steps matter"):
+        assert f"<h2>{section}</h2>" in page
+    assert not re.findall(r'(?:src|href)="(?!data:)', page)
+    assert all(sentence in page.replace("&#x27;", "'") for sentence in data["findings"][:1])
+
+
+def test_quality(small):
+    """All steps synchronous: one device's picture. None: another one."""
+    table = json.loads((small / "results.json").read_text())["table"]
+    psnr = {(row["strategy"], row["warmup"]): row["psnr"]["value"] for row in table}
+    assert psnr["displaced", "fixed(3)"] > 90
+    assert psnr["naive", "fixed(3)"] > 90
+    assert psnr["naive", "fixed(0)"] < psnr["naive", "fixed(1)"] < 60
+    assert psnr["displaced", "fixed(0)"] < psnr["displaced", "fixed(1)"] < 60
+    assert all(row["right"]["value"] is not None for row in table)
+    assert [row["synchronous"]["value"] for row in table[:3]] == [0, 1, 3]
+
+
+def test_measures_by_step(small):
+    cells = json.loads((small / "results.json").read_text())["cells"]
+    found = {(c["cell"]["strategy"], c["cell"]["warmup"]): c for c in cells}
+    one = found["displaced", "fixed(1)"]
+    # The synchronous step is right, on its own trajectory and on the same latents; the stale ones are not.
+    assert max(one["prediction_error"][0]) < 1e-4 < 1e-3 < min(one["prediction_error"][1])
+    assert one["same_latents"][0] < 1e-4 < 1e-3 < min(one["same_latents"][1:])
+    blocks = one["attention_error"]
+    assert len(blocks) == 6
+    assert all(set(steps) == {"1", "2"} for steps in blocks.values())
+    # The first block sees the latents alone; what it attends to is stale all the same.
+    assert all(1e-4 < error < 1 for steps in blocks.values() for error in steps.values())
+    assert found["displaced", "fixed(3)"]["attention_error"] == {}
+    assert set(one["steps"][1]["drift"]) == set(blocks)
+
+
+def test_single_steps(small):
+    (single,) = json.loads((small / "results.json").read_text())["single_steps"]
+    assert single["steps"] == [2, 3]
+    assert all(gain["value"] > 0 for gain in single["gain"])
+    assert all(20 < left["value"] < 90 for left in single["psnr_with_one_stale"])
+
+
+def test_resumes(small, capsys):
+    again = study(capsys, small, *SMALL)
+    assert again["ran"] == 0
+    lines = (small / "cells.jsonl").read_bytes().splitlines(keepends=True)
+    table = again["table"]
+    # Broken off while the last line was being written.
+    (small / "cells.jsonl").write_bytes(b"".join(lines[:-1]) + lines[-1][:50])
+    again = study(capsys, small, *SMALL)
+    assert again["ran"] == 1
+    assert again["table"] == table
+    # A picture that is gone is drawn again, and a line in the middle that is no cell is nobody's study.
+    next((small / "cells").glob("*.png")).unlink()
+    assert study(capsys, small, *SMALL)["ran"] == 1
+    (small / "cells.jsonl").write_bytes(b"not a cell\n" + b"".join(lines))
+    with pytest.raises(SystemExit) as left:
+        main(["study", *SMALL, "--out", str(small)])
+    assert left.value.code == 2
+    assert "line 1 holds no cell" in capsys.readouterr().err
+    (small / "cells.jsonl").write_bytes(b"".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--devices", "2,x"], "'x' is not a number of devices"),
+        (["--devices", "1"], "'1' is not a number of devices"),
+        (["--devices", "500"], "500 devices are to share the 256 image tokens"),
+        (["--warmup", "soon"], "is not a warm-up policy"),
+        (["--warmup", ""], "is not a list"),
+        (["--strategy", "magic"], "'magic' is not a stale strategy; use displaced, pipefusion, naive"),
+        (["--sampler", "heun"], "does not draw with a DDPM model"),
+        (["--model", "emoji-sd3", "--sampler", "ddim"], "does not draw with a flow-matching model"),
+        (["--model", "./nowhere"], "no such folder"),
+        (["--images", "0"], "--images 0 draws nothing"),
+        (["--steps", "0"], "--steps 0 draws nothing"),
+        (["--batch", "0"], "--batch 0 draws nothing"),
+        (["--jobs", "0"], "--jobs 0 runs nothing"),
+        (["--seed", "-1"], "--seed -1 is out of range"),
+        (["--size", "big"], "is not WIDTHxHEIGHT"),
+    ],
+)
+def test_refuses(tmp_path, capsys, options, reason):
+    prompts = [] if "--model" in options else ["fox", "--model", MODEL]
+    with pytest.raises(SystemExit) as left:
+        main(["study", *prompts, "--out", str(tmp_path / "out"), *options])
+    said = capsys.readouterr().err
+    assert left.value.code == 2
+    assert reason in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_simulated_is_real(tmp_path, capsys):
+    """The study's simulation of two ranks draws what two ranks draw, to the bit; the ranks' times are told."""
+    options = [*OPTIONS, "--warmup", "1", "--strategy", "displaced", "--real", "--no-detail"]
+    data = study(capsys, tmp_path, *options)
+    results = json.loads((tmp_path / "results.json").read_text())
+    (real,) = [cell for cell in results["cells"] if cell["cell"]["real"]]
+    assert real["equal_to_simulation"]
+    assert len(real["ranks"]) == 2
+    assert all(0 < rank["in_collectives"] < rank["seconds"] for rank in real["ranks"])
+    # Every rank has half of the tokens.
+    assert {rank["bytes_sent"] for rank in real["ranks"]} == {real["ranks"][0]["bytes_sent"]}
+    assert any("has the same bits as the simulated one" in sentence for sentence in data["findings"])
+    (simulated,) = [c for c in results["cells"] if not c["cell"]["real"] and c["cell"]["strategy"] == "displaced"]
+    assert [p["psnr"] for p in simulated["pictures"]] == pytest.approx([p["psnr"] for p in real["pictures"]], abs=0.01)
+
+
+def test_taps_change_nothing(tmp_path):
+    folder = zoo.path(MODEL)
+    setup = plan.Setup(str(folder), MODEL, plan.weights_digest(folder), steps=2, guidance=3.0)
+    runner = running.Runner(setup, tmp_path)
+    cell = plan.Cell("ddim", ("fox",), (5,), (0,), "displaced", 2, "fixed(1)")
+    watched = plan.Cell(**{**vars(cell), "detail": True})
+    pipe = runner.pipe("ddim")
+    pictures = []
+    for some in (cell, watched):
+        with running.stale(pipe, some) as engine:
+            taps = running.Taps(pipe, engine)
+            if some.detail:
+                with taps:
+                    pictures.append(running.draw(pipe, setup, some)[0])
+            else:
+                pictures.append(running.draw(pipe, setup, some)[0])
+    assert np.array_equal(*pictures)
+    assert taps.attention_errors()
+    assert "forward" not in vars(pipe.transformer)
+    assert not pipe.transformer._forward_hooks
+    assert "step" not in vars(pipe.scheduler)
+
+
+def test_pipefusion(tmp_path, capsys):
+    """Patches in one process; the policy of single steps reaches them, and what they cannot do is refused."""
+    options = [*OPTIONS, "--strategy", "pipefusion", "--warmup", "1,3,steps(0 2)"]
+    data = study(capsys, tmp_path, *options)
+    one, every, given = data["table"]
+    assert [row["synchronous"]["value"] for row in data["table"]] == [1, 3, 2]
+    assert one["psnr"]["value"] < given["psnr"]["value"] < 90 < every["psnr"]["value"]
+    cells = json.loads((tmp_path / "results.json").read_text())["cells"]
+    (first,) = [cell for cell in cells if cell["cell"]["warmup"] == "fixed(1)"]
+    assert first["same_latents"][0] < 1e-4 < 1e-3 < min(first["same_latents"][1:])
+    with pytest.raises(SystemExit) as left:
+        main(["study", *OPTIONS, "--strategy", "pipefusion", "--warmup", "adaptive(0.1)", "--out", str(tmp_path)])
+    assert left.value.code == 2
+    assert "measures a drift that pipefusion does not" in capsys.readouterr().err
+
+
+def test_two_processes(tmp_path, capsys):
+    options = [*OPTIONS, "--warmup", "1,2", "--strategy", "naive", "--no-detail"]
+    both = study(capsys, tmp_path / "two", *options, "--jobs", "2")
+    one = study(capsys, tmp_path / "one", *options)
+    assert both["ran"] == one["ran"] == 3
+    assert both["table"] == one["table"]
+
+
+def test_lists():
+    assert plan.split_list("1,sqrt(2),first_last(2, 1)", "--warmup") == ["1", "sqrt(2)", "first_last(2, 1)"]
+    assert plan.read_warmups("0,20,40,sqrt(2),20", 16) == ("fixed(0)", "fixed(16)", "sqrt(2)")
+    assert plan.read_warmups("steps(0 2)", 16) == ("steps(0 2)",)
+    assert plan.read_devices("2, 8") == (2, 8)
+    with pytest.raises(InputError):
+        plan.split_list("1,,2", "--warmup")
+    with pytest.raises(ConfigError):
+        plan.read_warmups("steps(0, x)", 16)
+
+
+def test_keys_tell_settings_apart():
+    """Whatever changes the figures changes the key; where the model lies does not."""
+    setup = plan.Setup("/a", "a", "digest", steps=4)
+    cell = plan.Cell("ddim", ("fox",), (5,), (0,), "displaced", 2, "fixed(1)")
+    keys = {
+        cell.key(setup),
+        cell.key(plan.Setup("/a", "a", "other", steps=4)),
+        cell.key(plan.Setup("/a", "a", "digest", 5)),
+    }
+    for name, value in {"seeds": (6,), "devices": 4, "warmup": "fixed(2)", "strategy": "naive", "detail": True}.items():
+        keys.add(plan.Cell(**{**vars(cell), name: value}).key(setup))
+    assert len(keys) == 8
+    assert cell.key(plan.Setup("/b", "b", "digest", steps=4)) == cell.key(setup)
+
+
+@pytest.mark.parametrize("name", [*samplers.FLOW, *samplers.DDPM])
+def test_samplers(name):
+    """Every sampler can be set, keeps what the model was trained for, and `own` brings the model's own back."""
+    from types import SimpleNamespace
+
+    from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+
+    plain = {
+        "emoji-sd3": FlowMatchEulerDiscreteScheduler(shift=3.0),
+        MODEL: DDIMScheduler(prediction_type="v_prediction", timestep_spacing="trailing"),
+    }
+    for model, scheduler in plain.items():
+        table = samplers.FLOW if model == "emoji-sd3" else samplers.DDPM
+        if name not in table:
+            with pytest.raises(InputError):
+                samplers.check_sampler(name, zoo.path(model))
+            continue
+        samplers.check_sampler(name, zoo.path(model))
+        pipe = SimpleNamespace(scheduler=scheduler)
+        samplers.set_sampler(pipe, name, scheduler)
+        assert type(pipe.scheduler).__name__ == table[name][0]
+        if table is samplers.DDPM:
+            assert pipe.scheduler.config.prediction_type == "v_prediction"
+        else:
+            assert 3.0 in (pipe.scheduler.config.get("shift"), pipe.scheduler.config.get("flow_shift"))
+        samplers.set_sampler(pipe, "own", scheduler)
+        assert pipe.scheduler is scheduler
+
+
+def test_fit():
+    a, b, residual = analysis.fit_power({n: 1.5 * n**0.7 for n in (2, 4, 8, 16)}) or (0, 0, 1)
+    assert (a, b) == (pytest.approx(1.5, abs=1e-6), pytest.approx(0.7, abs=1e-6))
+    assert residual < 1e-6
+    base, spread = analysis.fit_root({n: 3 * sqrt(n) for n in (2, 4, 8)})
+    assert base == pytest.approx(3)
+    assert spread == pytest.approx(0, abs=1e-12)
+    # w = N is no root: what is left is told.
+    _, spread = analysis.fit_root({2: 2, 4: 4, 8: 8})
+    assert spread is not None
+    assert spread > 0.5
+    assert analysis.fit_power({4: 2.0}) is None
+    assert analysis.fit_power({2: 0.0, 4: 0.0}) is None
+    assert analysis.fit_root({}) == (None, None)
+
+
+def test_curves():
+    curve = {0: 20.0, 2: 30.0, 4: 29.0, 8: 40.0}
+    assert analysis.first_reaching(curve, 25) == 1
+    assert analysis.first_reaching(curve, 20) == 0
+    assert analysis.first_reaching(curve, 40) == 8
+    assert analysis.first_reaching(curve, 41) is None
+    assert analysis.interpolate(curve, 1) == 25
+    assert analysis.interpolate(curve, 8) == 40
+    assert analysis.interpolate(curve, 9) is None
+    assert analysis.mean([1.0, 3.0, None]) == Mean(2.0, 1.0, 2)
+    assert analysis.mean([None]) == Mean(None, None, 0)
+    assert analysis.mean([5]).error is None
+
+
+def made_up(psnr: dict[str, list[float]], synchronous: dict[str, int]) -> Results:
+    """A study of one strategy and N = 4 whose figures are given."""
+
+    def result(warmup: str, numbers: list[float], strategy: str = "displaced") -> dict[str, Any]:
+        cell = plan.Cell("own", ("fox",), (0,), (), strategy, 4 if strategy == "displaced" else 1, warmup)
+        pictures = [
+            {"file": "", "prompt": "fox", "seed": seed, "equal": False, "psnr": p, "ssim": 1.0, "perceptual": None}
+            | {"right": True}
+            for seed, p in enumerate(numbers)
+        ]
+        steps = [{"step": step, "synchronous": step < synchronous.get(warmup, 0)} for step in range(12)]
+        return {"cell": vars(cell), "evaluations": 12, "pictures": pictures, "steps": steps, "prediction_error": []}
+
+    setup = plan.Setup("", "", "", 12)
+    exact = result("", [100.0] * 4, plan.SYNCHRONOUS)
+    cells = [exact, *(result(warmup, numbers) for warmup, numbers in psnr.items())]
+    return Results(plan.Plan(setup, (), (4,), tuple(psnr), ("own",), ("displaced",)), cells)
+
+
+def test_policies_against_fixed_warmups():
+    """Beside the fixed warm-up with as many synchronous steps, picture by picture, interpolated where need be."""
+    results = made_up(
+        {
+            "fixed(2)": [30.0, 40.0, 30.0, 40.0],
+            "fixed(4)": [34.0, 44.0, 34.0, 44.0],
+            "adaptive(0.1)": [35.0, 45.1, 35.0, 45.1],
+            "periodic(4)": [29.0, 39.2, 29.0, 38.8],
+        },
+        {"fixed(2)": 2, "fixed(4)": 4, "adaptive(0.1)": 3, "periodic(4)": 2},
+    )
+    adaptive, periodic = results.against_fixed()
+    assert adaptive["fixed_psnr"]["value"] == 37
+    assert adaptive["difference"]["value"] == pytest.approx(3.05)
+    assert periodic["difference"]["value"] == pytest.approx(-1)
+    said = "\n".join(analysis.findings(results, {}))
+    assert re.search(r"adaptive\(0.1\).*Difference \+3.05 ± 0.03 dB: better", said)
+    assert re.search(r"periodic\(4\).*Difference -1.00 ± 0.08 dB: worse", said)
+    assert "warm-up helped" in said
+    # Prompts differ by 10 dB, which is no difference between two ways to draw them.
+    level = made_up({"fixed(2)": [30.0, 40.0], "fixed(4)": [31.0, 39.0]}, {"fixed(2)": 2, "fixed(4)": 4})
+    assert "warm-up made no difference that can be told" in "\n".join(analysis.findings(level, {}))
+
+
+def test_a_run_that_went_astray(tmp_path):
+    """What is not a number is kept as nothing, and no picture of it passes for an equal one."""
+    store = Store(tmp_path)
+    store.add({"key": "x", "pictures": [], "prediction_error": [[float("nan"), 1.0]], 3: float("inf")})
+    (line,) = (tmp_path / "cells.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"key": "x", "pictures": [], "prediction_error": [[None, 1.0]], "3": None}
+    assert analysis.mean([None, 1.0]) == Mean(1.0, None, 1)
+
+
+def test_models_without_training_pictures(tmp_path):
+    assert running.nearest_is_right(tmp_path, plan.Cell("own", ("fox",), (0,)), np.zeros((1, 8, 8, 3))) is None
+    info = find_model(zoo.path("emoji-sd3"))
+    cell = plan.Cell("own", ("something else",), (0,))
+    assert running.nearest_is_right(info.files, cell, np.zeros((1, 64, 64, 3))) is None
