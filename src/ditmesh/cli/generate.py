@@ -373,7 +373,7 @@ def _say(result: dict[str, Any]) -> None:
         markup=False,
     )
     for past in result.get("restarts", ()):
-        console.print(f"from step {past['step']} on {past['to']} instead of {past['from']}", markup=False)
+        console.print(f"restarted at step {past['step']}: {past['to']} ranks instead of {past['from']}", markup=False)
     if "compare" in result:
         facts = result["compare"]
         pixels = (
