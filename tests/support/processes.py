@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 import uuid
 from pathlib import Path
@@ -14,6 +15,11 @@ def marked(extra: dict[str, str]) -> tuple[str, dict[str, str]]:
     """A mark, and an environment that carries it to every process of the family."""
     mark = uuid.uuid4().hex
     return mark, {**os.environ, "OMP_NUM_THREADS": "1", **extra, MARK: mark}
+
+
+def hear_ctrl_c() -> None:
+    """For ``preexec_fn``: what a shell starts in the background is deaf to Ctrl-C, and so is what that starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def alive(pid: int) -> bool:
