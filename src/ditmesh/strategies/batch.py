@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..comm import Link
 from ..layout.arguments import Arguments, covers, parameter_names
 from ..methods import replace_method
+from ..staleness.clock import same
 from ..tiles import even_cut, offsets
 from .lazy import LazyPatches, Owners
 
@@ -117,7 +118,7 @@ class BatchParallel:
             return self._shared(arguments, self.rows)
         state, stateful = _state_of(self.model)
         seen = {**dict(arguments.leaves()), _STATE: state}
-        if not self._now.calls or not _same(seen.get("timestep"), self._now.calls[0].get("timestep")):
+        if not self._now.calls or not same(seen.get("timestep"), self._now.calls[0].get("timestep")):
             self._before, self._now = self._now, _Step()
             self._steps += 1
             # A cache remembers every branch by itself: each rank runs all of them, as one device does.
@@ -128,7 +129,7 @@ class BatchParallel:
         self._now.calls.append(seen)
         if number in self._now.ahead:
             predicted, output = self._now.ahead.pop(number)
-            if predicted.keys() == seen.keys() and all(_same(seen[path], predicted[path]) for path in seen):
+            if predicted.keys() == seen.keys() and all(same(seen[path], predicted[path]) for path in seen):
                 return output
         sequential = bool(self._now.ahead) or number > 0
         return self._shared(arguments, self.data if sequential else self.rows, number)
@@ -150,7 +151,7 @@ class BatchParallel:
         for call in step.calls[1:]:
             if call.keys() != first.keys():
                 return []
-            differing = {path: value for path, value in call.items() if not _same(value, first[path])}
+            differing = {path: value for path, value in call.items() if not same(value, first[path])}
             if not differing or any(path == _STATE or covers(main, path) for path in differing):
                 return []
             differences.append(differing)
@@ -373,11 +374,3 @@ def _takes_halves(model: nn.Module) -> bool:
     """
     hooks = getattr(getattr(model, "_diffusers_hook", None), "hooks", {})
     return any(getattr(hook, "is_guidance_distilled", None) is False for hook in hooks.values())
-
-
-def _same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
-    return type(a) is type(b) and not isinstance(a, Tensor) and a == b
