@@ -107,6 +107,26 @@ def seconds(config: dict[str, Any] | None, runs: int) -> float:
         return timed_forward(runs)
 
 
+def show(what: str, times: dict[str, list[float]], baseline: str, out: Path | None) -> None:
+    """Print the paired ratios as a table, and the machine; write every figure to ``out`` if it is given."""
+    machine = describe_machine()
+    ratios = {name: [b / t for b, t in zip(times[baseline], values, strict=True)] for name, values in times.items()}
+    table = Table(title=f"Flux class, 8 heads x 64, 4 + 8 blocks, {SIDE * SIDE} + {TEXT} tokens, {what}")
+    for column in ("", "median s", "speed-up, median", "min", "max"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, values in times.items():
+        r = ratios[name]
+        table.add_row(
+            name, f"{statistics.median(values):.3f}", f"{statistics.median(r):.3f}x", f"{min(r):.3f}", f"{max(r):.3f}"
+        )
+    console = Console()
+    console.print(table)
+    console.print(machine["text"])
+    if out:
+        speedup = {name: statistics.median(r) for name, r in ratios.items()}
+        out.write_text(json.dumps({"machine": machine, "model": MODEL, "seconds": times, "speedup": speedup}, indent=1))
+
+
 def main() -> None:
     """Measure and print."""
     from ditmesh.launch import RankPool
@@ -117,7 +137,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every figure here")
     options = parser.parse_args()
 
-    console = Console()
     pools = {shape: RankPool(shape[0], threads=shape[1]) for shape in sorted({c[:2] for c in CONTENDERS.values()})}
     times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for _ in range(options.repeats):
@@ -126,26 +145,7 @@ def main() -> None:
     for pool in pools.values():
         pool.close()
 
-    machine = describe_machine()
-    ratios = {name: [b / t for b, t in zip(times[BASELINE], times[name], strict=True)] for name in CONTENDERS}
-    table = Table(title=f"Flux class, 8 heads x 64, 4 + 8 blocks, {SIDE * SIDE} + {TEXT} tokens, float32")
-    for column in ("", "median s", "speed-up, median", "min", "max"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, values in times.items():
-        r = ratios[name]
-        table.add_row(
-            name, f"{statistics.median(values):.3f}", f"{statistics.median(r):.3f}x", f"{min(r):.3f}", f"{max(r):.3f}"
-        )
-    console.print(table)
-    console.print(machine["text"])
-    result = {
-        "machine": machine,
-        "model": MODEL,
-        "seconds": times,
-        "speedup": {name: statistics.median(r) for name, r in ratios.items()},
-    }
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
+    show("float32", times, BASELINE, options.json)
 
 
 if __name__ == "__main__":

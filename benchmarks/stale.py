@@ -13,18 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from exact import MODEL, SIDE, TEXT, benchmark_inputs, benchmark_model, mesh_of
-from machine import describe_machine
+from exact import benchmark_inputs, benchmark_model, mesh_of, show
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every figure here")
     options = parser.parse_args()
 
-    console = Console()
     pools = {ranks: RankPool(ranks, threads=1) for ranks in sorted({contender.ranks for contender in CONTENDERS})}
     times: dict[str, list[float]] = {contender.name: [] for contender in CONTENDERS}
     for _ in range(options.repeats):
@@ -108,27 +103,7 @@ def main() -> None:
     for pool in pools.values():
         pool.close()
 
-    machine = describe_machine()
-    base = times[BASELINE.name]
-    ratios = {name: [b / t for b, t in zip(base, values, strict=True)] for name, values in times.items()}
-    table = Table(title=f"Flux class, 8 heads x 64, 4 + 8 blocks, {SIDE * SIDE} + {TEXT} tokens, float32: one step")
-    for column in ("", "median s", "speed-up, median", "min", "max"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, values in times.items():
-        r = ratios[name]
-        table.add_row(
-            name, f"{statistics.median(values):.3f}", f"{statistics.median(r):.3f}x", f"{min(r):.3f}", f"{max(r):.3f}"
-        )
-    console.print(table)
-    console.print(machine["text"])
-    result = {
-        "machine": machine,
-        "model": MODEL,
-        "seconds": times,
-        "speedup": {name: statistics.median(r) for name, r in ratios.items()},
-    }
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
+    show("float32: one step", times, BASELINE.name, options.json)
 
 
 if __name__ == "__main__":
