@@ -63,6 +63,8 @@ class ParallelConfig(BaseModel):
         tiles: pieces that the picture's tokens are cut into in reproducible mode; part of what decides the bits.
         compile: compile every block with this `torch.compile` backend (``"inductor"``, ``"eager"``), as one graph
             without breaks; communication stays outside the graph.
+        shared_memory: between ranks on the CPUs of one host tensors travel through memory they share; False: over the
+            process group, as between hosts.
         strict: refuse, by name, a tensor or integer argument of a block that follows the token count and is
             not in the model's layout. Without it such an argument is passed on whole.
 
@@ -87,6 +89,7 @@ class ParallelConfig(BaseModel):
     text: TextPolicy = "auto"
     inputs: InputPolicy = "broadcast"
     compile: str | None = None
+    shared_memory: bool = True
     strict: bool = True
 
     def __init__(self, **data: Any) -> None:

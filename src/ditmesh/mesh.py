@@ -10,12 +10,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .comm import Link, Traffic
+from .comm import Link, SharedChannel, SharedMemory, Traffic
 from .config import AXES, ParallelConfig
 from .errors import ConfigError
 
 # Seconds a collective may wait for a rank that does not come.
 DEFAULT_DEADLINE = 600.0
+# Links of a mesh.
+LINKS = 10
 
 
 class Mesh:
@@ -71,6 +73,10 @@ class Mesh:
         self.rank = dist.get_rank() if initialised else 0
         self.world_size = world_size
         self._deadline = timedelta(seconds=timeout)
+        self._links = 0
+        self._memory: SharedMemory | None = None
+        if config.shared_memory and world_size > 1 and self.device.type == "cpu":
+            self._memory = SharedMemory(LINKS, self._deadline)
         self._ranks = torch.arange(world_size).reshape(tuple(config.degrees.values()))
         self.world = self._link("world", AXES)
         self.batch = self._link("batch", ("data", "cfg"))
@@ -104,10 +110,17 @@ class Mesh:
                     assert isinstance(group, dist.ProcessGroup)
                     mine = group
                     self._groups.append(group)
-        return Link(name, mine, members, members.index(self.rank), self.traffic)
+        number, self._links = self._links, self._links + 1
+        shared = None
+        if self._memory is not None and self._memory.joins(members):
+            shared = SharedChannel(self._memory, number, members)
+        return Link(name, mine, members, members.index(self.rank), self.traffic, shared)
 
     def close(self) -> None:
-        """Give the process groups back. A collective call; the default process group stays."""
+        """Give process groups and shared memory back. A collective call; the default process group stays."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
         while self._groups:
             dist.destroy_process_group(self._groups.pop())
 

@@ -150,22 +150,29 @@ def reference(name: str, size: Size, steps: int, ranks: int) -> list[Tensor]:
 
 @contextmanager
 def counted_waits() -> Iterator[list[str]]:
-    """What happens on the wire, in order: ``post``, ``arrive``, ``exchange``."""
+    """What happens on the wire, in order: ``post``, ``arrive``, ``exchange`` (whatever it consists of)."""
     from ditmesh.comm import Arriving
 
     events: list[str] = []
-    post, wait, exchange = Link.post, Arriving.wait, Link.exchange
+    inside: list[str] = []
+    post, wait, share, exchange = Link.post, Arriving.wait, Link.share, Link.exchange
 
     def noted(name, function):
         def call(*args, **kwargs):
-            events.append(name)
-            return function(*args, **kwargs)
+            if not inside:
+                events.append(name)
+            inside.append(name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                inside.pop()
 
         return call
 
     with (
         mock.patch.object(Link, "post", noted("post", post)),
         mock.patch.object(Arriving, "wait", noted("arrive", wait)),
+        mock.patch.object(Link, "share", noted("exchange", share)),
         mock.patch.object(Link, "exchange", noted("exchange", exchange)),
     ):
         yield events

@@ -51,7 +51,6 @@ def ring_attention(
         arriving = None
         if step + 1 < link.size:
             incoming = lengths[(block - 1) % link.size]
-            k, v = k.contiguous(), v.contiguous()
             # Posted before the computation below, waited for after it: the transfer hides behind attention.
             arriving = link.shift((k, v), [(batch, heads, incoming, dim)] * 2)
         keys, values = k, v

@@ -2,6 +2,7 @@
 
 from .compression import Cast, Codec, codec
 from .link import Arriving, Link
+from .shared import SharedChannel, SharedMemory
 from .traffic import Traffic
 
-__all__ = ["Arriving", "Cast", "Codec", "Link", "Traffic", "codec"]
+__all__ = ["Arriving", "Cast", "Codec", "Link", "SharedChannel", "SharedMemory", "Traffic", "codec"]

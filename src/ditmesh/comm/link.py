@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from math import prod
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .shared import SharedChannel
 from .traffic import Traffic
 
 
@@ -18,12 +19,25 @@ class Arriving:
 
     Holds every work handle and every buffer of the transfer until `wait`: gloo hangs when a send's handle is
     dropped, and a buffer must outlive its transfer.
+
+    Args:
+        works: handles of the transfers.
+        received: what they receive into.
+        sent: what they send.
+        messages: functions that wait for a message and return its tensors, which come after ``received``.
     """
 
-    def __init__(self, works: Sequence[dist.Work], received: list[Tensor], sent: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        works: Sequence[dist.Work],
+        received: Sequence[Tensor],
+        sent: Sequence[Tensor],
+        messages: Sequence[Callable[[timedelta | None], list[Tensor]]] = (),
+    ) -> None:
         self._works = list(works)
-        self._received = received
+        self._received = list(received)
         self._sent = list(sent)
+        self._messages = list(messages)
 
     def wait(self, timeout: timedelta | None = None) -> list[Tensor]:
         """Block until the tensors are here (on CUDA: until the current stream may use them).
@@ -38,6 +52,8 @@ class Arriving:
             else:
                 work.wait(timeout)
         self._sent.clear()
+        while self._messages:
+            self._received += self._messages.pop(0)(timeout)
         return self._received
 
 
@@ -48,6 +64,8 @@ class Link:
         name: the axis, under which bytes are counted.
         ranks: global ranks of the group, in axis order.
         rank, size: this rank's place in the group, and the group's size. A group of one never communicates.
+
+    Tensors travel through shared memory where ``shared`` is given, else over the process group.
     """
 
     def __init__(
@@ -57,6 +75,7 @@ class Link:
         ranks: Sequence[int],
         rank: int,
         traffic: Traffic,
+        shared: SharedChannel | None = None,
     ) -> None:
         self.name = name
         self.group = group
@@ -64,6 +83,13 @@ class Link:
         self.rank = rank
         self.size = len(ranks)
         self.traffic = traffic
+        self._channel = shared
+        self._others = [peer for peer in range(self.size) if peer != rank]
+
+    @property
+    def _shared(self) -> SharedChannel | None:
+        # A compiled graph holds collectives of the process group, which the compiler knows.
+        return None if torch.compiler.is_compiling() else self._channel
 
     def exchange(
         self, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
@@ -83,6 +109,15 @@ class Link:
             return [[] for _ in outgoing]
         me = self.rank
         sample = outgoing[me][0]
+        if (shared := self._shared) is not None:
+            for peer in self._others:
+                shared.send(outgoing[peer], [peer])
+            self.traffic.add(self.name, sum(t.nbytes for peer in self._others for t in outgoing[peer]))
+            messages = [
+                None if peer == me else shared.expect([(shape, sample.dtype) for shape in wanted], peer)
+                for peer, wanted in enumerate(shapes)
+            ]
+            return [list(outgoing[me]) if message is None else message(None) for message in messages]
         in_splits = [0 if peer == me else sum(t.numel() for t in parts) for peer, parts in enumerate(outgoing)]
         out_splits = [0 if peer == me else sum(map(prod, wanted)) for peer, wanted in enumerate(shapes)]
         # One message per peer: the tensors for it lie one after the other.
@@ -119,8 +154,27 @@ class Link:
         if self.size == 1:
             return piece
         shapes = [[(*piece.shape[:dim], length, *piece.shape[dim + 1 :])] for length in lengths]
-        parts = self.exchange([[piece]] * self.size, shapes)
+        parts = self.share([piece], shapes)
         return torch.cat([part for (part,) in parts], dim=dim)
+
+    def share(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Tensor]]:
+        """Every rank's tensors, on every rank.
+
+        Args:
+            tensors: this rank's, any strides; all of one dtype.
+            shapes: shapes of every rank's tensors.
+
+        Returns:
+            What `exchange` returns when all ranks get the same.
+        """
+        if self._shared is None or self.size == 1:
+            return self.exchange([tensors] * self.size, shapes)
+        incoming = [[tensors[0].new_empty(shape, device="meta") for shape in wanted] for wanted in shapes]
+        received = iter(self.post(tensors, incoming).wait())
+        return [
+            list(tensors) if peer == self.rank else [next(received) for _ in wanted]
+            for peer, wanted in enumerate(shapes)
+        ]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of all ranks' tensors, the same bits on every rank.
@@ -135,17 +189,43 @@ class Link:
         if self.size == 1:
             return tensor
         tensor = tensor.contiguous()
-        dist.all_reduce(tensor, group=self.group)
+        if (shared := self._shared) is None:
+            dist.all_reduce(tensor, group=self.group)
+        else:
+            self._sum(tensor.view(-1), shared)
         self.traffic.add(self.name, 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size)
         return tensor
+
+    def _sum(self, flat: Tensor, shared: SharedChannel) -> None:
+        """All-reduce in two moves: every rank adds up its part of the tensor, in rank order, and passes it on."""
+        parts = flat.tensor_split(self.size)
+        mine = parts[self.rank]
+        for peer in self._others:
+            shared.send([parts[peer]], [peer])
+        spec = [(tuple(mine.shape), mine.dtype)]
+        coming = {peer: shared.expect(spec, peer) for peer in self._others}
+        summands = [mine.clone() if peer == self.rank else coming[peer](None)[0] for peer in range(self.size)]
+        torch.add(summands[0], summands[1], out=mine)
+        for summand in summands[2:]:
+            mine += summand
+        shared.send([mine], self._others)
+        sums = {peer: shared.expect([(tuple(parts[peer].shape), flat.dtype)], peer) for peer in self._others}
+        for peer, message in sums.items():
+            parts[peer].copy_(message(None)[0])
 
     def shift(self, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Arriving:
         """Send ``tensors`` to the next rank of the ring, receive as many from the previous one; returns at once.
 
         Args:
-            tensors: contiguous tensors; they must not be written to before `Arriving.wait` returns.
+            tensors: any strides; they must not be written to before `Arriving.wait` returns.
             shapes: shapes of what the previous rank sends, in the same order; dtypes are those of ``tensors``.
         """
+        if (shared := self._shared) is not None and self.size > 1:
+            shared.send(tensors, [(self.rank + 1) % self.size])
+            self.traffic.add(self.name, sum(t.nbytes for t in tensors))
+            specs = [(shape, t.dtype) for t, shape in zip(tensors, shapes, strict=True)]
+            return Arriving([], [], [], [shared.expect(specs, (self.rank - 1) % self.size)])
+        tensors = [tensor.contiguous() for tensor in tensors]
         following = self.ranks[(self.rank + 1) % self.size]
         previous = self.ranks[(self.rank - 1) % self.size]
         received = [t.new_empty(shape) for t, shape in zip(tensors, shapes, strict=True)]
@@ -161,15 +241,27 @@ class Link:
         """Send tensors to one rank of the group; returns at once.
 
         Args:
-            tensors: contiguous, not to be written to before `Arriving.wait` returns. Empty ones are not sent.
+            tensors: any strides, not to be written to before `Arriving.wait` returns. Empty ones are not sent.
             to: rank in the group. It calls `receive` with the same shapes, in the same order.
         """
+        if (shared := self._shared) is not None:
+            shared.send(tensors, [to])
+            self.traffic.add(self.name, sum(t.nbytes for t in tensors))
+            return Arriving([], [], [])
+        tensors = [tensor.contiguous() for tensor in tensors]
         works = [dist.isend(t, self.ranks[to], group=self.group) for t in tensors if t.numel()]
         self.traffic.add(self.name, sum(t.numel() * t.element_size() for t in tensors))
         return Arriving([work for work in works if work is not None], [], tensors)
 
     def receive(self, tensors: Sequence[Tensor], source: int) -> Arriving:
-        """Receive what a rank of the group sends, into ``tensors``; returns at once."""
+        """Receive what a rank of the group sends; returns at once.
+
+        Args:
+            tensors: of the shapes and dtypes of what comes. They may take it: look at what `Arriving.wait` returns.
+            source: rank in the group.
+        """
+        if (shared := self._shared) is not None:
+            return Arriving([], [], [], [shared.expect([(tuple(t.shape), t.dtype) for t in tensors], source)])
         works = [dist.irecv(t, self.ranks[source], group=self.group) for t in tensors if t.numel()]
         return Arriving([work for work in works if work is not None], list(tensors), ())
 
@@ -190,17 +282,23 @@ class Link:
         return tensor
 
     def post(self, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Arriving:
-        """Send the same tensors to every other rank, receive into buffers; returns at once.
+        """Send the same tensors to every other rank, receive theirs; returns at once.
 
         Args:
-            outgoing: contiguous tensors; they must not be written to before `Arriving.wait` returns.
-            incoming: for every rank of the group the contiguous tensors that take what it sends, as many and of the
-                shapes and dtypes that it gives for ``outgoing``; this rank's own entry is not looked at.
+            outgoing: any strides; they must not be written to before `Arriving.wait` returns.
+            incoming: for every rank of the group contiguous tensors of the shapes and dtypes that it gives for
+                ``outgoing``. They may take what it sends; this rank's own entry is not looked at.
 
         Returns:
-            The transfer; its tensors are those of ``incoming``, rank by rank.
+            The transfer; its tensors are what the other ranks sent, rank by rank.
         """
-        peers = [peer for peer in range(self.size) if peer != self.rank]
+        peers = self._others
+        if (shared := self._shared) is not None:
+            shared.send(outgoing, peers)
+            self.traffic.add(self.name, len(peers) * sum(t.nbytes for t in outgoing))
+            specs = [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in incoming]
+            return Arriving([], [], [], [shared.expect(specs[peer], peer) for peer in peers])
+        outgoing = [tensor.contiguous() for tensor in outgoing]
         received = [tensor for peer in peers for tensor in incoming[peer]]
         # Empty tensors are not sent: both sides know the shapes, and not every backend carries zero bytes.
         operations = [

@@ -320,7 +320,7 @@ def _exchanged(output: Any, link: Link) -> list[Any]:
     def exchange(tensor: Tensor) -> Tensor:
         def parts_of(tensor: Tensor) -> list[Tensor]:
             tensor = tensor.contiguous()
-            parts = link.exchange([[tensor]] * link.size, [[tuple(tensor.shape)]] * link.size)
+            parts = link.share([tensor], [[tuple(tensor.shape)]] * link.size)
             return [part for (part,) in parts]
 
         if isinstance(tensor, LazyPatches) and tensor.settled is None:

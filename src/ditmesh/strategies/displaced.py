@@ -199,7 +199,7 @@ class _Buffer:
         self._keys, self._rows = list(keys), rows
         self._ring = ring
         self._arriving: Arriving | None = None
-        self._packed: tuple[Codec, list[Tensor]] | None = None
+        self._packer: Codec | None = None
         # Of every rank, its tokens' places; streams that all ranks hold whole are nobody's to send.
         self._slots: list[list[Tensor]] = [[] for _ in range(ring.size)]
         self._own: list[Tensor] = []
@@ -244,19 +244,15 @@ class _Buffer:
             [] if rank == self._ring.rank else [packer.empty(_joined(slots), self.whole.device)]
             for rank, slots in enumerate(self._slots)
         ]
-        self._arriving = self._ring.post([outgoing], incoming)
-        self._packed = (packer, [flat for part in incoming for flat in part])
+        self._arriving, self._packer = self._ring.post([outgoing], incoming), packer
 
     def arrive(self) -> None:
         """Wait for what was posted, if it is still on its way."""
         arriving, self._arriving = self._arriving, None
-        packed, self._packed = self._packed, None
-        if arriving is not None:
-            arriving.wait()
-        if packed is not None:
-            packer, received = packed
+        packer, self._packer = self._packer, None
+        if arriving is not None and packer is not None:
             peers = [slots for rank, slots in enumerate(self._slots) if rank != self._ring.rank]
-            for slots, flat in zip(peers, received, strict=True):
+            for slots, flat in zip(peers, arriving.wait(), strict=True):
                 tokens = packer.decode(flat, _joined(slots))
                 for slot, part in zip(slots, tokens.split([slot.shape[0] for slot in slots]), strict=True):
                     slot.copy_(part)

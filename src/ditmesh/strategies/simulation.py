@@ -66,11 +66,10 @@ class VirtualLink(Link):
         """See `Link.post`. What is sent is there at once: nobody may look before `Arriving.wait`."""
         self.traffic.add(self.name, (self.size - 1) * sum(t.numel() * t.element_size() for t in outgoing))
         # All have posted before anybody goes on, so nobody overwrites what another one has still to take.
-        for peer, sent in enumerate(ask(("post", outgoing))):
-            for slot, tensor in zip(incoming[peer] if peer != self.rank else (), sent, strict=False):
-                slot.copy_(tensor)
+        everyone: list[Any] = ask(("post", outgoing))
+        received = [_copy(t) for peer, sent in enumerate(everyone) if peer != self.rank for t in sent]
         ask(("taken", None))
-        return Arriving([], [], [])
+        return Arriving([], received, [])
 
 
 class VirtualMesh(Mesh):

@@ -401,7 +401,7 @@ class TiledSequence(SequenceParallel):
             [(batch, heads, segment.total, dim) for segment in streams if not segment.replicated] * 2
             for streams in by_group
         ]
-        received = ring.exchange([pieces] * ring.size, shapes)
+        received = ring.share(pieces, shapes)
         whole: list[Tensor] = []
         slot = 0
         for tensor in (k, v):

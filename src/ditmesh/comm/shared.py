@@ -1,0 +1,310 @@
+"""Messages between processes of one host, through memory that all of them see.
+
+Through a socket a message is packed by the sender, copied into the kernel and out of it again, and by threads that
+take their time from the cores the ranks compute on. Here the sender packs it into a piece of shared memory, and the
+receiver reads it where it lies. The memory is anonymous (``memfd_create``) and reached through
+``/proc/PID/fd/N``: it has no name that could be left behind, whatever ends a process.
+
+A rank's memory begins with a table for every link and receiver: a ring of entries, each of which says where the next
+message lies. Behind it are slots, one for a message; a receiver that has no more use for a message marks its slot,
+and the slot is used again once all its receivers have done so. There are as many slots as messages were ever on their
+way at once. Slots are cut from regions, which are large: a mapping costs a file descriptor, but memory that nobody
+has written to costs nothing.
+
+Publishing a message is an ordinary store after those of its contents, which other cores see in that order on x86-64
+and not everywhere else; other processors do without shared memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import select
+import sys
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Messages that one rank may have on their way to another on one link.
+ENTRIES = 1024
+# Words of 8 bytes of an entry: number of the message + 1 (0: the entry is free), place of its slot in the region,
+# place and size of the region.
+_ENTRY = 4
+_PAGE = mmap.ALLOCATIONGRANULARITY
+REGION = 1 << 30
+# A slot's first page says who has no more use for it: a word for every rank of the job.
+MOST_RANKS = _PAGE // 8
+# Every tensor of a message begins at a multiple of this many bytes.
+_ALIGNED = 64
+# A waiting rank looks so often without a pause, then sleeps ever longer (seconds), and looks whether the other lives.
+_LOOKS = 500
+_SHORTEST_NAP, _LONGEST_NAP, _SIGN_OF_LIFE = 2e-5, 1e-3, 0.05
+
+
+@dataclass
+class _Slot:
+    """A piece of this rank's memory that holds one message at a time."""
+
+    place: int
+    region: tuple[int, int]
+    taken: memoryview
+    contents: Tensor
+    receivers: tuple[int, ...] = ()
+
+    def free(self) -> bool:
+        return all(self.taken[rank] for rank in self.receivers)
+
+
+@dataclass
+class _Peer:
+    """Another rank's memory as this one sees it."""
+
+    process: int
+    fd: int
+    alive: int | None
+    table: memoryview
+    regions: dict[int, memoryview] = field(default_factory=dict)
+
+    def gone(self) -> bool:
+        """Whether the process has ended."""
+        return self.alive is not None and bool(select.select([self.alive], [], [], 0)[0])
+
+
+class SharedMemory:
+    """One rank's side of the memory that the ranks of a job on one host share.
+
+    Attributes:
+        near: for every rank the ranks it shares memory with, itself included; the same on all ranks.
+    """
+
+    def __init__(self, links: int, timeout: timedelta) -> None:
+        """Get to know the others. Collective over the default process group.
+
+        Args:
+            links: number of links that will be made.
+            timeout: deadline of every wait.
+        """
+        self.rank, world = dist.get_rank(), dist.get_world_size()
+        self._timeout = timeout
+        self._world = world
+        self._table_bytes = _round(links * world * ENTRIES * _ENTRY * 8)
+        self._free: dict[int, list[_Slot]] = {}
+        self._peers: dict[int, _Peer] = {}
+        host = _host() if world <= MOST_RANKS else None
+        self._fd = -1
+        if host is not None:
+            self._fd = os.memfd_create("ditmesh", os.MFD_CLOEXEC)
+            os.ftruncate(self._fd, self._table_bytes)
+            self._table = memoryview(mmap.mmap(self._fd, self._table_bytes)).cast("q")
+        # The region that slots are cut from: its place and size, its memory, and what of it is in use.
+        self._region, self._memory, self._used = (self._table_bytes, 0), memoryview(b""), 0
+        addresses: list[tuple[str | None, int, int]] = [(None, 0, 0)] * world
+        dist.all_gather_object(addresses, (host, os.getpid(), self._fd))
+        reached = {self.rank} if host is not None else set()
+        for rank, (its_host, process, fd) in enumerate(addresses):
+            if rank != self.rank and host is not None and its_host == host:
+                try:
+                    self._peers[rank] = self._meet(process, fd)
+                    reached.add(rank)
+                except OSError:
+                    # Another container, or a system that hides processes from one another.
+                    continue
+        near: list[set[int]] = [set()] * world
+        dist.all_gather_object(near, reached)
+        self.near = tuple(frozenset(ranks) for ranks in near)
+
+    def joins(self, ranks: Sequence[int]) -> bool:
+        """Whether all of ``ranks`` share memory with one another."""
+        return len(ranks) > 1 and all(self.near[rank] >= set(ranks) for rank in ranks)
+
+    def close(self) -> None:
+        """Give this rank's memory back; what others still read of it stays until they have done."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        for peer in self._peers.values():
+            os.close(peer.fd)
+            if peer.alive is not None:
+                os.close(peer.alive)
+        self._peers.clear()
+        self._free.clear()
+        self._memory = memoryview(b"")
+
+    def _meet(self, process: int, fd: int) -> _Peer:
+        opened = os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        table = memoryview(mmap.mmap(opened, self._table_bytes)).cast("q")
+        try:
+            alive = os.pidfd_open(process)
+        except OSError:
+            alive = None
+        return _Peer(process, opened, alive, table)
+
+    # --- sending -------------------------------------------------------------------------------------------
+
+    def pack(self, tensors: Sequence[Tensor], receivers: tuple[int, ...]) -> _Slot:
+        """A message for some ranks of the job, in a slot of its own."""
+        places, size = _places([(tuple(t.shape), t.dtype) for t in tensors])
+        slot = self._slot(size)
+        slot.receivers = receivers
+        for rank in receivers:
+            slot.taken[rank] = 0
+        for tensor, place in zip(tensors, places, strict=True):
+            slot.contents[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return slot
+
+    def publish(self, slot: _Slot, link: int, receiver: int, number: int) -> None:
+        """Tell a rank of the job where message ``number`` of this link is."""
+        table, at = self._table, self._entry(link, receiver, number)
+        self.wait(lambda: table[at] == 0, receiver, None)
+        table[at + 1], table[at + 2], table[at + 3] = slot.place, *slot.region
+        table[at] = number + 1
+
+    def _slot(self, size: int) -> _Slot:
+        # Sizes are powers of two so that few slots serve many shapes. Memory nobody writes to takes no room.
+        size = max(_PAGE, 1 << (size - 1).bit_length())
+        slots = self._free.setdefault(size, [])
+        for slot in slots:
+            if slot.free():
+                return slot
+        place, self._used = self._used, self._used + _PAGE + size
+        if self._used > self._region[1]:
+            self._region = (sum(self._region), max(REGION, _PAGE + size))
+            os.ftruncate(self._fd, sum(self._region))
+            self._memory = memoryview(mmap.mmap(self._fd, self._region[1], offset=self._region[0]))
+            place, self._used = 0, _PAGE + size
+        memory = self._memory[place : self._used]
+        contents = torch.frombuffer(memory[_PAGE:], dtype=torch.uint8)
+        slot = _Slot(place, self._region, memory[:_PAGE].cast("q"), contents)
+        slots.append(slot)
+        return slot
+
+    # --- receiving -----------------------------------------------------------------------------------------
+
+    def take(
+        self, link: int, sender: int, number: int, specs: Sequence[Spec], timeout: timedelta | None
+    ) -> list[Tensor]:
+        """The tensors of a message. Its slot is the sender's again when the last of them is forgotten.
+
+        Raises:
+            torch.distributed.DistError: it did not come in time, or never will.
+        """
+        peer, at = self._peers[sender], self._entry(link, self.rank, number)
+        table = peer.table
+        self.wait(lambda: table[at] == number + 1, sender, timeout)
+        slot, region, size = table[at + 1], table[at + 2], table[at + 3]
+        table[at] = 0
+        if region not in peer.regions:
+            peer.regions[region] = memoryview(mmap.mmap(peer.fd, size, offset=region))
+        memory = peer.regions[region][slot:]
+        places, total = _places(specs)
+        contents = memory[_PAGE : _PAGE + total]
+        # The tensors keep `contents` alive, and nothing else does.
+        weakref.finalize(contents, memory[:_PAGE].cast("q").__setitem__, self.rank, 1).atexit = False
+        whole = torch.frombuffer(contents, dtype=torch.uint8)
+        return [
+            whole[place : place + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for place, (shape, dtype) in zip(places, specs, strict=True)
+        ]
+
+    def wait(self, ready: Callable[[], bool], rank: int, timeout: timedelta | None) -> None:
+        """Until another rank has done something.
+
+        Raises:
+            torch.distributed.DistError: the rank has ended, or the deadline has passed.
+        """
+        for _ in range(_LOOKS):
+            if ready():
+                return
+            os.sched_yield()
+        limit = (self._timeout if timeout is None else timeout).total_seconds()
+        began = time.monotonic()
+        looked, passed = 0.0, 0.0
+        while not ready():
+            passed = time.monotonic() - began
+            if passed - looked > _SIGN_OF_LIFE:
+                looked, peer = passed, self._peers[rank]
+                if peer.gone() and not ready():
+                    raise dist.DistNetworkError(f"rank {rank} (process {peer.process}) has ended")
+            if passed > limit:
+                raise dist.DistError(f"timed out waiting {limit:g} s for rank {rank}")
+            time.sleep(min(max(passed / 16, _SHORTEST_NAP), _LONGEST_NAP))
+
+    def _entry(self, link: int, receiver: int, number: int) -> int:
+        return ((link * self._world + receiver) * ENTRIES + number % ENTRIES) * _ENTRY
+
+
+# Shape and dtype of a tensor.
+Spec = tuple[tuple[int, ...], torch.dtype]
+
+
+class SharedChannel:
+    """The messages of one link through shared memory. Each rank counts them per peer, as all send and expect in order.
+
+    Args:
+        memory: the job's.
+        link: number of the link, the same on all ranks.
+        ranks: global ranks of the link.
+    """
+
+    def __init__(self, memory: SharedMemory, link: int, ranks: Sequence[int]) -> None:
+        self._memory, self._link, self._ranks = memory, link, tuple(ranks)
+        self._sent: Counter[int] = Counter()
+        self._expected: Counter[int] = Counter()
+
+    def send(self, tensors: Sequence[Tensor], to: Sequence[int]) -> None:
+        """Send the same tensors, of any strides, to some ranks of the link. They may be written to at once."""
+        tensors = [tensor for tensor in tensors if tensor.numel()]
+        if not tensors or not to:
+            return
+        slot = self._memory.pack(tensors, tuple(self._ranks[rank] for rank in to))
+        for rank in to:
+            self._memory.publish(slot, self._link, self._ranks[rank], self._sent[rank])
+            self._sent[rank] += 1
+
+    def expect(self, specs: Sequence[Spec], source: int) -> Callable[[timedelta | None], list[Tensor]]:
+        """The next message from a rank of the link: a function that waits for it. Call it once, in any order."""
+        wanted = [(shape, dtype) for shape, dtype in specs if prod(shape)]
+        number = self._expected[source]
+        if wanted:
+            self._expected[source] += 1
+
+        def take(timeout: timedelta | None) -> list[Tensor]:
+            taken = iter(self._memory.take(self._link, self._ranks[source], number, wanted, timeout) if wanted else ())
+            return [next(taken) if prod(shape) else torch.empty(shape, dtype=dtype) for shape, dtype in specs]
+
+        return take
+
+
+def _places(specs: Sequence[Spec]) -> tuple[list[int], int]:
+    """Where the tensors of a message begin, in bytes, and where the last one ends."""
+    places, end = [], 0
+    for shape, dtype in specs:
+        start = -(-end // _ALIGNED) * _ALIGNED
+        places.append(start)
+        end = start + prod(shape) * dtype.itemsize
+    return places, end
+
+
+def _round(size: int) -> int:
+    return -(-size // _PAGE) * _PAGE
+
+
+def _host() -> str | None:
+    """What processes have in common that may share memory; None where it cannot be done."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return None
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
+    except OSError:
+        return None

@@ -1,0 +1,249 @@
+"""Messages between ranks: through shared memory and over the process group, the same tensors."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ditmesh
+from ditmesh.comm import shared
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.int64]
+
+
+def opened(**settings):
+    """A mesh with all ranks on the ring, and its ring link."""
+    mesh = ditmesh.Mesh(ditmesh.ParallelConfig(ring=dist.get_world_size(), **settings), timeout=60)
+    assert (mesh.ring._shared is not None) is settings.get("shared_memory", True)
+    return mesh, mesh.ring
+
+
+def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    values = torch.arange(max(1, torch.Size(shape).numel())).view(-1)[: torch.Size(shape).numel()]
+    return ((values + 10 * rank) % 50).view(shape).to(dtype)
+
+
+def every_move(shared_memory: bool) -> dict:
+    """What each move of a link brings, for every dtype, with strides and with tensors that are empty."""
+    mesh, link = opened(shared_memory=shared_memory)
+    me, size, found = link.rank, link.size, {}
+    for dtype in DTYPES:
+        wide = numbers(me, 6, 4, dtype=dtype)
+        columns, nothing = wide[:, ::2], wide[:0]
+        outgoing = [[columns[: peer + 1], nothing] if peer != me else [columns] for peer in range(size)]
+        shapes = [[(me + 1, 2), (0, 4)] if peer != me else [(6, 2)] for peer in range(size)]
+        found["exchange", dtype] = [part.clone() for parts in link.exchange(outgoing, shapes) for part in parts]
+        lengths = list(range(1, size + 1))
+        found["gather", dtype] = link.gather(wide.t()[:, : me + 1], lengths, 1)
+        found["shift", dtype] = [t.clone() for t in link.shift((columns, wide.t()), [(6, 2), (4, 6)]).wait()]
+        buffers = [[torch.empty(6, 2, dtype=dtype), nothing.clone()] for _ in range(size)]
+        posted = link.post([columns, nothing], buffers)
+        found["post", dtype] = [t.clone() for t in posted.wait()]
+        if me:
+            sent = link.send([columns], to=0)
+            sent.wait()
+        else:
+            arriving = [link.receive([torch.empty(6, 2, dtype=dtype)], source) for source in range(1, size)]
+            # In another order than they were announced.
+            found["receive", dtype] = [one.wait()[0].clone() for one in reversed(arriving)]
+    for shape in ((5,), (1,), (3, 7), (2, 3, 4)):
+        found["all_reduce", shape] = link.all_reduce(numbers(me, *shape))
+    found["broadcast"] = link.broadcast(numbers(me, 4), 1)
+    found["bytes"] = dict(mesh.traffic.bytes_sent)
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_shared_memory_brings_what_the_process_group_brings(ranks, world):
+    near, far = ranks(world).run(every_move, True), ranks(world).run(every_move, False)
+    for here, there in zip(near, far, strict=True):
+        assert here.keys() == there.keys()
+        assert here["bytes"] == there["bytes"]
+        for move in here.keys() - {"bytes"}:
+            torch.testing.assert_close(here[move], there[move], rtol=0, atol=0)
+
+
+def sums(shape: tuple[int, ...]) -> torch.Tensor:
+    mesh, link = opened()
+    generator = torch.Generator().manual_seed(link.rank)
+    total = link.all_reduce(torch.randn(shape, generator=generator))
+    mesh.close()
+    return total
+
+
+def test_a_sum_has_the_same_bits_on_every_rank(ranks):
+    results = ranks(3).run(sums, (7, 11))
+    expected = sum(torch.randn((7, 11), generator=torch.Generator().manual_seed(rank)) for rank in range(3))
+    assert all(torch.equal(result, results[0]) for result in results)
+    torch.testing.assert_close(results[0], expected)
+
+
+def kept_messages() -> tuple[bool, int, int]:
+    """Messages that are kept while others come: are they left alone? And how many slots were made?"""
+    mesh, link = opened()
+    peer = 1 - link.rank
+    kept = [link.share([numbers(link.rank + n, 1000)], [[(1000,)]] * 2)[peer][0] for n in range(5)]
+    for n in range(50):
+        link.share([numbers(link.rank + n, 1000)], [[(1000,)]] * 2)
+    whole = all(torch.equal(t, numbers(peer + n, 1000)) for n, t in enumerate(kept))
+    while_kept = sum(map(len, mesh._memory._free.values()))
+    # A part of a message keeps its memory as the whole does.
+    part = kept[0].view(10, 100)[3]
+    kept.clear()
+    gc.collect()
+    for n in range(50):
+        link.share([numbers(link.rank + n, 1000)], [[(1000,)]] * 2)
+    whole = whole and torch.equal(part, numbers(peer, 1000).view(10, 100)[3])
+    slots = sum(map(len, mesh._memory._free.values()))
+    mesh.close()
+    return whole and torch.equal(part, numbers(peer, 1000).view(10, 100)[3]), while_kept, slots
+
+
+def test_memory_is_used_again_only_when_its_message_is_forgotten(ranks):
+    for whole, while_kept, slots in ranks(2).run(kept_messages):
+        assert whole
+        # Five are kept; two or three more take turns.
+        assert 6 <= while_kept <= 8
+        assert slots == while_kept
+
+
+def many() -> bool:
+    """More messages than the table has entries, none looked at before all are sent."""
+    mesh, link = opened()
+    count = shared.ENTRIES + 100
+    if link.rank == 0:
+        for n in range(count):
+            link.send([torch.tensor([float(n)])], to=1)
+        mesh.close()
+        return True
+    time.sleep(0.3)
+    coming = [link.receive([torch.empty(1)], 0) for _ in range(count)]
+    right = all(one.wait()[0].item() == n for n, one in enumerate(coming))
+    mesh.close()
+    return right
+
+
+def test_a_sender_far_ahead_waits(ranks):
+    assert ranks(2).run(many) == [True, True]
+
+
+def late() -> tuple[str, float] | None:
+    mesh, link = opened()
+    if link.rank:
+        time.sleep(1.0)
+        link.send([torch.ones(1)], to=0)
+        mesh.close()
+        return None
+    coming = link.receive([torch.empty(1)], 1)
+    began = time.monotonic()
+    with pytest.raises(dist.DistError) as caught:
+        coming.wait(timedelta(seconds=0.3))
+    took = time.monotonic() - began
+    time.sleep(1.0)
+    mesh.close()
+    return str(caught.value), took
+
+
+def test_a_wait_has_a_deadline(ranks):
+    message, took = ranks(2).run(late)[0]
+    assert message == "timed out waiting 0.3 s for rank 1"
+    assert 0.3 <= took < 0.8
+
+
+def bereft() -> tuple[str, float, float]:
+    """Rank 1's memory is that of a process which ends, having sent one message of two."""
+    mesh, link = opened()
+    memory = mesh._memory
+    child = os.fork()
+    if child == 0:
+        time.sleep(0.5)
+        os._exit(0)
+    if link.rank:
+        link.send([torch.full((3,), 7.0)], to=0)
+    else:
+        os.close(memory._peers[1].alive)
+        memory._peers[1].alive = os.pidfd_open(child)
+    value = took = 0.0
+    message = ""
+    if link.rank == 0:
+        first, second = (link.receive([torch.empty(3)], 1) for _ in range(2))
+        time.sleep(0.7)
+        value = first.wait()[0][0].item()
+        began = time.monotonic()
+        with pytest.raises(dist.DistNetworkError) as caught:
+            second.wait()
+        message, took = str(caught.value), time.monotonic() - began
+    os.waitpid(child, 0)
+    dist.barrier()
+    mesh.close()
+    return message, value, took
+
+
+def test_a_rank_that_has_ended_is_not_waited_for(ranks):
+    """What it sent before still arrives."""
+    message, value, took = ranks(2).run(bereft)[0]
+    assert value == 7.0
+    assert re.fullmatch(r"rank 1 \(process \d+\) has ended", message)
+    assert took < 1.0
+
+
+def handles() -> int:
+    """Files of this process that belong to shared memory."""
+    gc.collect()
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sum("memfd:ditmesh" in name or "pidfd" in name for name in names)
+
+
+def files() -> list[int]:
+    """Handles before a mesh is made, with one or many messages under way, and after it was closed."""
+    found = [handles()]
+    mesh, link = opened()
+    kept = [link.share([torch.ones(3)], [[(3,)]] * 2)]
+    found.append(handles())
+    kept += [link.share([torch.ones(3 * n)], [[(3 * n,)]] * 2) for n in range(1, 200)]
+    found.append(handles())
+    kept.clear()
+    mesh.close()
+    del mesh, link
+    dist.barrier()
+    return [*found, handles()]
+
+
+def test_nothing_stays_open(ranks):
+    for before, one, many, after in ranks(2).run(files):
+        assert one > before
+        assert many == one
+        assert after == before
+
+
+def large() -> bool:
+    mesh, link = opened()
+    # Two of these do not fit in one region.
+    shared.REGION = 1 << 20
+    tensors = [numbers(link.rank + n, 600_000) for n in range(3)]
+    received = [link.share([tensor], [[(600_000,)]] * 2)[1 - link.rank][0] for tensor in tensors]
+    same = all(torch.equal(t, numbers(1 - link.rank + n, 600_000)) for n, t in enumerate(received))
+    mesh.close()
+    return same
+
+
+def test_memory_grows_by_regions(ranks):
+    assert ranks(2).run(large) == [True, True]
+
+
+def test_a_processor_that_reorders_stores_does_without(monkeypatch):
+    assert shared._host() is not None
+    monkeypatch.setattr(shared.platform, "machine", lambda: "aarch64")
+    assert shared._host() is None
