@@ -10,8 +10,10 @@ order when it is not.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -32,6 +34,10 @@ from .batch import ALIGNMENT
 from .sequence import SequenceParallel, of_ranks, result_of, with_result
 from .virtual import ask, run_together
 
+# How many attention calls of the block in progress the tile has made; -1 outside of a block. Every coroutine has a
+# context of its own.
+_calls: ContextVar[int] = ContextVar("ditmesh_tile_attention_calls", default=-1)
+
 
 @dataclass
 class _Question:
@@ -43,6 +49,15 @@ class _Question:
     v: Tensor
     mask: Tensor | None
     scale: float | None
+
+
+@dataclass
+class _Product:
+    """One tile's input to a linear of the block."""
+
+    linear: nn.Module
+    x: Tensor
+    forward: Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -68,8 +83,6 @@ class TiledSequence(SequenceParallel):
     def __init__(self, config: ParallelConfig, mesh: Mesh) -> None:
         super().__init__(config, mesh)
         self._tiles = _Tiles()
-        # id of a linear -> the input and output of its latest run in this block
-        self._shared: dict[int, tuple[Tensor, Any]] = {}
 
     def begin_call(self) -> None:
         super().begin_call()
@@ -134,31 +147,26 @@ class TiledSequence(SequenceParallel):
             return self._run_block(site, restore.original, Arguments(names, args, kwargs))
 
         restore = replace_method(block, "forward", forward)
-        shared = [self._share(module) for module in block.modules() if isinstance(module, nn.Linear)]
+        met = [self._meet_at(module) for module in block.modules() if isinstance(module, nn.Linear)]
         # The timing stands outside and takes the block as one piece.
         timing = super().wrap(site, block)
 
         def undo() -> None:
             timing()
-            while shared:
-                shared.pop()()
+            while met:
+                met.pop()()
             restore()
 
         return undo
 
-    def _share(self, linear: nn.Module) -> Callable[[], None]:
-        """Let tiles share a linear's result where all give it the same input, which no token has a part in.
-
-        That is the modulation, made from the timestep, and keys and values of a text that every tile is given.
-        """
+    def _meet_at(self, linear: nn.Module) -> Callable[[], None]:
+        """Let all tiles come to a linear before the first goes on: its weights are then fetched once for all."""
 
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-            known = self._shared.get(id(linear))
-            if known is not None and (known[0] is x or (x.dim() == 2 and torch.equal(known[0], x))):
-                return known[1]
-            out = restore.original(x, *args, **kwargs)
-            self._shared[id(linear)] = (x, out)
-            return out
+            # A model may also use a linear of a block outside of it.
+            if _calls.get() < 0 or self._timing or args or kwargs:
+                return restore.original(x, *args, **kwargs)
+            return ask(_Product(linear, x, restore.original))
 
         restore = replace_method(linear, "forward", forward)
         return restore
@@ -199,16 +207,11 @@ class TiledSequence(SequenceParallel):
             cols = arguments.get(region.grid.cols)
             spread(region.grid.rows, [length // cols for length in mine.lengths])
 
-        before = self._call.attention_calls
-
         def run(part: Arguments) -> Any:
-            # Every tile makes the block's attention calls from the first on.
-            self._call.attention_calls = before
+            _calls.set(0)
             return forward(*part.args, **part.kwargs)
 
-        self._shared.clear()
         outputs = run_together([partial(run, part) for part in parts], self._meet)
-        self._shared.clear()
         output = outputs[0]
         for stream in region.streams:
             values = [result_of(one, stream) for one in outputs]
@@ -265,20 +268,26 @@ class TiledSequence(SequenceParallel):
             return sdpa(q_bhsd, k_bhsd, v_bhsd, scale=scale)
         site = self._call.site
         assert site is not None
-        index, self._call.attention_calls = self._call.attention_calls, self._call.attention_calls + 1
+        index = _calls.get()
+        _calls.set(index + 1)
         planned = self._planned(site, index)
         if not planned.keys:
             # Nobody else's keys: the shapes are those of the tile as it is.
             return sdpa(aligned(q_bhsd), aligned(k_bhsd), aligned(v_bhsd), attn_mask=mask, scale=scale)
-        out = ask(_Question(index, q_bhsd, k_bhsd, v_bhsd, mask, scale))
-        # Another tile may have counted its own calls meanwhile.
-        self._call.attention_calls = index + 1
-        return out
+        return ask(_Question(index, q_bhsd, k_bhsd, v_bhsd, mask, scale))
 
-    def _meet(self, asked: list[_Question]) -> list[Tensor]:
-        """Attention for all tiles of this rank, together with the other ranks."""
-        site, first = self._call.site, asked[0]
+    def _meet(self, asked: list[Any]) -> list[Tensor]:
+        """What all tiles of this rank have come to: a linear, or attention."""
+        site = self._call.site
         assert site is not None
+        what = [one.linear if isinstance(one, _Product) else _Question for one in asked]
+        if any(one is not what[0] for one in what):
+            raise LayoutError(f"{site.path}: its tiles call different modules; it cannot run tile by tile")
+        return self._mixed(site, asked) if what[0] is _Question else _products(asked)
+
+    def _mixed(self, site: BlockSite, asked: list[_Question]) -> list[Tensor]:
+        """Attention for all tiles of this rank, together with the other ranks."""
+        first = asked[0]
         planned = self._planned(site, first.index)
         run = self._run_of(self.link.rank)
         queries, tile_queries = self._sides(planned.queries, planned.ragged, first.q, run.start)
@@ -478,6 +487,18 @@ def joined(tiles: Sequence[Tensor], tokens: Sequence[Segment], dim: int) -> Tens
     return torch.cat(parts, dim=dim)
 
 
+def _products(asked: Sequence[_Product]) -> list[Tensor]:
+    """The linear's output for every tile.
+
+    It is computed once where all tiles give it the same input, which no token has a part in: that is the modulation,
+    made from the timestep, and keys and values of a text that every tile is given.
+    """
+    first = asked[0]
+    if all(one.x is first.x or (one.x.dim() == 2 and torch.equal(one.x, first.x)) for one in asked):
+        return [first.forward(first.x)] * len(asked)
+    return [one.forward(one.x) for one in asked]
+
+
 def _units(
     queries: Sequence[Tensor], k: Tensor, v: Tensor, given: Sequence[Tensor | None], scale: float | None
 ) -> list[Tensor]:
@@ -493,16 +514,31 @@ def _units(
         One (B, H, tile, D) for every tile; in memory (B, tile, H, D), as one call for all heads leaves it.
     """
     # One copy for all heads: a head's rows then lie together.
-    queries, k, v = [q.contiguous() for q in queries], k.contiguous(), v.contiguous()
+    k, v = k.contiguous(), v.contiguous()
+    if _side_by_side(queries, k, v, given):
+        # On the CPU the kernel takes heads and samples one by one. Given as samples, a head's keys and values stay in
+        # the processor's cache while all tiles of queries, its heads, pass.
+        q = torch.stack([q[0] for q in queries], dim=1)
+        many = (k.shape[1], len(queries), *k.shape[2:])
+        out = sdpa(q, k[0, :, None].expand(many), v[0, :, None].expand(*many[:3], v.shape[-1]), scale=scale)
+        return [tile[None].transpose(1, 2) for tile in out.permute(1, 2, 0, 3).contiguous()]
+    queries = [q.contiguous() for q in queries]
     outs = [q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]) for q in queries]
     for head in range(k.shape[1]):
         own = slice(head, head + 1)
-        # One head's keys and values stay in the processor's cache while all tiles of queries pass.
         k_head, v_head = aligned(k[:, own]), aligned(v[:, own])
         for q, mask, out in zip(queries, given, outs, strict=True):
             bias = None if mask is None else aligned(masks.of_heads(mask, head, 1))
             out[:, :, head] = sdpa(aligned(q[:, own]), k_head, v_head, attn_mask=bias, scale=scale)[:, 0]
     return [out.transpose(1, 2) for out in outs]
+
+
+def _side_by_side(queries: Sequence[Tensor], k: Tensor, v: Tensor, given: Sequence[Tensor | None]) -> bool:
+    """Whether one call may compute all units: each has the shape and alignment it has by itself."""
+    alike = all(q.shape == queries[0].shape for q in queries) and all(mask is None for mask in given)
+    units = (queries[0].shape[2:], k.shape[2:], v.shape[2:])
+    even = all(prod(shape) * k.element_size() % ALIGNMENT == 0 for shape in units)
+    return alike and even and k.shape[0] == 1 and k.device.type == "cpu"
 
 
 def _known(own: dict[int, Tensor], tile: int) -> Tensor:
