@@ -5,8 +5,8 @@
 
 Worker processes stay up for the whole run and take turns: in every repeat each contender draws breath once
 and is then timed, so that a ratio compares neighbours in time. The median of the ratios is what counts:
-machines drift. Ranks have one thread each; one process with two threads is shown as the limit that two
-cores allow.
+machines drift. Ranks have one thread each. The last lines show what the machine allows while it is measured: one
+process with two threads, and two processes that have nothing to do with one another.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,19 +43,42 @@ MODEL = {
 }
 SIDE, TEXT = 32, 128  # 32 x 32 image tokens, 128 text tokens
 
-# name -> (ranks, threads per rank, configuration; None for plain diffusers)
-CONTENDERS: dict[str, tuple[int, int, dict[str, Any] | None]] = {
-    "diffusers, 1 rank": (1, 1, None),
-    "ditmesh, 1 rank": (1, 1, {}),
-    "ulysses=2": (2, 1, {"ulysses": 2}),
-    "ring=2": (2, 1, {"ring": 2}),
-    "tensor=2": (2, 1, {"tensor": 2}),
-    "reproducible, 1 rank": (1, 1, {"reproducible": True}),
-    "reproducible, ulysses=2": (2, 1, {"ulysses": 2, "reproducible": True}),
-    "reproducible, ring=2": (2, 1, {"ring": 2, "reproducible": True}),
-    "diffusers, 1 process x 2 threads": (1, 2, None),
-}
-BASELINE = "diffusers, 1 rank"
+
+@dataclass(frozen=True)
+class Contender:
+    """One line of a table.
+
+    Attributes:
+        name: what it is called.
+        ranks: worker processes.
+        config: settings of its `ParallelConfig`; None for plain diffusers.
+        threads: of every process.
+        pictures: forwards that are done at once: more than one when the ranks work apart.
+    """
+
+    name: str
+    ranks: int
+    config: dict[str, Any] | None
+    threads: int = 1
+    pictures: int = 1
+
+
+BASELINE = Contender("diffusers, 1 rank", 1, None)
+APART = Contender("diffusers, 2 ranks that work apart", 2, None, pictures=2)
+CONTENDERS = [
+    BASELINE,
+    Contender("ditmesh, 1 rank", 1, {}),
+    Contender("ulysses=2", 2, {"ulysses": 2}),
+    Contender("ring=2", 2, {"ring": 2}),
+    Contender("tensor=2", 2, {"tensor": 2}),
+    Contender("ulysses=2, over gloo", 2, {"ulysses": 2, "shared_memory": False}),
+    Contender("ring=2, over gloo", 2, {"ring": 2, "shared_memory": False}),
+    Contender("reproducible, 1 rank", 1, {"reproducible": True}),
+    Contender("reproducible, ulysses=2", 2, {"ulysses": 2, "reproducible": True}),
+    Contender("reproducible, ring=2", 2, {"ring": 2, "reproducible": True}),
+    Contender("diffusers, 1 process x 2 threads", 1, None, threads=2),
+    APART,
+]
 
 
 @cache
@@ -107,10 +132,33 @@ def seconds(config: dict[str, Any] | None, runs: int) -> float:
         return timed_forward(runs)
 
 
-def show(what: str, times: dict[str, list[float]], baseline: str, out: Path | None) -> None:
-    """Print the paired ratios as a table, and the machine; write every figure to ``out`` if it is given."""
+def compare(
+    contenders: Sequence[Contender], seconds: Callable[..., float], what: str, options: argparse.Namespace
+) -> None:
+    """Let contenders take turns, print the paired ratios as a table, and the machine.
+
+    Args:
+        contenders: the first is the baseline.
+        seconds: runs on every rank with a contender's config and ``options.runs``; gives seconds of a forward.
+        what: ends the table's title.
+        options: of `arguments`; every figure is written to ``options.json`` if it is given.
+    """
+    from ditmesh.launch import RankPool
+
+    pools = {
+        shape: RankPool(shape[0], threads=shape[1]) for shape in sorted({(c.ranks, c.threads) for c in contenders})
+    }
+    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for _ in range(options.repeats):
+        for one in contenders:
+            slowest = max(pools[one.ranks, one.threads].run(seconds, one.config, options.runs))
+            times[one.name].append(slowest / one.pictures)
+    for pool in pools.values():
+        pool.close()
+
     machine = describe_machine()
-    ratios = {name: [b / t for b, t in zip(times[baseline], values, strict=True)] for name, values in times.items()}
+    baseline = times[contenders[0].name]
+    ratios = {name: [b / t for b, t in zip(baseline, values, strict=True)] for name, values in times.items()}
     table = Table(title=f"Flux class, 8 heads x 64, 4 + 8 blocks, {SIDE * SIDE} + {TEXT} tokens, {what}")
     for column in ("", "median s", "speed-up, median", "min", "max"):
         table.add_column(column, justify="left" if not column else "right")
@@ -119,34 +167,23 @@ def show(what: str, times: dict[str, list[float]], baseline: str, out: Path | No
         table.add_row(
             name, f"{statistics.median(values):.3f}", f"{statistics.median(r):.3f}x", f"{min(r):.3f}", f"{max(r):.3f}"
         )
-    console = Console()
+    console = Console(width=110)
     console.print(table)
     console.print(machine["text"])
-    if out:
+    if options.json:
         speedup = {name: statistics.median(r) for name, r in ratios.items()}
-        out.write_text(json.dumps({"machine": machine, "model": MODEL, "seconds": times, "speedup": speedup}, indent=1))
+        result = {"machine": machine, "model": MODEL, "seconds": times, "speedup": speedup}
+        options.json.write_text(json.dumps(result, indent=1))
 
 
-def main() -> None:
-    """Measure and print."""
-    from ditmesh.launch import RankPool
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(description: str | None) -> argparse.Namespace:
+    """What `compare` is told on the command line."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--runs", type=int, default=2, help="forwards per repeat; the best counts")
     parser.add_argument("--json", type=Path, help="write every figure here")
-    options = parser.parse_args()
-
-    pools = {shape: RankPool(shape[0], threads=shape[1]) for shape in sorted({c[:2] for c in CONTENDERS.values()})}
-    times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    for _ in range(options.repeats):
-        for name, (ranks, threads, config) in CONTENDERS.items():
-            times[name].append(max(pools[ranks, threads].run(seconds, config, options.runs)))
-    for pool in pools.values():
-        pool.close()
-
-    show("float32", times, BASELINE, options.json)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    main()
+    compare(CONTENDERS, seconds, "float32", arguments(__doc__))
