@@ -385,8 +385,9 @@ def test_doctor_measures_and_says_what_is_missing(capfd: pytest.CaptureFixture[s
     facts = json.loads(capfd.readouterr().out)
     assert {"python", "torch", "diffusers", "transformers"} <= set(facts["versions"])
     assert facts["cpu"]["cores"] >= 1
-    kinds = {(row["what"], row["megabytes"]) for row in facts["transfers"]}
-    assert kinds == {(what, size) for what in ("all_to_all", "shift", "all_gather") for size in (1, 16)}
+    kinds = [(row["through"], row["megabytes"], row["what"]) for row in facts["transfers"]]
+    whats = ("all_to_all", "shift", "all_gather")
+    assert kinds == [(way, size, what) for way in ("shared memory", "gloo") for size in (1, 16) for what in whats]
     for row in facts["transfers"]:
         assert row["milliseconds"] > 0
         # Two ranks: half of an all-to-all stays at home.
@@ -405,6 +406,12 @@ def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("no gloo" in sentence for sentence in sentences)
     full = {"versions": {"peft": "1"}, "gpus": [{}], "torch_cuda": "13", "backends": {"gloo": True, "nccl": True}}
     assert not any("peft" in sentence or "GPU" in sentence for sentence in missing(full))
+
+
+def test_doctor_prints_what_to_type_as_it_is(monkeypatch, capsys):
+    monkeypatch.setattr("ditmesh.hardware.missing", lambda facts: ["x is not there: pip install 'ditmesh[t5]'"])
+    assert run("doctor", "--devices", "1") == 0
+    assert "pip install 'ditmesh[t5]'" in capsys.readouterr().out
 
 
 def test_doctor_refuses_no_devices(capsys: pytest.CaptureFixture[str]) -> None:

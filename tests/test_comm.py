@@ -22,7 +22,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool, 
 def opened(**settings):
     """A mesh with all ranks on the ring, and its ring link."""
     mesh = ditmesh.Mesh(ditmesh.ParallelConfig(ring=dist.get_world_size(), **settings), timeout=60)
-    assert (mesh.ring._shared is not None) is settings.get("shared_memory", True)
+    assert mesh.ring.through == ("shared memory" if settings.get("shared_memory", True) else "gloo")
     return mesh, mesh.ring
 
 

@@ -7,7 +7,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -20,6 +20,8 @@ from .receipt import library_versions
 if TYPE_CHECKING:
     import torch
 
+    from .mesh import Mesh
+
 LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors")
 MEGABYTE = 1_000_000
 
@@ -30,12 +32,14 @@ class Transfer:
 
     Attributes:
         what: ``"all_to_all"``, ``"shift"`` or ``"all_gather"``.
+        through: what the tensors travel through: ``"shared memory"``, ``"gloo"`` or ``"nccl"``.
         megabytes: size of one rank's tensor, in 10^6 bytes.
         milliseconds: median time of a call, of the slowest rank.
         gigabytes_per_second: 10^9 bytes that one rank sends to others, per second.
     """
 
     what: str
+    through: str
     megabytes: float
     milliseconds: float
     gigabytes_per_second: float
@@ -150,7 +154,7 @@ def measure_links(pool: RankPool, megabytes: Sequence[float] = (1, 16), repeats:
         repeats: calls, of which the median counts.
 
     Returns:
-        One entry for each collective and size; empty for a pool of one.
+        One entry for each way between the ranks, collective and size; empty for a pool of one.
     """
     if pool.world_size < 2:
         return []
@@ -166,54 +170,51 @@ def as_data(transfers: Sequence[Transfer]) -> list[dict[str, Any]]:
 
 def _measure(megabytes: Sequence[float], repeats: int) -> list[Transfer]:
     """Runs on every rank."""
+    import torch.distributed as dist
+
+    from .config import ParallelConfig
+    from .mesh import Mesh
+
+    transfers, ways = [], set()
+    for shared_memory in (True, False):
+        mesh = Mesh(ParallelConfig(ring=dist.get_world_size(), shared_memory=shared_memory))
+        if mesh.ring.through not in ways:
+            ways.add(mesh.ring.through)
+            transfers += [one for amount in megabytes for one in _transfers(mesh, amount, repeats)]
+        mesh.close()
+    return transfers
+
+
+def _transfers(mesh: Mesh, megabytes: float, repeats: int) -> Iterator[Transfer]:
+    """The moves of a link, each with tensors of one size."""
     import torch
     import torch.distributed as dist
 
-    size, rank = dist.get_world_size(), dist.get_rank()
-    on_cuda = "nccl" in str(dist.get_backend())
-    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-    following, previous = (rank + 1) % size, (rank - 1) % size
-    # Renamed in torch 2.13.
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    transfers = []
-    for amount in megabytes:
-        # float32, and the same number of elements for every rank.
-        count = max(1, round(amount * MEGABYTE / 4 / size)) * size
-        mine = torch.ones(count, device=device)
-        other = torch.empty_like(mine)
-        everything = torch.empty(count * size, device=device)
-
-        def all_to_all(mine: torch.Tensor = mine, other: torch.Tensor = other) -> None:
-            dist.all_to_all_single(other, mine)
-
-        def shift(mine: torch.Tensor = mine, other: torch.Tensor = other) -> None:
-            pair = [dist.P2POp(dist.irecv, other, previous), dist.P2POp(dist.isend, mine, following)]
-            for work in dist.batch_isend_irecv(pair):
-                work.wait()
-
-        def all_gather(mine: torch.Tensor = mine, everything: torch.Tensor = everything) -> None:
-            gather(everything, mine)
-
-        # What one rank sends to others: all but its own part, all of it, or all of it to each.
-        sent = {"all_to_all": (size - 1) / size, "shift": 1.0, "all_gather": float(size - 1)}
-        calls: dict[str, Callable[[], None]] = {"all_to_all": all_to_all, "shift": shift, "all_gather": all_gather}
-        for name, call in calls.items():
-            seconds = []
-            for number in range(repeats + 2):
-                dist.barrier()
-                if on_cuda:
-                    torch.cuda.synchronize()
-                started = time.perf_counter()
-                call()
-                if on_cuda:
-                    torch.cuda.synchronize()
-                # The first calls open connections.
-                if number >= 2:
-                    seconds.append(time.perf_counter() - started)
-            median = statistics.median(seconds)
-            rate = sent[name] * count * 4 / median / 1e9
-            transfers.append(Transfer(name, amount, median * 1e3, rate))
-    return transfers
+    link, size = mesh.ring, mesh.ring.size
+    # float32, and the same number of elements for every rank.
+    part = max(1, round(megabytes * MEGABYTE / 4 / size))
+    mine = torch.ones(part * size, device=mesh.device)
+    parts, everything = [[piece] for piece in mine.split(part)], [part * size] * size
+    moves: dict[str, tuple[float, Callable[[], object]]] = {
+        "all_to_all": ((size - 1) / size, lambda: link.exchange(parts, [[(part,)]] * size)),
+        "shift": (1.0, lambda: link.shift([mine], [(part * size,)]).wait()),
+        "all_gather": (float(size - 1), lambda: link.gather(mine, everything, 0)),
+    }
+    for name, (sent, move) in moves.items():
+        seconds = []
+        for number in range(repeats + 2):
+            dist.barrier()
+            if mesh.device.type == "cuda":
+                torch.cuda.synchronize()
+            started = time.perf_counter()
+            move()
+            if mesh.device.type == "cuda":
+                torch.cuda.synchronize()
+            # The first calls open connections.
+            if number >= 2:
+                seconds.append(time.perf_counter() - started)
+        median = statistics.median(seconds)
+        yield Transfer(name, link.through, megabytes, median * 1e3, sent * mine.nbytes / median / 1e9)
 
 
 def _attention_backends() -> list[str]:

@@ -48,6 +48,7 @@ def doctor(
 
 def _show(facts: dict[str, Any]) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
@@ -70,17 +71,18 @@ def _show(facts: dict[str, Any]) -> None:
             title=f"Between {facts['devices']} ranks on {facts['device']} (medians; GB/s that one rank sends)",
             title_justify="left",
         )
-        for column in ("collective", "MB a rank", "ms", "GB/s"):
-            table.add_column(column, justify="left" if column == "collective" else "right")
+        for column in ("collective", "through", "MB a rank", "ms", "GB/s"):
+            table.add_column(column, justify="left" if column in ("collective", "through") else "right")
         for row in facts["transfers"]:
             table.add_row(
                 row["what"],
+                row["through"],
                 f"{row['megabytes']:g}",
                 f"{row['milliseconds']:.2f}",
                 f"{row['gigabytes_per_second']:.2f}",
             )
         console.print(table)
     for sentence in facts["missing"]:
-        console.print(f"[yellow]missing[/] {sentence}", soft_wrap=True)
+        console.print(f"[yellow]missing[/] {escape(sentence)}", soft_wrap=True)
     if not facts["missing"]:
         console.print("[green]Nothing is missing.[/]")

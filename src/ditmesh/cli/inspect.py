@@ -65,11 +65,12 @@ def inspect(
 
 def _show(facts: dict[str, Any], layout: TokenLayout, check: bool) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console()
     width, height = facts["size"]
-    console.print(f"[bold]{facts['transformer']}[/] of {facts['pipeline']} ({facts['model']})", highlight=False)
+    console.print(f"[bold]{facts['transformer']}[/] of {facts['pipeline']} ({escape(facts['model'])})", highlight=False)
     console.print(
         f"{facts['parameters'] / 1e6:,.1f} million parameters, {facts['heads'] or '?'} heads; "
         f"{width} x {height} pixels are {facts['image_tokens']:,} image tokens; "
@@ -96,4 +97,4 @@ def _show(facts: dict[str, Any], layout: TokenLayout, check: bool) -> None:
     if check and not facts["differences"]:
         console.print("[green]The probe agrees with this layout.[/]")
     for difference in facts.get("differences", []):
-        console.print(f"[red]differs[/] {difference}", highlight=False)
+        console.print(f"[red]differs[/] {escape(difference)}", highlight=False)

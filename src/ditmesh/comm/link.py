@@ -87,6 +87,11 @@ class Link:
         self._others = [peer for peer in range(self.size) if peer != rank]
 
     @property
+    def through(self) -> str:
+        """What tensors travel through: ``"shared memory"``, or the group's backend, such as ``"gloo"``."""
+        return str(dist.get_backend(self.group)) if self._channel is None else "shared memory"
+
+    @property
     def _shared(self) -> SharedChannel | None:
         # A compiled graph holds collectives of the process group, which the compiler knows.
         return None if torch.compiler.is_compiling() else self._channel
