@@ -170,7 +170,6 @@ def bereft() -> tuple[str, float, float]:
     if link.rank:
         link.send([torch.full((3,), 7.0)], to=0)
     else:
-        os.close(memory._peers[1].alive)
         memory._peers[1].alive = os.pidfd_open(child)
     value = took = 0.0
     message = ""
@@ -206,8 +205,8 @@ def handles() -> int:
     return sum("memfd:ditmesh" in name or "pidfd" in name for name in names)
 
 
-def files() -> list[int]:
-    """Handles before a mesh is made, with one or many messages under way, and after it was closed."""
+def files(closed: bool) -> list[int]:
+    """Handles before a mesh is made, with one or many messages under way, and after it was closed or forgotten."""
     found = [handles()]
     mesh, link = opened()
     kept = [link.share([torch.ones(3)], [[(3,)]] * 2)]
@@ -215,14 +214,16 @@ def files() -> list[int]:
     kept += [link.share([torch.ones(3 * n)], [[(3 * n,)]] * 2) for n in range(1, 200)]
     found.append(handles())
     kept.clear()
-    mesh.close()
+    if closed:
+        mesh.close()
     del mesh, link
     dist.barrier()
     return [*found, handles()]
 
 
-def test_nothing_stays_open(ranks):
-    for before, one, many, after in ranks(2).run(files):
+@pytest.mark.parametrize("closed", [True, False])
+def test_nothing_stays_open(ranks, closed):
+    for before, one, many, after in ranks(2).run(files, closed):
         assert one > before
         assert many == one
         assert after == before

@@ -102,8 +102,12 @@ class SharedMemory:
         self._peers: dict[int, _Peer] = {}
         host = _host() if world <= MOST_RANKS else None
         self._fd = -1
+        self._files: list[int] = []
+        # Also for a mesh that nobody closed.
+        self._give_back = weakref.finalize(self, _close, self._files)
         if host is not None:
             self._fd = os.memfd_create("ditmesh", os.MFD_CLOEXEC)
+            self._files.append(self._fd)
             os.ftruncate(self._fd, self._table_bytes)
             self._table = memoryview(mmap.mmap(self._fd, self._table_bytes)).cast("q")
         # The region that slots are cut from: its place and size, its memory, and what of it is in use.
@@ -129,22 +133,18 @@ class SharedMemory:
 
     def close(self) -> None:
         """Give this rank's memory back; what others still read of it stays until they have done."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-        for peer in self._peers.values():
-            os.close(peer.fd)
-            if peer.alive is not None:
-                os.close(peer.alive)
+        self._give_back()
         self._peers.clear()
         self._free.clear()
         self._memory = memoryview(b"")
 
     def _meet(self, process: int, fd: int) -> _Peer:
         opened = os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        self._files.append(opened)
         table = memoryview(mmap.mmap(opened, self._table_bytes)).cast("q")
         try:
             alive = os.pidfd_open(process)
+            self._files.append(alive)
         except OSError:
             alive = None
         return _Peer(process, opened, alive, table)
@@ -293,6 +293,11 @@ def _places(specs: Sequence[Spec]) -> tuple[list[int], int]:
         places.append(start)
         end = start + prod(shape) * dtype.itemsize
     return places, end
+
+
+def _close(files: list[int]) -> None:
+    while files:
+        os.close(files.pop())
 
 
 def _round(size: int) -> int:
