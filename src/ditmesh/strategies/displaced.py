@@ -17,7 +17,7 @@ from torch import Tensor
 from ..attention import masks
 from ..attention.door import sdpa
 from ..attention.segments import Segment, total_length
-from ..comm import Arriving, Cast, Codec, Link, codec
+from ..comm import Arriving, Codec, Link, codec
 from ..config import ParallelConfig
 from ..mesh import Mesh
 from ..staleness.control import StepControl
@@ -235,27 +235,41 @@ class _Buffer:
     def post(self, step: int, packer: Codec | None) -> None:
         """Send this rank's tokens to all others and receive theirs; returns at once."""
         self.step = step
-        packer = packer or Cast(self.whole.dtype)
         own = self._slots[self._ring.rank]
-        with torch.no_grad():
-            # One message per peer: the streams one after the other.
-            outgoing = packer.encode(own[0] if len(own) == 1 else torch.cat(own))
+        outgoing = own
+        if packer is not None:
+            with torch.no_grad():
+                # One message per peer: the streams one after the other.
+                outgoing = [packer.encode(own[0] if len(own) == 1 else torch.cat(own))]
         incoming = [
-            [] if rank == self._ring.rank else [packer.empty(_joined(slots), self.whole.device)]
+            [] if rank == self._ring.rank else self._like_received(slots, packer)
             for rank, slots in enumerate(self._slots)
         ]
-        self._arriving, self._packer = self._ring.post([outgoing], incoming), packer
+        self._arriving, self._packer = self._ring.post(outgoing, incoming), packer
+
+    def _like_received(self, slots: list[Tensor], packer: Codec | None) -> list[Tensor]:
+        """Tensors that take what a rank sends for its slots."""
+        if packer is None:
+            return [torch.empty(slot.shape, dtype=slot.dtype, device=slot.device) for slot in slots]
+        return [packer.empty(_joined(slots), self.whole.device)]
 
     def arrive(self) -> None:
         """Wait for what was posted, if it is still on its way."""
         arriving, self._arriving = self._arriving, None
         packer, self._packer = self._packer, None
-        if arriving is not None and packer is not None:
-            peers = [slots for rank, slots in enumerate(self._slots) if rank != self._ring.rank]
-            for slots, flat in zip(peers, arriving.wait(), strict=True):
-                tokens = packer.decode(flat, _joined(slots))
-                for slot, part in zip(slots, tokens.split([slot.shape[0] for slot in slots]), strict=True):
-                    slot.copy_(part)
+        if arriving is None:
+            return
+        received = iter(arriving.wait())
+        for rank, slots in enumerate(self._slots):
+            if rank == self._ring.rank:
+                continue
+            if packer is None:
+                parts = [next(received) for _ in slots]
+            else:
+                tokens = packer.decode(next(received), _joined(slots))
+                parts = list(tokens.split([slot.shape[0] for slot in slots]))
+            for slot, part in zip(slots, parts, strict=True):
+                slot.copy_(part)
 
 
 def _joined(slots: list[Tensor]) -> tuple[int, ...]:
