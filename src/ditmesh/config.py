@@ -55,8 +55,12 @@ class ParallelConfig(BaseModel):
         warmup: which steps of a stale strategy are synchronous, that is, exact: ``"fixed(4)"``, ``"sqrt(2)"``,
             ``"periodic(5)"``, ``"first_last(2, 1)"`` or ``"adaptive(0.05)"``: see docs/staleness.md.
         compress: what displaced keys and values travel as; default: as they are.
-        weights: relative speeds of the sequence ranks, ``(2, 1)``: a faster rank gets more tokens, and the result
-            stays the same. ``"auto"`` measures them while the first steps run.
+        stages: blocks of every stage. ``"estimated"``: by the weights that image tokens pass through. ``"measured"``:
+            cut so at first; the first call times one block of every kind, and blocks move if another cut is faster.
+            Or numbers, ``(5, 7)``. The result stays the same.
+        weights: relative speeds of the sequence ranks, ``(2, 1)``: a faster rank gets more tokens; with ``pipe`` those
+            of the stages: a faster stage gets more blocks. The result stays the same. ``"auto"`` measures them while
+            the first steps run.
         reproducible: the same bits on any number of devices, even or weighted: token-local work is done tile by
             tile, attention per head and tile over keys in the order of one device, rows of the batch one by one.
             The reference is one device with the same setting.
@@ -81,6 +85,7 @@ class ParallelConfig(BaseModel):
     pipe: Degree = Field(default=1, ge=1)
     exchange: Exchange = "exact"
     patches: int | None = Field(default=None, ge=1)
+    stages: tuple[int, ...] | Literal["estimated", "measured"] = "estimated"
     warmup: str = "fixed(4)"
     compress: Compression | None = None
     weights: tuple[float, ...] | Literal["auto"] | None = None
@@ -108,10 +113,30 @@ class ParallelConfig(BaseModel):
         if isinstance(self.weights, tuple):
             if any(not isfinite(weight) or weight <= 0 for weight in self.weights):
                 raise ConfigError(f"weights={list(self.weights)}: every weight must be above 0; leave a slow rank out")
-            if len(self.weights) != self.sequence:
+            if self.pipe > 1 and len(self.weights) != self.pipe:
+                raise ConfigError(
+                    f"weights={list(self.weights)} are {len(self.weights)}, but with pipe={self.pipe} they are those "
+                    f"of the {self.pipe} stages; give one weight for each (sequence ranks of a stage share evenly)"
+                )
+            if self.pipe == 1 and len(self.weights) != self.sequence:
                 raise ConfigError(
                     f"weights={list(self.weights)} are {len(self.weights)}, but ring={self.ring} x "
                     f"ulysses={self.ulysses} is {self.sequence} sequence ranks; give one weight for each"
+                )
+        if self.weights is not None and self.pipe == 1 and self.stages_or_patches:
+            raise ConfigError(
+                f"weights={self.weights!r} have nothing to share out with patches={self.patches} and one stage: a "
+                "patch is cut evenly over its sequence ranks; use pipe=2 or more, or leave weights out"
+            )
+        if isinstance(self.stages, tuple):
+            if len(self.stages) != self.pipe or min(self.stages) < 1:
+                raise ConfigError(
+                    f"stages={list(self.stages)} are not the blocks of pipe={self.pipe} stages; give one number from 1 "
+                    "up for each, or 'estimated' or 'measured'"
+                )
+            if self.weights is not None:
+                raise ConfigError(
+                    f"stages={list(self.stages)} leave weights={self.weights!r} nothing to decide; leave one out"
                 )
         parse_warmup(self.warmup)
         if self.exchange != "exact" and self.ulysses > 1:
@@ -183,6 +208,8 @@ class ParallelConfig(BaseModel):
         parts = degrees or ["1 device"]
         if self.patches is not None:
             parts.append(f"patches={self.patches}")
+        if self.stages != "estimated":
+            parts.append(f"stages={self.stages if isinstance(self.stages, str) else ','.join(map(str, self.stages))}")
         if self.exchange != "exact":
             parts += [f"exchange={self.exchange}", f"warmup={self.warmup}"]
         if self.compress is not None:

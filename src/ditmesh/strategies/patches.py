@@ -27,6 +27,7 @@ from ..layout.arguments import Arguments, parameter_names
 from ..mesh import Mesh
 from ..methods import replace_method
 from ..tiles import even_cut
+from .balance import Balance
 from .sequence import MIN_TEXT_TOKENS, SequenceParallel, of_ranks, result_of
 
 
@@ -179,6 +180,8 @@ class PatchParallel(SequenceParallel):
 
     def __init__(self, config: ParallelConfig, mesh: Mesh) -> None:
         super().__init__(config, mesh)
+        # The configuration's weights are those of the stages.
+        self.balance = Balance(None, mesh.sequence, mesh.device)
         self.patch_link = PatchLink(mesh.sequence)
         self.link = self.patch_link  # type: ignore[assignment]
         self.run: Run | None = None

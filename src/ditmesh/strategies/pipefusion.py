@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -31,13 +32,15 @@ from ..layout import Region, TokenLayout
 from ..layout.arguments import Arguments, covers, parameter_names
 from ..mesh import Mesh
 from ..methods import replace_method
+from ..staleness.clock import same
 from ..staleness.control import StalenessLog, StepRecord
 from ..staleness.policy import Outlook, Past, WarmupPolicy
 from ..staleness.schedule import even_levels
 from ..tiles import even_cut
+from .balance import median_seconds
 from .lazy import COMMON, Later, LazyPatches, Owners, whole_of
 from .patches import Memory, PatchParallel, is_read, passed_over, streams_of
-from .stages import blocks_of, stage_of
+from .stages import Stages, blocks_of, filled
 
 # Messages that a rank may have under way before it waits for the oldest: steps' worth of patches.
 _STEPS_UNDER_WAY = 4
@@ -142,7 +145,7 @@ class PipeFusion:
         layout: its layout.
         handler: behind the model's doors.
         mesh: ranks and links.
-        lengths: blocks of every stage.
+        stages: which stage has which blocks.
         patches: patches of the picture, M.
         steps: the request's steps.
 
@@ -157,7 +160,7 @@ class PipeFusion:
         layout: TokenLayout,
         handler: PatchParallel,
         mesh: Mesh,
-        lengths: Sequence[int],
+        stages: Stages,
         patches: int,
         steps: Steps,
     ) -> None:
@@ -171,9 +174,7 @@ class PipeFusion:
         self.steps = steps
         self._numbers = {path: number for number, (path, _) in enumerate(blocks_of(model, layout))}
         self._regions = [region for region in layout.regions for _ in model.get_submodule(region.blocks).children()]
-        self._stage = stage_of(lengths)
-        mine = [number for number, stage in enumerate(self._stage) if stage == self.link.rank]
-        self.first, self.last = mine[0], mine[-1]
+        self.stages = stages
         self._names = parameter_names(type(model).forward)
         self._plans: dict[Any, Plan] = {}
         self._sent: deque[Arriving] = deque()
@@ -181,6 +182,16 @@ class PipeFusion:
         self.begin_request()
         self._restore = replace_method(model, "forward", self._call)
         self._forward: Callable[..., Any] = self._restore.original
+
+    @property
+    def first(self) -> int:
+        """Number of this stage's first block."""
+        return sum(self.stages.lengths[: self.link.rank])
+
+    @property
+    def last(self) -> int:
+        """Number of this stage's last block."""
+        return sum(self.stages.lengths[: self.link.rank + 1]) - 1
 
     # --- a request -----------------------------------------------------------------------------------------
 
@@ -233,6 +244,9 @@ class PipeFusion:
         synchronous = self.steps.synchronous(memory.step >= 0 and self.steps.step - memory.step <= 1)
         memory.step = self.steps.step
         args, kwargs = tree_map(whole_of if synchronous else _settled, (args, kwargs))
+        # Only before anything is kept: a block that moves leaves its keys behind.
+        if self.stages.wanted and not any(kept.keys for kept in self._memory.values()):
+            self._measure(*tree_map(_blank, (args, kwargs)))
         plan = self._plan(args, kwargs)
         if synchronous:
             return self._whole_picture(plan, memory, args, kwargs)
@@ -469,6 +483,12 @@ class PipeFusion:
         finally:
             self.handler.start(None)
 
+    def _measure(self, args: Any, kwargs: Any) -> None:
+        """Time a block of every kind on this call's whole picture, and let the stages be cut by what was found."""
+        timing = _Timing(self)
+        self._looked(timing, args, kwargs)
+        self.stages.measured(timing.seconds)
+
     def _takes(self, plan: Plan, lazies: list[LazyPatches], args: Any, kwargs: Any) -> bool:
         """Whether every patch of the first block list can be made from its own elements of the inputs."""
         key = tuple(id(lazy.owners) for lazy in lazies)
@@ -656,6 +676,30 @@ class _Trial(_Base):
         return True
 
 
+class _Timing(_Base):
+    """Runs the glue, and times the first block of every kind: as much work on every rank.
+
+    A picture that goes through a block patch by patch costs what it costs as a whole: tokens and queries add up, and
+    every query sees all keys.
+
+    Attributes:
+        seconds: time of every kind.
+    """
+
+    def __init__(self, owner: PipeFusion) -> None:
+        super().__init__(owner)
+        self.seconds: list[float] = []
+
+    def block(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> Any:
+        owner = self.owner
+        # Kinds are numbered in the order in which blocks run.
+        if owner.stages.kinds[self.number(site)] == len(self.seconds):
+            with filled(owner.model.get_submodule(site.path)):
+                work = partial(forward, *arguments.args, **arguments.kwargs)
+                self.seconds.append(median_seconds(work, owner.device))
+        return passed_over(site, arguments)
+
+
 class _PatchRun(_Base):
     """One patch on its way through this stage.
 
@@ -833,13 +877,8 @@ def whole_result(result: Any) -> Any:
 
 
 def _same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if isinstance(a, LazyPatches) or isinstance(b, LazyPatches):
-        return False
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
-    return type(a) is type(b) and not isinstance(a, Tensor) and a == b
+    # Nobody waits for a picture only to compare it.
+    return a is b or (not isinstance(a, LazyPatches) and not isinstance(b, LazyPatches) and same(a, b))
 
 
 # What the transformers of diffusers call the time of a step.
