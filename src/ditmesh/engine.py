@@ -25,7 +25,7 @@ from .methods import replace_method
 from .request import PipelineDoor
 from .staleness.control import StalenessLog, StepControl
 from .staleness.drift import DriftMonitor
-from .staleness.policy import Adaptive, WarmupPolicy
+from .staleness.policy import WarmupPolicy
 from .staleness.policy import parse as parse_warmup
 from .staleness.schedule import noise_levels
 from .strategies.balance import Balance
@@ -37,7 +37,7 @@ from .strategies.patches import PatchParallel
 from .strategies.pipefusion import PipeFusion, Steps, check_layout, whole_result
 from .strategies.sequence import SequenceParallel
 from .strategies.simulation import SimulatedSequence, VirtualMesh
-from .strategies.stages import Stages, first_cut, spread_parameters
+from .strategies.stages import Stages, blocks_of, first_cut, spread_parameters
 from .strategies.steps import watch_calls
 from .strategies.tensor import TensorParallel, already_cut
 from .strategies.tiled import TiledSequence
@@ -108,7 +108,9 @@ class Engine:
                 self.control = StepControl(parse_warmup(config.warmup), mesh.sequence.size, monitor, noise)
             patches = config.patches or config.pipe
             if config.stages_or_patches:
-                self._steps = Steps(parse_warmup(config.warmup), patches, noise)
+                monitor = DriftMonitor(mesh.world.all_reduce, mesh.device)
+                self._steps = Steps(parse_warmup(config.warmup), patches, monitor, mesh.world, noise)
+                self._undo.append(partial(self._steps.end_request, failed=True))
             # Blocks and attention: the tokens of a sequence.
             for number, (model, layout) in enumerate(models):
                 if config.compile:
@@ -212,26 +214,27 @@ class Engine:
                 handler.end_request()
         for pipe in self.pipes:
             pipe.end_request(failed)
+        if self._steps is not None:
+            self._steps.end_request(failed)
         if self.control is not None and not failed:
             self.control.end_request()
 
     def _sequence(self, model: nn.Module, layout: TokenLayout, prefix: str) -> SequenceParallel | SimulatedSequence:
         """The handler of a transformer's blocks; ``prefix`` tells the blocks of several transformers apart."""
         config, mesh, control = self.config, self.mesh, self.control
-        if config.stages_or_patches:
-            return PatchParallel(config, mesh)
+
+        def numbered(monitor: DriftMonitor) -> dict[str, int]:
+            return {path: monitor.add_block(prefix + path) for path, _ in blocks_of(model, layout)}
+
+        if self._steps is not None:
+            return PatchParallel(config, mesh, self._steps.monitor, numbered(self._steps.monitor))
         if control is None and isinstance(mesh, VirtualMesh):
             handler = SimulatedSequence([SequenceParallel(config, view) for view in mesh.ranks], model)
             self._undo.append(handler.close)
             return handler
         if control is None:
             return TiledSequence(config, mesh) if config.reproducible else SequenceParallel(config, mesh)
-        paths = [
-            f"{region.blocks}.{index}"
-            for region in layout.regions
-            for index in range(len(model.get_submodule(region.blocks)))  # type: ignore[arg-type]
-        ]
-        blocks = {path: control.monitor.add_block(prefix + path) for path in paths}
+        blocks = numbered(control.monitor)
         strategy = DisplacedParallel if config.exchange == "displaced" else NaiveParallel
         if isinstance(mesh, VirtualMesh):
             handler = SimulatedSequence([strategy(config, view, control, blocks) for view in mesh.ranks], model)
@@ -544,11 +547,6 @@ def check_pipe(config: ParallelConfig, models: Sequence[tuple[nn.Module, TokenLa
     """
     if config.reproducible:
         raise ConfigError("reproducible=True and PipeFusion (pipe, patches) do not go together yet; leave one out")
-    if isinstance(parse_warmup(config.warmup), Adaptive):
-        raise ConfigError(
-            f"warmup={config.warmup!r} measures the drift of keys, which pipe does not; use 'fixed(n)', 'sqrt(n)', "
-            "'periodic(n)' or 'first_last(n, m)' with pipe"
-        )
     for model, layout in models:
         check_layout(layout)
         first_cut(model, layout, config)

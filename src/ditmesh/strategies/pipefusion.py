@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ..comm.link import Arriving
+from ..comm.link import Arriving, Link
 from ..doors import BlockSite
 from ..errors import ConfigError, InputError, LayoutError
 from ..layout import Region, TokenLayout
@@ -34,6 +35,7 @@ from ..mesh import Mesh
 from ..methods import replace_method
 from ..staleness.clock import same
 from ..staleness.control import StalenessLog, StepRecord
+from ..staleness.drift import DriftMonitor, drifts_of
 from ..staleness.policy import Outlook, Past, WarmupPolicy
 from ..staleness.schedule import even_levels
 from ..tiles import even_cut
@@ -86,9 +88,17 @@ class Plan:
 class Steps:
     """The steps of a request, and which of them are synchronous. Shared by a pipeline's transformers.
 
+    A stage begins a step when the stages behind it have not finished the one before: its drift is not known where it
+    would be wanted. Every stage sends what it has measured when it begins the next step, and does not wait. Decided
+    is with what was sent a step earlier, which is there when the prediction of a first patch comes back. After a
+    synchronous step, for which all stages have waited anyway, its own drift is taken. Which drifts are known is thus
+    itself the same on all ranks, for any number of stages.
+
     Args:
-        policy: decides; it is told of no drift.
+        policy: decides.
         patches: patches of the picture, which stand for the devices of the policy: M decides what is seen fresh.
+        monitor: measures drift; the transformers' handlers feed it.
+        link: all ranks of the job, over which drift is added up.
         noise: noise levels of the request's steps, asked for at its first call.
 
     Attributes:
@@ -99,30 +109,90 @@ class Steps:
     """
 
     def __init__(
-        self, policy: WarmupPolicy, patches: int, noise: Callable[[], tuple[float, ...] | None] = lambda: None
+        self,
+        policy: WarmupPolicy,
+        patches: int,
+        monitor: DriftMonitor,
+        link: Link,
+        noise: Callable[[], tuple[float, ...] | None] = lambda: None,
     ) -> None:
         self.policy = policy
+        self.monitor = monitor
+        self._link = link
         self._patches = patches
         self._ask_noise = noise
+        # Sums of the latest steps, in their order: on their way, and here but not looked at yet.
+        self._coming: deque[Callable[[timedelta | None], Tensor]] = deque()
+        self._totals: deque[Tensor] = deque()
         self.begin_request()
 
     def begin_request(self, steps: int | None = None) -> None:
         """A new request; ``steps``: how many steps it has, where no pipeline tells."""
+        self._forget(None)
         self.step = -1
         self.log = StalenessLog()
         self._given = steps
         self._past: list[Past] = []
         self._outlook = Outlook(self._patches)
 
+    def end_request(self, failed: bool = False) -> None:
+        """The request is over: take the last steps' drift into the log; ``failed``: it has raised, forget them.
+
+        Raises:
+            RuntimeError: another rank has gone, and nothing was said of a failure.
+        """
+        if failed:
+            with suppress(RuntimeError):
+                self._forget(timedelta(seconds=_PATIENCE))
+            self._coming.clear()
+        elif self._sent <= self.step:
+            self._send()
+            self._receive(0)
+            self._look()
+
     def next(self) -> None:
         """A new step begins: decide."""
+        if self.step >= 0:
+            self._send()
         self.step += 1
         if self.step == 0:
             noise = self._ask_noise() if self._given is None else even_levels(self._given)
-            self._outlook = Outlook(self._patches, noise)
+            # A patch sees those before it fresh: of M - 1 others half, on average.
+            self._outlook = Outlook(self._patches, noise, (self._patches - 1) / (2 * self._patches))
+        self._receive(0 if not self._past or self._past[-1].synchronous else 1)
+        # To look at numbers is to wait for the device; who does not want them need not.
+        if getattr(self.policy, "uses_drift", True):
+            self._look()
         decision = self.policy.decide(self.step, self._outlook, self._past)
         self._past.append(Past(decision.synchronous))
-        self.log.steps.append(StepRecord(self.step, decision.synchronous, decision.reason))
+        self.log.steps.append(StepRecord(self.step, decision.synchronous, decision.reason, decision.predicted))
+
+    def _send(self) -> None:
+        """Tell the others what was measured in the step that has run here."""
+        self._coming.append(self._link.post_sum(self.monitor.take()))
+        self._sent += 1
+
+    def _receive(self, under_way: int) -> None:
+        """Wait for the sums of all steps but the latest ``under_way``."""
+        while len(self._coming) > under_way:
+            self._totals.append(self._coming.popleft()(None))
+
+    def _look(self) -> None:
+        """Take the drifts that are here into the past and the log."""
+        while self._totals:
+            step = self._looked
+            record = self.log.steps[step]
+            record.measured(self.monitor.blocks, drifts_of(self._totals.popleft()))
+            self._past[step] = Past(record.synchronous, record.mean_drift)
+            self._looked += 1
+
+    def _forget(self, timeout: timedelta | None) -> None:
+        self.monitor.reset()
+        self._totals.clear()
+        # Steps whose sums were sent, and looked at.
+        self._sent = self._looked = 0
+        while self._coming:
+            self._coming.popleft()(timeout)
 
     def synchronous(self, known: bool) -> bool:
         """Whether a call of this step is synchronous, given whether there are keys of the step before.
@@ -242,7 +312,7 @@ class PipeFusion:
         memory = self._memory.setdefault(key, Memory())
         # A branch that comes for the first time, or that was left out, has no keys of the step before.
         synchronous = self.steps.synchronous(memory.step >= 0 and self.steps.step - memory.step <= 1)
-        memory.step = self.steps.step
+        memory.begin_step(self.steps.step)
         args, kwargs = tree_map(whole_of if synchronous else _settled, (args, kwargs))
         # Only before anything is kept: a block that moves leaves its keys behind.
         if self.stages.wanted and not any(kept.keys for kept in self._memory.values()):
