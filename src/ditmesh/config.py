@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import ConfigError
+from .staleness.policy import Adaptive
 from .staleness.policy import parse as parse_warmup
 
 Degree = int
@@ -63,7 +64,8 @@ class ParallelConfig(BaseModel):
             the first steps run.
         reproducible: the same bits on any number of devices, even or weighted: token-local work is done tile by
             tile, attention per head and tile over keys in the order of one device, rows of the batch one by one.
-            The reference is one device with the same setting.
+            The reference is one device with the same setting. With PipeFusion the patches take the place of tiles:
+            the reference is one device with as many patches.
         tiles: pieces that the picture's tokens are cut into in reproducible mode; part of what decides the bits.
         compile: compile every block with this `torch.compile` backend (``"inductor"``, ``"eager"``), as one graph
             without breaks; communication stays outside the graph.
@@ -171,6 +173,24 @@ class ParallelConfig(BaseModel):
                 raise ConfigError(
                     f"exchange={self.exchange!r} gives another picture for every number of ranks, so it cannot be "
                     "reproducible; use exchange='exact', or pipe with a fixed number of patches"
+                )
+            if self.stages_or_patches and self.sequence > 1:
+                raise ConfigError(
+                    f"ring={self.ring} x ulysses={self.ulysses} ranks would cut the patches of pipe={self.pipe}, "
+                    f"patches={self.patches or self.pipe} again, and the bits would depend on how many there are; with "
+                    "reproducible=True use more stages (pipe) or data for these ranks, or leave pipe and patches out"
+                )
+            if self.stages_or_patches and self.cfg > 1:
+                raise ConfigError(
+                    f"with pipe or patches cfg={self.cfg} makes exact steps that one device would not: a branch that "
+                    "is shared out anew has no keys of the step before; with reproducible=True use more stages (pipe) "
+                    "or data for these ranks, or leave pipe and patches out"
+                )
+            if self.stages_or_patches and isinstance(parse_warmup(self.warmup), Adaptive):
+                raise ConfigError(
+                    f"warmup={self.warmup!r} decides by the drift of all pictures of a call, so that a picture would "
+                    "depend on those beside it; with reproducible=True use 'fixed(n)', 'sqrt(n)', 'periodic(n)' or "
+                    "'first_last(n, m)'"
                 )
             if self.sequence > self.tiles:
                 raise ConfigError(

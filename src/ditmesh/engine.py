@@ -263,8 +263,9 @@ class Engine:
             self.control.clock.rows = run.rows
             if run.ahead and run.branch is not None:
                 self.control.clock.branch = run.branch
-        if self.pipes and run.branch is not None:
-            self.pipes[number].announce(run.step, (run.branch, run.link, run.ahead))
+        if self.pipes:
+            branch = None if run.branch is None else (run.step, (run.branch, run.link, run.ahead))
+            self.pipes[number].announce(branch, run.rows)
 
     def _whole(self, result: Any) -> Any:
         """A pipeline's result, with whole tensors in place of patches that have still to come."""
@@ -545,8 +546,6 @@ def check_pipe(config: ParallelConfig, models: Sequence[tuple[nn.Module, TokenLa
     Raises:
         ConfigError: naming it and the way out.
     """
-    if config.reproducible:
-        raise ConfigError("reproducible=True and PipeFusion (pipe, patches) do not go together yet; leave one out")
     for model, layout in models:
         check_layout(layout)
         first_cut(model, layout, config)

@@ -30,6 +30,7 @@ from ..staleness.drift import DriftMonitor
 from ..tiles import even_cut
 from .balance import Balance
 from .sequence import MIN_TEXT_TOKENS, SequenceParallel, of_ranks, result_of
+from .tiled import aligned
 
 
 @dataclass
@@ -230,6 +231,12 @@ class PatchParallel(SequenceParallel):
         super().before_block(site, arguments)
         if self.run is not None:
             self.run.arrive(site, arguments)
+        if self.config.reproducible and not self.patch_link.alone:
+            # Where a stage begins, tokens come from a message, and elsewhere from the block before.
+            for path in (*(stream.arg for stream in site.region.streams), *site.region.local):
+                value = arguments.get(path)
+                if isinstance(value, Tensor):
+                    arguments.set(path, aligned(value))
 
     def after_block(self, site: BlockSite, output: Any) -> Any:
         """As in `SequenceParallel`; where a block list ends the patch takes its place in the whole stream."""

@@ -43,6 +43,7 @@ from .balance import median_seconds
 from .lazy import COMMON, Later, LazyPatches, Owners, whole_of
 from .patches import Memory, PatchParallel, is_read, passed_over, streams_of
 from .stages import Stages, blocks_of, filled
+from .tiled import aligned
 
 # Messages that a rank may have under way before it waits for the oldest: steps' worth of patches.
 _STEPS_UNDER_WAY = 4
@@ -252,6 +253,8 @@ class PipeFusion:
         self.begin_request()
         self._restore = replace_method(model, "forward", self._call)
         self._forward: Callable[..., Any] = self._restore.original
+        # Before whoever shares the call's rows out: all ranks see all of them, and count the same steps.
+        self._handle = model.register_forward_pre_hook(self._begin, with_kwargs=True)
 
     @property
     def first(self) -> int:
@@ -270,7 +273,10 @@ class PipeFusion:
         self._drain(None)
         self._memory: dict[Any, Memory] = {}
         self._announced: int | None = None
-        self._about: tuple[int, tuple[Any, ...]] | None = None
+        self._announced_branch: tuple[int, tuple[Any, ...]] | None = None
+        self._rows: tuple[int, int] | None = None
+        # A call of the model that no run has been counted for yet, and the calls of this step.
+        self._asked: Arguments | None = None
         self._calls: list[dict[str, Any]] = []
         self.flushes = 0
 
@@ -290,9 +296,15 @@ class PipeFusion:
             if not failed:
                 raise
 
-    def announce(self, step: int, about: tuple[Any, ...]) -> None:
-        """The next call belongs to this step, and is about this branch of guidance and these rows of the batch."""
-        self._about = step, about
+    def announce(self, branch: tuple[int, tuple[Any, ...]] | None, rows: tuple[int, int] | None) -> None:
+        """What the next run is about, where several make up one call of the model.
+
+        Args:
+            branch: its step, and its branch of guidance; None where nobody runs branches in another order than the
+                pipeline asks for them.
+            rows: its rows of the batch.
+        """
+        self._announced_branch, self._rows = branch, rows
 
     def _drain(self, timeout: timedelta | None) -> None:
         while self._expected:
@@ -303,12 +315,16 @@ class PipeFusion:
     def close(self) -> None:
         """Put the model's own forward back."""
         self.end_request(failed=True)
+        self._handle.remove()
         self._restore()
 
     # --- one call ------------------------------------------------------------------------------------------
 
+    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._asked = Arguments(self._names, args, kwargs)
+
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        key = self._branch(Arguments(self._names, args, kwargs))
+        key = self._branch()
         memory = self._memory.setdefault(key, Memory())
         # A branch that comes for the first time, or that was left out, has no keys of the step before.
         synchronous = self.steps.synchronous(memory.step >= 0 and self.steps.step - memory.step <= 1)
@@ -325,25 +341,28 @@ class PipeFusion:
             args, kwargs = tree_map(whole_of, (args, kwargs))
         return self._patch_by_patch(plan, memory, args, kwargs)
 
-    def _branch(self, arguments: Arguments) -> Any:
-        """Count steps; returns what this call is about: the branch of guidance, and the rows of the batch.
+    def _branch(self) -> Any:
+        """Count steps; returns what this run is about: the branch of guidance, and the rows of the batch.
 
         A new step begins with a new timestep, or when a branch comes again (samplers that ask twice at a timestep).
         """
-        about, self._about = self._about, None
-        if about is not None:
-            step, key = about
+        asked, self._asked = self._asked, None
+        announced, self._announced_branch = self._announced_branch, None
+        if announced is not None:
+            step, branch = announced
             if step != self._announced:
                 self._announced = step
                 self.steps.next()
-            return key
-        seen = {path: value for path, value in arguments.leaves() if not covers(self._names[0], path)}
-        if self._calls and (not _same_time(seen, self._calls[0]) or _same_otherwise(seen, self._calls[0])):
-            self._calls = []
-        if not self._calls:
-            self.steps.next()
-        self._calls.append(seen)
-        return len(self._calls) - 1
+            return branch, self._rows
+        if asked is not None:
+            seen = {path: value for path, value in asked.leaves() if not covers(self._names[0], path)}
+            if self._calls and (not _same_time(seen, self._calls[0]) or _same_otherwise(seen, self._calls[0])):
+                self._calls = []
+            if not self._calls:
+                self.steps.next()
+            self._calls.append(seen)
+        # More rows of the same call belong to the same branch.
+        return len(self._calls) - 1, self._rows
 
     def _whole_picture(self, plan: Plan, memory: Memory, args: Any, kwargs: Any) -> Any:
         """A synchronous step: the picture as one patch, exact. Every rank gets the result."""
@@ -403,6 +422,9 @@ class PipeFusion:
 
     def _run(self, run: _PatchRun, args: Any, kwargs: Any) -> Any:
         """The model's forward for one patch; None on a stage that leaves it half way."""
+        if self.handler.config.reproducible:
+            # What was sent lies in memory in another way than what was computed here.
+            args, kwargs = tree_map(lambda leaf: aligned(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         self.handler.start(run)
         try:
             output = self._forward(*args, **kwargs)
