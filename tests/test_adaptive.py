@@ -116,13 +116,13 @@ def alone() -> dict[str, Any]:
     return pipelined({"warmup": BUDGET})
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-def test_stages_decide_as_one_device_does(ranks, alone, stages):
+@pytest.mark.parametrize("config", [{"pipe": 2}, {"pipe": 4}, {"pipe": 2, "shared_memory": False}], ids=str)
+def test_stages_decide_as_one_device_does(ranks, alone, config):
     """Decisions, reasons, drift of every block and the picture: to the bit, on every rank.
 
     The only pauses are those of a synchronous step after a stale one, which wants the whole picture.
     """
-    for result in ranks(stages).run(pipelined, {"warmup": BUDGET, "pipe": stages}):
+    for result in ranks(config["pipe"]).run(pipelined, {"warmup": BUDGET, **config}):
         assert same(result, alone)
     assert alone["flushes"] == returns(alone)
     assert 1 < sum(synchronous for synchronous, *_ in alone["decisions"]) < 8

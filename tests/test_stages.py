@@ -111,13 +111,16 @@ def test_given(ranks, alone, config, expected):
     assert found["before"] == found["after"] == found["later"] == expected
 
 
-def test_measured(ranks, alone):
+@pytest.mark.parametrize("shared", [True, False])
+def test_measured(ranks, alone, shared):
     """Blocks that take longer than their weights say: the first call finds out, and blocks move with their weights.
 
     The slow kind comes last, so that the second stage ends up with one of its two blocks.
     """
     slow = "single_transformer_blocks"
-    found = check(ranks(2).run(cut, {"pipe": 2, "stages": "measured"}, slow, None, True), alone)
+    found = check(
+        ranks(2).run(cut, {"pipe": 2, "stages": "measured", "shared_memory": shared}, slow, None, True), alone
+    )
     assert found["before"] == (2, 2)
     assert found["after"] == (3, 1)
     double, single = found["costs"][0], found["costs"][2]
