@@ -389,12 +389,15 @@ def traffic(patches: int, size: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_bytes_of_a_step(ranks, count):
-    """All tokens once through the boundary (text once, not once a patch), all of the prediction once back."""
+    """All tokens once through the boundary (text once, not once a patch), all of the prediction once back.
+
+    Drift: two sums of 8 bytes for each of 4 blocks, to the other rank.
+    """
     size = RAGGED
     image, text, width, channels = size.image, size.text, 128, 16
     first, last = ranks(2).run(traffic, count, size)
-    assert first == {"pipe": 4 * size.batch * (image + text) * width}
-    assert last == {"pipe_back": 4 * size.batch * image * channels}
+    assert first == {"pipe": 4 * size.batch * (image + text) * width, "world": 4 * 2 * 8}
+    assert last == {"pipe_back": 4 * size.batch * image * channels, "world": 4 * 2 * 8}
 
 
 # --- stages --------------------------------------------------------------------------------------------------------

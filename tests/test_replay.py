@@ -218,7 +218,9 @@ def test_the_nearest_configuration_for_other_devices():
     assert near(4, ring=2, exchange="displaced") == ParallelConfig(ring=4, exchange="displaced")
     strict = {"reproducible": True, "tiles": 16}
     assert near(4, ulysses=2, weights=(2, 1), **strict) == ParallelConfig(ulysses=4, **strict)
-    assert near(2, pipe=4, reproducible=True) == ParallelConfig(ulysses=2, patches=4, reproducible=True)
+    assert near(2, pipe=4, stages=(3, 1, 1, 1), reproducible=True) == ParallelConfig(
+        pipe=2, patches=4, reproducible=True
+    )
     assert near(2, pipe=4) == ParallelConfig(pipe=2, patches=4)
     assert config_for(ParallelConfig(), 3, None) == ParallelConfig(ring=3)
     with pytest.raises(ConfigError, match="cannot share tiles=2"):

@@ -9,11 +9,14 @@ import torch
 
 import ditmesh
 from ditmesh.errors import ConfigError, LayoutError
+from ditmesh.strategies.lazy import whole_of
 from ditmesh.strategies.tiled import aligned
 from ditmesh.strategies.virtual import ask, run_together
 from ditmesh.tiles import weighted_cut
-from support.models import MAKERS, RAGGED, inputs, run, tiny
+from support import pipelines
+from support.models import MAKERS, RAGGED, inputs, run, sizes, tiny, variant
 from support.reproducible import digest, forward_bits, pipeline_bits, pipeline_error
+from support.stale import moving
 
 # World size -> configurations. One rank is the reference.
 SEQUENCE: dict[int, list[dict[str, Any]]] = {
@@ -138,6 +141,115 @@ def test_the_embedded_model(ranks):
     assert len(set(found.values())) == 1, found
 
 
+# --- PipeFusion: patches take the place of tiles ---------------------------------------------------------------------
+
+PATCHES = {"patches": 4, "warmup": "fixed(1)"}
+# Four blocks, for as many stages.
+DEEP = {
+    "SD3": {"num_layers": 4},
+    "Flux": {},
+    "DiT": {"num_layers": 4},
+    "PixArt": {"num_layers": 4},
+}
+STAGES = {1: [{}], 2: [{"pipe": 2}, {"pipe": 2, "stages": (1, 3)}], 4: [{"pipe": 4}]}
+
+
+def in_patches(names: list[str], configs: list[dict[str, Any]]) -> dict[str, list[list[str]]]:
+    """Digests of three steps of every model, a synchronous one and two stale ones, at an odd size and at B=2 ragged."""
+    found: dict[str, list[list[str]]] = {}
+    for name in names:
+        model = variant(name, **DEEP[name])
+        for config in configs:
+            digests: list[str] = []
+            with torch.no_grad(), ditmesh.parallelized(model, {**PATCHES, **config}, timeout=300):
+                engine = ditmesh.engine_of(model)
+                for size in sizes(name).values():
+                    engine.begin_request(steps=3)
+                    for made in moving(name, size, 3):
+                        digests.append(digest(whole_of(model(**made)[0])))
+                    engine.end_request()
+            found.setdefault(name, []).append(digests)
+    return found
+
+
+def test_patches_on_any_number_of_stages(ranks):
+    """The same bits on one, two and four stages, wherever the cuts are; other patches have other bits."""
+    found: dict[str, list[list[str]]] = {name: [] for name in DEEP}
+    for world, wanted in STAGES.items():
+        per_rank = ranks(world).run(in_patches, list(DEEP), reproducible(wanted))
+        assert all(one == per_rank[0] for one in per_rank)
+        for name in DEEP:
+            found[name] += per_rank[0][name]
+    (others,) = ranks(1).run(in_patches, list(DEEP), reproducible([{"patches": 3}]))
+    for name, digests in found.items():
+        assert len(digests) == 4
+        assert all(one == digests[0] for one in digests), name
+        assert len(set(digests[0])) == 6, name
+        # A synchronous step does not depend on them, a stale one does.
+        assert [a == b for a, b in zip(digests[0], others[name][0], strict=True)] == [True, False, False] * 2, name
+
+
+def lying(config: dict[str, Any]) -> bool:
+    """Whether every block is given tokens in one piece, beginning where memory of their own would."""
+    model, found = tiny("Flux"), []
+
+    def look(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        for name in ("hidden_states", "encoder_hidden_states"):
+            # Of a patch without text there is nothing to lie anywhere.
+            if kwargs[name].numel():
+                found.append(kwargs[name].is_contiguous() and kwargs[name].data_ptr() % 64 == 0)
+
+    with torch.no_grad(), ditmesh.parallelized(model, {**PATCHES, **config}):
+        # Hooks run in the order they were hung: this one sees what the block is given.
+        blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
+        handles = [block.register_forward_pre_hook(look, with_kwargs=True) for block in blocks]
+        model(**inputs("Flux", RAGGED))
+        found.clear()
+        whole_of(model(**inputs("Flux", RAGGED))[0])
+        for handle in handles:
+            handle.remove()
+    return all(found)
+
+
+def test_tokens_lie_alike_in_every_stage(ranks):
+    """What came in a message and what the block before has left are the same to a kernel."""
+    assert lying({"reproducible": True})
+    assert ranks(2).run(lying, {"pipe": 2, "reproducible": True}) == [True, True]
+    # In fast mode they may lie anywhere.
+    assert not lying({})
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux", "pixart", "dit"])
+def test_pipelines_in_patches(ranks, family):
+    """Three prompts, guidance, a synchronous step and a stale one: the same latents, also with pictures shared out."""
+    configs = {1: [PATCHES], 2: [{**PATCHES, "pipe": 2}], 4: [{**PATCHES, "pipe": 2, "data": 2}]}
+    found = gathered(ranks, pipeline_bits, configs, family)
+    assert len(set(found.values())) == 1, found
+
+
+def neighbours(config: dict[str, Any]) -> bool:
+    """Whether the second of two pictures is the same when it is drawn alone, though both have the same prompt."""
+    pipe = pipelines.MAKERS["sd3"]()
+    noise = torch.randn(2, 4, 16, 16, generator=torch.Generator().manual_seed(3))
+    with ditmesh.parallelized(pipe, {**PATCHES, **config}, timeout=300):
+        both = pipelines.draw(pipe, {**pipelines.arguments("sd3", [1, 1], steps=3), "latents": noise})
+        one = pipelines.draw(pipe, {**pipelines.arguments("sd3", [1], steps=3), "latents": noise[1:]})
+    return torch.equal(both[1:], one) and not torch.equal(both[:1], both[1:])
+
+
+def test_a_picture_in_patches_does_not_depend_on_those_beside_it(ranks):
+    assert ranks(2).run(neighbours, {"pipe": 2, "reproducible": True}) == [True, True]
+
+
+def test_the_embedded_model_in_patches(ranks):
+    """Whole pictures on one and two stages."""
+    found = [
+        *ranks(1).run(embedded, reproducible([PATCHES])),
+        *ranks(2).run(embedded, reproducible([{**PATCHES, "pipe": 2}])),
+    ]
+    assert all(one == found[0] for one in found)
+
+
 def state_inside(config: dict[str, Any]) -> dict[str, Any]:
     """Settings of torch outside and inside a forward, and what is left on the model afterwards."""
     import copy
@@ -174,6 +286,13 @@ def test_settings_are_put_back(ranks):
         ({"compile": "inductor"}, "compile"),
         ({"exchange": "displaced", "ring": 2}, "exchange"),
         ({"ulysses": 4, "tiles": 3}, "tiles=4"),
+        (
+            {"pipe": 2, "ulysses": 2},
+            r"would cut the patches of pipe=2, patches=2 again.*use more stages \(pipe\) or data",
+        ),
+        ({"patches": 4, "ring": 2}, "ring=2 x ulysses=1 ranks would cut the patches"),
+        ({"pipe": 2, "cfg": 2}, "cfg=2 makes exact steps.*use more stages"),
+        ({"pipe": 2, "warmup": "adaptive(0.1)"}, "depend on those beside it"),
         ({"weights": (1, 0), "ring": 2}, "above 0"),
         ({"weights": (1, 2, 3), "ring": 2}, "are 3"),
     ],

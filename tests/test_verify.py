@@ -414,9 +414,8 @@ def test_what_is_promised_and_compared_with():
     assert reference_of(ParallelConfig(ulysses=2, cfg=2)) is None
     weighted = ParallelConfig(ulysses=2, weights=(2, 1), reproducible=True, tiles=4)
     assert reference_of(weighted) == ParallelConfig(reproducible=True, tiles=4)
-    assert reference_of(ParallelConfig(pipe=2, cfg=2, reproducible=True)) == ParallelConfig(
-        patches=2, reproducible=True
-    )
+    staged = ParallelConfig(pipe=2, data=2, stages=(5, 7), reproducible=True)
+    assert reference_of(staged) == ParallelConfig(patches=2, reproducible=True)
     assert name_of(weighted) == "ulysses=2 weights=2,1 reproducible tiles=4"
     assert name_of(None) == "one device"
 

@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import ConfigError
+from .staleness.policy import Adaptive
 from .staleness.policy import parse as parse_warmup
 
 Degree = int
@@ -55,11 +56,16 @@ class ParallelConfig(BaseModel):
         warmup: which steps of a stale strategy are synchronous, that is, exact: ``"fixed(4)"``, ``"sqrt(2)"``,
             ``"periodic(5)"``, ``"first_last(2, 1)"`` or ``"adaptive(0.05)"``: see docs/staleness.md.
         compress: what displaced keys and values travel as; default: as they are.
-        weights: relative speeds of the sequence ranks, ``(2, 1)``: a faster rank gets more tokens, and the result
-            stays the same. ``"auto"`` measures them while the first steps run.
+        stages: blocks of every stage. ``"estimated"``: by the weights that image tokens pass through. ``"measured"``:
+            cut so at first; the first call times one block of every kind, and blocks move if another cut is faster.
+            Or numbers, ``(5, 7)``. The result stays the same.
+        weights: relative speeds of the sequence ranks, ``(2, 1)``: a faster rank gets more tokens; with ``pipe`` those
+            of the stages: a faster stage gets more blocks. The result stays the same. ``"auto"`` measures them while
+            the first steps run.
         reproducible: the same bits on any number of devices, even or weighted: token-local work is done tile by
             tile, attention per head and tile over keys in the order of one device, rows of the batch one by one.
-            The reference is one device with the same setting.
+            The reference is one device with the same setting. With PipeFusion the patches take the place of tiles:
+            the reference is one device with as many patches.
         tiles: pieces that the picture's tokens are cut into in reproducible mode; part of what decides the bits.
         compile: compile every block with this `torch.compile` backend (``"inductor"``, ``"eager"``), as one graph
             without breaks; communication stays outside the graph.
@@ -81,6 +87,7 @@ class ParallelConfig(BaseModel):
     pipe: Degree = Field(default=1, ge=1)
     exchange: Exchange = "exact"
     patches: int | None = Field(default=None, ge=1)
+    stages: tuple[int, ...] | Literal["estimated", "measured"] = "estimated"
     warmup: str = "fixed(4)"
     compress: Compression | None = None
     weights: tuple[float, ...] | Literal["auto"] | None = None
@@ -108,10 +115,30 @@ class ParallelConfig(BaseModel):
         if isinstance(self.weights, tuple):
             if any(not isfinite(weight) or weight <= 0 for weight in self.weights):
                 raise ConfigError(f"weights={list(self.weights)}: every weight must be above 0; leave a slow rank out")
-            if len(self.weights) != self.sequence:
+            if self.pipe > 1 and len(self.weights) != self.pipe:
+                raise ConfigError(
+                    f"weights={list(self.weights)} are {len(self.weights)}, but with pipe={self.pipe} they are those "
+                    f"of the {self.pipe} stages; give one weight for each (sequence ranks of a stage share evenly)"
+                )
+            if self.pipe == 1 and len(self.weights) != self.sequence:
                 raise ConfigError(
                     f"weights={list(self.weights)} are {len(self.weights)}, but ring={self.ring} x "
                     f"ulysses={self.ulysses} is {self.sequence} sequence ranks; give one weight for each"
+                )
+        if self.weights is not None and self.pipe == 1 and self.stages_or_patches:
+            raise ConfigError(
+                f"weights={self.weights!r} have nothing to share out with patches={self.patches} and one stage: a "
+                "patch is cut evenly over its sequence ranks; use pipe=2 or more, or leave weights out"
+            )
+        if isinstance(self.stages, tuple):
+            if len(self.stages) != self.pipe or min(self.stages) < 1:
+                raise ConfigError(
+                    f"stages={list(self.stages)} are not the blocks of pipe={self.pipe} stages; give one number from 1 "
+                    "up for each, or 'estimated' or 'measured'"
+                )
+            if self.weights is not None:
+                raise ConfigError(
+                    f"stages={list(self.stages)} leave weights={self.weights!r} nothing to decide; leave one out"
                 )
         parse_warmup(self.warmup)
         if self.exchange != "exact" and self.ulysses > 1:
@@ -146,6 +173,24 @@ class ParallelConfig(BaseModel):
                 raise ConfigError(
                     f"exchange={self.exchange!r} gives another picture for every number of ranks, so it cannot be "
                     "reproducible; use exchange='exact', or pipe with a fixed number of patches"
+                )
+            if self.stages_or_patches and self.sequence > 1:
+                raise ConfigError(
+                    f"ring={self.ring} x ulysses={self.ulysses} ranks would cut the patches of pipe={self.pipe}, "
+                    f"patches={self.patches or self.pipe} again, and the bits would depend on how many there are; with "
+                    "reproducible=True use more stages (pipe) or data for these ranks, or leave pipe and patches out"
+                )
+            if self.stages_or_patches and self.cfg > 1:
+                raise ConfigError(
+                    f"with pipe or patches cfg={self.cfg} makes exact steps that one device would not: a branch that "
+                    "is shared out anew has no keys of the step before; with reproducible=True use more stages (pipe) "
+                    "or data for these ranks, or leave pipe and patches out"
+                )
+            if self.stages_or_patches and isinstance(parse_warmup(self.warmup), Adaptive):
+                raise ConfigError(
+                    f"warmup={self.warmup!r} decides by the drift of all pictures of a call, so that a picture would "
+                    "depend on those beside it; with reproducible=True use 'fixed(n)', 'sqrt(n)', 'periodic(n)' or "
+                    "'first_last(n, m)'"
                 )
             if self.sequence > self.tiles:
                 raise ConfigError(
@@ -183,6 +228,8 @@ class ParallelConfig(BaseModel):
         parts = degrees or ["1 device"]
         if self.patches is not None:
             parts.append(f"patches={self.patches}")
+        if self.stages != "estimated":
+            parts.append(f"stages={self.stages if isinstance(self.stages, str) else ','.join(map(str, self.stages))}")
         if self.exchange != "exact":
             parts += [f"exchange={self.exchange}", f"warmup={self.warmup}"]
         if self.compress is not None:

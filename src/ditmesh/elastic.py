@@ -58,7 +58,7 @@ def smaller(config: ParallelConfig, survivors: Sequence[int]) -> ParallelConfig:
 
     Returns:
         A configuration for ``world_size <= len(survivors)`` ranks. ``weights`` are those of the survivors; sequence
-        ranks that several of them share have the slowest one's.
+        ranks that several of them share have the slowest one's. Those of stages are not kept.
 
     Raises:
         ConfigError: not even the smallest fits: nobody is left, or fewer than share the weights (tensor).
@@ -97,7 +97,13 @@ def smaller(config: ParallelConfig, survivors: Sequence[int]) -> ParallelConfig:
     if config.pipe > 1 and config.patches is None:
         # As many patches as there were stages.
         changed["patches"] = config.pipe
-    if isinstance(config.weights, tuple):
+    if pipe != config.pipe and isinstance(config.stages, tuple):
+        # Other stages: how their blocks are cut is decided anew.
+        changed["stages"] = "estimated"
+    if config.pipe > 1 and (pipe == 1 or isinstance(config.weights, tuple)):
+        # Those of stages that are no more.
+        changed["weights"] = None
+    elif isinstance(config.weights, tuple):
         changed["weights"] = _weights(config, config.weights, survivors, ring * ulysses, pipe * cfg * data)
     return ParallelConfig(**{**config.model_dump(), **changed})
 

@@ -25,7 +25,7 @@ from .methods import replace_method
 from .request import PipelineDoor
 from .staleness.control import StalenessLog, StepControl
 from .staleness.drift import DriftMonitor
-from .staleness.policy import Adaptive, WarmupPolicy
+from .staleness.policy import WarmupPolicy
 from .staleness.policy import parse as parse_warmup
 from .staleness.schedule import noise_levels
 from .strategies.balance import Balance
@@ -37,7 +37,7 @@ from .strategies.patches import PatchParallel
 from .strategies.pipefusion import PipeFusion, Steps, check_layout, whole_result
 from .strategies.sequence import SequenceParallel
 from .strategies.simulation import SimulatedSequence, VirtualMesh
-from .strategies.stages import StageWeights, balanced, estimated_costs, spread_parameters
+from .strategies.stages import Stages, blocks_of, first_cut, spread_parameters
 from .strategies.steps import watch_calls
 from .strategies.tensor import TensorParallel, already_cut
 from .strategies.tiled import TiledSequence
@@ -62,7 +62,7 @@ class Engine:
         rows: who shares out the rows of each transformer's batch, where that is done.
         pipes: PipeFusion of every transformer, if the configuration has stages or patches.
         control: the steps of a stale sequence strategy; None when every step is exact.
-        balances: weights of the sequence ranks, one per transformer; see `rebalance`.
+        balances: weights of the sequence ranks, or of the stages, one per transformer; see `rebalance`.
     """
 
     def __init__(self, target: Any, config: ParallelConfig, mesh: Mesh, owns_mesh: bool) -> None:
@@ -98,24 +98,26 @@ class Engine:
                 for model, _ in models:
                     self._undo.append(TensorParallel(model, mesh.tensor).close)
             # Every stage keeps its own blocks.
-            stages = [balanced(estimated_costs(model, layout), mesh.pipe.size) for model, layout in models]
-            if mesh.pipe.size > 1:
-                for (model, layout), lengths in zip(models, stages, strict=True):
-                    self._undo.append(StageWeights(model, layout, lengths, mesh.pipe).close)
+            stages: list[Stages] = []
+            for model, layout in models if config.stages_or_patches else ():
+                stages.append(Stages(model, layout, config, mesh))
+                self._undo.append(stages[-1].close)
             noise = partial(_noise_of, target)
             if config.exchange != "exact":
                 monitor = DriftMonitor(mesh.world.all_reduce, mesh.device)
                 self.control = StepControl(parse_warmup(config.warmup), mesh.sequence.size, monitor, noise)
             patches = config.patches or config.pipe
             if config.stages_or_patches:
-                self._steps = Steps(parse_warmup(config.warmup), patches, noise)
+                monitor = DriftMonitor(mesh.world.all_reduce, mesh.device)
+                self._steps = Steps(parse_warmup(config.warmup), patches, monitor, mesh.world, noise)
+                self._undo.append(partial(self._steps.end_request, failed=True))
             # Blocks and attention: the tokens of a sequence.
             for number, (model, layout) in enumerate(models):
                 if config.compile:
                     # Under the doors: what stands in for a block's forward is not to be compiled.
                     self._undo.append(compile_blocks(model, layout, config.compile))
                 handler = self._sequence(model, layout, f"{number}." if len(models) > 1 else "")
-                self.balances.append(handler.balance)
+                self.balances.append(stages[number].balance if stages else handler.balance)
                 cuts = mesh.sequence.size > 1 or config.reproducible or config.stages_or_patches
                 doors = ModelDoors(model, layout, handler, cuts)
                 self.doors.append(doors)
@@ -212,26 +214,27 @@ class Engine:
                 handler.end_request()
         for pipe in self.pipes:
             pipe.end_request(failed)
+        if self._steps is not None:
+            self._steps.end_request(failed)
         if self.control is not None and not failed:
             self.control.end_request()
 
     def _sequence(self, model: nn.Module, layout: TokenLayout, prefix: str) -> SequenceParallel | SimulatedSequence:
         """The handler of a transformer's blocks; ``prefix`` tells the blocks of several transformers apart."""
         config, mesh, control = self.config, self.mesh, self.control
-        if config.stages_or_patches:
-            return PatchParallel(config, mesh)
+
+        def numbered(monitor: DriftMonitor) -> dict[str, int]:
+            return {path: monitor.add_block(prefix + path) for path, _ in blocks_of(model, layout)}
+
+        if self._steps is not None:
+            return PatchParallel(config, mesh, self._steps.monitor, numbered(self._steps.monitor))
         if control is None and isinstance(mesh, VirtualMesh):
             handler = SimulatedSequence([SequenceParallel(config, view) for view in mesh.ranks], model)
             self._undo.append(handler.close)
             return handler
         if control is None:
             return TiledSequence(config, mesh) if config.reproducible else SequenceParallel(config, mesh)
-        paths = [
-            f"{region.blocks}.{index}"
-            for region in layout.regions
-            for index in range(len(model.get_submodule(region.blocks)))  # type: ignore[arg-type]
-        ]
-        blocks = {path: control.monitor.add_block(prefix + path) for path in paths}
+        blocks = numbered(control.monitor)
         strategy = DisplacedParallel if config.exchange == "displaced" else NaiveParallel
         if isinstance(mesh, VirtualMesh):
             handler = SimulatedSequence([strategy(config, view, control, blocks) for view in mesh.ranks], model)
@@ -260,8 +263,9 @@ class Engine:
             self.control.clock.rows = run.rows
             if run.ahead and run.branch is not None:
                 self.control.clock.branch = run.branch
-        if self.pipes and run.branch is not None:
-            self.pipes[number].announce(run.step, (run.branch, run.link, run.ahead))
+        if self.pipes:
+            branch = None if run.branch is None else (run.step, (run.branch, run.link, run.ahead))
+            self.pipes[number].announce(branch, run.rows)
 
     def _whole(self, result: Any) -> Any:
         """A pipeline's result, with whole tensors in place of patches that have still to come."""
@@ -273,14 +277,24 @@ class Engine:
         return result
 
     def rebalance(self) -> None:
-        """Measure the speed of every sequence rank again at the next call (``weights="auto"``). On all ranks alike.
+        """Measure again at the next call. On all ranks alike.
+
+        The speed of every sequence rank (``weights="auto"``); with stages, at the beginning of the next request, their
+        speeds and the cost of every kind of block (``stages="measured"``).
 
         Raises:
-            ConfigError: the weights are not measured.
+            ConfigError: nothing is measured.
         """
-        if self.config.weights != "auto":
-            raise ConfigError(f"weights={self.config.weights!r} are given; use weights='auto' to have them measured")
-        for balance in self.balances:
+        config = self.config
+        if config.weights != "auto" and config.stages != "measured":
+            given = f"stages={config.stages!r} and weights={config.weights!r}"
+            raise ConfigError(
+                f"{given if config.pipe > 1 else f'weights={config.weights!r}'} are not measured; use weights='auto'"
+                + (" or stages='measured'" if config.pipe > 1 else "")
+            )
+        for pipe in self.pipes:
+            pipe.stages.wanted = config.pipe > 1
+        for balance in [] if self.pipes else self.balances:
             balance.wanted = True
 
     def own_mesh(self) -> None:
@@ -338,7 +352,7 @@ def parallelize(
         config = ParallelConfig.auto(world_size, min(heads_of(model) or 1 for model in models))
     config = ParallelConfig.read(config)
     if config.stages_or_patches:
-        check_pipe(config, layouts)
+        check_pipe(config, list(zip(models, layouts, strict=True)))
     for model in models:
         check_heads(config, heads_of(model), type(model).__name__)
         support.check(type(model).__name__, config)
@@ -526,25 +540,15 @@ def _inside(model: nn.Module, within: Callable[[], AbstractContextManager[None]]
     return restore
 
 
-def check_pipe(config: ParallelConfig, layouts: Sequence[TokenLayout]) -> None:
+def check_pipe(config: ParallelConfig, models: Sequence[tuple[nn.Module, TokenLayout]]) -> None:
     """Refuse what PipeFusion cannot run.
 
     Raises:
         ConfigError: naming it and the way out.
     """
-    if config.reproducible:
-        raise ConfigError("reproducible=True and PipeFusion (pipe, patches) do not go together yet; leave one out")
-    if config.weights is not None:
-        raise ConfigError(
-            f"weights={config.weights!r} share tokens, not the blocks of pipe={config.pipe}; leave it out"
-        )
-    if isinstance(parse_warmup(config.warmup), Adaptive):
-        raise ConfigError(
-            f"warmup={config.warmup!r} measures the drift of keys, which pipe does not; use 'fixed(n)', 'sqrt(n)', "
-            "'periodic(n)' or 'first_last(n, m)' with pipe"
-        )
-    for layout in layouts:
+    for model, layout in models:
         check_layout(layout)
+        first_cut(model, layout, config)
 
 
 def _noise_of(target: Any) -> tuple[float, ...] | None:

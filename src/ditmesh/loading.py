@@ -28,7 +28,7 @@ from .layout.table import known_models
 from .mesh import DEFAULT_DEADLINE, Mesh
 from .model_info import ModelInfo, find_model
 from .strategies.slices import Cut, plan
-from .strategies.stages import ABSENT, balanced, elsewhere, estimated_costs
+from .strategies.stages import ABSENT, elsewhere, first_cut
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def load(
             if mesh.tensor.size > 1:
                 components[name] = load_transformer(kind, folder / name, mesh.tensor, dtype, variant, mesh.device)
             elif mesh.pipe.size > 1 and kind.__name__ in known_models():
-                components[name] = load_stage(kind, folder / name, mesh.pipe, dtype, variant, mesh.device)
+                components[name] = load_stage(kind, folder / name, config, mesh.pipe, dtype, variant, mesh.device)
         if torch_dtype is not None:
             components["torch_dtype"] = torch_dtype if isinstance(torch_dtype, torch.dtype) else dict(torch_dtype)
         pipe = DiffusionPipeline.from_pretrained(folder, variant=variant, **components)
@@ -138,20 +138,28 @@ def load_transformer(
 def load_stage(
     kind: type[Any],
     folder: str | Path,
+    config: ParallelConfig,
     link: Link,
     torch_dtype: torch.dtype | None = None,
     variant: str | None = None,
     device: torch.device | str = "cpu",
 ) -> nn.Module:
-    """A saved transformer with one stage's blocks, for `parallelize` with ``pipe=link.size``.
+    """A saved transformer with one stage's blocks, for `parallelize` with the same ``config``.
 
     The weights of other stages' blocks are empty tensors until `restore` fetches them from there. Arguments and
     errors as for `load_transformer`; the class has a reviewed layout.
+
+    Args:
+        config: how many stages, and how they are cut.
+        link: the stages.
+
+    Raises:
+        ConfigError: fewer blocks than stages, or ``stages`` that are not the model's blocks.
     """
     model = _build(kind, Path(folder), torch_dtype)
     layout = layout_of(model)
     assert layout is not None
-    absent = elsewhere(model, layout, balanced(estimated_costs(model, layout), link.size), link.rank)
+    absent = elsewhere(model, layout, first_cut(model, layout, config), link.rank)
 
     def read(name: str, stored: Any, dtype: torch.dtype) -> Tensor:
         if name in absent:

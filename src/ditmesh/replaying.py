@@ -106,8 +106,8 @@ def config_for(config: ParallelConfig, devices: int, heads: int | None) -> Paral
     settings["weights"] = None
     exact = ParallelConfig.auto(devices, heads) if heads is not None else ParallelConfig(ring=devices)
     if config.stages_or_patches:
-        settings["patches"] = config.patches or config.pipe
-        if not config.reproducible and 1 < devices <= settings["patches"]:
+        settings["patches"], settings["stages"] = config.patches or config.pipe, "estimated"
+        if 1 < devices <= settings["patches"]:
             return ParallelConfig(**{**settings, "pipe": devices})
     elif config.exchange != "exact":
         if devices > 1:

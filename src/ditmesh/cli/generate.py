@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import InputError, RankFailed
-from .values import embedded_or, fetched, parallel_config, parse_size, parse_weights, read_prompts
+from .values import embedded_or, fetched, parallel_config, parse_size, parse_stages, parse_weights, read_prompts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,6 +51,10 @@ def generate(
         int | None,
         typer.Option(help="Patches of the picture in PipeFusion; they decide the result.", show_default="stages"),
     ] = None,
+    stages: Annotated[
+        str | None,
+        typer.Option(metavar="5,7|measured", help="Blocks of every stage.", show_default="estimated"),
+    ] = None,
     reproducible: Annotated[
         bool, typer.Option("--reproducible", help="The same bits on any number of devices; slower.")
     ] = False,
@@ -60,7 +64,7 @@ def generate(
     ] = None,
     weights: Annotated[
         str | None,
-        typer.Option(metavar="2,1|auto", help="Relative speeds of the sequence ranks: a fast one gets more tokens."),
+        typer.Option(metavar="2,1|auto", help="Relative speeds of the sequence ranks, or of the stages of --pipe."),
     ] = None,
     elastic: Annotated[
         bool, typer.Option("--elastic", help="When devices are lost, go on with the others (with --reproducible).")
@@ -130,6 +134,7 @@ def generate(
             "tiles": tiles,
             "weights": parse_weights(weights),
             "patches": patches,
+            "stages": parse_stages(stages),
             "exchange": exchange,
             "warmup": warmup,
             "compress": compress,

@@ -70,6 +70,13 @@ def parse_weights(text: str | None) -> tuple[float, ...] | Literal["auto"] | Non
         raise InputError(f"weights {text!r} are not numbers; write them as 2,1 (one for each rank), or auto") from None
 
 
+def parse_stages(text: str | None) -> tuple[int, ...] | str | None:
+    """``"5,7"`` to numbers; words and None stay what they are."""
+    if text is None or re.fullmatch(r"\d+(,\d+)*", text) is None:
+        return text
+    return tuple(int(word) for word in text.split(","))
+
+
 def parallel_config(
     devices: int | None,
     file: Path | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import reduce
 from math import prod
 
 import torch
@@ -200,6 +201,26 @@ class Link:
             self._sum(tensor.view(-1), shared)
         self.traffic.add(self.name, 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size)
         return tensor
+
+    def post_sum(self, tensor: Tensor) -> Callable[[timedelta | None], Tensor]:
+        """The sum of all ranks' tensors, the same bits on every rank; returns at once. For small ones: all send to all.
+
+        Args:
+            tensor: this rank's summand, of one shape and dtype on every rank; not to be written to any more.
+
+        Returns:
+            Waits for the other ranks' (how long for each; None: the group's deadline) and returns the sum. To be
+            called once; with several under way, in the order in which they were posted.
+        """
+        arriving = self.post([tensor], [[torch.empty_like(tensor)] for _ in range(self.size)])
+
+        def total(timeout: timedelta | None) -> Tensor:
+            summands = list(arriving.wait(timeout))
+            summands.insert(self.rank, tensor)
+            # In rank order.
+            return reduce(torch.add, summands)
+
+        return total
 
     def _sum(self, flat: Tensor, shared: SharedChannel) -> None:
         """All-reduce in two moves: every rank adds up its part of the tensor, in rank order, and passes it on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,10 @@ class StepRecord:
     predicted: float | None = None
     drift: dict[str, float] = field(default_factory=dict)
     filled: int = 0
+
+    def measured(self, blocks: Sequence[str], drifts: Sequence[float | None]) -> None:
+        """Take in the drift of every block; None where nothing was compared."""
+        self.drift = {name: drift for name, drift in zip(blocks, drifts, strict=True) if drift is not None}
 
     @property
     def mean_drift(self) -> float | None:
@@ -135,8 +139,5 @@ class StepControl:
     def _close_step(self) -> None:
         self._open = False
         record = self.log.steps[-1]
-        drifts = self.monitor.close_step()
-        record.drift = {
-            name: drift for name, drift in zip(self.monitor.blocks, drifts, strict=True) if drift is not None
-        }
+        record.measured(self.monitor.blocks, self.monitor.close_step())
         self._past.append(Past(record.synchronous, record.mean_drift))

@@ -46,25 +46,45 @@ class DriftMonitor:
             tensors: of one shape, for example a rank's own K and V.
             dim: their token dimension; `SAMPLED_TOKENS` evenly spaced tokens are looked at.
         """
-        stride = -(-tensors[0].shape[dim] // SAMPLED_TOKENS)
-        picked = [(slice(None),) * dim + (slice(None, None, max(stride, 1)),)] * len(tensors)
-        sample = torch.stack([t.detach()[index] for t, index in zip(tensors, picked, strict=True)]).float()
-        if self._sums is None:
-            self._sums = torch.zeros(len(self.blocks), 2, dtype=torch.float64, device=self._device)
+        sample = _sampled(tensors, dim)
         before = self._samples.get(key)
         if before is not None and before[0] == step - 1 and before[1].shape == sample.shape:
-            distance = (sample - before[1]).square().sum()
-            self._sums[block] += torch.stack([distance, sample.square().sum()]).to(self._sums)
+            self._add(block, sample, before[1])
         self._samples[key] = (step, sample)
+
+    def compare(self, block: int, now: tuple[Tensor, ...], before: tuple[Tensor, ...], dim: int) -> None:
+        """As `observe`, for those who have kept the tensors of the step before themselves, of the same shapes."""
+        self._add(block, _sampled(now, dim), _sampled(before, dim))
+
+    def _add(self, block: int, sample: Tensor, before: Tensor) -> None:
+        if self._sums is None:
+            self._sums = self._nothing()
+        distance = (sample - before).square().sum()
+        self._sums[block] += torch.stack([distance, sample.square().sum()]).to(self._sums)
+
+    def _nothing(self) -> Tensor:
+        return torch.zeros(len(self.blocks), 2, dtype=torch.float64, device=self._device)
+
+    def take(self) -> Tensor:
+        """This rank's sums of the step that has run: squared distances and squares, float64 (blocks, 2)."""
+        sums, self._sums = self._sums, None
+        return self._nothing() if sums is None else sums
 
     def close_step(self) -> list[float | None]:
         """The drift of the step that has run, per block, over all ranks; None where nothing was compared.
 
         A collective call: one small all-reduce.
         """
-        sums = self._sums
-        if sums is None:
-            sums = torch.zeros(len(self.blocks), 2, dtype=torch.float64, device=self._device)
-        self._sums = None
-        totals = self._reduce(sums).tolist()
-        return [(distance / size) ** 0.5 if size > 0 else None for distance, size in totals]
+        return drifts_of(self._reduce(self.take()))
+
+
+def drifts_of(totals: Tensor) -> list[float | None]:
+    """Drift of every block, from the sums of all ranks; None where nothing was compared."""
+    return [(distance / size) ** 0.5 if size > 0 else None for distance, size in totals.tolist()]
+
+
+def _sampled(tensors: tuple[Tensor, ...], dim: int) -> Tensor:
+    """`SAMPLED_TOKENS` evenly spaced tokens of each."""
+    stride = -(-tensors[0].shape[dim] // SAMPLED_TOKENS)
+    picked = (slice(None),) * dim + (slice(None, None, max(stride, 1)),)
+    return torch.stack([tensor.detach()[picked] for tensor in tensors]).float()

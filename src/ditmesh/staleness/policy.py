@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from ..errors import ConfigError
 
@@ -34,10 +34,18 @@ class Outlook:
         devices: ranks that share a picture.
         noise: share of noise σ in the latents, x = (1 - σ) · picture + σ · noise up to a factor, at every step and
             after the last: one more than there are steps. None when nobody knows how many steps there are.
+        share: of the keys that a query sees in a stale step, how many are of the step before; default: those of the
+            other devices, (N - 1) / N.
     """
 
     devices: int
     noise: tuple[float, ...] | None = None
+    share: float | None = None
+
+    @property
+    def stale(self) -> float:
+        """Share of stale keys."""
+        return (self.devices - 1) / self.devices if self.share is None else self.share
 
     @property
     def total(self) -> int | None:
@@ -50,7 +58,7 @@ class Past:
     """A step that has run: whether it was synchronous, and its drift, alike on all ranks.
 
     ``drift``: relative L2 distance of the step's own keys and values from those of the step before, over all blocks
-    and ranks; None for the first step.
+    and ranks; None for the first step, and for one of which it is not known yet.
     """
 
     synchronous: bool
@@ -58,7 +66,10 @@ class Past:
 
 
 class WarmupPolicy(Protocol):
-    """Decides for one step at a time."""
+    """Decides for one step at a time.
+
+    One that never looks at a drift may say so with ``uses_drift = False``: strategies then need not wait for it.
+    """
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
         """The decision for ``step`` (from 0), given all steps before it.
@@ -74,6 +85,7 @@ class Fixed:
     """The first ``steps`` steps. With 0 the very first step is stale with nothing to be stale on: see `displaced`."""
 
     steps: int
+    uses_drift: ClassVar[bool] = False
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
         return _first(step, self.steps)
@@ -84,6 +96,7 @@ class Sqrt:
     """The first round(base · √devices) steps: more devices see less of the picture fresh."""
 
     base: float
+    uses_drift: ClassVar[bool] = False
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
         return _first(step, round(self.base * sqrt(outlook.devices)))
@@ -94,6 +107,7 @@ class Periodic:
     """Step 0 and every ``every``-th step."""
 
     every: int
+    uses_drift: ClassVar[bool] = False
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
         if step % self.every == 0:
@@ -107,6 +121,7 @@ class FirstLast:
 
     first: int
     last: int
+    uses_drift: ClassVar[bool] = False
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
         if self.last and step >= _total(outlook, f"first_last({self.first}, {self.last})") - self.last:
@@ -118,16 +133,16 @@ class FirstLast:
 class Adaptive:
     """As few synchronous steps as keep the error predicted for the picture within ``budget``, where they help most.
 
-    A stale step attends to keys that are off by one step's drift d, on (N - 1) / N of the tokens, and passes that on
-    to the picture as far as it moves the picture. Let x = (1 - σ) · picture + σ · noise (up to a factor, any
-    diffusion can be written so). A step from σ to σ' that is wrong by δ leaves an error (σ - σ') δ in x, of which
+    A stale step attends to keys that are off by one step's drift d, on a share f of the tokens ((N - 1) / N on N
+    devices, see `Outlook`), and passes that on to the picture as far as it moves the picture. Let x = (1 - σ) · picture
+    + σ · noise (up to a factor, any diffusion can be written so). A step from σ to σ' that is wrong by δ leaves an
+    error (σ - σ') δ in x, of which
 
         w = (σ - σ') / √(s² (1 - σ)² + σ²)
 
     reaches the picture: what is wrong while much noise is left is mended by later steps. This is the sampling
     equation, linearised for pictures that spread by s around what is being drawn; s = 0.5 as in Karras et al. 2022,
-    arXiv:2206.00364. The predicted error of a step is d w (N - 1) / N, and that of several the root of the sum of
-    their squares.
+    arXiv:2206.00364. The predicted error of a step is d w f, and that of several the root of the sum of their squares.
 
     The drift of a step is not known before it runs, but how much the latents have changed is: drift is taken to be in
     proportion to the share of the signal-to-noise ratio ((1 - σ) / σ)² that is new since the step before, and the
@@ -148,10 +163,10 @@ class Adaptive:
         total = _total(outlook, f"adaptive({self.budget:g}{'' if self.most is None else f', {self.most}'})")
         if step == 0:
             return Decision(True, "the first step")
-        noise, others = outlook.noise or (), (outlook.devices - 1) / outlook.devices
+        noise = outlook.noise or ()
         # A sampler that takes more steps than it has told of takes them at its last.
         place = [min(at, total - 1) for at in range(max(step + 1, total))]
-        weights = [_weight(noise, at) * others for at in place]
+        weights = [_weight(noise, at) * outlook.stale for at in place]
         news = [_news(noise, at) for at in place]
         factors = [before.drift / news[at] for at, before in enumerate(past) if before.drift is not None]
         factor = sum(factors[-2:]) / len(factors[-2:]) if factors else ASSUMED_DRIFT

@@ -1,10 +1,10 @@
-"""How fast each sequence rank is: given, or measured on a real block."""
+"""How fast ranks and stages are: given, or measured on a real block."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,50 +18,76 @@ FRESH = 0.5
 
 
 class Balance:
-    """Weights of the sequence ranks, the same on all of them.
+    """Weights of those that share the work, sequence ranks or stages; the same on all ranks.
 
     Args:
-        setting: the configuration's ``weights``: numbers, ``"auto"`` to measure, None for equal ranks.
-        link: the sequence ranks.
+        setting: the configuration's ``weights``: numbers, ``"auto"`` to measure, None for equal shares.
+        link: the ranks that have to agree.
         device: where this rank computes.
+        shares: how many share the work; default: every rank of the link has a share of its own.
+        share: this rank's, where several ranks have one together (a stage); the slowest of them counts.
 
     Attributes:
-        weights: relative speeds, in rank order.
+        weights: relative speeds, in the order of ranks or stages.
         wanted: whether the next call of the transformer is to measure; set it to measure again.
     """
 
     def __init__(
-        self, setting: tuple[float, ...] | Literal["auto"] | None, link: Link, device: torch.device | str
+        self,
+        setting: tuple[float, ...] | Literal["auto"] | None,
+        link: Link,
+        device: torch.device | str,
+        shares: int | None = None,
+        share: int | None = None,
     ) -> None:
         self._link = link
         self._device = torch.device(device)
         self._measured = False
-        self.weights: tuple[float, ...] = setting if isinstance(setting, tuple) else (1.0,) * link.size
+        self._shares = link.size if shares is None else shares
+        self._share = link.rank if share is None else share
+        self.weights: tuple[float, ...] = setting if isinstance(setting, tuple) else (1.0,) * self._shares
         self.wanted = setting == "auto"
 
     def measure(self, work: Callable[[], Any]) -> None:
-        """Time ``work``, which is as much on every rank, and set the weights. A collective call.
+        """Time ``work``, which is as much on every rank, and set the weights. A collective call."""
+        self.agree(median_seconds(work, self._device))
+
+    def agree(self, seconds: float) -> None:
+        """Set the weights from the time that every rank takes for the same work. A collective call.
 
         The new speeds are mixed half and half with those measured before: a machine's hiccup does not throw
         all tokens about.
         """
-        work()
-        times = [self._seconds(work) for _ in range(RUNS)]
-        # The median: a speed that lasts counts, not the best moment nor the worst.
-        mine = torch.tensor([1 / statistics.median(times)], dtype=torch.float64, device=self._device)
-        speeds = self._link.gather(mine, (1,) * self._link.size, dim=0).tolist()
+        mine = torch.tensor([[self._share, 1 / seconds]], dtype=torch.float64, device=self._device)
+        found = self._link.gather(mine, (1,) * self._link.size, dim=0).tolist()
+        speeds = [min(speed for share, speed in found if int(share) == number) for number in range(self._shares)]
         fresh = [speed / sum(speeds) for speed in speeds]
         if self._measured:
-            fresh = [FRESH * new + (1 - FRESH) * old for new, old in zip(fresh, self.weights, strict=True)]
+            fresh = mixed(fresh, self.weights)
         # Three digits are more than a measurement is worth, and two equal ranks stay equal.
         self.weights = tuple(round(weight / sum(fresh), 2) for weight in fresh)
         self._measured, self.wanted = True, False
 
-    def _seconds(self, work: Callable[[], Any]) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        start = time.perf_counter()
-        work()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter() - start
+
+def mixed(fresh: Sequence[float], before: Sequence[float]) -> list[float]:
+    """New measurements, softened by the older ones."""
+    return [FRESH * new + (1 - FRESH) * old for new, old in zip(fresh, before, strict=True)]
+
+
+def median_seconds(work: Callable[[], Any], device: torch.device | str) -> float:
+    """How long ``work`` takes, after one run that does not count.
+
+    The median: a speed that lasts counts, not the best moment nor the worst.
+    """
+    work()
+    return statistics.median(_seconds(work, torch.device(device)) for _ in range(RUNS))
+
+
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

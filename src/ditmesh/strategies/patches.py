@@ -8,7 +8,7 @@ before it have filled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,8 +26,11 @@ from ..layout import Region, Stream
 from ..layout.arguments import Arguments, parameter_names
 from ..mesh import Mesh
 from ..methods import replace_method
+from ..staleness.drift import DriftMonitor
 from ..tiles import even_cut
+from .balance import Balance
 from .sequence import MIN_TEXT_TOKENS, SequenceParallel, of_ranks, result_of
+from .tiled import aligned
 
 
 @dataclass
@@ -53,12 +56,17 @@ class Memory:
     Attributes:
         keys: per attention call: path of the block and number of the call.
         streams: whole streams as the patches left them at the end of a block list.
-        step: the last step that wrote to it.
+        step: the last step that wrote to it; before: the one before that.
     """
 
     keys: dict[tuple[str, int], Keys] = field(default_factory=dict)
     streams: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     step: int = -1
+    before: int = -1
+
+    def begin_step(self, step: int) -> None:
+        """What is kept from now on is of this step."""
+        self.before, self.step = self.step, step
 
 
 class Run(Protocol):
@@ -171,14 +179,24 @@ class PatchLink:
 class PatchParallel(SequenceParallel):
     """Handler of one transformer's doors under PipeFusion.
 
+    Args:
+        config: degrees, text policy.
+        mesh: ranks and links.
+        monitor: is shown how far keys and values have moved.
+        blocks: number in the monitor of every block, by path.
+
     Attributes:
         run: the run in progress; without one the model runs as it is.
     """
 
     keeps_keys = True
 
-    def __init__(self, config: ParallelConfig, mesh: Mesh) -> None:
+    def __init__(self, config: ParallelConfig, mesh: Mesh, monitor: DriftMonitor, blocks: dict[str, int]) -> None:
         super().__init__(config, mesh)
+        self._monitor, self._blocks = monitor, blocks
+        # The configuration's weights are those of the stages.
+        self.balance = Balance(None, mesh.sequence, mesh.device)
+        self.patches = config.patches or config.pipe
         self.patch_link = PatchLink(mesh.sequence)
         self.link = self.patch_link  # type: ignore[assignment]
         self.run: Run | None = None
@@ -213,6 +231,12 @@ class PatchParallel(SequenceParallel):
         super().before_block(site, arguments)
         if self.run is not None:
             self.run.arrive(site, arguments)
+        if self.config.reproducible and not self.patch_link.alone:
+            # Where a stage begins, tokens come from a message, and elsewhere from the block before.
+            for path in (*(stream.arg for stream in site.region.streams), *site.region.local):
+                value = arguments.get(path)
+                if isinstance(value, Tensor):
+                    arguments.set(path, aligned(value))
 
     def after_block(self, site: BlockSite, output: Any) -> Any:
         """As in `SequenceParallel`; where a block list ends the patch takes its place in the whole stream."""
@@ -313,6 +337,8 @@ class PatchParallel(SequenceParallel):
                 mask = masks.of_heads(mask, heads.head_starts[ulysses.rank], heads.head_counts[ulysses.rank])
         if ring.size > 1:
             k_bhsd, v_bhsd = self._of_ring(k_bhsd, keys), self._of_ring(v_bhsd, keys)
+        if run.memory.before >= 0 and run.memory.before == run.memory.step - 1:
+            self._observe(self._blocks[site.path], kept, k_bhsd, v_bhsd, keys)
         k_bhsd, v_bhsd = _keep(kept, k_bhsd, v_bhsd, keys, link)
         if len(kept.seen) < link.patches:
             # The first step without warm-up: nothing is known of the patches to come.
@@ -321,6 +347,21 @@ class PatchParallel(SequenceParallel):
                 mask = _of_patches(mask, keys, link, kept.seen, 3)
         out = sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
         return heads.gather_heads(out, of_ranks(queries, mine)) if ulysses.size > 1 else out
+
+    def _observe(self, block: int, kept: Keys, k: Tensor, v: Tensor, keys: list[Segment]) -> None:
+        """Compare a patch's keys and values with those of the step before, which they are about to replace."""
+        link, (batch, heads, _, dim) = self.patch_link, k.shape
+        total = sum(segment.total for segment in keys)
+        if kept.k_bhsd is None or kept.v_bhsd is None or kept.k_bhsd.shape != (batch, heads, total, dim):
+            return
+        if not {WHOLE, link.patch if link.patches > 1 else self.patches - 1} & kept.seen:
+            return
+        for segment, place, source, length in _places(keys, link):
+            # What goes with every patch is older than a step for the first one only.
+            if length and not (segment.replicated and link.patch > 0):
+                now = k.narrow(2, source, length), v.narrow(2, source, length)
+                before = kept.k_bhsd.narrow(2, place, length), kept.v_bhsd.narrow(2, place, length)
+                self._monitor.compare(block, now, before, dim=2)
 
     def _of_ring(self, tensor: Tensor, keys: list[Segment]) -> Tensor:
         """The patch's keys or values from all ranks of the ring, stream by stream."""
@@ -352,6 +393,16 @@ def _keep(kept: Keys, k: Tensor, v: Tensor, keys: list[Segment], link: PatchLink
         kept.v_bhsd.copy_(v)
         kept.seen = written(kept.seen, link)
         return k, v
+    for _, place, source, length in _places(keys, link):
+        if length:
+            kept.k_bhsd.narrow(2, place, length).copy_(k.narrow(2, source, length))
+            kept.v_bhsd.narrow(2, place, length).copy_(v.narrow(2, source, length))
+    kept.seen = written(kept.seen, link)
+    return kept.k_bhsd, kept.v_bhsd
+
+
+def _places(keys: list[Segment], link: PatchLink) -> Iterator[tuple[Segment, int, int, int]]:
+    """Where a patch's tokens of every stream are: in the whole sequence, and among its own, and how many."""
     start = source = 0
     for segment in keys:
         if segment.replicated:
@@ -359,12 +410,8 @@ def _keep(kept: Keys, k: Tensor, v: Tensor, keys: list[Segment], link: PatchLink
         else:
             place = start + sum(segment.lengths[: link.group.start])
             length = sum(segment.lengths[rank] for rank in link.group)
-        if length:
-            kept.k_bhsd.narrow(2, place, length).copy_(k.narrow(2, source, length))
-            kept.v_bhsd.narrow(2, place, length).copy_(v.narrow(2, source, length))
+        yield segment, place, source, length
         start, source = start + segment.total, source + length
-    kept.seen = written(kept.seen, link)
-    return kept.k_bhsd, kept.v_bhsd
 
 
 def _keep_mask(kept: Keys, mask: Tensor, keys: list[Segment]) -> None:

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,20 +26,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ..comm.link import Arriving
+from ..comm.link import Arriving, Link
 from ..doors import BlockSite
 from ..errors import ConfigError, InputError, LayoutError
 from ..layout import Region, TokenLayout
 from ..layout.arguments import Arguments, covers, parameter_names
 from ..mesh import Mesh
 from ..methods import replace_method
+from ..staleness.clock import same
 from ..staleness.control import StalenessLog, StepRecord
+from ..staleness.drift import DriftMonitor, drifts_of
 from ..staleness.policy import Outlook, Past, WarmupPolicy
 from ..staleness.schedule import even_levels
 from ..tiles import even_cut
+from .balance import median_seconds
 from .lazy import COMMON, Later, LazyPatches, Owners, whole_of
 from .patches import Memory, PatchParallel, is_read, passed_over, streams_of
-from .stages import blocks_of, stage_of
+from .stages import Stages, blocks_of, filled
+from .tiled import aligned
 
 # Messages that a rank may have under way before it waits for the oldest: steps' worth of patches.
 _STEPS_UNDER_WAY = 4
@@ -83,9 +89,17 @@ class Plan:
 class Steps:
     """The steps of a request, and which of them are synchronous. Shared by a pipeline's transformers.
 
+    A stage begins a step when the stages behind it have not finished the one before: its drift is not known where it
+    would be wanted. Every stage sends what it has measured when it begins the next step, and does not wait. Decided
+    is with what was sent a step earlier, which is there when the prediction of a first patch comes back. After a
+    synchronous step, for which all stages have waited anyway, its own drift is taken. Which drifts are known is thus
+    itself the same on all ranks, for any number of stages.
+
     Args:
-        policy: decides; it is told of no drift.
+        policy: decides.
         patches: patches of the picture, which stand for the devices of the policy: M decides what is seen fresh.
+        monitor: measures drift; the transformers' handlers feed it.
+        link: all ranks of the job, over which drift is added up.
         noise: noise levels of the request's steps, asked for at its first call.
 
     Attributes:
@@ -96,30 +110,90 @@ class Steps:
     """
 
     def __init__(
-        self, policy: WarmupPolicy, patches: int, noise: Callable[[], tuple[float, ...] | None] = lambda: None
+        self,
+        policy: WarmupPolicy,
+        patches: int,
+        monitor: DriftMonitor,
+        link: Link,
+        noise: Callable[[], tuple[float, ...] | None] = lambda: None,
     ) -> None:
         self.policy = policy
+        self.monitor = monitor
+        self._link = link
         self._patches = patches
         self._ask_noise = noise
+        # Sums of the latest steps, in their order: on their way, and here but not looked at yet.
+        self._coming: deque[Callable[[timedelta | None], Tensor]] = deque()
+        self._totals: deque[Tensor] = deque()
         self.begin_request()
 
     def begin_request(self, steps: int | None = None) -> None:
         """A new request; ``steps``: how many steps it has, where no pipeline tells."""
+        self._forget(None)
         self.step = -1
         self.log = StalenessLog()
         self._given = steps
         self._past: list[Past] = []
         self._outlook = Outlook(self._patches)
 
+    def end_request(self, failed: bool = False) -> None:
+        """The request is over: take the last steps' drift into the log; ``failed``: it has raised, forget them.
+
+        Raises:
+            RuntimeError: another rank has gone, and nothing was said of a failure.
+        """
+        if failed:
+            with suppress(RuntimeError):
+                self._forget(timedelta(seconds=_PATIENCE))
+            self._coming.clear()
+        elif self._sent <= self.step:
+            self._send()
+            self._receive(0)
+            self._look()
+
     def next(self) -> None:
         """A new step begins: decide."""
+        if self.step >= 0:
+            self._send()
         self.step += 1
         if self.step == 0:
             noise = self._ask_noise() if self._given is None else even_levels(self._given)
-            self._outlook = Outlook(self._patches, noise)
+            # A patch sees those before it fresh: of M - 1 others half, on average.
+            self._outlook = Outlook(self._patches, noise, (self._patches - 1) / (2 * self._patches))
+        self._receive(0 if not self._past or self._past[-1].synchronous else 1)
+        # To look at numbers is to wait for the device; who does not want them need not.
+        if getattr(self.policy, "uses_drift", True):
+            self._look()
         decision = self.policy.decide(self.step, self._outlook, self._past)
         self._past.append(Past(decision.synchronous))
-        self.log.steps.append(StepRecord(self.step, decision.synchronous, decision.reason))
+        self.log.steps.append(StepRecord(self.step, decision.synchronous, decision.reason, decision.predicted))
+
+    def _send(self) -> None:
+        """Tell the others what was measured in the step that has run here."""
+        self._coming.append(self._link.post_sum(self.monitor.take()))
+        self._sent += 1
+
+    def _receive(self, under_way: int) -> None:
+        """Wait for the sums of all steps but the latest ``under_way``."""
+        while len(self._coming) > under_way:
+            self._totals.append(self._coming.popleft()(None))
+
+    def _look(self) -> None:
+        """Take the drifts that are here into the past and the log."""
+        while self._totals:
+            step = self._looked
+            record = self.log.steps[step]
+            record.measured(self.monitor.blocks, drifts_of(self._totals.popleft()))
+            self._past[step] = Past(record.synchronous, record.mean_drift)
+            self._looked += 1
+
+    def _forget(self, timeout: timedelta | None) -> None:
+        self.monitor.reset()
+        self._totals.clear()
+        # Steps whose sums were sent, and looked at.
+        self._sent = self._looked = 0
+        while self._coming:
+            self._coming.popleft()(timeout)
 
     def synchronous(self, known: bool) -> bool:
         """Whether a call of this step is synchronous, given whether there are keys of the step before.
@@ -142,7 +216,7 @@ class PipeFusion:
         layout: its layout.
         handler: behind the model's doors.
         mesh: ranks and links.
-        lengths: blocks of every stage.
+        stages: which stage has which blocks.
         patches: patches of the picture, M.
         steps: the request's steps.
 
@@ -157,7 +231,7 @@ class PipeFusion:
         layout: TokenLayout,
         handler: PatchParallel,
         mesh: Mesh,
-        lengths: Sequence[int],
+        stages: Stages,
         patches: int,
         steps: Steps,
     ) -> None:
@@ -171,9 +245,7 @@ class PipeFusion:
         self.steps = steps
         self._numbers = {path: number for number, (path, _) in enumerate(blocks_of(model, layout))}
         self._regions = [region for region in layout.regions for _ in model.get_submodule(region.blocks).children()]
-        self._stage = stage_of(lengths)
-        mine = [number for number, stage in enumerate(self._stage) if stage == self.link.rank]
-        self.first, self.last = mine[0], mine[-1]
+        self.stages = stages
         self._names = parameter_names(type(model).forward)
         self._plans: dict[Any, Plan] = {}
         self._sent: deque[Arriving] = deque()
@@ -181,6 +253,18 @@ class PipeFusion:
         self.begin_request()
         self._restore = replace_method(model, "forward", self._call)
         self._forward: Callable[..., Any] = self._restore.original
+        # Before whoever shares the call's rows out: all ranks see all of them, and count the same steps.
+        self._handle = model.register_forward_pre_hook(self._begin, with_kwargs=True)
+
+    @property
+    def first(self) -> int:
+        """Number of this stage's first block."""
+        return sum(self.stages.lengths[: self.link.rank])
+
+    @property
+    def last(self) -> int:
+        """Number of this stage's last block."""
+        return sum(self.stages.lengths[: self.link.rank + 1]) - 1
 
     # --- a request -----------------------------------------------------------------------------------------
 
@@ -189,7 +273,10 @@ class PipeFusion:
         self._drain(None)
         self._memory: dict[Any, Memory] = {}
         self._announced: int | None = None
-        self._about: tuple[int, tuple[Any, ...]] | None = None
+        self._announced_branch: tuple[int, tuple[Any, ...]] | None = None
+        self._rows: tuple[int, int] | None = None
+        # A call of the model that no run has been counted for yet, and the calls of this step.
+        self._asked: Arguments | None = None
         self._calls: list[dict[str, Any]] = []
         self.flushes = 0
 
@@ -209,9 +296,15 @@ class PipeFusion:
             if not failed:
                 raise
 
-    def announce(self, step: int, about: tuple[Any, ...]) -> None:
-        """The next call belongs to this step, and is about this branch of guidance and these rows of the batch."""
-        self._about = step, about
+    def announce(self, branch: tuple[int, tuple[Any, ...]] | None, rows: tuple[int, int] | None) -> None:
+        """What the next run is about, where several make up one call of the model.
+
+        Args:
+            branch: its step, and its branch of guidance; None where nobody runs branches in another order than the
+                pipeline asks for them.
+            rows: its rows of the batch.
+        """
+        self._announced_branch, self._rows = branch, rows
 
     def _drain(self, timeout: timedelta | None) -> None:
         while self._expected:
@@ -222,17 +315,24 @@ class PipeFusion:
     def close(self) -> None:
         """Put the model's own forward back."""
         self.end_request(failed=True)
+        self._handle.remove()
         self._restore()
 
     # --- one call ------------------------------------------------------------------------------------------
 
+    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._asked = Arguments(self._names, args, kwargs)
+
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        key = self._branch(Arguments(self._names, args, kwargs))
+        key = self._branch()
         memory = self._memory.setdefault(key, Memory())
         # A branch that comes for the first time, or that was left out, has no keys of the step before.
         synchronous = self.steps.synchronous(memory.step >= 0 and self.steps.step - memory.step <= 1)
-        memory.step = self.steps.step
+        memory.begin_step(self.steps.step)
         args, kwargs = tree_map(whole_of if synchronous else _settled, (args, kwargs))
+        # Only before anything is kept: a block that moves leaves its keys behind.
+        if self.stages.wanted and not any(kept.keys for kept in self._memory.values()):
+            self._measure(*tree_map(_blank, (args, kwargs)))
         plan = self._plan(args, kwargs)
         if synchronous:
             return self._whole_picture(plan, memory, args, kwargs)
@@ -241,25 +341,28 @@ class PipeFusion:
             args, kwargs = tree_map(whole_of, (args, kwargs))
         return self._patch_by_patch(plan, memory, args, kwargs)
 
-    def _branch(self, arguments: Arguments) -> Any:
-        """Count steps; returns what this call is about: the branch of guidance, and the rows of the batch.
+    def _branch(self) -> Any:
+        """Count steps; returns what this run is about: the branch of guidance, and the rows of the batch.
 
         A new step begins with a new timestep, or when a branch comes again (samplers that ask twice at a timestep).
         """
-        about, self._about = self._about, None
-        if about is not None:
-            step, key = about
+        asked, self._asked = self._asked, None
+        announced, self._announced_branch = self._announced_branch, None
+        if announced is not None:
+            step, branch = announced
             if step != self._announced:
                 self._announced = step
                 self.steps.next()
-            return key
-        seen = {path: value for path, value in arguments.leaves() if not covers(self._names[0], path)}
-        if self._calls and (not _same_time(seen, self._calls[0]) or _same_otherwise(seen, self._calls[0])):
-            self._calls = []
-        if not self._calls:
-            self.steps.next()
-        self._calls.append(seen)
-        return len(self._calls) - 1
+            return branch, self._rows
+        if asked is not None:
+            seen = {path: value for path, value in asked.leaves() if not covers(self._names[0], path)}
+            if self._calls and (not _same_time(seen, self._calls[0]) or _same_otherwise(seen, self._calls[0])):
+                self._calls = []
+            if not self._calls:
+                self.steps.next()
+            self._calls.append(seen)
+        # More rows of the same call belong to the same branch.
+        return len(self._calls) - 1, self._rows
 
     def _whole_picture(self, plan: Plan, memory: Memory, args: Any, kwargs: Any) -> Any:
         """A synchronous step: the picture as one patch, exact. Every rank gets the result."""
@@ -319,6 +422,9 @@ class PipeFusion:
 
     def _run(self, run: _PatchRun, args: Any, kwargs: Any) -> Any:
         """The model's forward for one patch; None on a stage that leaves it half way."""
+        if self.handler.config.reproducible:
+            # What was sent lies in memory in another way than what was computed here.
+            args, kwargs = tree_map(lambda leaf: aligned(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         self.handler.start(run)
         try:
             output = self._forward(*args, **kwargs)
@@ -468,6 +574,12 @@ class PipeFusion:
             return None
         finally:
             self.handler.start(None)
+
+    def _measure(self, args: Any, kwargs: Any) -> None:
+        """Time a block of every kind on this call's whole picture, and let the stages be cut by what was found."""
+        timing = _Timing(self)
+        self._looked(timing, args, kwargs)
+        self.stages.measured(timing.seconds)
 
     def _takes(self, plan: Plan, lazies: list[LazyPatches], args: Any, kwargs: Any) -> bool:
         """Whether every patch of the first block list can be made from its own elements of the inputs."""
@@ -656,6 +768,30 @@ class _Trial(_Base):
         return True
 
 
+class _Timing(_Base):
+    """Runs the glue, and times the first block of every kind: as much work on every rank.
+
+    A picture that goes through a block patch by patch costs what it costs as a whole: tokens and queries add up, and
+    every query sees all keys.
+
+    Attributes:
+        seconds: time of every kind.
+    """
+
+    def __init__(self, owner: PipeFusion) -> None:
+        super().__init__(owner)
+        self.seconds: list[float] = []
+
+    def block(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> Any:
+        owner = self.owner
+        # Kinds are numbered in the order in which blocks run.
+        if owner.stages.kinds[self.number(site)] == len(self.seconds):
+            with filled(owner.model.get_submodule(site.path)):
+                work = partial(forward, *arguments.args, **arguments.kwargs)
+                self.seconds.append(median_seconds(work, owner.device))
+        return passed_over(site, arguments)
+
+
 class _PatchRun(_Base):
     """One patch on its way through this stage.
 
@@ -833,13 +969,8 @@ def whole_result(result: Any) -> Any:
 
 
 def _same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if isinstance(a, LazyPatches) or isinstance(b, LazyPatches):
-        return False
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
-    return type(a) is type(b) and not isinstance(a, Tensor) and a == b
+    # Nobody waits for a picture only to compare it.
+    return a is b or (not isinstance(a, LazyPatches) and not isinstance(b, LazyPatches) and same(a, b))
 
 
 # What the transformers of diffusers call the time of a step.

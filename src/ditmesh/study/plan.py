@@ -303,11 +303,10 @@ def _single_steps(base: Cell, strategy: str, devices: int, steps: int) -> list[C
 
 def _check_known(cells: Iterable[Cell]) -> None:
     """Refuse what the engine would refuse, before anything is drawn."""
-    from .running import check_supported
-
-    for cell in dict.fromkeys((c.strategy, c.devices, c.warmup, c.real) for c in cells if c.strategy != SYNCHRONOUS):
-        strategy, devices, warmup, real = cell
-        check_supported(Cell("", (), (), (), strategy, devices, warmup, real=real))
+    for strategy, devices, warmup, real in dict.fromkeys(
+        (c.strategy, c.devices, c.warmup, c.real) for c in cells if c.strategy != SYNCHRONOUS
+    ):
+        Cell("", (), (), (), strategy, devices, warmup, real=real).config()
 
 
 def weights_digest(folder: Path) -> str:

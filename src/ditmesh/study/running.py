@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import ConfigError
-from ..staleness.policy import Adaptive
-from ..staleness.policy import parse as parse_warmup
 from .plan import SYNCHRONOUS, Cell, Setup, given_steps
 
 if TYPE_CHECKING:
@@ -23,20 +20,6 @@ if TYPE_CHECKING:
 
 # Pictures are kept as (n, h, w, 3) float32 from 0 to 1, beside the predictions of the synchronous run.
 SUFFIX = ".pt"
-
-
-def check_supported(cell: Cell) -> None:
-    """Refuse a cell that the engine does not know.
-
-    Raises:
-        ConfigError: in one sentence.
-    """
-    config = cell.config()
-    if cell.strategy == "pipefusion" and isinstance(parse_warmup(config.warmup), Adaptive):
-        raise ConfigError(
-            f"warm-up {cell.warmup!r} measures a drift that pipefusion does not; leave one of them out, or study "
-            "pipefusion on its own"
-        )
 
 
 class Runner:

@@ -55,7 +55,7 @@ def reference_of(config: ParallelConfig) -> ParallelConfig | None:
         return None
     settings = config.model_dump() | dict.fromkeys(config.degrees, 1)
     if config.stages_or_patches:
-        settings["patches"] = config.patches or config.pipe
+        settings["patches"], settings["stages"] = config.patches or config.pipe, "estimated"
     return ParallelConfig(**{**settings, "weights": None})
 
 
