@@ -145,6 +145,8 @@ def compare(
     """
     from ditmesh.launch import RankPool
 
+    if options.only:
+        contenders = [one for one in contenders if one is contenders[0] or one.name in options.only]
     pools = {
         shape: RankPool(shape[0], threads=shape[1]) for shape in sorted({(c.ranks, c.threads) for c in contenders})
     }
@@ -181,6 +183,7 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--runs", type=int, default=2, help="forwards per repeat; the best counts")
+    parser.add_argument("--only", nargs="*", help="contenders to run besides the baseline")
     parser.add_argument("--json", type=Path, help="write every figure here")
     return parser.parse_args()
 
