@@ -177,7 +177,10 @@ def _run(plan: Plan, out: Path, jobs: int, target: float | None) -> dict[str, An
         "report": str(out / "report.html"),
         "cells": len(plan.cells),
         "ran": ran,
-        **{name: data[name] for name in ("findings", "table", "rules", "against_fixed", "single_steps")},
+        **{
+            name: data[name]
+            for name in ("findings", "table", "rules", "against_fixed", "against_others", "single_steps")
+        },
     }
 
 
@@ -186,11 +189,13 @@ def _say(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from ..quality.perceptual import NAME
     from ..study.analysis import Mean
 
     console = Console(highlight=False)
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
-    for name in ("sampler", "strategy", "N", "warm-up", "synchronous", "PSNR dB", "SSIM", "nearest picture"):
+    header = ["sampler", "strategy", "N", "warm-up", "synchronous", "PSNR dB", "SSIM"]
+    for name in (*header, NAME, "nearest picture", "of the synchronous"):
         table.add_column(name, justify="left" if name in ("sampler", "strategy", "warm-up") else "right")
     for row in result["table"]:
         synchronous = row["synchronous"]["value"]
@@ -202,7 +207,9 @@ def _say(result: dict[str, Any]) -> None:
             "" if synchronous is None else f"{synchronous:.1f} of {row['evaluations']}",
             Mean(**row["psnr"]).text(),
             Mean(**row["ssim"]).text(4),
+            Mean(**row["perceptual"]).text(4),
             Mean(**row["right"]).text(3),
+            Mean(**row["right_synchronous"]).text(3),
         )
     console.print(table)
     for sentence in result["findings"]:

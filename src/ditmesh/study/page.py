@@ -15,7 +15,7 @@ from ..quality.figures import bar_chart, heat_map, line_chart
 from ..quality.perceptual import HINT, NAME, available
 from ..quality.report import Cell as TableCell
 from ..quality.report import Page, Shown
-from .analysis import CAP, Combination, Mean, Results, findings, finite_or_nan, synchronous_steps
+from .analysis import CAP, Combination, Mean, Results, findings, finite_or_nan, signed, synchronous_steps
 from .plan import SYNCHRONOUS, given_steps
 
 # Pictures of a grid, and lines of a chart, that still can be looked at.
@@ -50,7 +50,13 @@ def write(results: Results, folder: Path, target: float | None = None) -> dict[s
             for (sampler, strategy), rule in rules.items()
             if rule is not None
         ],
+        "root_pairs": [
+            {"sampler": sampler, "strategy": strategy, **pair}
+            for sampler, strategy in rules
+            for pair in results.root_pairs(sampler, strategy)
+        ],
         "against_fixed": results.against_fixed(),
+        "against_others": results.against_others(),
         "single_steps": results.single_steps(),
         "cells": results.cells,
     }
@@ -103,6 +109,7 @@ def page_of(
     _table(page, results)
     if not available():
         page.text(HINT, note=True)
+    _others(page, results)
     _warmup_charts(page, results, rules)
     _pictures(page, results, pictures)
     _loss_curves(page, results)
@@ -136,6 +143,35 @@ def _table(page: Page, results: Results) -> None:
         rows,
         "Against the synchronous picture; mean ± standard error over pictures. Nearest picture: share of drawings "
         f"whose nearest training picture is the one asked for. In means an equal picture counts as {CAP:g} dB.",
+    )
+
+
+def _others(page: Page, results: Results) -> None:
+    found = results.against_others()
+    if not found:
+        return
+    rows = []
+    for beside in found:
+        for other in beside["others"]:
+            apart = Mean(**other["difference"])
+            clear = apart.value is not None and apart.error is not None and abs(apart.value) > 2 * apart.error
+            kind = ("good" if (apart.value or 0) > 0 else "bad") if clear else ""
+            rows.append(
+                (
+                    f"{beside['sampler']}, {beside['strategy']}, N = {beside['devices']}",
+                    f"{beside['synchronous']:.1f} of {beside['evaluations']}",
+                    beside["warmup"],
+                    Mean(**beside["psnr"]).text(),
+                    other["warmup"],
+                    Mean(**other["psnr"]).text(),
+                    TableCell("the same steps" if other["same_steps"] else signed(apart), kind),
+                )
+            )
+    page.table(
+        ("of", "synchronous steps", "adaptive", "PSNR dB", "other policy", "PSNR dB", "difference dB"),
+        rows,
+        "Adaptive policies beside others with as many synchronous steps, on the same pictures; coloured: over two "
+        "standard errors of the difference.",
     )
 
 
