@@ -16,6 +16,8 @@ from .plan import SYNCHRONOUS, Plan, given_steps, steps_text
 CAP = 100.0
 # Studies made of a study's pictures, drawn with replacement (Efron 1979), that tell how sure an exponent is.
 RESAMPLES = 200
+# Of fewer pictures such studies tell nothing.
+FEWEST = 8
 
 # Sampler, strategy, devices, warm-up.
 Combination = tuple[str, str, int, str]
@@ -95,6 +97,10 @@ class Row:
     right_synchronous: Mean
     equal: int
     pictures: int
+
+    def synchronous_text(self) -> str:
+        """Such as ``4 of 12``; empty where there is no log."""
+        return "" if self.synchronous.value is None else f"{self.synchronous.value:.3g} of {self.evaluations}"
 
 
 class Results:
@@ -257,7 +263,7 @@ class Results:
             target: in dB; None: the highest whole number that some warm-up reaches at every N.
 
         ``b_interval``: where b lies in 95 of 100 studies whose pictures are drawn from these with replacement; None
-        where under three N, or half of those studies, reach the target.
+        where under three N, or half of those studies, reach the target, and of fewer than `FEWEST` pictures.
         """
         pictures: dict[int, dict[int, dict[tuple[str, int], float]]] = {}
         for devices in self.plan.devices:
@@ -278,7 +284,8 @@ class Results:
         points = {devices: warmup for devices, warmup in needed.items() if warmup is not None}
         fit = fit_power(points)
         base, spread = fit_root(points)
-        resampled = _resampled_powers(pictures, chosen, target) if len(points) > 2 and fit is not None else []
+        sure = len(points) > 2 and len(chosen) >= FEWEST and fit is not None
+        resampled = _resampled_powers(pictures, chosen, target) if sure else []
         interval = None
         if len(resampled) >= RESAMPLES // 2:
             interval = [resampled[round(share * (len(resampled) - 1))] for share in (0.025, 0.975)]
@@ -466,23 +473,7 @@ def findings(results: Results, rules: Mapping[tuple[str, str], Mapping[str, Any]
             f"sampler {ours} against {theirs}",
             [(at, (theirs, *at[1:])) for at in results.by if at[0] == ours and given_steps(at[3]) is None],
         )
-    for beside in results.against_fixed():
-        apart = Mean(**beside["difference"])
-        said.append(
-            f"{beside['warmup']} with {beside['devices']} devices ({beside['strategy']}, {beside['sampler']}): "
-            f"{beside['synchronous']:.1f} of {beside['evaluations']} steps synchronous, "
-            f"{Mean(**beside['psnr']).text()} dB; the fixed warm-up with as many: "
-            f"{Mean(**beside['fixed_psnr']).text()} dB. Difference {signed(apart)} dB: {_verdict(apart)}."
-        )
-    for beside in results.against_others():
-        best = beside["others"][0]
-        apart = Mean(**best["difference"])
-        verdict = "the same steps" if best["same_steps"] else _verdict(apart)
-        said.append(
-            f"{beside['warmup']} with {beside['devices']} devices ({beside['strategy']}, {beside['sampler']}) against "
-            f"the best other policy of those measured with {beside['synchronous']:.1f} synchronous steps, "
-            f"{best['warmup']}: {signed(apart)} dB: {verdict}."
-        )
+    said += policy_findings(results)
     for single in results.single_steps():
         said += _single_text(single)
     for result in results.real:
@@ -493,6 +484,29 @@ def findings(results: Results, rules: Mapping[tuple[str, str], Mapping[str, Any]
             f"{'has the same bits as' if result['equal_to_simulation'] else 'differs from'} the simulated one; ranks "
             f"spent {min(share):.0f} to {max(share):.0f} % of {max(rank['seconds'] for rank in ranks):.2f} s inside "
             "collectives."
+        )
+    return said
+
+
+def policy_findings(results: Results) -> list[str]:
+    """Of `findings` those that compare policies with as many synchronous steps."""
+    said = []
+    for beside in results.against_fixed():
+        apart = Mean(**beside["difference"])
+        said.append(
+            f"{beside['warmup']} with {beside['devices']} devices ({beside['strategy']}, {beside['sampler']}): "
+            f"{beside['synchronous']:.3g} of {beside['evaluations']} steps synchronous, "
+            f"{Mean(**beside['psnr']).text()} dB; the fixed warm-up with as many: "
+            f"{Mean(**beside['fixed_psnr']).text()} dB. Difference {signed(apart)} dB: {_verdict(apart)}."
+        )
+    for beside in results.against_others():
+        best = beside["others"][0]
+        apart = Mean(**best["difference"])
+        verdict = "the same steps" if best["same_steps"] else _verdict(apart)
+        said.append(
+            f"{beside['warmup']} with {beside['devices']} devices ({beside['strategy']}, {beside['sampler']}) against "
+            f"the best other policy of those measured with {beside['synchronous']:.3g} synchronous steps, "
+            f"{best['warmup']}: {signed(apart)} dB: {verdict}."
         )
     return said
 
