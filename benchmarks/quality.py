@@ -191,17 +191,20 @@ def show(table: Table, results: Any) -> None:
             for beside in results.against_others()
             for other in beside["others"]
         }
+        closer_by = "adaptive is closer by"
         print(
-            f"{'N':>2} {'K':>2}  {'policy':<20}{'PSNR':>15}{'adaptive is closer by':>24}{'ST-LPIPS':>10}{'nearest':>9}"
+            f"{'N':>2} {'K':>2}  {'policy':<20}{'PSNR':>15}{closer_by:>24}{'1000 ST-LPIPS':>15}{closer_by:>24}{'nearest':>9}"
         )
         for row in sorted(results.rows(), key=lambda row: (row.devices, row.synchronous.value)):
             beside = apart.get((row.devices, row.warmup, row.synchronous.value))
             text = "" if beside is None else "the same steps" if beside[1]["same_steps"] else signed(beside[0])
-            perceptual = "" if row.perceptual.value is None else f"{row.perceptual.value:.4f}"
+            felt = Mean(None, None, 0) if beside is None else Mean(**beside[1]["perceptual_difference"])
+            closer = "" if felt.value is None else signed(thousandfold(felt, -1))
+            perceptual = "" if row.perceptual.value is None else thousandfold(row.perceptual).text()
             right = "" if row.right.value is None else f"{row.right.value:.3f}"
             print(
                 f"{row.devices:>2} {row.synchronous.value:>2g}  {row.warmup:<20}{row.psnr.text():>15}{text:>24}"
-                f"{perceptual:>10}{right:>9}"
+                f"{perceptual:>15}{closer:>24}{right:>9}"
             )
             if row.warmup.startswith("adaptive("):
                 print(f"{'':7}{steps_of(results, row)}")
@@ -216,6 +219,13 @@ def show(table: Table, results: Any) -> None:
             print(f"{row.devices:>2}  {row.warmup:<10}{row.psnr.text():>15}")
         for sentence in findings(results, {(table.sampler, "displaced"): results.rule(table.sampler, "displaced")})[1:]:
             print(sentence)
+
+
+def thousandfold(value: Any, sign: int = 1) -> Any:
+    """A mean of small figures in thousandths."""
+    from ditmesh.study.analysis import Mean
+
+    return Mean(0.0 + 1000 * sign * value.value, value.error and 1000 * value.error, value.count)
 
 
 def steps_of(results: Any, row: Any) -> str:

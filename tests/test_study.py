@@ -352,6 +352,13 @@ def test_adaptive_against_every_policy_with_as_many_steps():
     assert [other["warmup"] for other in adaptive["others"]] == ["first_last(1, 2)", "fixed(3)"]
     assert [other["difference"]["value"] for other in adaptive["others"]] == pytest.approx([1.0, 4.05])
     assert all(other["same_steps"] for other in adaptive["others"])
+    assert all(other["perceptual_difference"]["value"] is None for other in adaptive["others"])
+    for ours, picture in enumerate(results.by["own", "displaced", 4, "adaptive(0.001, 3)"][0]["pictures"]):
+        picture["perceptual"] = 0.1 * ours
+    for picture in results.by["own", "displaced", 4, "fixed(3)"][0]["pictures"][:2]:
+        picture["perceptual"] = 0.2
+    apart = results.against_others()[0]["others"][1]["perceptual_difference"]
+    assert apart == {"value": pytest.approx(-0.15), "error": pytest.approx(0.05), "count": 2}
     (said,) = [sentence for sentence in analysis.findings(results, {}) if "best other policy" in sentence]
     assert said.endswith("first_last(1, 2): +1.00 ± 0.04 dB: the same steps.")
     last = results.by["own", "displaced", 4, "first_last(1, 2)"][0]["steps"]

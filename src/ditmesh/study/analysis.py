@@ -161,6 +161,18 @@ class Results:
         a, b = self.psnr_of(ours), self.psnr_of(theirs)
         return mean(a[picture] - b[picture] for picture in a if picture in b)
 
+    def paired_perceptual(self, ours: Combination, theirs: Combination) -> Mean:
+        """The same of the perceptual distance, where it was measured; negative: the first is closer."""
+        a, b = (
+            {(p["prompt"], p["seed"]): p["perceptual"] for result in self.by.get(at, []) for p in result["pictures"]}
+            for at in (ours, theirs)
+        )
+        return mean(
+            None if value is None or b[picture] is None else value - b[picture]
+            for picture, value in a.items()
+            if picture in b
+        )
+
     def fixed(self, sampler: str, strategy: str, devices: int) -> dict[int, Combination]:
         """Measured combinations of a fixed warm-up, by its number of steps."""
         found = {}
@@ -231,6 +243,7 @@ class Results:
                             "warmup": theirs[3],
                             "psnr": asdict(self.row(theirs).psnr),
                             "difference": asdict(self.paired(at, theirs)),
+                            "perceptual_difference": asdict(self.paired_perceptual(at, theirs)),
                             "same_steps": self._sets(theirs) == steps,
                         }
                     )
@@ -560,9 +573,9 @@ def _verdict(
     return better if apart.value > 0 else worse
 
 
-def signed(value: Mean) -> str:
+def signed(value: Mean, digits: int = 2) -> str:
     """As `Mean.text`, with a sign."""
-    text = value.text()
+    text = value.text(digits)
     return text if text.startswith("-") or not text else f"+{text}"
 
 
