@@ -191,10 +191,8 @@ def show(table: Table, results: Any) -> None:
             for beside in results.against_others()
             for other in beside["others"]
         }
-        closer_by = "adaptive is closer by"
-        print(
-            f"{'N':>2} {'K':>2}  {'policy':<20}{'PSNR':>15}{closer_by:>24}{'1000 ST-LPIPS':>15}{closer_by:>24}{'nearest':>9}"
-        )
+        by, thousand = "adaptive is closer by", "1000 ST-LPIPS"
+        print(f"{'N':>2} {'K':>2}  {'policy':<20}{'PSNR':>15}{by:>24}{thousand:>15}{by:>24}{'nearest':>9}")
         for row in sorted(results.rows(), key=lambda row: (row.devices, row.synchronous.value)):
             beside = apart.get((row.devices, row.warmup, row.synchronous.value))
             text = "" if beside is None else "the same steps" if beside[1]["same_steps"] else signed(beside[0])
@@ -276,6 +274,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=("policies", "singles", "roots"), help="default: all")
     parser.add_argument("--model", action="append", help="default: all that the tables name")
+    parser.add_argument("--sampler", action="append", help="default: all that the tables name")
     parser.add_argument("--images", type=int, default=3, help="pictures of every caption, each with its own seed")
     parser.add_argument("--out", type=Path, default=Path("runs/quality"), help="what is finished")
     parser.add_argument("--json", type=Path, help="write every figure here")
@@ -285,7 +284,9 @@ def main() -> None:
     tables = [
         table
         for table in TABLES
-        if table.part in (options.part or [table.part]) and table.model in (options.model or [table.model])
+        if table.part in (options.part or [table.part])
+        and table.model in (options.model or [table.model])
+        and table.sampler in (options.sampler or [table.sampler])
     ]
     if not options.show:
         measure(tables, options.out, options.images)
