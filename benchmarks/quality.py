@@ -192,16 +192,16 @@ def show(table: Table, results: Any) -> None:
             for other in beside["others"]
         }
         by, thousand = "adaptive is closer by", "1000 ST-LPIPS"
-        print(f"{'N':>2} {'K':>2}  {'policy':<20}{'PSNR':>15}{by:>24}{thousand:>15}{by:>24}{'nearest':>9}")
+        print(f"{'N':>2} {'K':>2}  {'policy':<20}{'PSNR':>15}{by:>26}{thousand:>15}{by:>24}{'nearest':>9}")
         for row in sorted(results.rows(), key=lambda row: (row.devices, row.synchronous.value)):
             beside = apart.get((row.devices, row.warmup, row.synchronous.value))
-            text = "" if beside is None else "the same steps" if beside[1]["same_steps"] else signed(beside[0])
+            text = "" if beside is None else closer_text(row, beside)
             felt = Mean(None, None, 0) if beside is None else Mean(**beside[1]["perceptual_difference"])
             closer = "" if felt.value is None else signed(thousandfold(felt, -1))
             perceptual = "" if row.perceptual.value is None else thousandfold(row.perceptual).text()
             right = "" if row.right.value is None else f"{row.right.value:.3f}"
             print(
-                f"{row.devices:>2} {row.synchronous.value:>2g}  {row.warmup:<20}{row.psnr.text():>15}{text:>24}"
+                f"{row.devices:>2} {row.synchronous.value:>2g}  {row.warmup:<20}{row.psnr.text():>15}{text:>26}"
                 f"{perceptual:>15}{closer:>24}{right:>9}"
             )
             if row.warmup.startswith("adaptive("):
@@ -217,6 +217,16 @@ def show(table: Table, results: Any) -> None:
             print(f"{row.devices:>2}  {row.warmup:<10}{row.psnr.text():>15}")
         for sentence in findings(results, {(table.sampler, "displaced"): results.rule(table.sampler, "displaced")})[1:]:
             print(sentence)
+
+
+def closer_text(row: Any, beside: tuple[Any, dict[str, Any]]) -> str:
+    """By how much, and on how many pictures, an adaptive policy is closer than this one."""
+    from ditmesh.study.analysis import signed
+
+    apart, other = beside
+    if other["same_steps"]:
+        return "the same steps"
+    return f"{signed(apart)}, {other['closer']:>2} of {row.pictures}"
 
 
 def thousandfold(value: Any, sign: int = 1) -> Any:

@@ -352,6 +352,7 @@ def test_adaptive_against_every_policy_with_as_many_steps():
     assert [other["warmup"] for other in adaptive["others"]] == ["first_last(1, 2)", "fixed(3)"]
     assert [other["difference"]["value"] for other in adaptive["others"]] == pytest.approx([1.0, 4.05])
     assert all(other["same_steps"] for other in adaptive["others"])
+    assert [other["closer"] for other in adaptive["others"]] == [4, 4]
     assert all(other["perceptual_difference"]["value"] is None for other in adaptive["others"])
     for ours, picture in enumerate(results.by["own", "displaced", 4, "adaptive(0.001, 3)"][0]["pictures"]):
         picture["perceptual"] = 0.1 * ours

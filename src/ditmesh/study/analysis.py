@@ -225,8 +225,9 @@ class Results:
         """Every adaptive policy beside all others with as many synchronous steps, the same pictures.
 
         A policy that is not adaptive counts where it was measured on all of the adaptive one's pictures with the same
-        number of synchronous steps in each request; the one with the highest mean PSNR comes first. That is a choice
-        made after the fact, in favour of the others.
+        number of synchronous steps in each request; the one with the highest mean PSNR comes first, which is a choice
+        made after the fact, in favour of the others. ``closer``: pictures on which the adaptive one has the higher
+        PSNR.
         """
         found = []
         for at in self.by:
@@ -238,11 +239,13 @@ class Results:
                 if theirs[:3] != at[:3] or theirs[3].startswith("adaptive(") or theirs[3] not in self.plan.warmups:
                     continue
                 if self._counts(theirs) == ours and None not in ours.values():
+                    a, b = self.psnr_of(at), self.psnr_of(theirs)
                     others.append(
                         {
                             "warmup": theirs[3],
                             "psnr": asdict(self.row(theirs).psnr),
                             "difference": asdict(self.paired(at, theirs)),
+                            "closer": sum(a[picture] > b[picture] for picture in a),
                             "perceptual_difference": asdict(self.paired_perceptual(at, theirs)),
                             "same_steps": self._sets(theirs) == steps,
                         }
