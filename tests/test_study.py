@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from math import sqrt
+from math import log2, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -308,7 +308,7 @@ def made_up(psnr: dict[str, list[float]], synchronous: dict[str, int]) -> Result
         return {"cell": vars(cell), "evaluations": 12, "pictures": pictures, "steps": steps, "prediction_error": []}
 
     setup = plan.Setup("", "", "", 12)
-    exact = result("", [100.0] * 4, plan.SYNCHRONOUS)
+    exact = result("", [100.0] * 8, plan.SYNCHRONOUS)
     cells = [exact, *(result(warmup, numbers) for warmup, numbers in psnr.items())]
     return Results(plan.Plan(setup, (), (4,), tuple(psnr), ("own",), ("displaced",)), cells)
 
@@ -335,6 +335,70 @@ def test_policies_against_fixed_warmups():
     # Prompts differ by 10 dB, which is no difference between two ways to draw them.
     level = made_up({"fixed(2)": [30.0, 40.0], "fixed(4)": [31.0, 39.0]}, {"fixed(2)": 2, "fixed(4)": 4})
     assert "warm-up made no difference that can be told" in "\n".join(analysis.findings(level, {}))
+
+
+def test_adaptive_against_every_policy_with_as_many_steps():
+    """The others with as many synchronous steps, the best first; one that chose the same steps is told from a tie."""
+    results = made_up(
+        {
+            "fixed(3)": [30.0, 40.0, 30.0, 40.0],
+            "first_last(1, 2)": [33.0, 43.0, 33.0, 43.2],
+            "periodic(3)": [50.0, 50.0, 50.0, 50.0],
+            "adaptive(0.001, 3)": [34.0, 44.1, 34.0, 44.1],
+        },
+        {"fixed(3)": 3, "first_last(1, 2)": 3, "periodic(3)": 4, "adaptive(0.001, 3)": 3},
+    )
+    (adaptive,) = results.against_others()
+    assert [other["warmup"] for other in adaptive["others"]] == ["first_last(1, 2)", "fixed(3)"]
+    assert [other["difference"]["value"] for other in adaptive["others"]] == pytest.approx([1.0, 4.05])
+    assert all(other["same_steps"] for other in adaptive["others"])
+    assert [other["closer"] for other in adaptive["others"]] == [4, 4]
+    assert all(other["perceptual_difference"]["value"] is None for other in adaptive["others"])
+    for ours, picture in enumerate(results.by["own", "displaced", 4, "adaptive(0.001, 3)"][0]["pictures"]):
+        picture["perceptual"] = 0.1 * ours
+    for picture in results.by["own", "displaced", 4, "fixed(3)"][0]["pictures"][:2]:
+        picture["perceptual"] = 0.2
+    apart = results.against_others()[0]["others"][1]["perceptual_difference"]
+    assert apart == {"value": pytest.approx(-0.15), "error": pytest.approx(0.05), "count": 2}
+    (said,) = [sentence for sentence in analysis.findings(results, {}) if "best other policy" in sentence]
+    assert said.endswith("first_last(1, 2): +1.00 ± 0.04 dB: the same steps.")
+    last = results.by["own", "displaced", 4, "first_last(1, 2)"][0]["steps"]
+    last[1]["synchronous"], last[11]["synchronous"] = False, True
+    assert [o["same_steps"] for o in results.against_others()[0]["others"]] == [False, True]
+    assert any(sentence.endswith("+1.00 ± 0.04 dB: better.") for sentence in analysis.findings(results, {}))
+
+
+def rooted(level: dict[int, dict[int, float]], spread: float = 0.1) -> Results:
+    """A study of fixed warm-ups, with the PSNR given by devices and warm-up, on eight pictures."""
+    cells = []
+    for devices, curve in level.items():
+        for warmup, psnr in curve.items():
+            one = made_up(
+                {f"fixed({warmup})": [psnr + spread * n for n in (-1, 0, 0, 1) * 2]}, {f"fixed({warmup})": warmup}
+            )
+            cells += one.cells[:1] if not cells else []
+            cells.append({**one.cells[1], "cell": {**one.cells[1]["cell"], "devices": devices}})
+    warmups = tuple(dict.fromkeys(f"fixed({w})" for curve in level.values() for w in curve))
+    setup = plan.Setup("", "", "", 12)
+    return Results(plan.Plan(setup, (), tuple(level), warmups, ("own",), ("displaced",)), cells)
+
+
+def test_the_rule_says_how_sure_it_is():
+    """Curves that rise by 1 dB a step and fall by 2 with four times the devices: two more steps, not twice as many."""
+    results = rooted({n: {w: 30.0 + w - log2(n) for w in (1, 2, 4, 8)} for n in (2, 4, 8, 16)})
+    rule = results.rule("own", "displaced", 32.0)
+    assert rule is not None
+    assert rule["needed"] == {str(n): pytest.approx(2 + log2(n)) for n in (2, 4, 8, 16)}
+    low, high = rule["fit"]["b_interval"]
+    assert low < rule["fit"]["b"] < high < low + 0.2
+    pairs = {(p["devices"], p["warmup"]): p["difference"]["value"] for p in results.root_pairs("own", "displaced")}
+    assert pairs == {(n, w): pytest.approx(w - 2) for n in (2, 4) for w in (1, 2, 4)}
+    said = analysis.findings(results, {("own", "displaced"): rule})
+    assert any("16 devices with 8 warm-up steps against 4 with 4" in s and s.endswith("closer.") for s in said)
+    # Too few pictures reach the target: nothing is said of how sure it is.
+    rule = rooted({n: {w: 30.0 + w - n for w in (1, 2)} for n in (2, 4, 8)}, 9.0).rule("own", "displaced", 29.0)
+    assert rule is not None
+    assert rule["fit"] is None or rule["fit"]["b_interval"] is None
 
 
 def test_a_run_that_went_astray(tmp_path):

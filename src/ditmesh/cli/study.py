@@ -177,7 +177,10 @@ def _run(plan: Plan, out: Path, jobs: int, target: float | None) -> dict[str, An
         "report": str(out / "report.html"),
         "cells": len(plan.cells),
         "ran": ran,
-        **{name: data[name] for name in ("findings", "table", "rules", "against_fixed", "single_steps")},
+        **{
+            name: data[name]
+            for name in ("findings", "table", "rules", "against_fixed", "against_others", "single_steps")
+        },
     }
 
 
@@ -186,25 +189,41 @@ def _say(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from ..quality.perceptual import NAME
     from ..study.analysis import Mean
 
+    def number(mean: dict[str, Any], digits: int) -> str:
+        return Mean(mean["value"], None, mean["count"]).text(digits)
+
     console = Console(highlight=False)
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
-    for name in ("sampler", "strategy", "N", "warm-up", "synchronous", "PSNR dB", "SSIM", "nearest picture"):
-        table.add_column(name, justify="left" if name in ("sampler", "strategy", "warm-up") else "right")
-    for row in result["table"]:
-        synchronous = row["synchronous"]["value"]
-        table.add_row(
-            row["sampler"],
-            row["strategy"],
-            str(row["devices"]),
-            row["warmup"],
-            "" if synchronous is None else f"{synchronous:.1f} of {row['evaluations']}",
-            Mean(**row["psnr"]).text(),
-            Mean(**row["ssim"]).text(4),
-            Mean(**row["right"]).text(3),
+    measured = any(row["perceptual"]["value"] is not None for row in result["table"])
+    for sampler, strategy in dict.fromkeys((row["sampler"], row["strategy"]) for row in result["table"]):
+        table = Table(
+            box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False, title=f"{strategy}, {sampler}", title_justify="left"
         )
-    console.print(table)
+        for name in ("N", "warm-up", "synchronous", "PSNR dB", "SSIM", *([NAME] if measured else ()), "nearest"):
+            table.add_column(name, justify="left" if name == "warm-up" else "right", no_wrap=True)
+        for row in result["table"]:
+            if (row["sampler"], row["strategy"]) != (sampler, strategy):
+                continue
+            synchronous = row["synchronous"]["value"]
+            table.add_row(
+                str(row["devices"]),
+                row["warmup"],
+                "" if synchronous is None else f"{synchronous:.3g} of {row['evaluations']}",
+                Mean(**row["psnr"]).text(),
+                number(row["ssim"], 4),
+                *([number(row["perceptual"], 4)] if measured else ()),
+                number(row["right"], 2),
+            )
+        console.print(table)
+    right = [row["right_synchronous"] for row in result["table"] if row["right_synchronous"]["value"] is not None]
+    if right:
+        console.print(
+            f"nearest: share of drawings whose nearest training picture is the one asked for; of the synchronous ones "
+            f"{number(right[0], 2)}",
+            soft_wrap=True,
+        )
     for sentence in result["findings"]:
         console.print(sentence, markup=False, soft_wrap=True)
     console.print(result["report"], markup=False, soft_wrap=True)

@@ -122,8 +122,11 @@ def line_chart(
     across = _scale(xs, LEFT, WIDTH - RIGHT, False)
     up = _scale(ys, HEIGHT - BOTTOM, TOP, log_y)
     parts = [_axes(across, up, x_label, y_label, whole_x)]
+    barred = [line for line in series if line.low]
     for number, line in enumerate(series):
         colour, dash = f"s{number % COLOURS}", DASHES[number % len(DASHES)]
+        # Bars of several lines stand beside one another.
+        aside = 5 * (barred.index(line) - (len(barred) - 1) / 2) if line in barred else 0.0
         for run in _runs(line):
             path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in run)
             dashes = f' stroke-dasharray="{dash}"' if dash else ""
@@ -135,9 +138,10 @@ def line_chart(
             if line.low and isfinite(line.low[index]):
                 low, high = up(line.low[index]), up(line.high[index])
                 spread = f" ({line.low[index]:.3g} to {line.high[index]:.3g})"
+                at = across(x) + aside
                 parts.append(
-                    f'<path class="bar-line {colour}" d="M{across(x):.1f} {low:.1f}V{high:.1f}'
-                    f'm-3 0h6M{across(x) - 3:.1f} {low:.1f}h6"/>'
+                    f'<path class="bar-line {colour}" d="M{at:.1f} {low:.1f}V{high:.1f}'
+                    f'm-2 0h4M{at - 2:.1f} {low:.1f}h4"/>'
                 )
             tip = escape(f"{line.name}: {x_label} {x:g}, {y:.4g}{spread}")
             parts.append(_mark(MARKS[number % len(MARKS)], across(x), up(y), colour, tip))
@@ -148,15 +152,17 @@ def line_chart(
 
 
 def bar_chart(
-    groups: Sequence[str], series: Sequence[Series], title: str, y_label: str, *, log_y: bool = False
+    groups: Sequence[str], series: Sequence[Series], title: str, y_label: str, *, x_label: str = "", log_y: bool = False
 ) -> Chart:
     """Bars side by side: group g of a series is its ``y[g]``, with an error bar where it has one.
+
+    ``x_label`` says what the groups are; one series alone has no legend.
 
     On a logarithmic axis bars stand on its lowest line; zero has no bar.
     """
     up = _scale([y for line in series for y in (*line.y, *line.low, *line.high)], HEIGHT - BOTTOM, TOP, log_y, True)
     across = _Scale(0, len(groups), LEFT, WIDTH - RIGHT)
-    parts = [_axes(None, up, "", y_label)]
+    parts = [_axes(None, up, x_label, y_label)]
     floor_ = HEIGHT - BOTTOM if log_y else up(0)
     width = (across(1) - across(0)) * 0.8 / max(1, len(series))
     for number, line in enumerate(series):
@@ -176,9 +182,10 @@ def bar_chart(
                 parts.append(f'<path class="bar-line ink" d="M{middle:.1f} {low:.1f}V{high:.1f}"/>')
     for group, name in enumerate(groups):
         parts.append(_text(name, across(group + 0.5), HEIGHT - BOTTOM + 16, "middle"))
-    header = ("", *(line.name for line in series))
+    header = (x_label, *(line.name for line in series))
     rows = tuple((name, *(_number(line.y[group]) for line in series)) for group, name in enumerate(groups))
-    return Chart(_svg("".join(parts), title), _legend([line.name for line in series], bars=True), header, rows)
+    legend = _legend([line.name for line in series], bars=True) if len(series) > 1 else ""
+    return Chart(_svg("".join(parts), title), legend, header, rows)
 
 
 def heat_map(grid: Grid, title: str, x_label: str, y_label: str, *, log: bool = False) -> Chart:

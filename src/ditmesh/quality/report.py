@@ -35,10 +35,13 @@ padding:0 1rem}
 h1{font-size:1.7rem;margin:0}h2{font-size:1.25rem;margin:2.2rem 0 .6rem}.lead,figcaption,.note{color:var(--soft)}
 table{border-collapse:collapse;font-size:.85rem;margin:.6rem 0}.scroll{overflow-x:auto}
 th,td{padding:.3rem .5rem;border-bottom:1px solid var(--rule);text-align:right;white-space:nowrap}
-th:first-child,td:first-child,td.words,th.words{text-align:left}td.words{white-space:normal;min-width:12rem}
+th:first-child,td:first-child,.words,.name{text-align:left}td.words{white-space:normal;min-width:12rem}
 caption{caption-side:top;text-align:left;color:var(--soft);padding:.3rem 0}
+caption span{display:inline-block;position:sticky;left:0;max-width:min(58rem,100vw - 2rem);white-space:normal}
+li{margin:.35rem 0}ul{padding-left:1.2rem}
 .good{color:var(--good);font-weight:600}.bad{color:var(--bad);font-weight:600}
-figure{margin:1rem 0}figure>svg{width:100%;height:auto;max-width:52rem}
+figure{margin:1rem 0}.plot{overflow-x:auto}
+.plot svg{display:block;width:100%;height:auto;max-width:52rem;min-width:34rem}
 .legend{display:flex;flex-wrap:wrap;gap:.3rem 1.2rem;margin:.2rem 0;font-size:.9rem;align-items:center}
 .ramp{width:9rem;height:.8rem;background:linear-gradient(90deg,transparent,var(--heat));border:1px solid var(--rule)}
 .label{font-size:11px;fill:var(--soft)}.axis{stroke:var(--soft);fill:none}.rule{stroke:var(--rule);fill:none}
@@ -58,7 +61,10 @@ details{margin:.3rem 0 1rem}summary{cursor:pointer;color:var(--soft)}
 
 @dataclass(frozen=True)
 class Cell:
-    """A table's cell with a meaning: ``"good"`` or ``"bad"`` also in colour, ``"words"`` set as running text."""
+    """A table's cell with a meaning.
+
+    ``"good"`` or ``"bad"`` also in colour, ``"words"`` set as running text, ``"name"`` to the left.
+    """
 
     text: str
     kind: str = ""
@@ -101,6 +107,11 @@ class Page:
         """A paragraph; a note is set lighter."""
         self._parts.append(f'<p class="note">{escape(text)}</p>' if note else f"<p>{escape(text)}</p>")
 
+    def points(self, texts: Sequence[str], folded: str = "") -> None:
+        """A list of sentences; with a word to unfold it by, if there is one."""
+        items = f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in texts)}</ul>"
+        self._parts.append(f"<details><summary>{escape(folded)}</summary>{items}</details>" if folded else items)
+
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str | Cell]], caption: str) -> None:
         """A table; the first cell of a row names it."""
         self._parts.append(_table(header, rows, caption))
@@ -108,7 +119,8 @@ class Page:
     def chart(self, chart: Chart, caption: str) -> None:
         """A chart with its legend, and its numbers to unfold."""
         self._parts.append(
-            f"<figure>{chart.svg}{chart.legend}<figcaption>{escape(caption)}</figcaption></figure>"
+            f'<figure><div class="plot" tabindex="0">{chart.svg}</div>{chart.legend}'
+            f"<figcaption>{escape(caption)}</figcaption></figure>"
             f"<details><summary>Numbers</summary>{_table(chart.header, chart.rows, caption)}</details>"
         )
 
@@ -160,9 +172,9 @@ class Page:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str | Cell]], caption: str) -> str:
     kinds = [[cell.kind if isinstance(cell, Cell) else "" for cell in row] for row in rows]
-    wordy = {column for row in kinds for column, kind in enumerate(row) if kind == "words"}
+    left = {column: kind for row in kinds for column, kind in enumerate(row) if kind in ("words", "name")}
     head = "".join(
-        f'<th scope="col"{" class=words" if column in wordy else ""}>{escape(name)}</th>'
+        f'<th scope="col"{f" class={left[column]}" if column in left else ""}>{escape(name)}</th>'
         for column, name in enumerate(header)
     )
     body = []
@@ -178,6 +190,6 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str | Cell]], caption:
             )
         body.append(f"<tr>{''.join(cells)}</tr>")
     return (
-        f'<div class="scroll" tabindex="0"><table><caption>{escape(caption)}</caption>'
+        f'<div class="scroll" tabindex="0"><table><caption><span>{escape(caption)}</span></caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
     )

@@ -7,12 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from math import floor, isfinite, nan, sqrt
+from random import Random
 from typing import Any
 
 from .plan import SYNCHRONOUS, Plan, given_steps, steps_text
 
 # A picture with the bits of the synchronous one has an infinite ratio; so much is taken for it in means.
 CAP = 100.0
+# Studies made of a study's pictures, drawn with replacement (Efron 1979), that tell how sure an exponent is.
+RESAMPLES = 200
+# Of fewer pictures such studies tell nothing.
+FEWEST = 8
 
 # Sampler, strategy, devices, warm-up.
 Combination = tuple[str, str, int, str]
@@ -50,6 +55,20 @@ def capped(psnr: float | None) -> float:
     return CAP if psnr is None else min(psnr, CAP)
 
 
+def difference(pairs: Iterable[tuple[Mapping[tuple[str, int], float], Mapping[tuple[str, int], float]]]) -> Mean:
+    """Mean difference in dB between two ways to draw, each pair measured alike, by prompt and seed.
+
+    One figure a picture: what was done to one picture in several ways is not independent.
+    """
+    apart: dict[tuple[str, int], list[float]] = {}
+    for ours, theirs in pairs:
+        for picture in ours:
+            # Where every step is synchronous there is nothing to compare.
+            if picture in theirs and min(ours[picture], theirs[picture]) < CAP:
+                apart.setdefault(picture, []).append(ours[picture] - theirs[picture])
+    return mean(sum(values) / len(values) for values in apart.values())
+
+
 @dataclass(frozen=True)
 class Row:
     """One combination, over all its pictures.
@@ -78,6 +97,10 @@ class Row:
     right_synchronous: Mean
     equal: int
     pictures: int
+
+    def synchronous_text(self) -> str:
+        """Such as ``4 of 12``; empty where there is no log."""
+        return "" if self.synchronous.value is None else f"{self.synchronous.value:.3g} of {self.evaluations}"
 
 
 class Results:
@@ -138,6 +161,18 @@ class Results:
         a, b = self.psnr_of(ours), self.psnr_of(theirs)
         return mean(a[picture] - b[picture] for picture in a if picture in b)
 
+    def paired_perceptual(self, ours: Combination, theirs: Combination) -> Mean:
+        """The same of the perceptual distance, where it was measured; negative: the first is closer."""
+        a, b = (
+            {(p["prompt"], p["seed"]): p["perceptual"] for result in self.by.get(at, []) for p in result["pictures"]}
+            for at in (ours, theirs)
+        )
+        return mean(
+            None if value is None or b[picture] is None else value - b[picture]
+            for picture, value in a.items()
+            if picture in b
+        )
+
     def fixed(self, sampler: str, strategy: str, devices: int) -> dict[int, Combination]:
         """Measured combinations of a fixed warm-up, by its number of steps."""
         found = {}
@@ -186,37 +221,111 @@ class Results:
                 )
         return found
 
+    def against_others(self) -> list[dict[str, Any]]:
+        """Every adaptive policy beside all others with as many synchronous steps, the same pictures.
+
+        A policy that is not adaptive counts where it was measured on all of the adaptive one's pictures with the same
+        number of synchronous steps in each request; the one with the highest mean PSNR comes first, which is a choice
+        made after the fact, in favour of the others. ``closer``: pictures on which the adaptive one has the higher
+        PSNR.
+        """
+        found = []
+        for at in self.by:
+            if not at[3].startswith("adaptive("):
+                continue
+            ours, steps = self._counts(at), self._sets(at)
+            others = []
+            for theirs in self.by:
+                if theirs[:3] != at[:3] or theirs[3].startswith("adaptive(") or theirs[3] not in self.plan.warmups:
+                    continue
+                if self._counts(theirs) == ours and None not in ours.values():
+                    a, b = self.psnr_of(at), self.psnr_of(theirs)
+                    others.append(
+                        {
+                            "warmup": theirs[3],
+                            "psnr": asdict(self.row(theirs).psnr),
+                            "difference": asdict(self.paired(at, theirs)),
+                            "closer": sum(a[picture] > b[picture] for picture in a),
+                            "perceptual_difference": asdict(self.paired_perceptual(at, theirs)),
+                            "same_steps": self._sets(theirs) == steps,
+                        }
+                    )
+            if others:
+                row = self.row(at)
+                found.append(
+                    {
+                        **dict(zip(("sampler", "strategy", "devices", "warmup"), at, strict=True)),
+                        "synchronous": row.synchronous.value,
+                        "evaluations": row.evaluations,
+                        "psnr": asdict(row.psnr),
+                        "others": sorted(others, key=lambda other: -(other["psnr"]["value"] or 0.0)),
+                    }
+                )
+        return found
+
+    def _counts(self, at: Combination) -> dict[tuple[str, int], int | None]:
+        """Synchronous steps by prompt and seed."""
+        return {(p["prompt"], p["seed"]): synchronous_steps(r) for r in self.by[at] for p in r["pictures"]}
+
+    def _sets(self, at: Combination) -> list[list[bool]]:
+        """For every request which steps were synchronous."""
+        return [[step["synchronous"] for step in result.get("steps", ())] for result in self.by[at]]
+
     def rule(self, sampler: str, strategy: str, target: float | None = None) -> dict[str, Any] | None:
         """The warm-up needed at every N for a mean PSNR, and w = a · N^b through it; None without fixed warm-ups.
 
         Args:
             sampler, strategy: of which combinations.
             target: in dB; None: the highest whole number that some warm-up reaches at every N.
+
+        ``b_interval``: where b lies in 95 of 100 studies whose pictures are drawn from these with replacement; None
+        where under three N, or half of those studies, reach the target, and of fewer than `FEWEST` pictures.
         """
-        curves = {}
+        pictures: dict[int, dict[int, dict[tuple[str, int], float]]] = {}
         for devices in self.plan.devices:
             curve = {}
             for warmup, at in self.fixed(sampler, strategy, devices).items():
-                row = self.row(at)
-                if warmup < row.evaluations and row.psnr.value is not None:
-                    curve[warmup] = row.psnr.value
+                if warmup < self.row(at).evaluations:
+                    curve[warmup] = self.psnr_of(at)
             if curve:
-                curves[devices] = curve
-        if not curves:
+                pictures[devices] = curve
+        if not pictures:
             return None
+        known = [picture for curve in pictures.values() for of in curve.values() for picture in of]
+        chosen = list(dict.fromkeys(known))
+        curves = _curves(pictures, chosen)
         if target is None:
             target = float(floor(min(max(curve.values()) for curve in curves.values())))
         needed = {devices: first_reaching(curve, target) for devices, curve in curves.items()}
         points = {devices: warmup for devices, warmup in needed.items() if warmup is not None}
         fit = fit_power(points)
         base, spread = fit_root(points)
+        sure = len(points) > 2 and len(chosen) >= FEWEST and fit is not None
+        resampled = _resampled_powers(pictures, chosen, target) if sure else []
+        interval = None
+        if len(resampled) >= RESAMPLES // 2:
+            interval = [resampled[round(share * (len(resampled) - 1))] for share in (0.025, 0.975)]
         return {
             "target_psnr": target,
             "needed": {str(devices): warmup for devices, warmup in needed.items()},
-            "fit": None if fit is None else {"a": fit[0], "b": fit[1], "residual": fit[2]},
+            "fit": None if fit is None else {"a": fit[0], "b": fit[1], "residual": fit[2], "b_interval": interval},
             "sqrt": None if base is None else {"base": base, "residual": spread},
             "points": len(points),
         }
+
+    def root_pairs(self, sampler: str, strategy: str) -> list[dict[str, Any]]:
+        """What w = base · √N promises: four times the devices with twice the warm-up are as close.
+
+        Every pair of measured fixed warm-ups that differ so, and the second one's PSNR less the first one's.
+        """
+        found = []
+        for devices in self.plan.devices:
+            few, many = (self.fixed(sampler, strategy, n) for n in (devices, 4 * devices))
+            for warmup, at in few.items():
+                other = many.get(2 * warmup)
+                if warmup and other is not None and 2 * warmup < self.row(at).evaluations:
+                    found.append({"devices": devices, "warmup": warmup, "difference": asdict(self.paired(other, at))})
+        return found
 
     def single_steps(self) -> list[dict[str, Any]]:
         """For every sampler, what making one step synchronous gains and making one step stale costs, in dB."""
@@ -258,6 +367,36 @@ def synchronous_steps(result: Mapping[str, Any]) -> int | None:
     """Synchronous steps of a cell; None when it has no log."""
     steps = result.get("steps")
     return None if steps is None else sum(step["synchronous"] for step in steps)
+
+
+def _curves(
+    pictures: Mapping[int, Mapping[int, Mapping[tuple[str, int], float]]], chosen: Sequence[tuple[str, int]]
+) -> dict[int, dict[int, float]]:
+    """Mean PSNR over the pictures chosen, by devices and warm-up."""
+    curves: dict[int, dict[int, float]] = {}
+    for devices, curve in pictures.items():
+        for warmup, of in curve.items():
+            some = [of[picture] for picture in chosen if picture in of]
+            if some:
+                curves.setdefault(devices, {})[warmup] = sum(some) / len(some)
+    return curves
+
+
+def _resampled_powers(
+    pictures: Mapping[int, Mapping[int, Mapping[tuple[str, int], float]]],
+    chosen: Sequence[tuple[str, int]],
+    target: float,
+) -> list[float]:
+    """Exponents of w = a · N^b on pictures drawn with replacement, sorted; only where every N reaches the target."""
+    draw, found = Random(0), []
+    for _ in range(RESAMPLES):
+        curves = _curves(pictures, draw.choices(chosen, k=len(chosen)))
+        needed = {devices: first_reaching(curve, target) for devices, curve in curves.items()}
+        points = {devices: warmup for devices, warmup in needed.items() if warmup is not None}
+        fit = fit_power(points) if len(points) == len(pictures) else None
+        if fit is not None:
+            found.append(fit[1])
+    return sorted(found)
 
 
 def interpolate(known: Mapping[int, float], at: float) -> float | None:
@@ -330,6 +469,14 @@ def findings(results: Results, rules: Mapping[tuple[str, str], Mapping[str, Any]
             rule = rules.get((sampler, strategy))
             if rule is not None:
                 said.append(_rule_text(sampler, strategy, rule))
+            for pair in results.root_pairs(sampler, strategy):
+                apart = Mean(**pair["difference"])
+                devices, warmup = pair["devices"], pair["warmup"]
+                said.append(
+                    f"{strategy}, {sampler}: {4 * devices} devices with {2 * warmup} warm-up steps against {devices} "
+                    f"with {warmup}, which a warm-up of base · √N takes for equal: {signed(apart)} dB: "
+                    f"{_verdict(apart, 'closer', 'farther off')}."
+                )
     for ours, theirs in pairwise(plan.strategies):
         said += _compared(
             results,
@@ -342,14 +489,7 @@ def findings(results: Results, rules: Mapping[tuple[str, str], Mapping[str, Any]
             f"sampler {ours} against {theirs}",
             [(at, (theirs, *at[1:])) for at in results.by if at[0] == ours and given_steps(at[3]) is None],
         )
-    for beside in results.against_fixed():
-        apart = Mean(**beside["difference"])
-        said.append(
-            f"{beside['warmup']} with {beside['devices']} devices ({beside['strategy']}, {beside['sampler']}): "
-            f"{beside['synchronous']:.1f} of {beside['evaluations']} steps synchronous, "
-            f"{Mean(**beside['psnr']).text()} dB; the fixed warm-up with as many: "
-            f"{Mean(**beside['fixed_psnr']).text()} dB. Difference {_signed(apart)} dB: {_verdict(apart)}."
-        )
+    said += policy_findings(results)
     for single in results.single_steps():
         said += _single_text(single)
     for result in results.real:
@@ -360,6 +500,29 @@ def findings(results: Results, rules: Mapping[tuple[str, str], Mapping[str, Any]
             f"{'has the same bits as' if result['equal_to_simulation'] else 'differs from'} the simulated one; ranks "
             f"spent {min(share):.0f} to {max(share):.0f} % of {max(rank['seconds'] for rank in ranks):.2f} s inside "
             "collectives."
+        )
+    return said
+
+
+def policy_findings(results: Results) -> list[str]:
+    """Of `findings` those that compare policies with as many synchronous steps."""
+    said = []
+    for beside in results.against_fixed():
+        apart = Mean(**beside["difference"])
+        said.append(
+            f"{beside['warmup']} with {beside['devices']} devices ({beside['strategy']}, {beside['sampler']}): "
+            f"{beside['synchronous']:.3g} of {beside['evaluations']} steps synchronous, "
+            f"{Mean(**beside['psnr']).text()} dB; the fixed warm-up with as many: "
+            f"{Mean(**beside['fixed_psnr']).text()} dB. Difference {signed(apart)} dB: {_verdict(apart)}."
+        )
+    for beside in results.against_others():
+        best = beside["others"][0]
+        apart = Mean(**best["difference"])
+        verdict = "the same steps" if best["same_steps"] else _verdict(apart)
+        said.append(
+            f"{beside['warmup']} with {beside['devices']} devices ({beside['strategy']}, {beside['sampler']}) against "
+            f"the best other policy of those measured with {beside['synchronous']:.3g} synchronous steps, "
+            f"{best['warmup']}: {signed(apart)} dB: {verdict}."
         )
     return said
 
@@ -376,7 +539,7 @@ def _of_strategy(results: Results, sampler: str, strategy: str) -> list[str]:
         steps = "step" if high == 1 else "steps"
         said.append(
             f"{strategy}, {sampler}, {devices} devices: {results.row(some[low]).psnr.text()} dB with {low} and "
-            f"{results.row(some[high]).psnr.text()} dB with {high} warm-up {steps}; the difference is {_signed(gain)} "
+            f"{results.row(some[high]).psnr.text()} dB with {high} warm-up {steps}; the difference is {signed(gain)} "
             f"dB: warm-up {_verdict(gain, 'helped', 'hurt', 'made no difference that can be told')}."
         )
     if len(plan.devices) > 1:
@@ -392,19 +555,11 @@ def _of_strategy(results: Results, sampler: str, strategy: str) -> list[str]:
 
 def _compared(results: Results, what: str, pairs: Sequence[tuple[Combination, Combination]]) -> list[str]:
     """One sentence over all pairs of combinations that were both measured."""
-    apart: dict[tuple[str, int], list[float]] = {}
-    for ours, theirs in pairs:
-        a, b = results.psnr_of(ours), results.psnr_of(theirs)
-        for picture in a:
-            # Where every step is synchronous there is nothing to compare.
-            if picture in b and min(a[picture], b[picture]) < CAP:
-                apart.setdefault(picture, []).append(a[picture] - b[picture])
-    # One figure a picture: what was done to one picture in several ways is not independent.
-    found = mean(sum(values) / len(values) for values in apart.values())
+    found = difference((results.psnr_of(ours), results.psnr_of(theirs)) for ours, theirs in pairs)
     if found.value is None:
         return []
     return [
-        f"{what}, the same pictures and warm-ups: {_signed(found)} dB: {_verdict(found, 'closer', 'farther off')} "
+        f"{what}, the same pictures and warm-ups: {signed(found)} dB: {_verdict(found, 'closer', 'farther off')} "
         f"({found.count} {'picture' if found.count == 1 else 'pictures'})."
     ]
 
@@ -421,8 +576,9 @@ def _verdict(
     return better if apart.value > 0 else worse
 
 
-def _signed(value: Mean) -> str:
-    text = value.text()
+def signed(value: Mean, digits: int = 2) -> str:
+    """As `Mean.text`, with a sign."""
+    text = value.text(digits)
     return text if text.startswith("-") or not text else f"+{text}"
 
 
@@ -435,8 +591,10 @@ def _rule_text(sampler: str, strategy: str, rule: Mapping[str, Any]) -> str:
     fit, root = rule["fit"], rule["sqrt"]
     if rule["points"] < 3 or fit is None:
         return f"{text} {rule['points']} points are too few to tell a rule."
+    interval = fit["b_interval"]
+    sure = "" if interval is None else f", 95 of 100 resampled studies from N^{interval[0]:.2f} to N^{interval[1]:.2f}"
     return (
-        f"{text} Least squares: w = {fit['a']:.2f} · N^{fit['b']:.2f} (residual {fit['residual']:.2f} steps); "
+        f"{text} Least squares: w = {fit['a']:.2f} · N^{fit['b']:.2f} (residual {fit['residual']:.2f} steps{sure}); "
         f"w = {root['base']:.2f} · √N leaves {root['residual']:.2f} steps. {rule['points']} points and two "
         "parameters: an indication, not a law."
     )
@@ -453,7 +611,7 @@ def _single_text(single: Mapping[str, Any]) -> list[str]:
         best = max(measured, key=lambda step: measured[step])
         said.append(
             f"{where}: of all steps after the first, making step {best} synchronous gains most, "
-            f"{_signed(gains[best])} dB."
+            f"{signed(gains[best])} dB."
         )
     if left:
         worst = min(left, key=lambda step: left[step])

@@ -15,7 +15,17 @@ from ..quality.figures import bar_chart, heat_map, line_chart
 from ..quality.perceptual import HINT, NAME, available
 from ..quality.report import Cell as TableCell
 from ..quality.report import Page, Shown
-from .analysis import CAP, Combination, Mean, Results, findings, finite_or_nan, synchronous_steps
+from .analysis import (
+    CAP,
+    Combination,
+    Mean,
+    Results,
+    findings,
+    finite_or_nan,
+    policy_findings,
+    signed,
+    synchronous_steps,
+)
 from .plan import SYNCHRONOUS, given_steps
 
 # Pictures of a grid, and lines of a chart, that still can be looked at.
@@ -50,7 +60,13 @@ def write(results: Results, folder: Path, target: float | None = None) -> dict[s
             for (sampler, strategy), rule in rules.items()
             if rule is not None
         ],
+        "root_pairs": [
+            {"sampler": sampler, "strategy": strategy, **pair}
+            for sampler, strategy in rules
+            for pair in results.root_pairs(sampler, strategy)
+        ],
         "against_fixed": results.against_fixed(),
+        "against_others": results.against_others(),
         "single_steps": results.single_steps(),
         "cells": results.cells,
     }
@@ -97,12 +113,13 @@ def page_of(
         f"{', '.join(map(str, plan.devices))}; {', '.join(plan.strategies)}; sampler {', '.join(plan.samplers)}",
     )
     page.section("What the figures say")
-    for sentence in said:
-        page.text(sentence)
+    policies = policy_findings(results)
+    page.points([sentence for sentence in said if sentence not in policies])
     page.section("Quality")
     _table(page, results)
     if not available():
         page.text(HINT, note=True)
+    _others(page, results)
     _warmup_charts(page, results, rules)
     _pictures(page, results, pictures)
     _loss_curves(page, results)
@@ -113,29 +130,60 @@ def page_of(
 
 
 def _table(page: Page, results: Results) -> None:
-    header = ("sampler", "strategy", "N", "warm-up", "synchronous steps", "PSNR dB", "SSIM", NAME)
-    rows = []
-    for row in results.rows():
-        synchronous = "" if row.synchronous.value is None else f"{row.synchronous.value:.1f} of {row.evaluations}"
-        equal = f" ({row.equal} equal)" if row.equal else ""
-        quality = (row.psnr.text() + equal, row.ssim.text(4), row.perceptual.text(4))
-        rows.append(
-            (
-                row.sampler,
-                row.strategy,
-                str(row.devices),
-                row.warmup,
-                synchronous,
-                *quality,
-                row.right.text(3),
-                row.right_synchronous.text(3),
+    header = ("N", "warm-up", "synchronous", "PSNR dB", "SSIM", NAME, "nearest picture")
+    every = results.rows()
+    for sampler in results.plan.samplers:
+        for strategy in results.plan.strategies:
+            rows, exact = [], ""
+            for row in every:
+                if (row.sampler, row.strategy) != (sampler, strategy):
+                    continue
+                equal = f" ({row.equal} equal)" if row.equal else ""
+                quality = (row.psnr.text() + equal, row.ssim.text(4), row.perceptual.text(4))
+                name = TableCell(row.warmup, "name")
+                rows.append((str(row.devices), name, row.synchronous_text(), *quality, row.right.text(3)))
+                if row.right_synchronous.value is not None:
+                    exact = f" (of the synchronous drawings: {row.right_synchronous.text(3)})"
+            page.table(
+                header,
+                rows,
+                f"{strategy}, {sampler}: against the synchronous picture; mean ± standard error over pictures. Nearest "
+                f"picture: share of drawings whose nearest training picture is the one asked for{exact}. In means an "
+                f"equal picture counts as {CAP:g} dB.",
             )
-        )
+
+
+def _others(page: Page, results: Results) -> None:
+    found, said = results.against_others(), policy_findings(results)
+    if not said:
+        return
+    page.section("Policies with as many synchronous steps")
+    page.points(said, "In words")
+    rows = []
+    for beside in found:
+        for other in beside["others"]:
+            apart = Mean(**other["difference"])
+            clear = apart.value is not None and apart.error is not None and abs(apart.value) > 2 * apart.error
+            kind = ("good" if (apart.value or 0) > 0 else "bad") if clear else ""
+            rows.append(
+                (
+                    f"{beside['sampler']}, {beside['strategy']}, N = {beside['devices']}",
+                    f"{beside['synchronous']:g} of {beside['evaluations']}",
+                    TableCell(beside["warmup"], "name"),
+                    Mean(**beside["psnr"]).text(),
+                    TableCell(other["warmup"], "name"),
+                    Mean(**other["psnr"]).text(),
+                    TableCell("the same steps" if other["same_steps"] else signed(apart), kind),
+                    "" if other["same_steps"] else f"{other['closer']} of {apart.count}",
+                )
+            )
+    if not rows:
+        return
     page.table(
-        (*header, "nearest picture", "of the synchronous"),
+        ("of", "synchronous", "adaptive", "PSNR dB", "other policy", "PSNR dB", "difference dB", "closer"),
         rows,
-        "Against the synchronous picture; mean ± standard error over pictures. Nearest picture: share of drawings "
-        f"whose nearest training picture is the one asked for. In means an equal picture counts as {CAP:g} dB.",
+        "Adaptive policies beside others with as many synchronous steps, on the same pictures; coloured: over two "
+        "standard errors of the difference. Closer: pictures on which the adaptive one has the higher PSNR.",
     )
 
 
@@ -146,7 +194,9 @@ def _warmup_charts(page: Page, results: Results, rules: Mapping[tuple[str, str],
         for strategy in plan.strategies:
             lines = []
             for devices in plan.devices:
-                points = {w: results.row(at).psnr for w, at in results.fixed(sampler, strategy, devices).items()}
+                rows = {w: results.row(at) for w, at in results.fixed(sampler, strategy, devices).items()}
+                # Where every step is synchronous the picture is the exact one.
+                points = {w: row.psnr for w, row in rows.items() if w < row.evaluations}
                 if points:
                     lines.append(_line(f"N = {devices}", list(points), list(points.values())))
             if not lines:
@@ -166,7 +216,9 @@ def _warmup_charts(page: Page, results: Results, rules: Mapping[tuple[str, str],
                 Series(f"{fit['a']:.2f} N^{fit['b']:.2f}", xs, tuple(fit["a"] * x ** fit["b"] for x in xs)),
                 Series(f"{base:.2f} √N", xs, tuple(base * x**0.5 for x in xs)),
             ]
-            chart = line_chart(series, f"Warm-up needed, {strategy}, {sampler}", "devices N", "steps", whole_x=True)
+            chart = line_chart(
+                series, f"Warm-up needed, {strategy}, {sampler}", "devices N", "warm-up steps", whole_x=True
+            )
             page.chart(chart, f"{strategy}, {sampler}: warm-up steps needed for {rule['target_psnr']:g} dB.")
 
 
@@ -217,12 +269,20 @@ def _shown(folder: Path, file: str, caption: str, prompt: str) -> Shown:
 
 
 def _charted(results: Results, sampler: str, strategy: str) -> dict[str, list[Combination]]:
-    """Combinations of one chart, by what they have in common: one N with some warm-ups."""
+    """Combinations of one chart, by what they have in common: one N with some warm-ups.
+
+    Where every step is synchronous there is no error. If there are too many, the last one asked for still is shown.
+    """
     found: dict[str, list[Combination]] = {}
     for at in results.by:
-        if at[:2] == (sampler, strategy) and (given_steps(at[3]) is None or at[3] in results.plan.warmups):
+        row = results.row(at)
+        if (
+            row.synchronous.value != row.evaluations
+            and at[:2] == (sampler, strategy)
+            and (given_steps(at[3]) is None or at[3] in results.plan.warmups)
+        ):
             found.setdefault(f"{at[2]} devices", []).append(at)
-    return {name: some[:LINES] for name, some in found.items()}
+    return {name: [*some[: LINES - 1], *some[LINES - 1 :][-1:]] for name, some in found.items()}
 
 
 def _loss_curves(page: Page, results: Results) -> None:
@@ -257,14 +317,16 @@ def _loss_curves(page: Page, results: Results) -> None:
 
 
 def _heat_maps(page: Page, results: Results) -> None:
-    """Of the most devices with the shortest warm-up: there is most to see."""
+    """Of the most devices with the shortest warm-up there is: there is most to see."""
     plan = results.plan
     page.section("Step by layer")
     for sampler in plan.samplers:
         for strategy in plan.strategies:
             some = [at for at in results.by if at[:2] == (sampler, strategy) and at[3] in plan.warmups]
             most = max((at[2] for at in some), default=0)
-            at = next((at for at in some if at[2] == most), None)
+            # Without any warm-up the first step alone would be seen.
+            some = [at for at in some if at[2] == most]
+            at = next((at for at in some if at[3] != "fixed(0)"), some[0] if some else None)
             if at is None:
                 continue
             first = results.by[at][0]
@@ -307,10 +369,14 @@ def _single_steps(page: Page, results: Results) -> None:
         groups = [str(step) for step in single["steps"]]
         where = f"{single['strategy']}, {single['sampler']}, {single['devices']} devices"
         gains = [Mean(**gain) for gain in single["gain"]]
-        chart = bar_chart(groups, [_line("gain", range(len(gains)), gains)], f"Gain of one step, {where}", "gain, dB")
+        chart = bar_chart(
+            groups, [_line("gain", range(len(gains)), gains)], f"Gain of one step, {where}", "gain, dB", x_label="step"
+        )
         page.chart(chart, f"{where}: gain in PSNR when this step is synchronous beside the first one.")
         left = [Mean(**cost) for cost in single["psnr_with_one_stale"]]
-        chart = bar_chart(groups, [_line("PSNR", range(len(left)), left)], f"One stale step, {where}", "PSNR, dB")
+        chart = bar_chart(
+            groups, [_line("PSNR", range(len(left)), left)], f"One stale step, {where}", "PSNR, dB", x_label="step"
+        )
         page.chart(chart, f"{where}: PSNR when this step alone is stale.")
 
 

@@ -1,0 +1,319 @@
+"""What stale strategies cost on the embedded models: the tables of docs/staleness.md.
+
+    python benchmarks/quality.py                           # all of it; about an hour of one core
+    python benchmarks/quality.py --part policies --images 1
+    python benchmarks/quality.py --json out.json           # and every figure
+
+It is `ditmesh study`, several times: ranks are simulated, to the bit, and every picture is compared with the
+synchronous one of the same seed. What is finished is in ``--out`` and is not drawn again, so a run that was broken off
+goes on where it stood. Seeds come one after another: the first round draws every picture of every table once, the next
+one draws each once more from another seed, and the tables are made of what is there.
+
+``policies``: which steps should be synchronous? Policies with the same number of synchronous steps, on N = 4 and 8.
+``roots``: fixed warm-ups on N = 2, 4, 8 and 16. ``singles``: which single step matters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from machine import describe_machine
+
+# Pictures of one request: captions of the model, evenly spaced.
+CAPTIONS = 8
+
+
+@dataclass(frozen=True)
+class Table:
+    """One study.
+
+    Attributes:
+        part: what it answers.
+        model, sampler, steps: of an embedded model.
+        devices, warmups: everything is combined with everything.
+        which: also single steps, on the first number of devices.
+        rounds: seeds at most; None: as many as are asked for.
+    """
+
+    part: str
+    model: str
+    sampler: str
+    steps: int
+    devices: tuple[int, ...]
+    warmups: tuple[str, ...]
+    which: bool = False
+    rounds: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.part}-{self.model}-{self.sampler}"
+
+
+def policies(steps: int) -> tuple[str, ...]:
+    """One synchronous step, and for two larger counts every way there is to spend them."""
+    # Periodic ones give what they give: 3 and 6 of 12 steps, 3 and 5 of 20.
+    few, many = (4, 2) if steps == 12 else (7, 4)
+    more = -(-steps // many)
+    return (
+        "fixed(1)",
+        *("fixed(3)", "first_last(2, 1)", "first_last(1, 2)", f"periodic({few})", "adaptive(0.001, 3)"),
+        *(f"fixed({more})", f"first_last({more // 2}, {more - more // 2})", f"first_last(1, {more - 1})"),
+        *(f"periodic({many})", f"adaptive(0.001, {more})"),
+    )
+
+
+FLOW, SMALL, LARGE = ("emoji-sd3", "euler", 12), ("emoji-dit-s", "ddim", 20), ("emoji-dit-l", "ddim", 20)
+MULTISTEP = ("emoji-dit-s", "dpm", 20)
+ROOTS = ("fixed(1)", "fixed(2)", "fixed(4)", "fixed(8)")
+TABLES = [
+    *(Table("policies", *model, (4, 8), policies(model[2])) for model in (FLOW, SMALL, LARGE, MULTISTEP)),
+    *(Table("singles", *model, (4,), (), which=True, rounds=1) for model in (FLOW, SMALL)),
+    *(Table("roots", *model, (2, 4, 8, 16), ROOTS, rounds=2) for model in (FLOW, SMALL)),
+]
+
+
+def plan_of(table: Table, rounds: int) -> Any:
+    """The study's plan; that of fewer rounds is the beginning of that of more."""
+    from ditmesh import zoo
+    from ditmesh.drawing import class_numbers
+    from ditmesh.model_info import find_model
+    from ditmesh.study import plan
+
+    folder, known = zoo.path(table.model), zoo.EMBEDDED[table.model]
+    info = find_model(folder)
+    captions = zoo.captions(table.model)
+    every = len(captions) // CAPTIONS
+    prompts = captions[every // 2 :: every][:CAPTIONS]
+    setup = plan.Setup(
+        model=str(folder),
+        name=table.model,
+        weights=plan.weights_digest(folder),
+        steps=table.steps,
+        guidance=known.guidance_scale,
+        max_sequence_length=known.max_sequence_length,
+    )
+    return plan.make_plan(
+        setup,
+        info,
+        devices=table.devices,
+        warmups=table.warmups,
+        samplers=(table.sampler,),
+        strategies=("displaced",),
+        prompts=prompts,
+        labels=class_numbers(prompts, info),
+        images=rounds,
+        batch=CAPTIONS,
+        which=table.which,
+        detail=False,
+    )
+
+
+def measure(tables: list[Table], out: Path, rounds: int) -> None:
+    """Draw what is missing, round by round."""
+    from rich.console import Console
+
+    from ditmesh.study.plan import Cell
+    from ditmesh.study.store import Store
+    from ditmesh.study.work import run_cells
+
+    console = Console(stderr=True, highlight=False)
+    for count in range(1, rounds + 1):
+        for table in tables:
+            if table.rounds is not None and count > table.rounds:
+                continue
+
+            def told(cell: Cell | None, total: int, table: Table = table, count: int = count) -> None:
+                if cell is not None:
+                    console.print(f"round {count}, {table.name}: {cell.describe()}", markup=False)
+
+            run_cells(plan_of(table, count), Store(out / table.name), on_cell=told)
+
+
+def finished(tables: list[Table], out: Path, rounds: int) -> Iterator[tuple[Table, Any]]:
+    """What is there of every table, in rounds that are whole; with the study's page beside its cells."""
+    from ditmesh.study.analysis import Results
+    from ditmesh.study.page import write
+    from ditmesh.study.store import Store
+
+    for table in tables:
+        if not (out / table.name).is_dir():
+            continue
+        store = Store(out / table.name)
+        for count in range(min(rounds, table.rounds or rounds), 0, -1):
+            plan = plan_of(table, count)
+            cells = [store.get(cell, plan.setup) for cell in plan.cells]
+            if all(cell is not None for cell in cells):
+                results = Results(plan, [cell for cell in cells if cell is not None])
+                write(results, out / table.name)
+                yield table, results
+                break
+
+
+def seeds_of(results: Any) -> tuple[int, list[int]]:
+    """How many pictures there are, and their seeds."""
+    seeds = [seed for _, _, seed in results.synchronous]
+    return len(seeds), sorted(set(seeds))
+
+
+def figures_of(results: Any) -> dict[str, Any]:
+    """Everything that is printed of a study, as plain data."""
+    sampler, strategy = results.plan.samplers[0], "displaced"
+    return {
+        "pictures": seeds_of(results)[0],
+        "seeds": seeds_of(results)[1],
+        "prompts": sorted({prompt for _, prompt, _ in results.synchronous}),
+        "rows": [asdict(row) for row in results.rows()],
+        "against_others": results.against_others(),
+        "single_steps": results.single_steps(),
+        "rule": results.rule(sampler, strategy),
+        "root_pairs": results.root_pairs(sampler, strategy),
+    }
+
+
+def show(table: Table, results: Any) -> None:
+    """Print one table."""
+    from ditmesh.study.analysis import Mean, findings, signed
+
+    count, seeds = seeds_of(results)
+    title = f"{table.model}, {table.sampler}, {table.steps} steps: {count} pictures, seeds {seeds[0]} to {seeds[-1]}"
+    print(f"\n{table.part}: {title}; dB against the synchronous picture of the same seed, ± standard error")
+    if table.part == "policies":
+        apart = {
+            (beside["devices"], other["warmup"], beside["synchronous"]): (Mean(**other["difference"]), other)
+            for beside in results.against_others()
+            for other in beside["others"]
+        }
+        by, thousand = "adaptive is closer by", "1000 ST-LPIPS"
+        print(f"{'N':>2} {'K':>2}  {'policy':<20}{'PSNR':>15}{by:>26}{thousand:>15}{by:>24}{'nearest':>9}")
+        for row in sorted(results.rows(), key=lambda row: (row.devices, row.synchronous.value)):
+            beside = apart.get((row.devices, row.warmup, row.synchronous.value))
+            text = "" if beside is None else closer_text(row, beside)
+            felt = Mean(None, None, 0) if beside is None else Mean(**beside[1]["perceptual_difference"])
+            closer = "" if felt.value is None else signed(thousandfold(felt, -1))
+            perceptual = "" if row.perceptual.value is None else thousandfold(row.perceptual).text()
+            right = "" if row.right.value is None else f"{row.right.value:.3f}"
+            print(
+                f"{row.devices:>2} {row.synchronous.value:>2g}  {row.warmup:<20}{row.psnr.text():>15}{text:>26}"
+                f"{perceptual:>15}{closer:>24}{right:>9}"
+            )
+            if row.warmup.startswith("adaptive("):
+                print(f"{'':7}{steps_of(results, row)}")
+        print(f"nearest picture of the synchronous runs: {row.right_synchronous.text(3)}")
+        return
+    for single in results.single_steps():
+        print(f"N = {single['devices']}, step: gain when synchronous beside the first; PSNR when it alone is stale")
+        for step, gain, left in zip(single["steps"], single["gain"], single["psnr_with_one_stale"], strict=True):
+            print(f"{step:>4}{signed(Mean(**gain)):>16}{Mean(**left).text():>16}")
+    if table.part == "roots":
+        for row in results.rows():
+            print(f"{row.devices:>2}  {row.warmup:<10}{row.psnr.text():>15}")
+        for sentence in findings(results, {(table.sampler, "displaced"): results.rule(table.sampler, "displaced")})[1:]:
+            print(sentence)
+
+
+def closer_text(row: Any, beside: tuple[Any, dict[str, Any]]) -> str:
+    """By how much, and on how many pictures, an adaptive policy is closer than this one."""
+    from ditmesh.study.analysis import signed
+
+    apart, other = beside
+    if other["same_steps"]:
+        return "the same steps"
+    return f"{signed(apart)}, {other['closer']:>2} of {row.pictures}"
+
+
+def thousandfold(value: Any, sign: int = 1) -> Any:
+    """A mean of small figures in thousandths."""
+    from ditmesh.study.analysis import Mean
+
+    return Mean(0.0 + 1000 * sign * value.value, value.error and 1000 * value.error, value.count)
+
+
+def steps_of(results: Any, row: Any) -> str:
+    """Which steps were synchronous, in every request that had its own."""
+    sets = {
+        " ".join(str(step["step"]) for step in result["steps"] if step["synchronous"])
+        for result in results.by[row.sampler, row.strategy, row.devices, row.warmup]
+    }
+    return "synchronous: " + "; ".join(sorted(sets))
+
+
+def comparisons(found: list[tuple[Table, Any]]) -> Iterator[tuple[str, Any]]:
+    """DDIM against DPM-Solver++, and the large model against the small one: the same captions, seeds and policies."""
+    from ditmesh.study.analysis import difference
+
+    results = {(table.model, table.sampler): each for table, each in found if table.part == "policies"}
+    small = ("emoji-dit-s", "ddim")
+    for what, ours in (
+        ("DPM-Solver++ less DDIM", ("emoji-dit-s", "dpm")),
+        ("12 blocks less 6", ("emoji-dit-l", "ddim")),
+    ):
+        if ours not in results or small not in results:
+            continue
+        for devices in (4, 8):
+            for warmups in (["fixed(1)"], [w for w in policies(20) if "adaptive" not in w]):
+                pairs = [
+                    (
+                        results[ours].psnr_of((ours[1], "displaced", devices, warmup)),
+                        results[small].psnr_of((small[1], "displaced", devices, warmup)),
+                    )
+                    for warmup in warmups
+                ]
+                name = warmups[0] if len(warmups) == 1 else f"mean of {len(warmups)} policies"
+                yield f"{what}, N = {devices}, {name}", difference(pairs)
+
+
+def compare(found: list[tuple[Table, Any]]) -> None:
+    """Print what is measured across tables."""
+    from ditmesh.study.analysis import signed
+
+    print()
+    for what, apart in comparisons(found):
+        print(f"{what}: {signed(apart)} dB ({apart.count} pictures)")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", action="append", choices=("policies", "singles", "roots"), help="default: all")
+    parser.add_argument("--model", action="append", help="default: all that the tables name")
+    parser.add_argument("--sampler", action="append", help="default: all that the tables name")
+    parser.add_argument("--images", type=int, default=3, help="pictures of every caption, each with its own seed")
+    parser.add_argument("--out", type=Path, default=Path("runs/quality"), help="what is finished")
+    parser.add_argument("--json", type=Path, help="write every figure here")
+    parser.add_argument("--show", action="store_true", help="draw nothing; tables of what is there")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    tables = [
+        table
+        for table in TABLES
+        if table.part in (options.part or [table.part])
+        and table.model in (options.model or [table.model])
+        and table.sampler in (options.sampler or [table.sampler])
+    ]
+    if not options.show:
+        measure(tables, options.out, options.images)
+    found = list(finished(tables, options.out, options.images))
+    machine = describe_machine()
+    print(f"{machine['text']}; one thread; ranks simulated, to the bit")
+    for table, results in found:
+        show(table, results)
+    compare(found)
+    if options.json is not None:
+        figures = {
+            "machine": machine,
+            "tables": [{"table": asdict(table), **figures_of(results)} for table, results in found],
+            "compared": [{"what": what, **asdict(apart)} for what, apart in comparisons(found)],
+        }
+        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
