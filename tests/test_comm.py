@@ -159,7 +159,7 @@ def test_a_wait_has_a_deadline(ranks):
     assert 0.3 <= took < 0.8
 
 
-def bereft() -> tuple[str, float, float]:
+def bereft(handle: bool) -> tuple[str, float, float]:
     """Rank 1's memory is that of a process which ends, having sent one message of two."""
     mesh, link = opened()
     memory = mesh._memory
@@ -167,10 +167,14 @@ def bereft() -> tuple[str, float, float]:
     if child == 0:
         time.sleep(0.5)
         os._exit(0)
+    if not handle:
+        # A process that nobody has waited for is still listed.
+        os.waitpid(child, 0)
     if link.rank:
         link.send([torch.full((3,), 7.0)], to=0)
     else:
-        memory._peers[1].alive = os.pidfd_open(child)
+        memory._peers[1].alive = os.pidfd_open(child) if handle else None
+        memory._peers[1].process = child
     value = took = 0.0
     message = ""
     if link.rank == 0:
@@ -181,15 +185,17 @@ def bereft() -> tuple[str, float, float]:
         with pytest.raises(dist.DistNetworkError) as caught:
             second.wait()
         message, took = str(caught.value), time.monotonic() - began
-    os.waitpid(child, 0)
+    if handle:
+        os.waitpid(child, 0)
     dist.barrier()
     mesh.close()
     return message, value, took
 
 
-def test_a_rank_that_has_ended_is_not_waited_for(ranks):
-    """What it sent before still arrives."""
-    message, value, took = ranks(2).run(bereft)[0]
+@pytest.mark.parametrize("handle", [True, False])
+def test_a_rank_that_has_ended_is_not_waited_for(ranks, handle):
+    """What it sent before still arrives. Also where the system has no handles of processes."""
+    message, value, took = ranks(2).run(bereft, handle)[0]
     assert value == 7.0
     assert re.fullmatch(r"rank 1 \(process \d+\) has ended", message)
     assert took < 1.0

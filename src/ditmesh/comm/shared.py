@@ -77,7 +77,9 @@ class _Peer:
 
     def gone(self) -> bool:
         """Whether the process has ended."""
-        return self.alive is not None and bool(select.select([self.alive], [], [], 0)[0])
+        if self.alive is None:
+            return not Path(f"/proc/{self.process}").exists()
+        return bool(select.select([self.alive], [], [], 0)[0])
 
 
 class SharedMemory:
@@ -145,7 +147,8 @@ class SharedMemory:
         try:
             alive = os.pidfd_open(process)
             self._files.append(alive)
-        except OSError:
+        except (OSError, AttributeError):
+            # An old kernel, or a Python built on one.
             alive = None
         return _Peer(process, opened, alive, table)
 
@@ -306,7 +309,7 @@ def _round(size: int) -> int:
 
 def _host() -> str | None:
     """What processes have in common that may share memory; None where it cannot be done."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
+    if sys.platform != "linux" or platform.machine() != "x86_64" or not hasattr(os, "memfd_create"):
         return None
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
