@@ -170,7 +170,7 @@ def test_what_a_promise_needs():
         receipt(environment={**NEW["environment"], "torch": "2.14.0"}),
         receipt(config={**NEW["config"], "tiles": 4}),
         receipt(config={**NEW["config"], "reproducible": False}),
-        receipt(config={**NEW["config"], "pipe": 2}),
+        receipt(config={**NEW["config"], "ring": 1, "patches": 2}),
         receipt(steps=3),
     ):
         found = compare(picture(), picture(), receipt(), now)
