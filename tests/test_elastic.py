@@ -435,6 +435,8 @@ def test_the_folders_of_a_killed_owner_are_removed(tmp_path: Path) -> None:
     )
     folder = tmp_path / "journal"
     folder.mkdir()
+    for number in range(5000):  # Removing them takes longer than a rank needs to end.
+        (folder / str(number)).touch()
     mark, environment = processes.marked({"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
     owner = subprocess.Popen([sys.executable, script, folder], env=environment, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None

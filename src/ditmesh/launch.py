@@ -624,43 +624,50 @@ def _rank_main(settings: _Settings, connection: Connection) -> None:
     """A rank's life: join, then answer calls until told to stop or left alone."""
     # The owner decides what Ctrl-C means; the terminal sends it to every process of the group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_follow_owner, args=(settings,), name="ditmesh-follow-owner", daemon=True).start()
+    follower = threading.Thread(target=_follow_owner, args=(settings,), name="ditmesh-follow-owner", daemon=True)
+    follower.start()
     stack_file = _stack_file(settings.folder, settings.rank).open("w")
     faulthandler.enable(stack_file)
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, stack_file)
+    if not _answer_calls(settings, connection):
+        # The owner has ended, or ends this rank in a moment. Returning here would end the process before the thread
+        # has removed what a killed owner left behind.
+        follower.join()
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+
+
+def _answer_calls(settings: _Settings, connection: Connection) -> bool:
+    """Join, and answer calls; whether the owner has said that there are no more."""
     speaker = _Speaker(connection)
     try:
         _set_up(settings)
     except BaseException as error:
         speaker.send("failure", _failure(settings.rank, error))
-        connection.poll(None)
-        return
+        return False
     speaker.send("answer", None)
     while True:
         try:
             call = connection.recv_bytes()
         except (EOFError, OSError):
-            return
+            return False
         try:
             request = pickle.loads(call)
             if request is None:
-                break
+                return True
             fn, args, kwargs, reports = request
             if reports:
                 kwargs["report"] = speaker.report
             answer = pickle.dumps(("answer", fn(*args, **kwargs)))
         except BaseException as error:
+            # And stay until the owner has read it: leaving would make the peers fail as well.
             speaker.send("failure", _failure(settings.rank, error))
-            # Stay until the owner has read it and ends us: leaving would make the peers fail as well.
-            connection.poll(None)
-            return
+            return False
         speaker.send_bytes(answer)
         # A tensor of the last call should not live until the next one.
         del call, request, fn, args, kwargs, answer
-    import torch.distributed as dist
-
-    dist.destroy_process_group()
 
 
 def _follow_owner(settings: _Settings) -> None:
