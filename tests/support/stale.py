@@ -150,12 +150,12 @@ def reference(name: str, size: Size, steps: int, ranks: int) -> list[Tensor]:
 
 @contextmanager
 def counted_waits() -> Iterator[list[str]]:
-    """What happens on the wire, in order: ``post``, ``arrive``, ``exchange`` (whatever it consists of)."""
+    """What happens on the wire, in order: ``post``, ``arrive``, ``exchange``, ``sum`` (whatever these consist of)."""
     from ditmesh.comm import Arriving
 
     events: list[str] = []
     inside: list[str] = []
-    post, wait, share, exchange = Link.post, Arriving.wait, Link.share, Link.exchange
+    post, wait, share, exchange, total = Link.post, Arriving.wait, Link.share, Link.exchange, Link.all_reduce
 
     def noted(name, function):
         def call(*args, **kwargs):
@@ -174,6 +174,7 @@ def counted_waits() -> Iterator[list[str]]:
         mock.patch.object(Arriving, "wait", noted("arrive", wait)),
         mock.patch.object(Link, "share", noted("exchange", share)),
         mock.patch.object(Link, "exchange", noted("exchange", exchange)),
+        mock.patch.object(Link, "all_reduce", noted("sum", total)),
     ):
         yield events
 

@@ -115,15 +115,13 @@ class Link:
             return [[] for _ in outgoing]
         me = self.rank
         sample = outgoing[me][0]
-        if (shared := self._shared) is not None:
-            for peer in self._others:
-                shared.send(outgoing[peer], [peer])
+        if self._shared is not None:
             self.traffic.add(self.name, sum(t.nbytes for peer in self._others for t in outgoing[peer]))
-            messages = [
-                None if peer == me else shared.expect([(shape, sample.dtype) for shape in wanted], peer)
-                for peer, wanted in enumerate(shapes)
-            ]
-            return [list(outgoing[me]) if message is None else message(None) for message in messages]
+            arriving = self._start(
+                [(outgoing[peer], [peer]) for peer in self._others],
+                [(self._like(sample, shapes[peer]), peer) for peer in self._others],
+            )
+            return self._by_rank(arriving.wait(), outgoing[me], shapes)
         in_splits = [0 if peer == me else sum(t.numel() for t in parts) for peer, parts in enumerate(outgoing)]
         out_splits = [0 if peer == me else sum(map(prod, wanted)) for peer, wanted in enumerate(shapes)]
         # One message per peer: the tensors for it lie one after the other.
@@ -173,13 +171,22 @@ class Link:
         Returns:
             What `exchange` returns when all ranks get the same.
         """
-        if self._shared is None or self.size == 1:
+        if self._shared is None:
             return self.exchange([tensors] * self.size, shapes)
-        incoming = [[tensors[0].new_empty(shape, device="meta") for shape in wanted] for wanted in shapes]
-        received = iter(self.post(tensors, incoming).wait())
+        arriving = self.post(tensors, [self._like(tensors[0], wanted) for wanted in shapes])
+        return self._by_rank(arriving.wait(), tensors, shapes)
+
+    def _like(self, sample: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Tensors that only say shape and dtype of what comes through shared memory."""
+        return [sample.new_empty(shape, device="meta") for shape in shapes]
+
+    def _by_rank(
+        self, received: Sequence[Tensor], own: Sequence[Tensor], shapes: Sequence[Sequence[tuple[int, ...]]]
+    ) -> list[list[Tensor]]:
+        """What the other ranks sent, one after the other, as a list for every rank; this rank's own in its place."""
+        following = iter(received)
         return [
-            list(tensors) if peer == self.rank else [next(received) for _ in wanted]
-            for peer, wanted in enumerate(shapes)
+            list(own) if peer == self.rank else [next(following) for _ in wanted] for peer, wanted in enumerate(shapes)
         ]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -195,10 +202,10 @@ class Link:
         if self.size == 1:
             return tensor
         tensor = tensor.contiguous()
-        if (shared := self._shared) is None:
+        if self._shared is None:
             dist.all_reduce(tensor, group=self.group)
         else:
-            self._sum(tensor.view(-1), shared)
+            self._sum(tensor.view(-1))
         self.traffic.add(self.name, 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size)
         return tensor
 
@@ -214,30 +221,21 @@ class Link:
         """
         arriving = self.post([tensor], [[torch.empty_like(tensor)] for _ in range(self.size)])
 
-        def total(timeout: timedelta | None) -> Tensor:
-            summands = list(arriving.wait(timeout))
-            summands.insert(self.rank, tensor)
-            # In rank order.
-            return reduce(torch.add, summands)
+        return lambda timeout: self._added_up(arriving.wait(timeout), tensor)
 
-        return total
+    def _added_up(self, received: Sequence[Tensor], own: Tensor) -> Tensor:
+        """The sum of what the other ranks sent, one tensor each, and this rank's own: in rank order."""
+        return reduce(torch.add, [*received[: self.rank], own, *received[self.rank :]])
 
-    def _sum(self, flat: Tensor, shared: SharedChannel) -> None:
-        """All-reduce in two moves: every rank adds up its part of the tensor, in rank order, and passes it on."""
+    def _sum(self, flat: Tensor) -> None:
+        """All-reduce in two moves: every rank adds up its part of the tensor, and passes it on."""
         parts = flat.tensor_split(self.size)
         mine = parts[self.rank]
-        for peer in self._others:
-            shared.send([parts[peer]], [peer])
-        spec = [(tuple(mine.shape), mine.dtype)]
-        coming = {peer: shared.expect(spec, peer) for peer in self._others}
-        summands = [mine.clone() if peer == self.rank else coming[peer](None)[0] for peer in range(self.size)]
-        torch.add(summands[0], summands[1], out=mine)
-        for summand in summands[2:]:
-            mine += summand
-        shared.send([mine], self._others)
-        sums = {peer: shared.expect([(tuple(parts[peer].shape), flat.dtype)], peer) for peer in self._others}
-        for peer, message in sums.items():
-            parts[peer].copy_(message(None)[0])
+        arriving = self._start([([parts[peer]], [peer]) for peer in self._others], [([mine], p) for p in self._others])
+        mine.copy_(self._added_up(arriving.wait(), mine))
+        arriving = self._start([([mine], self._others)], [([parts[peer]], peer) for peer in self._others])
+        for peer, part in zip(self._others, arriving.wait(), strict=True):
+            parts[peer].copy_(part)
 
     def shift(self, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Arriving:
         """Send ``tensors`` to the next rank of the ring, receive as many from the previous one; returns at once.
@@ -246,22 +244,10 @@ class Link:
             tensors: any strides; they must not be written to before `Arriving.wait` returns.
             shapes: shapes of what the previous rank sends, in the same order; dtypes are those of ``tensors``.
         """
-        if (shared := self._shared) is not None and self.size > 1:
-            shared.send(tensors, [(self.rank + 1) % self.size])
-            self.traffic.add(self.name, sum(t.nbytes for t in tensors))
-            specs = [(shape, t.dtype) for t, shape in zip(tensors, shapes, strict=True)]
-            return Arriving([], [], [], [shared.expect(specs, (self.rank - 1) % self.size)])
-        tensors = [tensor.contiguous() for tensor in tensors]
-        following = self.ranks[(self.rank + 1) % self.size]
-        previous = self.ranks[(self.rank - 1) % self.size]
+        self.traffic.add(self.name, sum(t.nbytes for t in tensors))
         received = [t.new_empty(shape) for t, shape in zip(tensors, shapes, strict=True)]
-        # Empty tensors are not sent: both sides know the shapes, and not every backend carries zero bytes.
-        operations = [dist.P2POp(dist.irecv, t, previous, self.group) for t in received if t.numel()]
-        operations += [dist.P2POp(dist.isend, t, following, self.group) for t in tensors if t.numel()]
-        # One batch: NCCL needs the sends and receives of a ring in one group call, or it can deadlock.
-        works = dist.batch_isend_irecv(operations) if operations else []
-        self.traffic.add(self.name, sum(t.numel() * t.element_size() for t in tensors))
-        return Arriving(works, received, tensors)
+        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        return self._start([(tensors, [following])], [(received, previous)])
 
     def send(self, tensors: Sequence[Tensor], to: int) -> Arriving:
         """Send tensors to one rank of the group; returns at once.
@@ -270,14 +256,8 @@ class Link:
             tensors: any strides, not to be written to before `Arriving.wait` returns. Empty ones are not sent.
             to: rank in the group. It calls `receive` with the same shapes, in the same order.
         """
-        if (shared := self._shared) is not None:
-            shared.send(tensors, [to])
-            self.traffic.add(self.name, sum(t.nbytes for t in tensors))
-            return Arriving([], [], [])
-        tensors = [tensor.contiguous() for tensor in tensors]
-        works = [dist.isend(t, self.ranks[to], group=self.group) for t in tensors if t.numel()]
-        self.traffic.add(self.name, sum(t.numel() * t.element_size() for t in tensors))
-        return Arriving([work for work in works if work is not None], [], tensors)
+        self.traffic.add(self.name, sum(t.nbytes for t in tensors))
+        return self._start([(tensors, [to])], [])
 
     def receive(self, tensors: Sequence[Tensor], source: int) -> Arriving:
         """Receive what a rank of the group sends; returns at once.
@@ -286,10 +266,7 @@ class Link:
             tensors: of the shapes and dtypes of what comes. They may take it: look at what `Arriving.wait` returns.
             source: rank in the group.
         """
-        if (shared := self._shared) is not None:
-            return Arriving([], [], [], [shared.expect([(tuple(t.shape), t.dtype) for t in tensors], source)])
-        works = [dist.irecv(t, self.ranks[source], group=self.group) for t in tensors if t.numel()]
-        return Arriving([work for work in works if work is not None], list(tensors), ())
+        return self._start([], [(tensors, source)])
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """One rank's tensor on every rank of the group.
@@ -318,24 +295,54 @@ class Link:
         Returns:
             The transfer; its tensors are what the other ranks sent, rank by rank.
         """
-        peers = self._others
+        self.traffic.add(self.name, len(self._others) * sum(t.nbytes for t in outgoing))
+        return self._start([(outgoing, self._others)], [(incoming[peer], peer) for peer in self._others])
+
+    def _start(
+        self,
+        outgoing: Sequence[tuple[Sequence[Tensor], Sequence[int]]],
+        incoming: Sequence[tuple[Sequence[Tensor], int]],
+    ) -> Arriving:
+        """Messages between pairs of ranks, not counted; returns at once.
+
+        Args:
+            outgoing: tensors of any strides, and the ranks of the group that all of them go to.
+            incoming: tensors of the shapes and dtypes of what comes, and the rank it comes from.
+
+        Returns:
+            The transfer; its tensors are those of ``incoming``, or others in their place.
+        """
         if (shared := self._shared) is not None:
-            shared.send(outgoing, peers)
-            self.traffic.add(self.name, len(peers) * sum(t.nbytes for t in outgoing))
-            specs = [[(tuple(t.shape), t.dtype) for t in tensors] for tensors in incoming]
-            return Arriving([], [], [], [shared.expect(specs[peer], peer) for peer in peers])
-        outgoing = [tensor.contiguous() for tensor in outgoing]
-        received = [tensor for peer in peers for tensor in incoming[peer]]
+            for tensors, to in outgoing:
+                shared.send(tensors, to)
+            return Arriving(
+                [], [], [], [shared.expect([(tuple(t.shape), t.dtype) for t in like], peer) for like, peer in incoming]
+            )
+        sent = [([tensor.contiguous() for tensor in tensors], to) for tensors, to in outgoing]
         # Empty tensors are not sent: both sides know the shapes, and not every backend carries zero bytes.
         operations = [
             dist.P2POp(dist.irecv, t, self.ranks[peer], self.group)
-            for peer in peers
-            for t in incoming[peer]
+            for tensors, peer in incoming
+            for t in tensors
             if t.numel()
         ]
         operations += [
-            dist.P2POp(dist.isend, t, self.ranks[peer], self.group) for peer in peers for t in outgoing if t.numel()
+            dist.P2POp(dist.isend, t, self.ranks[peer], self.group)
+            for tensors, to in sent
+            for peer in to
+            for t in tensors
+            if t.numel()
         ]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        self.traffic.add(self.name, len(peers) * sum(t.numel() * t.element_size() for t in outgoing))
-        return Arriving(works, received, outgoing)
+        if not operations:
+            works = []
+        elif outgoing and incoming:
+            # One batch: NCCL needs the sends and receives of a ring in one group call, or it can deadlock.
+            works = dist.batch_isend_irecv(operations)
+        else:
+            # No batch: one may need all ranks of the group, and here two of them have to do with one another.
+            works = [operation.op(operation.tensor, operation.peer, self.group) for operation in operations]
+        return Arriving(
+            [work for work in works if work is not None],
+            [t for tensors, _ in incoming for t in tensors],
+            [t for tensors, _ in sent for t in tensors],
+        )

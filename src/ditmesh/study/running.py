@@ -412,7 +412,8 @@ class Waiting:
     def __enter__(self) -> Waiting:
         from ..comm.link import Arriving, Link
 
-        for owner, names in ((Link, ("exchange", "all_reduce", "shift", "post")), (Arriving, ("wait",))):
+        moves = ("exchange", "share", "all_reduce", "shift", "send", "receive", "broadcast", "post")
+        for owner, names in ((Link, moves), (Arriving, ("wait",))):
             for name in names:
                 self._time(owner, name)
         return self
