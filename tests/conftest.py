@@ -14,6 +14,8 @@ from ditmesh.launch import RankPool
 
 # Nothing a test does may reach for a model hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# As ranks have: kernels may round otherwise with more threads. torch reads it when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
