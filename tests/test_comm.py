@@ -95,7 +95,7 @@ def kept_messages() -> tuple[bool, int, int]:
     for n in range(50):
         link.share([numbers(link.rank + n, 1000)], [[(1000,)]] * 2)
     whole = all(torch.equal(t, numbers(peer + n, 1000)) for n, t in enumerate(kept))
-    while_kept = sum(map(len, mesh._memory._free.values()))
+    while_kept = sum(map(len, mesh._memory._slots.values()))
     # A part of a message keeps its memory as the whole does.
     part = kept[0].view(10, 100)[3]
     kept.clear()
@@ -103,7 +103,7 @@ def kept_messages() -> tuple[bool, int, int]:
     for n in range(50):
         link.share([numbers(link.rank + n, 1000)], [[(1000,)]] * 2)
     whole = whole and torch.equal(part, numbers(peer, 1000).view(10, 100)[3])
-    slots = sum(map(len, mesh._memory._free.values()))
+    slots = sum(map(len, mesh._memory._slots.values()))
     mesh.close()
     return whole and torch.equal(part, numbers(peer, 1000).view(10, 100)[3]), while_kept, slots
 

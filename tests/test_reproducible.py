@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import ditmesh
+from ditmesh.alignment import aligned
 from ditmesh.errors import ConfigError, LayoutError
 from ditmesh.strategies.lazy import whole_of
-from ditmesh.strategies.tiled import aligned
 from ditmesh.strategies.virtual import ask, run_together
 from ditmesh.tiles import weighted_cut
 from support import pipelines

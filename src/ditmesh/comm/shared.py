@@ -35,6 +35,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..alignment import ALIGNMENT
+
 # Messages that one rank may have on their way to another on one link.
 ENTRIES = 1024
 # Words of 8 bytes of an entry: number of the message + 1 (0: the entry is free), place of its slot in the region,
@@ -44,8 +46,6 @@ _PAGE = mmap.ALLOCATIONGRANULARITY
 REGION = 1 << 30
 # A slot's first page says who has no more use for it: a word for every rank of the job.
 MOST_RANKS = _PAGE // 8
-# Every tensor of a message begins at a multiple of this many bytes.
-_ALIGNED = 64
 # A waiting rank looks so often without a pause, then sleeps ever longer (seconds), and looks whether the other lives.
 _LOOKS = 500
 _SHORTEST_NAP, _LONGEST_NAP, _SIGN_OF_LIFE = 2e-5, 1e-3, 0.05
@@ -100,7 +100,7 @@ class SharedMemory:
         self._timeout = timeout
         self._world = world
         self._table_bytes = _round(links * world * ENTRIES * _ENTRY * 8)
-        self._free: dict[int, list[_Slot]] = {}
+        self._slots: dict[int, list[_Slot]] = {}
         self._peers: dict[int, _Peer] = {}
         host = _host() if world <= MOST_RANKS else None
         self._fd = -1
@@ -137,7 +137,7 @@ class SharedMemory:
         """Give this rank's memory back; what others still read of it stays until they have done."""
         self._give_back()
         self._peers.clear()
-        self._free.clear()
+        self._slots.clear()
         self._memory = memoryview(b"")
 
     def _meet(self, process: int, fd: int) -> _Peer:
@@ -175,7 +175,7 @@ class SharedMemory:
     def _slot(self, size: int) -> _Slot:
         # Sizes are powers of two so that few slots serve many shapes. Memory nobody writes to takes no room.
         size = max(_PAGE, 1 << (size - 1).bit_length())
-        slots = self._free.setdefault(size, [])
+        slots = self._slots.setdefault(size, [])
         for slot in slots:
             if slot.free():
                 return slot
@@ -289,10 +289,10 @@ class SharedChannel:
 
 
 def _places(specs: Sequence[Spec]) -> tuple[list[int], int]:
-    """Where the tensors of a message begin, in bytes, and where the last one ends."""
+    """Where the tensors of a message begin, in bytes and as torch's own do, and where the last one ends."""
     places, end = [], 0
     for shape, dtype in specs:
-        start = -(-end // _ALIGNED) * _ALIGNED
+        start = -(-end // ALIGNMENT) * ALIGNMENT
         places.append(start)
         end = start + prod(shape) * dtype.itemsize
     return places, end

@@ -16,15 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..alignment import ALIGNMENT
 from ..comm import Link
 from ..layout.arguments import Arguments, covers, parameter_names
 from ..methods import replace_method
 from ..staleness.clock import same
 from ..tiles import even_cut, offsets
 from .lazy import LazyPatches, Owners
-
-# Bytes that torch's own allocations are aligned to.
-ALIGNMENT = 64
 
 # Stands among the arguments of a call for what else the result depends on. No argument has such a name.
 _STATE = "<state>"

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..alignment import aligned
 from ..attention import masks
 from ..attention.door import sdpa
 from ..attention.segments import Segment
@@ -30,7 +31,6 @@ from ..staleness.drift import DriftMonitor
 from ..tiles import even_cut
 from .balance import Balance
 from .sequence import MIN_TEXT_TOKENS, SequenceParallel, of_ranks, result_of
-from .tiled import aligned
 
 
 @dataclass

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from ..alignment import aligned
 from ..comm.link import Arriving, Link
 from ..doors import BlockSite
 from ..errors import ConfigError, InputError, LayoutError
@@ -43,7 +44,6 @@ from .balance import median_seconds
 from .lazy import COMMON, Later, LazyPatches, Owners, whole_of
 from .patches import Memory, PatchParallel, is_read, passed_over, streams_of
 from .stages import Stages, blocks_of, filled
-from .tiled import aligned
 
 # Messages that a rank may have under way before it waits for the oldest: steps' worth of patches.
 _STEPS_UNDER_WAY = 4

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..alignment import ALIGNMENT, aligned
 from ..attention import masks
 from ..attention.door import sdpa
 from ..attention.segments import Segment, cut, local_length, total_length
@@ -30,7 +31,6 @@ from ..layout.arguments import Arguments, parameter_names
 from ..mesh import Mesh
 from ..methods import replace_method
 from ..tiles import even_cut, offsets, weighted_cut
-from .batch import ALIGNMENT
 from .sequence import SequenceParallel, of_ranks, result_of, with_result
 from .virtual import ask, run_together
 
@@ -462,12 +462,6 @@ class TiledSequence(SequenceParallel):
             f"an attention mask of shape {tuple(sample.shape)} covers neither the {tile_width} keys of a tile nor all "
             f"{total_length(keys)}; list the mask among the layout's cuts, or its source as `whole`"
         )
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """The tensor contiguous, beginning where torch's own allocations do: kernels then always take the same path."""
-    tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def joined(tiles: Sequence[Tensor], tokens: Sequence[Segment], dim: int) -> Tensor:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..alignment import ALIGNMENT
 from ..doors import Piece, Tap
 from ..engine import DENOISERS, ENGINE, Engine, denoisers, find_layout
 from ..layout import TokenLayout
@@ -29,9 +30,6 @@ from ..quality.metrics import absolute_error, token_digests
 from ..strategies.batch import Share
 
 SCHEDULER = "scheduler"
-
-# Every tensor in a trace's files begins at a multiple of this, in bytes.
-ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -359,7 +357,7 @@ class Trace:
 
 
 def _append(file: Any, tensor: Tensor) -> int:
-    """Write a tensor's bytes; where they begin."""
+    """Write a tensor's bytes, aligned as in memory; where they begin."""
     file.write(b"\0" * (-file.tell() % ALIGNMENT))
     start = file.tell()
     file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
