@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -150,11 +151,11 @@ class BrokenExchange(SequenceParallel):
         super().begin_call()
         self.calls = getattr(self, "calls", 0) + 1
 
-    def mix(self, q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale):
+    def mix(self, attention):
         block, call = self.where
         if self.link.rank == 1 and self._call.site.path == block and self.calls == call:
-            v_bhsd = -4 * v_bhsd
-        return super().mix(q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale)
+            attention = replace(attention, v_bhsd=-4 * attention.v_bhsd)
+        return super().mix(attention)
 
 
 def run_broken(job: Job, tasks: list[Task]) -> list[Run]:
@@ -186,8 +187,8 @@ def test_a_broken_exchange_is_found_at_its_step_block_and_tensor(ranks, job, alo
 class BrokenSilently(SequenceParallel):
     """A bit too much, in what attention returns for one token."""
 
-    def mix(self, *arguments):
-        out = super().mix(*arguments)
+    def mix(self, attention):
+        out = super().mix(attention)
         if self.link.rank == 1 and self._call.site.path == "transformer_blocks.0":
             out[0, 0, 5] *= 1 + 2**-20
         return out

@@ -18,8 +18,9 @@ from support.models import inputs, relative_error, run, sizes, tiny
 class NoExchange(SequenceParallel):
     """The negative control: attention that sees this rank's tokens only."""
 
-    def mix(self, q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale):
-        return sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
+    def mix(self, attention):
+        q, k, v = attention.q_bhsd, attention.k_bhsd, attention.v_bhsd
+        return sdpa(q, k, v, attn_mask=attention.mask, scale=attention.scale)
 
     def adapt(self, site, rule, module):
         return lambda: None

@@ -41,6 +41,27 @@ class Segment:
         return whole.narrow(dim, first, sum(self.lengths[rank] for rank in ranks))
 
 
+@dataclass(frozen=True)
+class SpreadAttention:
+    """One attention call over tokens that lie on several ranks, as one of them sees it.
+
+    Attributes:
+        q_bhsd: this rank's queries, (B, H, s_q, D).
+        k_bhsd, v_bhsd: its keys and values, (B, H, s_k, D).
+        queries, keys: the streams that these are of, in their order.
+        mask: what the model hands to its attention here; see `AttentionHandler`.
+        scale: as in `torch.nn.functional.scaled_dot_product_attention`.
+    """
+
+    q_bhsd: Tensor
+    k_bhsd: Tensor
+    v_bhsd: Tensor
+    queries: list[Segment]
+    keys: list[Segment]
+    mask: Tensor | None
+    scale: float | None
+
+
 def local_length(segments: Sequence[Segment], rank: int) -> int:
     """Tokens of the joint sequence on one sequence rank."""
     return sum(segment.lengths[rank] for segment in segments)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..attention import masks
 from ..attention.door import sdpa
-from ..attention.segments import Segment, total_length
+from ..attention.segments import Segment, SpreadAttention, total_length
 from ..comm import Arriving, Codec, Link, codec
 from ..config import ParallelConfig
 from ..mesh import Mesh
@@ -46,54 +46,29 @@ class StaleSequence(SequenceParallel):
     def end_request(self) -> None:
         """The request is over: wait for what is on its way, forget everything."""
 
-    def mix(
-        self,
-        q_bhsd: Tensor,
-        k_bhsd: Tensor,
-        v_bhsd: Tensor,
-        queries: list[Segment],
-        keys: list[Segment],
-        mask: Tensor | None,
-        scale: float | None,
-    ) -> Tensor:
-        """One attention over tokens that lie on all ranks. Shapes as in `SequenceParallel.mix`."""
-        if all(segment.replicated for segment in keys):
-            return super().mix(q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale)
+    def mix(self, attention: SpreadAttention) -> Tensor:
+        """One attention over tokens that lie on all ranks, as `SequenceParallel.mix`."""
+        if all(segment.replicated for segment in attention.keys):
+            return super().mix(attention)
         call, control = self._call, self.control
         assert call.site is not None
         key = (control.branch, call.site.path, call.attention_calls - 1)
         with torch.no_grad():
             sample = (self.link.rank, *key)
-            control.monitor.observe(self._blocks[call.site.path], sample, control.step, (k_bhsd, v_bhsd), dim=2)
-        return self.mix_stale(key, q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale)
+            drifting = (attention.k_bhsd, attention.v_bhsd)
+            control.monitor.observe(self._blocks[call.site.path], sample, control.step, drifting, dim=2)
+        return self.mix_stale(key, attention)
 
-    def mix_stale(
-        self,
-        key: Key,
-        q_bhsd: Tensor,
-        k_bhsd: Tensor,
-        v_bhsd: Tensor,
-        queries: list[Segment],
-        keys: list[Segment],
-        mask: Tensor | None,
-        scale: float | None,
-    ) -> Tensor:
+    def mix_stale(self, key: Key, attention: SpreadAttention) -> Tensor:
         """`mix` for keys of which some lie on other ranks."""
         raise NotImplementedError
 
-    def own_tokens(
-        self,
-        q_bhsd: Tensor,
-        k_bhsd: Tensor,
-        v_bhsd: Tensor,
-        queries: list[Segment],
-        keys: list[Segment],
-        mask: Tensor | None,
-        scale: float | None,
-    ) -> Tensor:
+    def own_tokens(self, attention: SpreadAttention) -> Tensor:
         """Attention of this rank's queries over its own keys alone."""
-        own = None if mask is None else masks.of_own_keys(mask, queries, keys, self.link)
-        return sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=own, scale=scale)
+        mask = attention.mask
+        if mask is not None:
+            mask = masks.of_own_keys(mask, attention.queries, attention.keys, self.link)
+        return sdpa(attention.q_bhsd, attention.k_bhsd, attention.v_bhsd, attn_mask=mask, scale=attention.scale)
 
 
 class DisplacedParallel(StaleSequence):
@@ -128,19 +103,9 @@ class DisplacedParallel(StaleSequence):
         for buffer in buffers.values():
             buffer.arrive()
 
-    def mix_stale(
-        self,
-        key: Key,
-        q_bhsd: Tensor,
-        k_bhsd: Tensor,
-        v_bhsd: Tensor,
-        queries: list[Segment],
-        keys: list[Segment],
-        mask: Tensor | None,
-        scale: float | None,
-    ) -> Tensor:
+    def mix_stale(self, key: Key, attention: SpreadAttention) -> Tensor:
         """See `StaleSequence.mix_stale`."""
-        step = self.control.step
+        k_bhsd, keys, step = attention.k_bhsd, attention.keys, self.control.step
         buffer = self._buffers.get(key)
         if buffer is not None:
             buffer.arrive()
@@ -148,9 +113,9 @@ class DisplacedParallel(StaleSequence):
         if buffer is None or not buffer.fits(k_bhsd, keys, rows):
             buffer = self._buffers[key] = _Buffer(k_bhsd, keys, rows, self.mesh.ring)
         known = buffer.step is not None and buffer.step >= step - 1
-        buffer.put(k_bhsd, v_bhsd)
+        buffer.put(k_bhsd, attention.v_bhsd)
         if not self.control.decision.synchronous and step == 0 and not known:
-            out = self.own_tokens(q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale)
+            out = self.own_tokens(attention)
             buffer.post(step, self._codec)
             return out
         synchronous = self.control.decision.synchronous or not known
@@ -161,18 +126,20 @@ class DisplacedParallel(StaleSequence):
             buffer.arrive()
         else:
             buffer.post(step, self._codec)
-        whole_mask = None if mask is None else self._whole_mask(buffer, mask, queries, keys)
-        return sdpa(q_bhsd, buffer.k_bhsd, buffer.v_bhsd, attn_mask=whole_mask, scale=scale)
+        mask = self._whole_mask(buffer, attention)
+        return sdpa(attention.q_bhsd, buffer.k_bhsd, buffer.v_bhsd, attn_mask=mask, scale=attention.scale)
 
-    def _whole_mask(self, buffer: _Buffer, mask: Tensor, queries: list[Segment], keys: list[Segment]) -> Tensor:
+    def _whole_mask(self, buffer: _Buffer, attention: SpreadAttention) -> Tensor | None:
         """The mask of this rank's queries over all keys.
 
         Other ranks' part of a mask comes from them, which means waiting. A mask is made of the call's arguments;
         while those stay what they were in the step before, which every rank sees alike, so does the mask.
         """
+        if attention.mask is None:
+            return None
         if self.control.clock.steady and buffer.mask is not None:
             return buffer.mask
-        whole = masks.everywhere(mask, queries, keys, self.link, (self.link.rank,))
+        whole = masks.everywhere(attention.mask, attention.queries, attention.keys, self.link, (self.link.rank,))
         # One with a row for every query is large, and not kept.
         buffer.mask = whole if whole.shape[-2] == 1 else None
         return whole

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..attention.segments import Segment
+from ..attention.segments import SpreadAttention
 from .displaced import Key, StaleSequence
 from .sequence import SequenceParallel
 
@@ -16,18 +16,8 @@ from .sequence import SequenceParallel
 class NaiveParallel(StaleSequence):
     """Handler of one transformer: exact in synchronous steps, own tokens only in all others."""
 
-    def mix_stale(
-        self,
-        key: Key,
-        q_bhsd: Tensor,
-        k_bhsd: Tensor,
-        v_bhsd: Tensor,
-        queries: list[Segment],
-        keys: list[Segment],
-        mask: Tensor | None,
-        scale: float | None,
-    ) -> Tensor:
+    def mix_stale(self, key: Key, attention: SpreadAttention) -> Tensor:
         """See `StaleSequence.mix_stale`."""
         if self.control.decision.synchronous:
-            return SequenceParallel.mix(self, q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale)
-        return self.own_tokens(q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale)
+            return SequenceParallel.mix(self, attention)
+        return self.own_tokens(attention)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..alignment import aligned
 from ..attention import masks
 from ..attention.door import sdpa
-from ..attention.segments import Segment
+from ..attention.segments import Segment, SpreadAttention
 from ..comm import Link
 from ..config import ParallelConfig
 from ..doors import BlockSite
@@ -305,17 +305,10 @@ class PatchParallel(SequenceParallel):
             return sdpa(q_bhsd, k_bhsd, v_bhsd, scale=scale)
         return super().attend(q_bhsd, k_bhsd, v_bhsd, mask, scale)
 
-    def mix(
-        self,
-        q_bhsd: Tensor,
-        k_bhsd: Tensor,
-        v_bhsd: Tensor,
-        queries: list[Segment],
-        keys: list[Segment],
-        mask: Tensor | None,
-        scale: float | None,
-    ) -> Tensor:
+    def mix(self, attention: SpreadAttention) -> Tensor:
         """The patch's queries over all keys: its own, and those that the other patches have left."""
+        q_bhsd, k_bhsd, v_bhsd = attention.q_bhsd, attention.k_bhsd, attention.v_bhsd
+        queries, keys, mask, scale = attention.queries, attention.keys, attention.mask, attention.scale
         run, site, link = self.run, self._call.site, self.patch_link
         assert run is not None
         assert run.memory is not None

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..attention import masks
 from ..attention.door import sdpa
 from ..attention.ring import ring_attention
-from ..attention.segments import Segment, cut, local_length, total_length
+from ..attention.segments import Segment, SpreadAttention, cut, local_length, total_length
 from ..attention.ulysses import HeadExchange
 from ..config import ParallelConfig
 from ..doors import BlockSite, Piece
@@ -345,7 +345,7 @@ class SequenceParallel:
         if planned.ragged is not None:
             queries, keys = self._only(queries, planned.ragged, q_bhsd), self._only(keys, planned.ragged, k_bhsd)
         self._check_lengths(site, index, queries, keys, q_bhsd, k_bhsd)
-        return self.mix(q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale)
+        return self.mix(SpreadAttention(q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale))
 
     def _planned(self, site: BlockSite, index: int) -> Attention:
         """What the layout says about the block's attention call number ``index``."""
@@ -357,17 +357,10 @@ class SequenceParallel:
             )
         return listed[min(index, len(listed) - 1)]
 
-    def mix(
-        self,
-        q_bhsd: Tensor,
-        k_bhsd: Tensor,
-        v_bhsd: Tensor,
-        queries: list[Segment],
-        keys: list[Segment],
-        mask: Tensor | None,
-        scale: float | None,
-    ) -> Tensor:
-        """One attention over tokens that lie on all sequence ranks: q (B, H, s_q, D), k and v (B, H, s_k, D)."""
+    def mix(self, attention: SpreadAttention) -> Tensor:
+        """One attention over tokens that lie on all sequence ranks; of this rank's queries, (B, H, s_q, D)."""
+        q_bhsd, k_bhsd, v_bhsd = attention.q_bhsd, attention.k_bhsd, attention.v_bhsd
+        queries, keys, mask, scale = attention.queries, attention.keys, attention.mask, attention.scale
         ulysses, ring = self.mesh.ulysses, self.mesh.ring
         group = range(ring.rank * ulysses.size, (ring.rank + 1) * ulysses.size)
         if mask is not None:

@@ -18,6 +18,8 @@ from .plan import SYNCHRONOUS, Cell, Setup, given_steps
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from ..attention.segments import SpreadAttention
+
 # Pictures are kept as (n, h, w, 3) float32 from 0 to 1, beside the predictions of the synchronous run.
 SUFFIX = ".pt"
 
@@ -267,11 +269,11 @@ class Taps:
 
         inner = handler.mix_stale
 
-        def mix_stale(key: Any, *tensors: Any) -> Tensor:
-            out = inner(key, *tensors)
+        def mix_stale(key: Any, attention: SpreadAttention) -> Tensor:
+            out = inner(key, attention)
             control = handler.control
             if not control.decision.synchronous:
-                exact = SequenceParallel.mix(handler, *tensors)
+                exact = SequenceParallel.mix(handler, attention)
                 sums = self._sums[key[1], control.step]
                 sums[0] += float((out - exact).float().square().sum())
                 sums[1] += float(exact.float().square().sum())
