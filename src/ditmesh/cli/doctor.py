@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..errors import InputError
+from .options import AsJson
 
 
 def doctor(
@@ -15,7 +16,7 @@ def doctor(
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="What the ranks run on; auto: GPUs if there is one for each.")
     ] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show versions, devices and backends, measure transfers between ranks, and say what is missing.
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import InputError, RankFailed
+from .options import AsJson, Device, DType, Guidance, Negative, NumImages, PromptsFile, Seed, Size, Steps, Timeout
 from .values import embedded_or, fetched, parallel_config, parse_size, parse_stages, parse_weights, read_prompts
 
 if TYPE_CHECKING:
@@ -31,9 +32,7 @@ def generate(
         list[str] | None,
         typer.Argument(metavar="PROMPT...", help="What to draw; several prompts draw several pictures."),
     ] = None,
-    prompts_file: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="More prompts, one a line.")
-    ] = None,
+    prompts_file: PromptsFile = None,
     model: Annotated[
         str | None,
         typer.Option(help="Folder or hub id of a diffusers pipeline, or an embedded model.", show_default="emoji-sd3"),
@@ -81,30 +80,23 @@ def generate(
         Literal["fp16", "bf16", "int8"] | None, typer.Option(help="What displaced keys travel as.")
     ] = None,
     config: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="The configuration, as YAML.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps.", show_default="the pipeline's")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Guidance scale.", show_default="the pipeline's")] = None,
-    negative: Annotated[str | None, typer.Option(help="What the pictures should not show.")] = None,
-    size: Annotated[
-        str | None, typer.Option(metavar="WxH", help="Width and height in pixels.", show_default="the pipeline's")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the first picture; picture i has seed + i.")] = 0,
-    num_images: Annotated[int, typer.Option(help="Pictures per prompt.")] = 1,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Type of the weights.", show_default="float32 on the CPU, bfloat16 on CUDA"),
-    ] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What the ranks run on.")] = "auto",
+    steps: Steps = None,
+    guidance: Guidance = None,
+    negative: Negative = None,
+    size: Size = None,
+    seed: Seed = 0,
+    num_images: NumImages = 1,
+    dtype: DType = None,
+    device: Device = "auto",
     threads: Annotated[
         int | None, typer.Option(help="Threads of each rank.", show_default="the cores shared out")
     ] = None,
-    timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long a rank may wait for another one.")
-    ] = 600.0,
+    timeout: Timeout = 600.0,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the PNGs.")] = Path("pictures"),
     compare: Annotated[
         bool, typer.Option("--compare", help="Draw the same on one device too; say how much faster, how different.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Draw pictures from prompts on N devices. Each PNG says how it was drawn.
 

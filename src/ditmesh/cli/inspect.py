@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .options import AsJson
 from .values import parse_size
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def inspect(
     check: Annotated[
         bool, typer.Option("--check", help="Probe the class and compare with the reviewed layout.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show a model's token layout, parameters and token counts; with --check, probe it and compare.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import InputError
+from .options import AsJson, Timeout
 from .values import config_of as config_of_words
 from .values import fetched
 
@@ -42,11 +43,9 @@ def replay(
     threads: Annotated[
         int | None, typer.Option(help="Threads of each rank.", show_default="as in the receipt, if there are as many")
     ] = None,
-    timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long a rank may wait for another one.")
-    ] = 600.0,
+    timeout: Timeout = 600.0,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the new picture.")] = Path("replayed"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Draw a picture again from its receipt, compare the pixels, and say what is different.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import InputError
+from .options import AsJson, Guidance, PromptsFile, Size
 from .values import _download, embedded_or, parse_size, read_prompts
 
 if TYPE_CHECKING:
@@ -22,9 +23,7 @@ def study(
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT...", help="What to draw; captions of an embedded model.")
     ] = None,
-    prompts_file: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="More prompts, one a line.")
-    ] = None,
+    prompts_file: PromptsFile = None,
     model: Annotated[
         str, typer.Option(help="Folder or hub id of a diffusers pipeline, or the name of an embedded model.")
     ] = "emoji-sd3",
@@ -44,10 +43,8 @@ def study(
     ] = "own",
     images: Annotated[int, typer.Option(help="Pictures of every prompt, each with a seed of its own.")] = 1,
     steps: Annotated[int | None, typer.Option(help="Denoising steps.", show_default="the model's, or 20")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Guidance scale.", show_default="the pipeline's")] = None,
-    size: Annotated[
-        str | None, typer.Option(metavar="WxH", help="Width and height in pixels.", show_default="the pipeline's")
-    ] = None,
+    guidance: Guidance = None,
+    size: Size = None,
     seed: Annotated[int, typer.Option(help="Seed of the first picture.")] = 0,
     batch: Annotated[int, typer.Option(help="Pictures drawn in one request, at most.")] = 8,
     which_steps: Annotated[
@@ -73,7 +70,7 @@ def study(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder; what is finished there is not run again.")] = Path(
         "study"
     ),
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure what stale strategies cost in quality, for devices x warm-up x sampler x strategy.
 

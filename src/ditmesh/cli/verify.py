@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import ConfigError, InputError
+from .options import AsJson, Device, DType, Guidance, Negative, NumImages, PromptsFile, Seed, Size, Steps, Timeout
 from .values import configs_of, embedded_or, fetched, parse_size, read_prompts
 
 if TYPE_CHECKING:
@@ -37,33 +38,24 @@ def verify(
     prompt: Annotated[
         list[str] | None, typer.Option(help="What to draw; may be given again.", show_default="a red fox, if embedded")
     ] = None,
-    prompts_file: Annotated[
-        Path | None, typer.Option("--prompts", metavar="FILE", help="More prompts, one a line.")
-    ] = None,
+    prompts_file: PromptsFile = None,
     model: Annotated[
         str | None,
         typer.Option(help="Folder or hub id of a diffusers pipeline.", show_default="the embedded model"),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps.", show_default="the pipeline's")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Guidance scale.", show_default="the pipeline's")] = None,
-    negative: Annotated[str | None, typer.Option(help="What the pictures should not show.")] = None,
-    size: Annotated[
-        str | None, typer.Option(metavar="WxH", help="Width and height in pixels.", show_default="the pipeline's")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the first picture; picture i has seed + i.")] = 0,
-    num_images: Annotated[int, typer.Option(help="Pictures per prompt.")] = 1,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Type of the weights.", show_default="float32 on the CPU, bfloat16 on CUDA"),
-    ] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What the ranks run on.")] = "auto",
+    steps: Steps = None,
+    guidance: Guidance = None,
+    negative: Negative = None,
+    size: Size = None,
+    seed: Seed = 0,
+    num_images: NumImages = 1,
+    dtype: DType = None,
+    device: Device = "auto",
     threads: Annotated[
         int | None,
         typer.Option(help="Threads of each rank, and of the one device.", show_default="the cores shared out"),
     ] = None,
-    timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long a rank may wait for another one.")
-    ] = 600.0,
+    timeout: Timeout = 600.0,
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -72,7 +64,7 @@ def verify(
         ),
     ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with pictures and curves.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Draw on one device and on several, and say whether, by how much, and where first they differ.
 
