@@ -120,14 +120,7 @@ def test_ctrl_c_keeps_what_is_drawn_and_leaves_no_process(model: Path, tmp_path:
     mark, environment = processes.marked({"PYTHONPATH": TEST_PATH})
     command = [sys.executable, "-m", "ditmesh.cli.main", "generate", "--prompts", str(prompts), "--model", str(model)]
     command += ["--devices", "2", "--threads", "1", "--steps", "1", "--out", str(tmp_path / "out")]
-    owner = subprocess.Popen(
-        command,
-        env=environment,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=processes.hear_ctrl_c,
-    )
+    owner = processes.interruptible(command, environment)
     try:
         limit = time.monotonic() + 240
         while not list((tmp_path / "out").glob("*.png")) and time.monotonic() < limit and owner.poll() is None:
@@ -155,15 +148,7 @@ def test_ctrl_c_in_a_terminal_while_ranks_start_says_nothing(facts_only: Path, t
     mark, environment = processes.marked({"PYTHONPATH": TEST_PATH})
     command = [sys.executable, "-m", "ditmesh", "generate", FOX, "--model", str(facts_only), "--device", "cpu"]
     command += ["--devices", "2", "--threads", "1", "--out", str(tmp_path / "out")]
-    owner = subprocess.Popen(
-        command,
-        env=environment,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        preexec_fn=processes.hear_ctrl_c,
-    )
+    owner = processes.interruptible(command, environment, start_new_session=True)
     try:
         limit = time.monotonic() + 120
         # The command, Python's resource tracker, the fork server.

@@ -9,7 +9,7 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -300,7 +300,7 @@ def draw(job: Job, kept: Kept | None = None, *, report: Report | None = None) ->
     device = device_of_rank()
     started = time.perf_counter()
     pipe = load(job, device)
-    parameters = _call_parameters(pipe)
+    parameters = call_parameters(pipe)
     steps = job.steps or _default(parameters, "num_inference_steps", 50)
     guidance = job.guidance if job.guidance is not None else _default(parameters, "guidance_scale", 0.0)
     facts: dict[str, Any] = {}
@@ -389,10 +389,37 @@ def load(job: Job, device: torch.device) -> Any:
     Raises:
         InputError: it cannot be loaded, or cannot do what the job asks.
     """
-    _quieten()
     _check_class(job)
-    pipe = _load(job, device)
-    _check_call(job, type(pipe).__name__, _call_parameters(pipe))
+    pipe = load_pipeline(job.model, job.name, job.dtype, device)
+    _check_call(job, type(pipe).__name__, call_parameters(pipe))
+    return pipe
+
+
+def load_pipeline(model: str, name: str, dtype: str, device: torch.device | str) -> Any:
+    """A diffusers pipeline on its device, without loading bars and a progress bar of its own.
+
+    Args:
+        model: its folder.
+        name: what the user calls it.
+        dtype: of the weights, by name.
+
+    Raises:
+        InputError: it cannot be loaded.
+    """
+    import torch
+
+    _quieten()
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    # The argument was renamed in diffusers 0.42.
+    renamed = tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 42)
+    kind = {"dtype" if renamed else "torch_dtype": getattr(torch, dtype)}
+    try:
+        pipe = DiffusionPipeline.from_pretrained(model, **kind)
+    except (OSError, ValueError, ImportError) as error:
+        raise InputError(f"model {name!r} cannot be loaded: {str(error).strip()}") from error
+    pipe.to(device)
+    pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
@@ -406,7 +433,7 @@ def call_arguments(job: Job, pipe: Any, number: int) -> dict[str, Any]:
     """The arguments of the pipeline's call that draws prompt ``number``, but for the form of its result."""
     import torch
 
-    parameters = _call_parameters(pipe)
+    parameters = call_parameters(pipe)
     # One generator for each picture, on the CPU: a picture depends on its own seed alone, not on the device
     # nor on what else is drawn.
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds_of(job, number)]
@@ -423,11 +450,23 @@ def call_arguments(job: Job, pipe: Any, number: int) -> dict[str, Any]:
         arguments |= {"prompt": job.prompts[number], "num_images_per_prompt": job.images}
     if job.negative is not None:
         arguments["negative_prompt"] = job.negative
-    if job.size is not None and "width" in parameters:
-        arguments["width"], arguments["height"] = job.size
-    if job.max_sequence_length is not None and "max_sequence_length" in parameters:
-        arguments["max_sequence_length"] = job.max_sequence_length
-    return arguments
+    return arguments | sizes(parameters, job.size, job.max_sequence_length)
+
+
+def sizes(parameters: Mapping[str, Any], size: tuple[int, int] | None, text_tokens: int | None) -> dict[str, Any]:
+    """The arguments of a pipeline's call for the picture's width and height and the text's length, if it takes them.
+
+    Args:
+        parameters: of the pipeline's call.
+        size: width and height in pixels; None: the pipeline's.
+        text_tokens: None: the pipeline's.
+    """
+    given: dict[str, int] = {}
+    if size is not None:
+        given["width"], given["height"] = size
+    if text_tokens is not None:
+        given["max_sequence_length"] = text_tokens
+    return {name: value for name, value in given.items() if name in parameters}
 
 
 def file_name(index: int, prompt: str, seed: int) -> str:
@@ -487,7 +526,8 @@ def _check_call(job: Job, name: str, parameters: Any) -> None:
             raise InputError(f"{option} {value!r}: {name} takes no {parameter}; leave {option} out")
 
 
-def _call_parameters(pipe: Any) -> Any:
+def call_parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
+    """What a pipeline's call takes."""
     return inspect.signature(type(pipe).__call__).parameters
 
 
@@ -496,23 +536,6 @@ def _default(parameters: Any, name: str, otherwise: Any) -> Any:
     if parameter is None or parameter.default in (inspect.Parameter.empty, None):
         return otherwise
     return parameter.default
-
-
-def _load(job: Job, device: torch.device) -> Any:
-    """The pipeline on its device, without a progress bar of its own."""
-    import torch
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
-    # The argument was renamed in diffusers 0.42.
-    renamed = tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 42)
-    dtype = {"dtype" if renamed else "torch_dtype": getattr(torch, job.dtype)}
-    try:
-        pipe = DiffusionPipeline.from_pretrained(job.model, **dtype)
-    except (OSError, ValueError, ImportError) as error:
-        raise InputError(f"model {job.name!r} cannot be loaded: {str(error).strip()}") from error
-    pipe.to(device)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 def _quieten() -> None:

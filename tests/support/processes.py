@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 MARK = "DITMESH_TEST_MARK"
 
@@ -17,8 +19,13 @@ def marked(extra: dict[str, str]) -> tuple[str, dict[str, str]]:
     return mark, {**os.environ, "OMP_NUM_THREADS": "1", **extra, MARK: mark}
 
 
-def hear_ctrl_c() -> None:
-    """For ``preexec_fn``: what a shell starts in the background is deaf to Ctrl-C, and so is what that starts."""
+def interruptible(command: list[str], environment: dict[str, str], **more: Any) -> subprocess.Popen[str]:
+    """A command that hears Ctrl-C: what a shell starts in the background is deaf to it, and so is what that starts."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stderr=pipe, stdout=pipe, text=True, preexec_fn=_hear, **more)
+
+
+def _hear() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

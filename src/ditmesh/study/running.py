@@ -126,35 +126,22 @@ class Runner:
 
 def load(setup: Setup) -> Any:
     """The pipeline of a study, quiet, on its device."""
-    from importlib.metadata import version
-
     import diffusers
-    import torch
-    import transformers
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-    for library in (diffusers, transformers):
-        library.utils.logging.disable_progress_bar()
-        library.utils.logging.set_verbosity_error()
-    # The argument was renamed in diffusers 0.42.
-    renamed = tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 42)
-    dtype = {"dtype" if renamed else "torch_dtype": getattr(torch, setup.dtype)}
-    pipe = DiffusionPipeline.from_pretrained(setup.model, **dtype)
-    pipe.to(setup.device)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    from ..drawing import load_pipeline
+
+    diffusers.utils.logging.set_verbosity_error()
+    return load_pipeline(setup.model, setup.name, setup.dtype, setup.device)
 
 
 def draw(pipe: Any, setup: Setup, cell: Cell) -> tuple[np.ndarray, list[Tensor]]:
     """The pictures of a cell (n, h, w, 3), float32, and what the sampler was given in every evaluation."""
-    import inspect
-
     import torch
 
+    from ..drawing import call_parameters, sizes
     from ..methods import replace_method
     from ..strategies.lazy import whole_of
 
-    parameters = inspect.signature(type(pipe).__call__).parameters
     arguments: dict[str, Any] = {
         "num_inference_steps": setup.steps,
         "generator": [torch.Generator("cpu").manual_seed(seed) for seed in cell.seeds],
@@ -166,10 +153,7 @@ def draw(pipe: Any, setup: Setup, cell: Cell) -> tuple[np.ndarray, list[Tensor]]
         arguments["prompt"] = list(cell.prompts)
     if setup.guidance is not None:
         arguments["guidance_scale"] = setup.guidance
-    if setup.size is not None and "width" in parameters:
-        arguments["width"], arguments["height"] = setup.size
-    if setup.max_sequence_length is not None and "max_sequence_length" in parameters:
-        arguments["max_sequence_length"] = setup.max_sequence_length
+    arguments |= sizes(call_parameters(pipe), setup.size, setup.max_sequence_length)
     predictions: list[Tensor] = []
     step = pipe.scheduler.step
 
