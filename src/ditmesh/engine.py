@@ -34,11 +34,11 @@ from .strategies.caches import AgreedCaches
 from .strategies.displaced import DisplacedParallel, StaleSequence
 from .strategies.naive import NaiveParallel
 from .strategies.patches import PatchParallel
-from .strategies.pipefusion import PipeFusion, Steps, check_layout, whole_result
+from .strategies.pipefusion import PipeFusion, check_layout, whole_result
 from .strategies.sequence import SequenceParallel
 from .strategies.simulation import SimulatedSequence, VirtualMesh
 from .strategies.stages import Stages, blocks_of, first_cut, spread_parameters
-from .strategies.steps import watch_calls
+from .strategies.steps import Steps, watch_calls
 from .strategies.tensor import TensorParallel, already_cut
 from .strategies.tiled import TiledSequence
 

@@ -1,18 +1,31 @@
-"""The door that tells a `StepControl` of a transformer's calls."""
+"""The steps of a request, for strategies that are synchronous in some of them.
+
+`watch_calls` tells a `StepControl` of a transformer's calls; `Steps` is the control of PipeFusion, whose stages are not
+in the same step at the same time.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from ..comm.link import Link
 from ..errors import ConfigError
 from ..layout.arguments import Arguments, covers, parameter_names
-from ..staleness.control import StepControl
+from ..staleness.control import StalenessLog, StepControl, StepRecord
+from ..staleness.drift import DriftMonitor, drifts_of
+from ..staleness.policy import Outlook, Past, WarmupPolicy
+from ..staleness.schedule import even_levels
 
 # What transformers call the timestep.
 TIMESTEPS = ("timestep", "t")
+# Seconds that a request which failed waits for messages of other stages that are still under way.
+PATIENCE = 20.0
 
 
 def watch_calls(model: nn.Module, control: StepControl) -> Callable[[], None]:
@@ -36,3 +49,125 @@ def watch_calls(model: nn.Module, control: StepControl) -> Callable[[], None]:
         control.begin_call(arguments.get(timestep), arguments.get(names[0]), others)
 
     return model.register_forward_pre_hook(begin, with_kwargs=True).remove
+
+
+class Steps:
+    """The steps of a request, and which of them are synchronous. Shared by a pipeline's transformers.
+
+    A stage begins a step when the stages behind it have not finished the one before: its drift is not known where it
+    would be wanted. Every stage sends what it has measured when it begins the next step, and does not wait. Decided
+    is with what was sent a step earlier, which is there when the prediction of a first patch comes back. After a
+    synchronous step, for which all stages have waited anyway, its own drift is taken. Which drifts are known is thus
+    itself the same on all ranks, for any number of stages.
+
+    Args:
+        policy: decides.
+        patches: patches of the picture, which stand for the devices of the policy: M decides what is seen fresh.
+        monitor: measures drift; the transformers' handlers feed it.
+        link: all ranks of the job, over which drift is added up.
+        noise: noise levels of the request's steps, asked for at its first call.
+
+    Attributes:
+        step: number of the step in progress, from 0; -1 before the first call.
+        log: what was decided; `StepRecord.filled` counts the calls of a stale step that were synchronous because they
+            had no keys of the step before.
+        policy: see above; may be replaced between requests.
+    """
+
+    def __init__(
+        self,
+        policy: WarmupPolicy,
+        patches: int,
+        monitor: DriftMonitor,
+        link: Link,
+        noise: Callable[[], tuple[float, ...] | None] = lambda: None,
+    ) -> None:
+        self.policy = policy
+        self.monitor = monitor
+        self._link = link
+        self._patches = patches
+        self._ask_noise = noise
+        # Sums of the latest steps, in their order: on their way, and here but not looked at yet.
+        self._coming: deque[Callable[[timedelta | None], Tensor]] = deque()
+        self._totals: deque[Tensor] = deque()
+        self.begin_request()
+
+    def begin_request(self, steps: int | None = None) -> None:
+        """A new request; ``steps``: how many steps it has, where no pipeline tells."""
+        self._forget(None)
+        self.step = -1
+        self.log = StalenessLog()
+        self._given = steps
+        self._past: list[Past] = []
+        self._outlook = Outlook(self._patches)
+
+    def end_request(self, failed: bool = False) -> None:
+        """The request is over: take the last steps' drift into the log; ``failed``: it has raised, forget them.
+
+        Raises:
+            RuntimeError: another rank has gone, and nothing was said of a failure.
+        """
+        if failed:
+            with suppress(RuntimeError):
+                self._forget(timedelta(seconds=PATIENCE))
+            self._coming.clear()
+        elif self._sent <= self.step:
+            self._send()
+            self._receive(0)
+            self._look()
+
+    def next(self) -> None:
+        """A new step begins: decide."""
+        if self.step >= 0:
+            self._send()
+        self.step += 1
+        if self.step == 0:
+            noise = self._ask_noise() if self._given is None else even_levels(self._given)
+            # A patch sees those before it fresh: of M - 1 others half, on average.
+            self._outlook = Outlook(self._patches, noise, (self._patches - 1) / (2 * self._patches))
+        self._receive(0 if not self._past or self._past[-1].synchronous else 1)
+        # To look at numbers is to wait for the device; who does not want them need not.
+        if getattr(self.policy, "uses_drift", True):
+            self._look()
+        decision = self.policy.decide(self.step, self._outlook, self._past)
+        self._past.append(Past(decision.synchronous))
+        self.log.steps.append(StepRecord(self.step, decision.synchronous, decision.reason, decision.predicted))
+
+    def _send(self) -> None:
+        """Tell the others what was measured in the step that has run here."""
+        self._coming.append(self._link.post_sum(self.monitor.take()))
+        self._sent += 1
+
+    def _receive(self, under_way: int) -> None:
+        """Wait for the sums of all steps but the latest ``under_way``."""
+        while len(self._coming) > under_way:
+            self._totals.append(self._coming.popleft()(None))
+
+    def _look(self) -> None:
+        """Take the drifts that are here into the past and the log."""
+        while self._totals:
+            step = self._looked
+            record = self.log.steps[step]
+            record.measured(self.monitor.blocks, drifts_of(self._totals.popleft()))
+            self._past[step] = Past(record.synchronous, record.mean_drift)
+            self._looked += 1
+
+    def _forget(self, timeout: timedelta | None) -> None:
+        self.monitor.reset()
+        self._totals.clear()
+        # Steps whose sums were sent, and looked at.
+        self._sent = self._looked = 0
+        while self._coming:
+            self._coming.popleft()(timeout)
+
+    def synchronous(self, known: bool) -> bool:
+        """Whether a call of this step is synchronous, given whether there are keys of the step before.
+
+        A policy that wants the very first step stale gets it stale, with nothing to be stale on; later on, a call
+        without keys is synchronous.
+        """
+        record = self.log.steps[-1]
+        if record.synchronous or known or not self.log.steps[0].synchronous:
+            return record.synchronous
+        record.filled += 1
+        return True
