@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from ditmesh.errors import InputError
-from ditmesh.quality import curves, figures, metrics, perceptual
+from ditmesh.quality import curves, figures, metrics, perceptual, pictures
 from ditmesh.quality.report import Cell, Page, Shown
 
 
@@ -59,7 +59,7 @@ def test_pictures_may_be_of_pil_of_eight_bits_or_floats():
     with pytest.raises(InputError, match=r"40x24x3 and 40x12x3"):
         metrics.compare(pair()[0], pair()[0][:12])
     with pytest.raises(InputError, match="4 dimensions"):
-        metrics.as_picture(np.zeros((1, 2, 3, 4)))
+        pictures.as_picture(np.zeros((1, 2, 3, 4)))
 
 
 def test_relative_error_minds_what_is_not_a_number():

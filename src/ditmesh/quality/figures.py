@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .curves import Grid, Series
-from .metrics import as_picture
+from .pictures import as_picture
 
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 70, 12, 14, 44

@@ -1,7 +1,6 @@
 """Distances between pictures and between tensors, and digests that tell whether bits are the same.
 
-A picture here is a float array (H, W, C) with values from 0 to 1; `as_picture` makes one from what a pipeline
-returns. No measure in this module needs weights; `quality.perceptual` has one that does.
+No measure in this module needs weights; `quality.perceptual` has one that does.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import InputError
+from .pictures import as_picture
 
 if TYPE_CHECKING:
     import torch
-    from numpy.typing import NDArray
 
-    Picture = NDArray[np.floating]
+    from .pictures import Picture
 
 # Wang et al. 2004: an 11 × 11 Gaussian window of standard deviation 1.5, and two constants against division by zero.
 WINDOW, SIGMA, K1, K2 = 11, 1.5, 0.01, 0.03
@@ -44,29 +43,6 @@ class Difference:
     psnr: float | None
     ssim: float
     perceptual: float | None = None
-
-
-def as_picture(image: Any) -> Picture:
-    """A picture from a PIL image, an array of 8-bit or float values, or a tensor: float64 (H, W, C), 0 to 1.
-
-    Args:
-        image: PIL image (transparency is dropped), or (H, W) or (H, W, C) values: integers up to 255, or floats
-            up to 1.
-
-    Raises:
-        InputError: it has other dimensions.
-    """
-    if hasattr(image, "convert"):
-        image = image.convert("RGB")
-    elif hasattr(image, "detach"):
-        image = image.detach().cpu().float().numpy()
-    values = np.asarray(image)
-    if values.ndim == 2:
-        values = values[:, :, None]
-    if values.ndim != 3:
-        raise InputError(f"a picture has (H, W, C) values, not {values.ndim} dimensions of {values.shape}")
-    scale = 255.0 if np.issubdtype(values.dtype, np.integer) else 1.0
-    return values.astype(np.float64) / scale
 
 
 def compare(picture: Any, reference: Any, perceptual: bool = False) -> Difference:

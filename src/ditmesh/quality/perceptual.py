@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .metrics import as_picture
+from .pictures import as_picture
 
 if TYPE_CHECKING:
     import torch

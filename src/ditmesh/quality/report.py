@@ -75,7 +75,7 @@ class Shown:
     """A picture of a grid.
 
     Attributes:
-        image: as `quality.metrics.as_picture` takes it.
+        image: as `quality.pictures.as_picture` takes it.
         caption: what stands under it; also what a screen reader says, unless ``alt`` does.
         alt: what the picture shows, in words.
     """

@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from diffusers import (
+    AutoencoderKL,  # pyright: ignore[reportPrivateImportUsage]
     FlowMatchEulerDiscreteScheduler,  # pyright: ignore[reportPrivateImportUsage]
+    SD3Transformer2DModel,  # pyright: ignore[reportPrivateImportUsage]
     StableDiffusion3Pipeline,  # pyright: ignore[reportPrivateImportUsage]
 )
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
 from ditmesh.zoo import text
 from ditmesh.zoo.data import Pictures
 
-if TYPE_CHECKING:
-    from ditmesh.zoo.train import Parts
-
 SHIFT = 1.0
 THUMBNAIL = 32
 COLUMNS = 16
+
+
+@dataclass
+class Parts:
+    """The modules of the pipeline while they are trained."""
+
+    vae: AutoencoderKL
+    transformer: SD3Transformer2DModel
+    tokenizer: CLIPTokenizer
+    text_encoder: CLIPTextModelWithProjection
+    text_encoder_2: CLIPTextModelWithProjection
 
 
 def count_parameters(parts: Parts) -> dict[str, int]:

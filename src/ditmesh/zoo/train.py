@@ -21,10 +21,8 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKL,  # pyright: ignore[reportPrivateImportUsage]
-    SD3Transformer2DModel,  # pyright: ignore[reportPrivateImportUsage]
 )
 from torch import Tensor
-from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
 from ditmesh.zoo import autoencoder as ae
 from ditmesh.zoo import card, evaluate, export, loop, text, transformer
@@ -64,18 +62,7 @@ class Recipe:
         return self.size // 2 ** (len(self.widths) - 1)
 
 
-@dataclass
-class Parts:
-    """The modules of the pipeline while they are trained."""
-
-    vae: AutoencoderKL
-    transformer: SD3Transformer2DModel
-    tokenizer: CLIPTokenizer
-    text_encoder: CLIPTextModelWithProjection
-    text_encoder_2: CLIPTextModelWithProjection
-
-
-def make_parts(recipe: Recipe, pictures: Pictures, folder: Path) -> Parts:
+def make_parts(recipe: Recipe, pictures: Pictures, folder: Path) -> export.Parts:
     """Fresh modules, the same for the same seed; the tokenizer's files are written to ``folder``."""
     captions = [caption for entry in pictures.entries for caption in entry.captions]
     tokenizer = text.make_tokenizer(captions, folder)
@@ -91,7 +78,7 @@ def make_parts(recipe: Recipe, pictures: Pictures, folder: Path) -> Parts:
         joint_width=2 * recipe.text_width,
         pooled_width=2 * recipe.text_width,
     )
-    return Parts(vae.to(memory_format=torch.channels_last), model, tokenizer, encoders[0], encoders[1])  # pyright: ignore[reportCallIssue]
+    return export.Parts(vae.to(memory_format=torch.channels_last), model, tokenizer, encoders[0], encoders[1])  # pyright: ignore[reportCallIssue]
 
 
 def train_autoencoder(
@@ -127,7 +114,9 @@ def train_autoencoder(
     return outcome
 
 
-def train_transformer(recipe: Recipe, parts: Parts, pictures: Pictures, folder: Path, **limits: Any) -> loop.Outcome:
+def train_transformer(
+    recipe: Recipe, parts: export.Parts, pictures: Pictures, folder: Path, **limits: Any
+) -> loop.Outcome:
     """Trains the transformer together with both text encoders on the encoded pictures."""
     plan = recipe.transformer
     latents = ae.scale(parts.vae, ae.encode(parts.vae, pictures.chosen))
