@@ -154,8 +154,6 @@ def test_ctrl_c_in_a_terminal_while_ranks_start_says_nothing(facts_only: Path, t
         # The command, Python's resource tracker, the fork server.
         while len(processes.family(mark)) < 3 and time.monotonic() < limit and owner.poll() is None:
             time.sleep(0.01)
-        # Long enough for it to be a program of its own.
-        time.sleep(0.5)
         os.killpg(owner.pid, signal.SIGINT)
         limit = time.monotonic() + 10
         _, said = owner.communicate(timeout=10)

@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from ditmesh.errors import ConfigError, RankFailed
-from ditmesh.launch import RankPool, default_threads, from_torchrun, init_from_environment, resolve_device
+from ditmesh.launch import (
+    RankPool,
+    _ctrl_c_waits,
+    default_threads,
+    from_torchrun,
+    init_from_environment,
+    resolve_device,
+)
 from support import processes
 from support import rank_functions as on_rank
 
@@ -104,6 +111,22 @@ def test_the_root_cause_wins_over_lost_connections(pool: RankPool) -> None:
     assert caught.value.rank == 2
     assert "the real reason" in str(caught.value)
     assert_gone(pool)
+
+
+def test_ctrl_c_is_heard_once_a_program_has_started() -> None:
+    """The program never hears it."""
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGINT); print('deaf')"
+    said = []
+
+    def both() -> None:
+        with _ctrl_c_waits():
+            os.kill(os.getpid(), signal.SIGINT)
+            said.append(subprocess.check_output([sys.executable, "-c", code]))
+
+    with pytest.raises(KeyboardInterrupt):
+        both()
+    assert said == [b"deaf\n"]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_deadline_says_which_rank_is_late_and_where_it_is(pool: RankPool) -> None:

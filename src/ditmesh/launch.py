@@ -143,17 +143,23 @@ def leave(code: int) -> NoReturn:
 
 
 @contextlib.contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Programs started meanwhile ignore Ctrl-C, which the terminal sends to all of them: their owner ends them."""
-    if threading.current_thread() is not threading.main_thread():
-        # Only the main thread may say so.
+def _ctrl_c_waits() -> Iterator[None]:
+    """Programs started meanwhile never hear Ctrl-C, which the terminal sends to all of them: their owner ends them.
+
+    The owner hears it afterwards: SIGINT is blocked, which programs inherit, and not ignored, which would lose it.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    from multiprocessing import resource_tracker
+
+    # It would unblock SIGINT when it starts.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler if before is None else before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -315,7 +321,7 @@ class RankPool:
             context.set_forkserver_preload(list(preload))
             from multiprocessing import forkserver
 
-            with _deaf_to_ctrl_c():
+            with _ctrl_c_waits():
                 forkserver.ensure_running()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe(duplex=True)
@@ -332,9 +338,8 @@ class RankPool:
             # Not daemonic: a rank may start processes of its own, such as data loader workers.
             process = context.Process(target=_rank_main, args=(settings, theirs), name=f"ditmesh-rank-{rank}")
             self._connections.append(ours)
-            # A fresh interpreter inherits what its owner ignores; a fork server does so itself, and starting takes long
-            # while it imports.
-            with _deaf_to_ctrl_c() if self.device == "cuda" else contextlib.nullcontext():
+            # The fork server is deaf already, and may take long while it imports: waiting for it can be broken off.
+            with _ctrl_c_waits() if self.device == "cuda" else contextlib.nullcontext():
                 process.start()
             self._processes.append(process)
             # Otherwise the end of the rank would not be seen as the end of its connection.
@@ -624,6 +629,9 @@ def _rank_main(settings: _Settings, connection: Connection) -> None:
     """A rank's life: join, then answer calls until told to stop or left alone."""
     # The owner decides what Ctrl-C means; the terminal sends it to every process of the group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        # As it is in any other process; see `_ctrl_c_waits`.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     follower = threading.Thread(target=_follow_owner, args=(settings,), name="ditmesh-follow-owner", daemon=True)
     follower.start()
     stack_file = _stack_file(settings.folder, settings.rank).open("w")
