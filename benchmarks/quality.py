@@ -1,6 +1,6 @@
 """What stale strategies cost on the embedded models: the tables of docs/staleness.md.
 
-    python benchmarks/quality.py                           # all of it; about an hour of one core
+    python benchmarks/quality.py                           # all of it; hours of one core
     python benchmarks/quality.py --part policies --images 1
     python benchmarks/quality.py --json out.json           # and every figure
 
