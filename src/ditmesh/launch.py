@@ -146,7 +146,8 @@ def leave(code: int) -> NoReturn:
 def _ctrl_c_waits() -> Iterator[None]:
     """Programs started meanwhile never hear Ctrl-C, which the terminal sends to all of them: their owner ends them.
 
-    The owner hears it afterwards: SIGINT is blocked, which programs inherit, and not ignored, which would lose it.
+    The owner hears it afterwards, or at once where it has other threads: SIGINT is blocked, which programs inherit, and
+    not ignored, which would lose it.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
