@@ -389,6 +389,8 @@ def load(job: Job, device: torch.device) -> Any:
     Raises:
         InputError: it cannot be loaded, or cannot do what the job asks.
     """
+    # Before the class is imported, which says what optional packages are missing.
+    _quieten()
     _check_class(job)
     pipe = load_pipeline(job.model, job.name, job.dtype, device)
     _check_call(job, type(pipe).__name__, call_parameters(pipe))
