@@ -390,7 +390,7 @@ def load(job: Job, device: torch.device) -> Any:
         InputError: it cannot be loaded, or cannot do what the job asks.
     """
     # Before the class is imported, which says what optional packages are missing.
-    _quieten()
+    quieten()
     _check_class(job)
     pipe = load_pipeline(job.model, job.name, job.dtype, device)
     _check_call(job, type(pipe).__name__, call_parameters(pipe))
@@ -398,7 +398,7 @@ def load(job: Job, device: torch.device) -> Any:
 
 
 def load_pipeline(model: str, name: str, dtype: str, device: torch.device | str) -> Any:
-    """A diffusers pipeline on its device, without loading bars and a progress bar of its own.
+    """A diffusers pipeline on its device, without a progress bar of its own.
 
     Args:
         model: its folder.
@@ -409,8 +409,6 @@ def load_pipeline(model: str, name: str, dtype: str, device: torch.device | str)
         InputError: it cannot be loaded.
     """
     import torch
-
-    _quieten()
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     # The argument was renamed in diffusers 0.42.
@@ -540,7 +538,7 @@ def _default(parameters: Any, name: str, otherwise: Any) -> Any:
     return parameter.default
 
 
-def _quieten() -> None:
+def quieten() -> None:
     """N ranks that all show loading bars and say what optional package they lack tell the user nothing."""
     import diffusers
     import tqdm

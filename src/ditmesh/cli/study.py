@@ -10,7 +10,7 @@ import typer
 
 from ..errors import InputError
 from .options import AsJson, Guidance, PromptsFile, Size
-from .values import _download, embedded_or, parse_size, read_prompts
+from .values import download, embedded_or, parse_size, read_prompts
 
 if TYPE_CHECKING:
     from ..study.plan import Cell, Plan
@@ -97,7 +97,7 @@ def study(
         str(zoo.path(model)) if model in zoo.EMBEDDED else model, steps, guidance
     )
     if not info.local:
-        info = find_model(_download(info.name))
+        info = find_model(download(info.name))
     asked = prompts
     if not prompts and prompts_file is None and zoo.embedded(info.files) is not None:
         asked = zoo.captions(info.files.name)[:PROMPTS]

@@ -195,10 +195,10 @@ def embedded_or(
 
 def fetched(job: Job, info: ModelInfo) -> Job:
     """The job, with a hub model's folder instead of its name; the model is fetched if it is not there yet."""
-    return job if info.local else replace(job, model=_download(info.name))
+    return job if info.local else replace(job, model=download(info.name))
 
 
-def _download(name: str) -> str:
+def download(name: str) -> str:
     """Fetch a hub model once, here, before N ranks ask for it; its folder."""
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 

@@ -29,7 +29,7 @@ from .stages import Stages, filled
 
 
 class StageDone(Exception):
-    """Leaves the transformer's forward after the last block of a stage that is not the last."""
+    """Leaves the transformer's forward where the rest of it is not wanted, such as after a stage's last block."""
 
 
 @dataclass
@@ -181,7 +181,6 @@ class Trial(Pass):
         super().__init__(owner)
         self.plan = plan
         self.patches = owner.patches
-        self.memory = None
         self.failed: set[str] = set()
         self._tried: set[str] = set()
 

@@ -128,8 +128,9 @@ def load(setup: Setup) -> Any:
     """The pipeline of a study, quiet, on its device."""
     import diffusers
 
-    from ..drawing import load_pipeline
+    from ..drawing import load_pipeline, quieten
 
+    quieten()
     diffusers.utils.logging.set_verbosity_error()
     return load_pipeline(setup.model, setup.name, setup.dtype, setup.device)
 
