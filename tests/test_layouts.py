@@ -215,7 +215,7 @@ def unreadable_mask():
     """A mask over pairs of tokens, cut both ways, says nothing of other ranks' tokens."""
     model, layout = Tokens().eval(), COMPLETE
     with ditmesh.parallelized(model, {"ring": 2}, layout=layout):
-        handler = ditmesh.engine_of(model).doors[0].handler
+        handler = ditmesh.engine_of(model).hooks[0].handler
         segments = [Segment("image", (10, 10))]
         band = torch.ones(1, 1, 10, 10, dtype=torch.bool).tril()
         try:

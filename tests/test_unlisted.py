@@ -27,10 +27,10 @@ def error_of(config, exchange):
     truth = run(model, arguments())
     patch = pytest.MonkeyPatch()
     if not exchange:
-        patch.setattr("ditmesh.engine.SequenceParallel", NoExchange)
+        patch.setattr("ditmesh.strategies.sequence.ExactSequence.kind", NoExchange)
     with ditmesh.parallelized(model, config):
         value = run(model, arguments())
-        source = ditmesh.engine_of(model).doors[0].layout.source
+        source = ditmesh.engine_of(model).hooks[0].layout.source
     patch.undo()
     assert torch.equal(run(model, arguments()), truth)
     return relative_error(value, truth), source

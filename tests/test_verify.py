@@ -159,7 +159,7 @@ class BrokenExchange(SequenceParallel):
 
 
 def run_broken(job: Job, tasks: list[Task]) -> list[Run]:
-    with mock.patch("ditmesh.engine.SequenceParallel", BrokenExchange):
+    with mock.patch("ditmesh.strategies.sequence.ExactSequence.kind", BrokenExchange):
         return run_tasks(job, tasks)
 
 
@@ -195,7 +195,7 @@ class BrokenSilently(SequenceParallel):
 
 
 def run_silently_broken(job: Job, tasks: list[Task]) -> list[Run]:
-    with mock.patch("ditmesh.engine.SequenceParallel", BrokenSilently):
+    with mock.patch("ditmesh.strategies.sequence.ExactSequence.kind", BrokenSilently):
         return run_tasks(job, tasks)
 
 
@@ -227,7 +227,7 @@ class ForgetfulTiles(TiledSequence):
 
 
 def run_forgetful(job: Job, tasks: list[Task]) -> list[Run]:
-    with mock.patch("ditmesh.engine.TiledSequence", ForgetfulTiles):
+    with mock.patch("ditmesh.strategies.tiled.ReproducibleSequence.kind", ForgetfulTiles):
         return run_tasks(job, tasks)
 
 
@@ -280,7 +280,7 @@ def cut_pieces(name: str, config: dict[str, Any]) -> tuple[int, float, bool]:
         parts.append(mine.shape != whole[path, piece.stream, seen[path, piece.stream]].shape)
 
     with ditmesh.parallelized(transformer, config):
-        ditmesh.engine_of(transformer).doors[0].tap = compare
+        ditmesh.engine_of(transformer).hooks[0].tap = compare
         run(transformer, arguments)
     assert len(errors) == len(whole)
     return len(errors), max(errors), any(parts)
@@ -319,7 +319,7 @@ def guided_in_two_calls(folder: str, config: dict[str, Any]) -> dict[str, Any]:
     with ditmesh.parallelized(pipe, config):
         draw(comparer)
         engine = ditmesh.engine_of(pipe)
-        assert all(doors.tap is None for doors in engine.doors)
+        assert all(hooks.tap is None for hooks in engine.hooks)
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, comparer.parts)
     compared = merge(trace, [part for parts in everyones for part in parts])

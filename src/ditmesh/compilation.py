@@ -1,6 +1,6 @@
-"""torch.compile under the doors.
+"""torch.compile under the hooks.
 
-A block is compiled inside its doors: the hooks that cut and gather run in Python around it, and attention is
+A block is compiled inside its hooks: those that cut and gather run in Python around it, and attention is
 one opaque operator (`ditmesh::attend`) that asks at run time who computes it. The graph therefore has no break
 and does not depend on ranks, layers or requests; only on shapes.
 """
@@ -8,13 +8,16 @@ and does not depend on ranks, layers or requests; only on shapes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from torch import nn
 
+from .config import ParallelConfig
 from .errors import InputError
 from .layout import TokenLayout
 from .methods import replace_method
+from .strategies.base import Strategy
 
 
 def compile_blocks(model: nn.Module, layout: TokenLayout, backend: str) -> Callable[[], None]:
@@ -41,3 +44,20 @@ def compile_blocks(model: nn.Module, layout: TokenLayout, backend: str) -> Calla
             undo.pop()()
 
     return restore
+
+
+class CompiledBlocks(Strategy):
+    """Blocks of every transformer, compiled."""
+
+    name = "compile"
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.compile is not None
+
+    def apply(self, undo: ExitStack) -> None:
+        """See `Strategy.apply`."""
+        assert self.context.config.compile is not None
+        for model in self.context.models:
+            undo.callback(compile_blocks(model.model, model.layout, self.context.config.compile))

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .config import ParallelConfig
+from .core.patching import Proceed
+from .strategies.base import Context, Request, Strategy
 
 # What cuBLAS needs to be told before it is first used, to add in one order.
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -69,3 +73,38 @@ def settings() -> dict[str, bool | int | str]:
         "tf32": torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32,
         "threads": torch.get_num_threads(),
     }
+
+
+class FixedArithmetic(Strategy):
+    """The settings of `deterministic` for the length of a request and of a transformer's call."""
+
+    name = "reproducible"
+    promise = "bits"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._request = ExitStack()
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.reproducible
+
+    def apply(self, undo: ExitStack) -> None:
+        """See `Strategy.apply`."""
+        for model in self.context.models:
+            undo.callback(model.chain.add(self._around_call))
+
+    def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        with deterministic(self.context.mesh.device):
+            return proceed(*args, **kwargs)
+
+    def begin_request(self, request: Request) -> None:
+        """See `Strategy.begin_request`."""
+        self._request.close()
+        if request.pipe is not None:
+            self._request.enter_context(deterministic(self.context.mesh.device))
+
+    def end_request(self, failed: bool) -> None:
+        """See `Strategy.end_request`."""
+        self._request.close()

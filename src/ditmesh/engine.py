@@ -1,9 +1,11 @@
-"""`parallelize` and `restore`: config + layout + mesh -> strategies on doors."""
+"""`parallelize` and `restore`: a configuration, a mesh and the models' layouts become strategies in place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,37 +14,30 @@ import torch.distributed as dist
 from torch import nn
 
 from . import support
-from .compilation import compile_blocks
 from .config import ParallelConfig
-from .determinism import deterministic
-from .doors import ModelDoors
+from .core.patching import Proceed
 from .errors import ConfigError, InputError
-from .inputs import AgreedInputs, weights_fingerprint
 from .layout import TokenLayout, layout_of
 from .layout.probe import probe
 from .mesh import DEFAULT_DEADLINE, Mesh
-from .methods import replace_method
-from .request import PipelineDoor
+from .recipe import RECIPE, Recipe, check, wanted
+from .request import PipelineCall
 from .staleness.control import StalenessLog, StepControl
-from .staleness.drift import DriftMonitor
 from .staleness.policy import WarmupPolicy
-from .staleness.policy import parse as parse_warmup
-from .staleness.schedule import noise_levels
 from .strategies.balance import Balance
-from .strategies.batch import BatchParallel, RowSplit, Share
-from .strategies.caches import AgreedCaches
-from .strategies.displaced import DisplacedParallel, StaleSequence
-from .strategies.naive import NaiveParallel
-from .strategies.patches import PatchParallel
-from .strategies.pipefusion import PipeFusion, check_layout, whole_result
-from .strategies.sequence import SequenceParallel
-from .strategies.simulation import SimulatedSequence, VirtualMesh
-from .strategies.stages import Stages, blocks_of, first_cut, spread_parameters
-from .strategies.steps import Steps, watch_calls
-from .strategies.tensor import TensorParallel, already_cut
-from .strategies.tiled import TiledSequence
+from .strategies.base import Context, ParallelModel, Request
+from .strategies.batch import BatchParallel
+from .strategies.heads import check_heads, heads_of
+from .strategies.hooks import ModelHooks
+from .strategies.pipefusion import PipeFusion
+from .strategies.simulation import SimulatedExact, SimulatedStale, VirtualMesh
+from .strategies.stages import Stages
+from .strategies.steps import StaleSteps, Steps
+
+__all__ = ["Engine", "check_heads", "engine_of", "heads_of", "parallelize", "parallelized", "restore", "simulate"]
 
 T = TypeVar("T")
+Part = TypeVar("Part")
 ConfigLike = ParallelConfig | Mapping[str, Any] | str | Path
 
 # The attribute that holds a parallelised object's engine.
@@ -53,139 +48,112 @@ DENOISERS = ("transformer", "transformer_2")
 
 
 class Engine:
-    """What `parallelize` put on a pipeline or transformer, and how to take it off.
+    """What `parallelize` has put on transformers and the pipelines that call them, and how to take it off.
 
-    Attributes:
+    There is one engine for a set of transformers, however many pipelines share them.
+
+    Args:
+        models: the transformers and their layouts.
         config: the configuration in force.
         mesh: ranks, links, and the byte counters (`mesh.traffic`).
-        doors: open doors, one set per transformer.
-        rows: who shares out the rows of each transformer's batch, where that is done.
-        pipes: PipeFusion of every transformer, if the configuration has stages or patches.
-        control: the steps of a stale sequence strategy; None when every step is exact.
-        balances: weights of the sequence ranks, or of the stages, one per transformer; see `rebalance`.
+        owns_mesh: whether `close` gives the mesh's groups back.
+        recipe: strategies, in the order in which they are applied.
+
+    Attributes:
+        strategies: those in force, in that order.
     """
 
-    def __init__(self, target: Any, config: ParallelConfig, mesh: Mesh, owns_mesh: bool) -> None:
-        self.config = config
-        self.mesh = mesh
-        self.doors: list[ModelDoors] = []
-        self.rows: list[BatchParallel] = []
-        self.control: StepControl | None = None
-        self._stale: list[StaleSequence | SimulatedSequence] = []
-        self.balances: list[Balance] = []
-        self.pipes: list[PipeFusion] = []
-        self._steps: Steps | None = None
-        self._target = target
-        self._owns_mesh = owns_mesh
-        # What is undone by `close`, last first.
-        self._undo: list[Callable[[], None]] = []
+    def __init__(
+        self,
+        models: Sequence[tuple[nn.Module, TokenLayout]],
+        config: ParallelConfig,
+        mesh: Mesh,
+        owns_mesh: bool,
+        recipe: Recipe = RECIPE,
+    ) -> None:
+        several = len(models) > 1
+        self.config, self.mesh = config, mesh
+        self.models = [ParallelModel(m, layout, f"{n}." if several else "") for n, (m, layout) in enumerate(models)]
+        self.context = Context(config, mesh, self.models)
+        self.strategies = [strategy(self.context) for strategy in wanted(recipe, config)]
+        self._undo = ExitStack()
+        if owns_mesh:
+            self.own_mesh()
+        # Pipelines that use the transformers, and what undoes that.
+        self._attached: dict[int, ExitStack] = {}
+        self._lock = threading.RLock()
+        self._in_request = False
 
-    def open(self, models: list[tuple[nn.Module, TokenLayout]]) -> None:
-        """Put everything in place; the order is that of a call, from the inside out."""
-        config, mesh, target = self.config, self.mesh, self._target
-        object.__setattr__(target, ENGINE, self)
-        self._undo.append(lambda: vars(target).pop(ENGINE))
-        fingerprint = ""
-        if mesh.world_size > 1 and config.inputs != "trust" and not isinstance(target, nn.Module):
-            # Weights that `load` has cut differ from rank to rank, as they should.
-            cut: dict[int, set[str]] = {id(model): spread_parameters(model, layout) for model, layout in models}
-            for model, _ in models if mesh.tensor.size > 1 else ():
-                cut[id(model)] |= already_cut(model, mesh.tensor.size)
-            fingerprint = weights_fingerprint(target, cut)
+    def open(self, target: Any) -> None:
+        """Put everything in place for a pipeline, or a bare transformer."""
+        pipe = None if isinstance(target, nn.Module) else target
         try:
-            # The weights: every rank of the tensor axis keeps its slices.
-            if mesh.tensor.size > 1:
-                for model, _ in models:
-                    self._undo.append(TensorParallel(model, mesh.tensor).close)
-            # Every stage keeps its own blocks.
-            stages: list[Stages] = []
-            for model, layout in models if config.stages_or_patches else ():
-                stages.append(Stages(model, layout, config, mesh))
-                self._undo.append(stages[-1].close)
-            noise = partial(_noise_of, target)
-            if config.exchange != "exact":
-                monitor = DriftMonitor(mesh.world.all_reduce, mesh.device)
-                self.control = StepControl(parse_warmup(config.warmup), mesh.sequence.size, monitor, noise)
-            patches = config.patches or config.pipe
-            if config.stages_or_patches:
-                monitor = DriftMonitor(mesh.world.all_reduce, mesh.device)
-                self._steps = Steps(parse_warmup(config.warmup), patches, monitor, mesh.world, noise)
-                self._undo.append(partial(self._steps.end_request, failed=True))
-            # Blocks and attention: the tokens of a sequence.
-            for number, (model, layout) in enumerate(models):
-                if config.compile:
-                    # Under the doors: what stands in for a block's forward is not to be compiled.
-                    self._undo.append(compile_blocks(model, layout, config.compile))
-                handler = self._sequence(model, layout, f"{number}." if len(models) > 1 else "")
-                self.balances.append(stages[number].balance if stages else handler.balance)
-                cuts = mesh.sequence.size > 1 or config.reproducible or config.stages_or_patches
-                doors = ModelDoors(model, layout, handler, cuts)
-                self.doors.append(doors)
-                self._undo.append(doors.close)
-                caches = AgreedCaches(model, mesh.world)
-                self._undo.append(caches.close)
-                handle = model.register_forward_pre_hook(lambda *_, caches=caches: caches.begin_call())
-                self._undo.append(handle.remove)
-                if isinstance(handler, PatchParallel) and self._steps is not None:
-                    pipe = PipeFusion(model, layout, handler, mesh, stages[number], patches, self._steps)
-                    self.pipes.append(pipe)
-                    self._undo.append(pipe.close)
-            # The transformer's call, and the decoder's: the rows of a batch, the branches of guidance.
-            begin: list[Callable[[], None]] = []
-            if mesh.batch.size > 1 or config.reproducible:
-                alone = config.reproducible
-                for number, (model, layout) in enumerate(models):
-                    rows = BatchParallel(
-                        model,
-                        mesh.batch,
-                        mesh.data,
-                        mesh.cfg,
-                        layout.unbatched,
-                        layout.listed,
-                        alone,
-                        partial(self._before_rows, number),
-                    )
-                    self.rows.append(rows)
-                    self._undo.append(rows.close)
-                    begin.append(rows.begin_request)
-                vae = getattr(target, "vae", None)
-                if vae is not None:
-                    self._undo.append(RowSplit(vae, "decode", mesh.batch, alone).close)
-            within: Callable[[], AbstractContextManager[None]] = nullcontext
-            if config.reproducible:
-                within = partial(deterministic, mesh.device)
-                for model, _ in models:
-                    self._undo.append(_inside(model, within))
-            # The pipeline's call: the same inputs everywhere, nothing left over from the call before.
-            if not isinstance(target, nn.Module):
-                steps: list[Callable[..., Any]] = []
-                if mesh.world_size > 1 and config.inputs != "trust":
-                    inputs = AgreedInputs(target, mesh.world, config.inputs, fingerprint)
-                    steps.append(inputs.agree)
-                steps.append(_starting([*begin, self.begin_request]))
-                self._undo.append(PipelineDoor(target, steps, partial(self._request, within), self._whole).close)
-                if mesh.rank > 0:
-                    self._undo.append(_quiet(target))
+            for strategy in self.strategies:
+                strategy.prepare(pipe)
+            for model in self.models:
+                self._mark(model.model, self._undo)
+            for strategy in self.strategies:
+                strategy.apply(self._undo)
+            for model in self.models:
+                self._undo.callback(model.chain.add(self._around_call))
+            # The first to be undone: nothing of a request stays under way.
+            self._undo.callback(self.end_request, failed=True)
+            if pipe is not None:
+                self.attach(pipe)
         except BaseException:
-            self.close()
+            # What is raised is why it could not be opened, not what came of it.
+            with suppress(Exception):
+                self.close()
             raise
 
-    @property
-    def staleness(self) -> StalenessLog | None:
-        """What was decided in every step of the latest request, and why; None when every step is exact."""
-        source = self.control or self._steps
-        return None if source is None else source.log
+    def attach(self, pipe: Any) -> None:
+        """Let a pipeline use the transformers, which are in place."""
+        undo = self._attached[id(pipe)] = ExitStack()
+        try:
+            self._mark(pipe, undo)
+            for strategy in self.strategies:
+                strategy.attach(pipe, undo)
+            undo.callback(PipelineCall(pipe, partial(self._around_pipeline, pipe)).undo)
+        except BaseException:
+            self._attached.pop(id(pipe)).close()
+            raise
 
-    def use_policy(self, policy: WarmupPolicy) -> None:
-        """Let another policy decide, from the next request on: for studies of which steps matter. On all ranks alike.
+    def detach(self, target: Any) -> None:
+        """Undo `attach`; the last pipeline takes everything off. Collective where `close` is."""
+        undo = self._attached.pop(id(target), None)
+        if undo is None and self._attached:
+            raise InputError(
+                f"this {type(target).__name__} was parallelised with its pipeline; call ditmesh.restore(...) on that"
+            )
+        try:
+            if undo is not None:
+                undo.close()
+        finally:
+            if not self._attached:
+                self.close()
 
-        Raises:
-            ConfigError: every step is exact.
-        """
-        source = self.control or self._steps
-        if source is None:
-            raise ConfigError(f"{self.config.describe()} has no stale steps to decide about; leave the policy out")
-        source.policy = policy
+    def close(self) -> None:
+        """Undo everything, exactly. Collective when weights are cut or the engine made its own mesh."""
+        with self._undo:
+            for undo in [*self._attached.values()]:
+                self._undo.push(undo)
+            self._attached.clear()
+
+    def own_mesh(self) -> None:
+        """Give the mesh's groups back in `close`: whoever made it hands it over."""
+        # The last to be undone: others may need the groups.
+        later = self._undo.pop_all()
+        # Also for a pipeline that is dropped without `restore`; at the program's end the groups are gone already.
+        release = weakref.finalize(self, self.mesh.close)
+        release.atexit = False
+        self._undo.callback(release)
+        self._undo.push(later)
+
+    def _mark(self, owner: Any, undo: ExitStack) -> None:
+        vars(owner)[ENGINE] = self
+        undo.callback(vars(owner).pop, ENGINE, None)
+
+    # --- a request -----------------------------------------------------------------------------------------
 
     def begin_request(self, steps: int | None = None) -> None:
         """A new request: nothing of the one before is seen any more. Pipelines do this by themselves.
@@ -195,13 +163,7 @@ class Engine:
         Args:
             steps: number of denoising steps, which some warm-up policies want to know.
         """
-        for handler in self._stale:
-            handler.end_request()
-        for pipe in self.pipes:
-            pipe.begin_request()
-        for source in (self.control, self._steps):
-            if source is not None:
-                source.begin_request(steps)
+        self._begin(Request(steps=steps))
 
     def end_request(self, failed: bool = False) -> None:
         """The request is over: wait for what is still on its way. Pipelines do this by themselves.
@@ -209,72 +171,104 @@ class Engine:
         Args:
             failed: it has raised; then other ranks may have gone, and nothing is asked of them.
         """
-        for handler in self._stale:
-            with suppress(RuntimeError) if failed else nullcontext():
-                handler.end_request()
-        for pipe in self.pipes:
-            pipe.end_request(failed)
-        if self._steps is not None:
-            self._steps.end_request(failed)
-        if self.control is not None and not failed:
-            self.control.end_request()
+        self._in_request = False
+        with ExitStack() as ends:
+            # The outermost first; each is told, whatever another one raises.
+            for strategy in self.strategies:
+                ends.callback(strategy.end_request, failed)
 
-    def _sequence(self, model: nn.Module, layout: TokenLayout, prefix: str) -> SequenceParallel | SimulatedSequence:
-        """The handler of a transformer's blocks; ``prefix`` tells the blocks of several transformers apart."""
-        config, mesh, control = self.config, self.mesh, self.control
+    def _begin(self, request: Request) -> None:
+        self._in_request = True
+        for strategy in self.strategies:
+            strategy.begin_request(request)
 
-        def numbered(monitor: DriftMonitor) -> dict[str, int]:
-            return {path: monitor.add_block(prefix + path) for path, _ in blocks_of(model, layout)}
-
-        if self._steps is not None:
-            return PatchParallel(config, mesh, self._steps.monitor, numbered(self._steps.monitor))
-        if control is None and isinstance(mesh, VirtualMesh):
-            handler = SimulatedSequence([SequenceParallel(config, view) for view in mesh.ranks], model)
-            self._undo.append(handler.close)
-            return handler
-        if control is None:
-            return TiledSequence(config, mesh) if config.reproducible else SequenceParallel(config, mesh)
-        blocks = numbered(control.monitor)
-        strategy = DisplacedParallel if config.exchange == "displaced" else NaiveParallel
-        if isinstance(mesh, VirtualMesh):
-            handler = SimulatedSequence([strategy(config, view, control, blocks) for view in mesh.ranks], model)
-            self._undo.append(handler.close)
-        else:
-            handler = strategy(config, mesh, control, blocks)
-        self._stale.append(handler)
-        self._undo.append(lambda: self.end_request(failed=True))
-        self._undo.append(watch_calls(model, control))
-        return handler
-
-    @contextmanager
-    def _request(self, within: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-        """The length of a pipeline's call."""
-        with within():
+    def _around_pipeline(self, pipe: Any, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        """One call of a pipeline."""
+        with self._alone():
+            for strategy in reversed(self.strategies):
+                args, kwargs = strategy.arguments(pipe, args, kwargs)
             try:
-                yield
+                self._begin(Request(pipe))
+                result = proceed(*args, **kwargs)
+                for strategy in reversed(self.strategies):
+                    result = strategy.result(result)
             except BaseException:
-                self.end_request(failed=True)
+                with suppress(Exception):
+                    self.end_request(failed=True)
                 raise
             self.end_request()
-
-    def _before_rows(self, number: int, run: Share) -> None:
-        """Rows of a branch are about to run in transformer ``number``, whoever asked for them."""
-        if self.control is not None:
-            self.control.clock.rows = run.rows
-            if run.ahead and run.branch is not None:
-                self.control.clock.branch = run.branch
-        if self.pipes:
-            branch = None if run.branch is None else (run.step, (run.branch, run.link, run.ahead))
-            self.pipes[number].announce(branch, run.rows)
-
-    def _whole(self, result: Any) -> Any:
-        """A pipeline's result, with whole tensors in place of patches that have still to come."""
-        flushes = [pipe.flushes for pipe in self.pipes]
-        result = whole_result(result) if self.pipes else result
-        # At the end everything has to come anyway: that is no pause.
-        for pipe, count in zip(self.pipes, flushes, strict=True):
-            pipe.flushes = count
         return result
+
+    def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        """One call of a transformer: the outermost layer."""
+        with self._alone():
+            if self._attached and not self._in_request:
+                for strategy in self.strategies:
+                    strategy.outside_request(args, kwargs)
+            return proceed(*args, **kwargs)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise InputError(
+                f"{type(self.models[0].model).__name__} is at work in another thread, and its ranks do one thing at a "
+                "time, in one order; call its pipelines one after the other"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    # --- what strategies tell ------------------------------------------------------------------------------
+
+    def find(self, kind: type[Part]) -> Part | None:
+        """The strategy of a type that is in force; None: it is not."""
+        return next((strategy for strategy in self.strategies if isinstance(strategy, kind)), None)
+
+    def _parts(self, kind: type[Part]) -> list[Part]:
+        return [part for model in self.models if (part := model.find(kind)) is not None]
+
+    @property
+    def hooks(self) -> list[ModelHooks]:
+        """The hooks of every transformer."""
+        return self._parts(ModelHooks)
+
+    @property
+    def rows(self) -> list[BatchParallel]:
+        """Rows and branches of every transformer, where they are shared out."""
+        return self._parts(BatchParallel)
+
+    @property
+    def pipes(self) -> list[PipeFusion]:
+        """PipeFusion of every transformer, if the configuration has stages or patches."""
+        return self._parts(PipeFusion)
+
+    @property
+    def balances(self) -> list[Balance]:
+        """Speeds of the sequence ranks, or of the stages, one per transformer; see `rebalance`."""
+        return [stages.balance for stages in self._parts(Stages)] or [hooks.handler.balance for hooks in self.hooks]
+
+    @property
+    def control(self) -> StepControl | None:
+        """The steps of a stale sequence strategy; None when every step is exact."""
+        return self.context.find(StepControl)
+
+    @property
+    def staleness(self) -> StalenessLog | None:
+        """What was decided in every step of the latest request, and why; None when every step is exact."""
+        source = self.context.find(StepControl) or self.context.find(Steps)
+        return None if source is None else source.log
+
+    def use_policy(self, policy: WarmupPolicy) -> None:
+        """Let another policy decide, from the next request on: for studies of which steps matter. On all ranks alike.
+
+        Raises:
+            ConfigError: every step is exact.
+        """
+        source = self.context.find(StepControl) or self.context.find(Steps)
+        if source is None:
+            raise ConfigError(f"{self.config.describe()} has no stale steps to decide about; leave the policy out")
+        source.policy = policy
 
     def rebalance(self) -> None:
         """Measure again at the next call. On all ranks alike.
@@ -297,20 +291,6 @@ class Engine:
         for balance in [] if self.pipes else self.balances:
             balance.wanted = True
 
-    def own_mesh(self) -> None:
-        """Give the mesh's groups back in `close`: whoever made it hands it over."""
-        self._owns_mesh = True
-
-    def close(self) -> None:
-        """Undo `open`, exactly. Collective when weights are cut or the engine made its own mesh."""
-        while self._undo:
-            self._undo.pop()()
-        self.doors.clear()
-        self.rows.clear()
-        self.pipes.clear()
-        if self._owns_mesh:
-            self.mesh.close()
-
 
 def parallelize(
     target: T,
@@ -319,6 +299,7 @@ def parallelize(
     mesh: Mesh | None = None,
     layout: TokenLayout | None = None,
     timeout: float = DEFAULT_DEADLINE,
+    recipe: Recipe = RECIPE,
 ) -> T:
     """Make a diffusers DiT pipeline (or a bare transformer) run on all ranks of the job, in place.
 
@@ -331,6 +312,10 @@ def parallelize(
         mesh: share the groups of several pipelines; default: groups of its own, given back by `restore`.
         layout: the transformer's token layout; default: the reviewed one of its class, else a probed one.
         timeout: deadline of every collective, in seconds, when the mesh is made here.
+        recipe: strategies to choose from, in the order in which they are applied: for one of your own.
+
+    Pipelines that share a transformer (``from_pipe``) share its ranks: call this on each of them with the same
+    configuration; the weights are put back when the last of them is restored.
 
     Returns:
         ``target`` itself.
@@ -340,9 +325,11 @@ def parallelize(
         LayoutError: the class has no reviewed layout and cannot be probed.
         InputError: ``target`` has no transformer, or is parallelised already.
     """
-    if hasattr(target, ENGINE):
-        raise InputError(f"this {type(target).__name__} is parallelised already; call ditmesh.restore(...) on it first")
+    _refuse_twice(target)
     models = denoisers(target)
+    if any(ENGINE in vars(model) for model in models):
+        _share(target, models, config)
+        return target
     layouts = [layout or find_layout(model) for model in models]
     for model in models:
         _check_backend(model)
@@ -351,21 +338,50 @@ def parallelize(
         # Of a model that does not tell its heads one is sure: the ring takes any number of ranks.
         config = ParallelConfig.auto(world_size, min(heads_of(model) or 1 for model in models))
     config = ParallelConfig.read(config)
-    if config.stages_or_patches:
-        check_pipe(config, list(zip(models, layouts, strict=True)))
+    pairs = list(zip(models, layouts, strict=True))
+    check(recipe, config, pairs)
     for model in models:
-        check_heads(config, heads_of(model), type(model).__name__)
         support.check(type(model).__name__, config)
-    _check_tiles(layouts, config)
     owns_mesh = mesh is None
     if mesh is None:
         parameter = next(models[0].parameters(), None)
         mesh = Mesh(config, None if parameter is None else parameter.device, timeout)
     elif mesh.config.degrees != config.degrees:
         raise ConfigError(f"the mesh is for {mesh.config.describe()}, the configuration for {config.describe()}")
-    engine = Engine(target, config, mesh, owns_mesh)
-    engine.open(list(zip(models, layouts, strict=True)))
+    Engine(pairs, config, mesh, owns_mesh, recipe).open(target)
     return target
+
+
+def _refuse_twice(target: Any) -> None:
+    engine = getattr(target, ENGINE, None)
+    if engine is not None:
+        raise InputError(f"this {type(target).__name__} is parallelised already; call ditmesh.restore(...) on it first")
+
+
+def _share(target: Any, models: list[nn.Module], config: ConfigLike) -> None:
+    """Let a pipeline use transformers that another pipeline shares out over ranks already.
+
+    Raises:
+        InputError: they are shared out in another way than is asked for, or not all of them.
+    """
+    engines: dict[int, Engine] = {id(vars(m)[ENGINE]): vars(m)[ENGINE] for m in models if ENGINE in vars(m)}
+    engine = next(iter(engines.values()))
+    name = type(target).__name__
+    if len(engines) > 1 or any(ENGINE not in vars(model) for model in models):
+        raise InputError(
+            f"only some of the {len(models)} transformers of this {name} are parallelised, through another pipeline; "
+            "call ditmesh.restore(...) on that one first"
+        )
+    if config != "auto" and ParallelConfig.read(config) != engine.config:
+        raise InputError(
+            f"the transformer of this {name} is shared with a pipeline that runs with {engine.config.describe()}; give "
+            f"the same configuration, or call ditmesh.restore(...) on that pipeline first"
+        )
+    engine.attach(target)
+
+
+# What is simulated: token strategies of virtual ranks.
+SIMULATION: Recipe = (StaleSteps, SimulatedExact, SimulatedStale)
 
 
 def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None) -> T:
@@ -384,8 +400,7 @@ def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None
         ConfigError: another axis than ring has a degree, or a setting that the simulation does not know.
         InputError: ``target`` has no transformer, or is parallelised already.
     """
-    if hasattr(target, ENGINE):
-        raise InputError(f"this {type(target).__name__} is parallelised already; call ditmesh.restore(...) on it first")
+    _refuse_twice(target)
     config = ParallelConfig.read(config)
     for setting, given in (("weights", config.weights), ("reproducible", config.reproducible)):
         if given:
@@ -395,8 +410,8 @@ def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None
         _check_backend(model)
     parameter = next(models[0].parameters(), None)
     mesh = VirtualMesh(config, "cpu" if parameter is None else parameter.device)
-    engine = Engine(target, config, mesh, owns_mesh=False)
-    engine.open([(model, layout or find_layout(model)) for model in models])
+    pairs = [(model, layout or find_layout(model)) for model in models]
+    Engine(pairs, config, mesh, owns_mesh=False, recipe=SIMULATION).open(target)
     return target
 
 
@@ -416,7 +431,7 @@ def restore(target: T) -> T:
     Raises:
         InputError: ``target`` is not parallelised.
     """
-    engine_of(target).close()
+    engine_of(target).detach(target)
     return target
 
 
@@ -467,118 +482,6 @@ def find_layout(model: nn.Module) -> TokenLayout:
         LayoutError: no reviewed layout, and the probe failed; says why.
     """
     return layout_of(model) or probe(model)
-
-
-def heads_of(model: nn.Module) -> int | None:
-    """The smallest number of attention heads in the model's blocks; None when the model does not say."""
-    counts = [
-        heads
-        for module in model.modules()
-        if hasattr(module, "to_q") and isinstance(heads := getattr(module, "heads", None), int)
-    ]
-    config = getattr(model, "config", None)
-    named = (getattr(config, key, None) for key in ("num_attention_heads", "num_heads", "n_heads"))
-    return min(counts, default=next((count for count in named if isinstance(count, int)), None))
-
-
-def _check_tiles(layouts: list[TokenLayout], config: ParallelConfig) -> None:
-    """Refuse the reproducible mode for blocks that cannot run tile by tile.
-
-    Raises:
-        ConfigError: naming what is in the way.
-    """
-    for layout in layouts if config.reproducible else ():
-        for region in layout.regions:
-            names = [leaf.module for leaf in region.leaves]
-            names += [stream.arg for stream in region.streams if stream.folded]
-            if names:
-                raise ConfigError(
-                    f"{layout.model} mixes tokens outside attention ({', '.join(names)}), so its blocks cannot run "
-                    "tile by tile; leave reproducible out"
-                )
-
-
-def check_heads(config: ParallelConfig, heads: int | None, model: str) -> None:
-    """Refuse more tensor ranks than heads, and more Ulysses ranks than a tensor rank has heads.
-
-    Does nothing when the number of heads is not known; the first attention call looks again.
-
-    Raises:
-        ConfigError: naming both and the way out.
-    """
-    if heads is None:
-        return
-    if config.tensor > heads:
-        raise ConfigError(
-            f"tensor={config.tensor} is more than the {heads} attention heads of {model}; use tensor <= {heads} and "
-            "ulysses or ring for the rest"
-        )
-    # Uneven cuts leave the last rank with the fewest heads.
-    local = heads // config.tensor
-    if config.ulysses > local:
-        divisors = [d for d in range(1, local + 1) if local % d == 0 and config.sequence % d == 0]
-        best = divisors[-1]
-        whose = (
-            f"{local} attention heads that tensor={config.tensor} leaves a rank"
-            if config.tensor > 1
-            else (f"{heads} attention heads")
-        )
-        raise ConfigError(
-            f"ulysses={config.ulysses} is more than the {whose} of {model}; "
-            f"use ulysses={best} with ring={config.sequence // best}"
-        )
-
-
-def _inside(model: nn.Module, within: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Run a model's forward inside a context; returns the undo."""
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with within():
-            return restore.original(*args, **kwargs)
-
-    restore = replace_method(model, "forward", forward)
-    return restore
-
-
-def check_pipe(config: ParallelConfig, models: Sequence[tuple[nn.Module, TokenLayout]]) -> None:
-    """Refuse what PipeFusion cannot run.
-
-    Raises:
-        ConfigError: naming it and the way out.
-    """
-    for model, layout in models:
-        check_layout(layout)
-        first_cut(model, layout, config)
-
-
-def _noise_of(target: Any) -> tuple[float, ...] | None:
-    """Noise levels of the request's steps, if the target is a pipeline with a scheduler."""
-    return noise_levels(getattr(target, "scheduler", None))
-
-
-def _starting(begin: list[Callable[[], None]]) -> Callable[..., Any]:
-    """A step of the pipeline's door that tells every strategy that a request begins."""
-
-    def start(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        for strategy in begin:
-            strategy()
-        return args, kwargs
-
-    return start
-
-
-def _quiet(pipe: Any) -> Callable[[], None]:
-    """Silence a pipeline's progress bar; returns what undoes it."""
-    before = vars(pipe).get("_progress_bar_config")
-    pipe.set_progress_bar_config(**{**(before or {}), "disable": True})
-
-    def undo() -> None:
-        if before is None:
-            del pipe._progress_bar_config
-        else:
-            pipe._progress_bar_config = before
-
-    return undo
 
 
 def _check_backend(model: nn.Module) -> None:

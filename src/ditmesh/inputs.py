@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,7 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .comm import Link
+from .config import ParallelConfig
 from .errors import InputError
+from .strategies.base import Call, Context, Strategy
+from .strategies.stages import spread_parameters
+from .strategies.tensor import already_cut
 
 # A weight's fingerprint reads this many of its values, evenly spread.
 SAMPLES = 64
@@ -233,3 +238,89 @@ def _set_default_states(pipe: Any, states: dict[str, Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], pipe.device)
+
+
+class SameInputs(Strategy):
+    """The same inputs, weights and settings on every rank, for every pipeline."""
+
+    name = "inputs"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._agreed: dict[int, AgreedInputs] = {}
+        self._fingerprint: str | None = None
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.world_size > 1 and config.inputs != "trust"
+
+    def prepare(self, pipe: Any) -> None:
+        """See `Strategy.prepare`: weights are compared before any are cut."""
+        if pipe is not None:
+            self._fingerprint = weights_fingerprint(pipe, self._cut_already())
+
+    def _cut_already(self) -> dict[int, set[str]]:
+        """By `id` of a transformer the weights that `ditmesh.load` has cut: they differ from rank to rank."""
+        tensor = self.context.mesh.tensor.size
+        cut = {id(model.model): spread_parameters(model.model, model.layout) for model in self.context.models}
+        for model in self.context.models if tensor > 1 else ():
+            cut[id(model.model)] |= already_cut(model.model, tensor)
+        return cut
+
+    def attach(self, pipe: Any, undo: ExitStack) -> None:
+        """See `Strategy.attach`. The transformers of a later pipeline have been compared with the first one's."""
+        fingerprint, self._fingerprint = self._fingerprint, None
+        if fingerprint is None:
+            shared = {id(model.model): set(model.model.state_dict()) for model in self.context.models}
+            fingerprint = weights_fingerprint(pipe, shared)
+        config, mesh = self.context.config, self.context.mesh
+        self._agreed[id(pipe)] = AgreedInputs(pipe, mesh.world, config.inputs, fingerprint)
+        undo.callback(self._agreed.pop, id(pipe))
+
+    def arguments(self, pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """See `Strategy.arguments`."""
+        return self._agreed[id(pipe)].agree(args, kwargs)
+
+    def outside_request(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See `Strategy.outside_request`: nobody has made these inputs the same, so they are compared.
+
+        Raises:
+            InputError: on all ranks alike; they differ.
+        """
+        world = self.context.mesh.world
+        own = {f"argument {key}": digest(value) for key, value in (*_numbered(args), *kwargs.items())}
+        every: list[Any] = [None] * world.size
+        dist.all_gather_object(every, own, group=world.group)
+        differing = differences(every)
+        if differing:
+            raise InputError(
+                f"a parallel transformer was called outside of its pipeline, with other inputs on other ranks: "
+                f"{'; '.join(differing)}. Call ditmesh.parallelize() on the pipeline that calls it, too: it shares the "
+                "ranks, and its inputs are made the same"
+            )
+
+
+class QuietRanks(Strategy):
+    """One progress bar for all ranks."""
+
+    name = "progress"
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.world_size > 1
+
+    def attach(self, pipe: Any, undo: ExitStack) -> None:
+        """See `Strategy.attach`."""
+        if self.context.mesh.rank > 0:
+            before = vars(pipe).get("_progress_bar_config")
+            undo.callback(_put_back, pipe, before)
+            pipe.set_progress_bar_config(**{**(before or {}), "disable": True})
+
+
+def _put_back(pipe: Any, progress: Any) -> None:
+    if progress is None:
+        vars(pipe).pop("_progress_bar_config", None)
+    else:
+        pipe._progress_bar_config = progress

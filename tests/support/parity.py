@@ -44,7 +44,7 @@ def parity(name: str, config: dict[str, Any], size: Size, masks: bool = True) ->
 
 def without_exchange(name: str, config: dict[str, Any], size: Size) -> float:
     """Error of `parity` when no rank sees another's keys."""
-    with mock.patch("ditmesh.engine.SequenceParallel", NoExchange):
+    with mock.patch("ditmesh.strategies.sequence.ExactSequence.kind", NoExchange):
         return parity(name, config, size)["error"]
 
 

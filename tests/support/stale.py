@@ -26,9 +26,9 @@ def displaced(ring: int = 2, warmup: str = "fixed(1)", **more: Any) -> dict[str,
 
 
 def handler_of(model: Any) -> DisplacedParallel:
-    (doors,) = ditmesh.engine_of(model).doors
-    assert isinstance(doors.handler, DisplacedParallel)
-    return doors.handler
+    (hooks,) = ditmesh.engine_of(model).hooks
+    assert isinstance(hooks.handler, DisplacedParallel)
+    return hooks.handler
 
 
 def next_step(model: Any) -> None:
@@ -143,7 +143,7 @@ class Reference(SequenceParallel):
 
 def reference(name: str, size: Size, steps: int, ranks: int) -> list[Tensor]:
     """`moving` steps of displaced attention with `Reference`."""
-    spelt_out = mock.patch("ditmesh.engine.SequenceParallel", type("R", (Reference,), {"ranks": ranks}))
+    spelt_out = mock.patch("ditmesh.strategies.sequence.ExactSequence.kind", type("R", (Reference,), {"ranks": ranks}))
     with spelt_out, ditmesh.parallelized(tiny(name), {}):
         return [run(tiny(name), arguments) for arguments in moving(name, size, steps)]
 

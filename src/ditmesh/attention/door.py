@@ -1,4 +1,4 @@
-"""The door to attention: one function through which every softmax attention of diffusers passes.
+"""Interception of attention: one function through which every softmax attention of diffusers passes.
 
 diffusers reaches attention in two ways, its dispatcher (with the default ``native`` backend) and the older
 processors; both end in ``torch.nn.functional.scaled_dot_product_attention``. While at least one model is
@@ -6,8 +6,8 @@ parallelised that function is replaced by a thin one which asks whether the call
 that somebody handles; everyone else (VAE, text encoders, other models, other threads) gets the original.
 
 This module holds the only process-wide state of ditmesh, because the function it stands in for is
-process-wide: the number of open doors and, per thread of execution, the handler in charge. When the last
-door closes, the original function object is back in its place.
+process-wide: how many models are intercepted and, per thread of execution, the handler in charge. When the last one is
+restored, the original function object is back in its place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..errors import LayoutError
 
 
 class AttentionHandler(Protocol):
-    """Whoever computes attention inside a block. Shapes: q (B, H, Sq, D), k and v (B, Hk, Sk, D)."""
+    """Computes attention inside a block. Shapes: q (B, H, Sq, D), k and v (B, Hk, Sk, D)."""
 
     def attend(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
@@ -39,7 +39,56 @@ sdpa = F.scaled_dot_product_attention
 _handler: ContextVar[AttentionHandler | None] = ContextVar("ditmesh_attention_handler", default=None)
 _lock = threading.Lock()
 _open_doors = 0
-_replaced: Any = None
+
+
+class _Interceptor:
+    """Stands in for torch's function. Taken off while somebody else stands around it, it only passes calls on."""
+
+    def __init__(self) -> None:
+        self.original: Any = F.scaled_dot_product_attention
+        self.active = True
+
+        def scaled_dot_product_attention(
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attn_mask: Tensor | None = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            scale: float | None = None,
+            enable_gqa: bool = False,
+        ) -> Tensor:
+            if torch.compiler.is_compiling():
+                # A compiled block must not trace who handles it, which changes from call to call: it asks when it runs.
+                return torch.ops.ditmesh.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            handler = _handler.get() if self.active else None
+            if handler is not None:
+                return _handled(handler, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return self.original(
+                query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+
+        self._function = scaled_dot_product_attention
+        F.scaled_dot_product_attention = self._function  # type: ignore[assignment]
+
+    def remove(self) -> None:
+        self.active = False
+        # A plug-in may have replaced the function meanwhile, and may call this one: then it stays where it is.
+        if F.scaled_dot_product_attention is self._function:
+            F.scaled_dot_product_attention = self.original
+
+
+_interceptor: _Interceptor | None = None
+
+
+def original() -> Any:
+    """The attention function in force outside of blocks: torch's own, or what a plug-in has put in its place."""
+    return sdpa if _interceptor is None else _interceptor.original
+
+
+def handle(handler: AttentionHandler | None) -> None:
+    """Hand this thread's attention calls to ``handler`` from now on; None: to nobody."""
+    _handler.set(handler)
 
 
 def enter(handler: AttentionHandler) -> Token[AttentionHandler | None]:
@@ -53,42 +102,26 @@ def leave(token: Token[AttentionHandler | None]) -> None:
 
 
 def open_door() -> None:
-    """Put the door in place, unless it is. Every call is undone by one `close_door`."""
-    global _open_doors, _replaced
+    """Intercept attention, unless it is intercepted already. Every call is undone by one `close_door`."""
+    global _open_doors, _interceptor
     with _lock:
         if _open_doors == 0:
-            _replaced = F.scaled_dot_product_attention
-            F.scaled_dot_product_attention = _scaled_dot_product_attention
+            _interceptor = _Interceptor()
         _open_doors += 1
 
 
 def close_door() -> None:
     """Undo one `open_door`; the last one puts the replaced function back."""
-    global _open_doors, _replaced
+    global _open_doors, _interceptor
     with _lock:
         _open_doors -= 1
-        if _open_doors == 0:
-            F.scaled_dot_product_attention = _replaced
-            _replaced = None
+        if _open_doors == 0 and _interceptor is not None:
+            _interceptor.remove()
+            _interceptor = None
 
 
-def _scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    if torch.compiler.is_compiling():
-        # A compiled block must not trace who handles it, which changes from call to call: it asks when it runs.
-        return torch.ops.ditmesh.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return _through_the_door(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-
-
-def _through_the_door(
+def _handled(
+    handler: AttentionHandler,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -98,19 +131,6 @@ def _through_the_door(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    handler = _handler.get()
-    if handler is None:
-        original = _replaced or sdpa
-        return original(
-            query,
-            key,
-            value,
-            attn_mask=attn_mask,
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
     if is_causal or dropout_p:
         what = "is_causal=True" if is_causal else f"dropout_p={dropout_p}"
         raise LayoutError(
@@ -142,7 +162,13 @@ def _attend_op(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    out = _through_the_door(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    handler = _handler.get()
+    if handler is not None:
+        out = _handled(handler, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    else:
+        out = original()(
+            query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     # One memory order, whoever computes: the compiler plans for the one `_attend_shape` declares.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     return out.clone() if out.data_ptr() in (query.data_ptr(), value.data_ptr()) else out

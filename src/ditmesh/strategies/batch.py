@@ -10,7 +10,9 @@ are exchanged, and the later calls are answered from them once their arguments h
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +20,15 @@ from torch import Tensor, nn
 
 from ..alignment import ALIGNMENT
 from ..comm import Link
+from ..config import ParallelConfig
+from ..core.patching import CallChain, Patch, Proceed
 from ..layout.arguments import Arguments, covers, parameter_names
-from ..methods import replace_method
 from ..staleness.clock import same
+from ..staleness.control import StepControl
 from ..tiles import even_cut, offsets
+from .base import Context, Request, Strategy
 from .lazy import LazyPatches, Owners
+from .pipefusion import PipeFusion
 
 # Stands among the arguments of a call for what else the result depends on. No argument has such a name.
 _STATE = "<state>"
@@ -56,10 +62,11 @@ class Share:
 
 
 class BatchParallel:
-    """Stands in for a transformer's forward and shares its rows and branches out.
+    """A transformer's forward, with its rows and branches shared out.
 
     Args:
-        model: the transformer; its ``forward`` is replaced on the instance until `close`.
+        model: the transformer.
+        chain: what wraps its forward; this becomes the next layer.
         rows: link over all ranks that may share rows (guidance and data axes).
         data: link of the data axis alone, used when the guidance axis shares branches.
         branches: link of the guidance axis.
@@ -70,11 +77,13 @@ class BatchParallel:
 
     Attributes:
         running: what the model's own forward computes at the moment, or computed last.
+        close: takes the layer off again.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        chain: CallChain,
         rows: Link,
         data: Link,
         branches: Link,
@@ -89,16 +98,12 @@ class BatchParallel:
         self.rows, self.data, self.branches = rows, data, branches
         self.unbatched, self.listed = unbatched, listed
         self._names = parameter_names(type(model).forward)
-        self._restore = replace_method(model, "forward", self._call)
-        self._forward: Callable[..., Any] = self._restore.original
+        self._forward: Callable[..., Any] = model.forward
+        self.close = chain.add(self._call)
         self.running = Share()
         self._before = _Step()
         self._now = _Step()
         self._steps = 0
-
-    def close(self) -> None:
-        """Put the model's own forward back."""
-        self._restore()
 
     def begin_request(self) -> None:
         """A new request starts: what the branches of the last one were is forgotten.
@@ -110,7 +115,8 @@ class BatchParallel:
 
     # --- one call ------------------------------------------------------------------------------------------
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        self._forward = proceed
         arguments = Arguments(self._names, args, kwargs)
         if self.branches.size == 1:
             return self._shared(arguments, self.rows)
@@ -220,21 +226,23 @@ class RowSplit:
         owner, name: the method; replaced on the instance until `close`.
         link: ranks that share the rows.
         one_by_one: every row by itself, as in `BatchParallel`.
+
+    Attributes:
+        open: whether a request of these ranks is in progress; outside of one every rank decodes what it is given, which
+            may be its own.
     """
 
     def __init__(self, owner: Any, name: str, link: Link, one_by_one: bool = False) -> None:
         self.link = link
         self.one_by_one = one_by_one
-        self._restore = replace_method(owner, name, self._call)
-
-    def close(self) -> None:
-        """Put the method back."""
-        self._restore()
+        self.open = False
+        self._restore = Patch(owner, name, self._call)
+        self.close = self._restore.undo
 
     def _call(self, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
         link, batch = self.link, rows.shape[0]
         # A decoder that is told a number of frames has the frames of a video in its rows, and mixes them.
-        if batch < 2 or "num_frames" in kwargs:
+        if batch < 2 or not self.open or "num_frames" in kwargs:
             return self._restore.original(rows, *args, **kwargs)
         counts = even_cut(batch, link.size)
         start, count = offsets(counts)[link.rank], counts[link.rank]
@@ -372,3 +380,89 @@ def _takes_halves(model: nn.Module) -> bool:
     """
     hooks = getattr(getattr(model, "_diffusers_hook", None), "hooks", {})
     return any(getattr(hook, "is_guidance_distilled", None) is False for hook in hooks.values())
+
+
+class Rows(Strategy):
+    """Rows of the batch and branches of guidance of every transformer."""
+
+    name = "data and cfg"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.rows: list[BatchParallel] = []
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`. Also on one device in reproducible mode: its rows run one by one."""
+        return config.data * config.cfg > 1 or config.reproducible
+
+    def apply(self, undo: ExitStack) -> None:
+        """See `Strategy.apply`."""
+        mesh = self.context.mesh
+        for number, model in enumerate(self.context.models):
+            layout = model.layout
+            rows = BatchParallel(
+                model.model,
+                model.chain,
+                mesh.batch,
+                mesh.data,
+                mesh.cfg,
+                layout.unbatched,
+                layout.listed,
+                self.context.config.reproducible,
+                partial(self._before_rows, number),
+            )
+            self.rows.append(model.add(rows))
+            undo.callback(rows.close)
+
+    def begin_request(self, request: Request) -> None:
+        """See `Strategy.begin_request`."""
+        for rows in self.rows:
+            rows.begin_request()
+
+    def _before_rows(self, number: int, run: Share) -> None:
+        """Rows of a branch are about to run in transformer ``number``, whoever asked for them."""
+        control = self.context.find(StepControl)
+        if control is not None:
+            control.clock.rows = run.rows
+            if run.ahead and run.branch is not None:
+                control.clock.branch = run.branch
+        pipe = self.context.models[number].find(PipeFusion)
+        if pipe is not None:
+            branch = None if run.branch is None else (run.step, (run.branch, run.link, run.ahead))
+            pipe.announce(branch, run.rows)
+
+
+class DecodedRows(Strategy):
+    """Rows of the batch in the decoder of every pipeline."""
+
+    name = "data and cfg"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._splits: dict[int, RowSplit] = {}
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return Rows.wanted(config)
+
+    def attach(self, pipe: Any, undo: ExitStack) -> None:
+        """See `Strategy.attach`. Pipelines that share a decoder are decoded by the request that is open."""
+        vae = getattr(pipe, "vae", None)
+        if vae is not None:
+            split = RowSplit(vae, "decode", self.context.mesh.batch, self.context.config.reproducible)
+            self._splits[id(pipe)] = split
+            undo.callback(self._splits.pop, id(pipe))
+            undo.callback(split.close)
+
+    def begin_request(self, request: Request) -> None:
+        """See `Strategy.begin_request`."""
+        split = self._splits.get(id(request.pipe))
+        if split is not None:
+            split.open = True
+
+    def end_request(self, failed: bool) -> None:
+        """See `Strategy.end_request`."""
+        for split in self._splits.values():
+            split.open = False

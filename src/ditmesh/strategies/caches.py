@@ -7,14 +7,18 @@ summed over the ranks before it is compared, so that the decision is one device'
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..comm import Link
+from ..config import ParallelConfig
+from ..core.patching import Proceed
 from ..errors import InputError
 from ..methods import replace_method
+from .base import Strategy
 
 
 class AgreedCaches:
@@ -43,6 +47,11 @@ class AgreedCaches:
         for hook in _first_block_hooks(self._model):
             if all(hook is not other for other in known):
                 self._replaced.append((hook, self._agreeing(hook)))
+
+    def around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        """A layer of the model's forward that looks for hooks before each call."""
+        self.begin_call()
+        return proceed(*args, **kwargs)
 
     def close(self) -> None:
         """Give every hook its own decision back."""
@@ -78,3 +87,21 @@ def _first_block_hooks(model: nn.Module) -> list[Any]:
         hooks = getattr(registry, "hooks", {})
         found += [hook for hook in hooks.values() if hasattr(hook, "_should_compute_remaining_blocks")]
     return found
+
+
+class Caches(Strategy):
+    """diffusers' caches of every transformer, deciding together."""
+
+    name = "caches"
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.world_size > 1
+
+    def apply(self, undo: ExitStack) -> None:
+        """See `Strategy.apply`."""
+        for model in self.context.models:
+            caches = AgreedCaches(model.model, self.context.mesh.world)
+            undo.callback(caches.close)
+            undo.callback(model.chain.add(caches.around_call))

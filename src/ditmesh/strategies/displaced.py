@@ -11,6 +11,9 @@ them. A rank writes its own tokens into their place, and the others' into theirs
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -22,7 +25,11 @@ from ..config import ParallelConfig
 from ..mesh import Mesh
 from ..staleness.control import StepControl
 from ..tiles import offsets
+from .base import ParallelModel, Request
+from .hooks import Handler
 from .sequence import SequenceParallel
+from .steps import numbered
+from .tokens import TokenStrategy
 
 # Branch, block, attention call of the block.
 Key = tuple[int, str, int]
@@ -242,3 +249,39 @@ class _Buffer:
 def _joined(slots: list[Tensor]) -> tuple[int, ...]:
     """Shape of several slots, one after the other."""
     return (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
+
+
+class StaleStrategy(TokenStrategy):
+    """What token strategies share whose steps are not all synchronous."""
+
+    promise = "none"
+    # The handler's class.
+    kind: ClassVar[type[StaleSequence]]
+
+    def handler(self, model: ParallelModel) -> Handler:
+        """See `TokenStrategy.handler`."""
+        control = self.context.get(StepControl)
+        return self.kind(self.context.config, self.context.mesh, control, numbered(model, control.monitor))
+
+    def begin_request(self, request: Request) -> None:
+        """See `Strategy.begin_request`."""
+        for handler in self.handlers():
+            handler.end_request()
+
+    def end_request(self, failed: bool) -> None:
+        """See `Strategy.end_request`."""
+        for handler in self.handlers():
+            with suppress(RuntimeError) if failed else nullcontext():
+                handler.end_request()
+
+
+class Displaced(StaleStrategy):
+    """Keys and values of the step before."""
+
+    name = "displaced"
+    kind = DisplacedParallel
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.exchange == "displaced"

@@ -9,7 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..attention.segments import SpreadAttention
-from .displaced import Key, StaleSequence
+from ..config import ParallelConfig
+from .displaced import Key, StaleSequence, StaleStrategy
 from .sequence import SequenceParallel
 
 
@@ -21,3 +22,15 @@ class NaiveParallel(StaleSequence):
         if self.control.decision.synchronous:
             return SequenceParallel.mix(self, attention)
         return self.own_tokens(attention)
+
+
+class Naive(StaleStrategy):
+    """No exchange after the warm-up."""
+
+    name = "naive"
+    kind = NaiveParallel
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.exchange == "naive"

@@ -23,14 +23,20 @@ from ..comm import Link
 from ..config import ParallelConfig
 from ..doors import BlockSite
 from ..errors import ConfigError, LayoutError
-from ..layout import Region, Stream
+from ..layout import Region, Stream, TokenLayout
 from ..layout.arguments import Arguments, parameter_names
 from ..mesh import Mesh
 from ..methods import replace_method
 from ..staleness.drift import DriftMonitor
 from ..tiles import even_cut
 from .balance import Balance
+from .base import ParallelModel
+from .heads import check_heads, heads_of
+from .hooks import Handler
 from .sequence import MIN_TEXT_TOKENS, SequenceParallel, of_ranks, result_of
+from .steps import Steps, numbered
+from .tiled import check_tiles
+from .tokens import TokenStrategy
 
 
 @dataclass
@@ -480,3 +486,27 @@ def streams_of(site: BlockSite, output: Any) -> dict[str, Tensor]:
 def is_read(site: BlockSite, stream: Stream) -> bool:
     """Whether anybody reads this stream of the block's result."""
     return stream.used_after or not site.is_last or site.feeds_next
+
+
+class PatchTokens(TokenStrategy):
+    """Tokens of one patch after the other."""
+
+    name = "pipe"
+    promise = "none"
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.stages_or_patches
+
+    @classmethod
+    def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
+        """See `Strategy.check`."""
+        check_heads(config, heads_of(model), type(model).__name__)
+        if config.reproducible:
+            check_tiles(layout)
+
+    def handler(self, model: ParallelModel) -> Handler:
+        """See `TokenStrategy.handler`."""
+        monitor = self.context.get(Steps).monitor
+        return PatchParallel(self.context.config, self.context.mesh, monitor, numbered(model, monitor))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -23,13 +24,15 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..alignment import aligned
 from ..comm.link import Arriving
+from ..config import ParallelConfig
+from ..core.patching import CallChain, Proceed
 from ..errors import ConfigError, LayoutError
 from ..layout import Region, TokenLayout
 from ..layout.arguments import Arguments, covers, parameter_names
 from ..mesh import Mesh
-from ..methods import replace_method
 from ..staleness.clock import same
 from ..tiles import even_cut
+from .base import Context, Request, Strategy
 from .lazy import COMMON, Later, LazyPatches, whole_of
 from .passes import Look, Pass, PatchPass, Plan, StageDone, Timing, Trial, marked_tokens, owners_of, runs_of
 from .patches import Memory, PatchParallel
@@ -41,16 +44,17 @@ _STEPS_UNDER_WAY = 4
 
 
 class PipeFusion:
-    """Stands in for a transformer's forward and runs it patch by patch, stage by stage.
+    """A transformer's forward, run patch by patch, stage by stage.
 
     Args:
-        model: the transformer; its ``forward`` is replaced on the instance until `close`.
+        model: the transformer.
         layout: its layout.
-        handler: behind the model's doors.
+        handler: of the model's hooks.
         mesh: ranks and links.
         stages: which stage has which blocks.
         patches: patches of the picture, M.
         steps: the request's steps.
+        chain: what wraps the model's forward; this becomes its next layer.
 
     Attributes:
         numbers: of every block, by its path.
@@ -68,8 +72,8 @@ class PipeFusion:
         stages: Stages,
         patches: int,
         steps: Steps,
+        chain: CallChain,
     ) -> None:
-        check_layout(layout)
         self.model = model
         self.layout = layout
         self.handler = handler
@@ -85,8 +89,8 @@ class PipeFusion:
         self._sent: deque[Arriving] = deque()
         self._expected: list[Arriving] = []
         self.begin_request()
-        self._restore = replace_method(model, "forward", self._call)
-        self._forward: Callable[..., Any] = self._restore.original
+        self._forward: Callable[..., Any] = model.forward
+        self._remove = chain.add(self._around_call)
         # Before whoever shares the call's rows out: all ranks see all of them, and count the same steps.
         self._handle = model.register_forward_pre_hook(self._begin, with_kwargs=True)
 
@@ -147,17 +151,18 @@ class PipeFusion:
             self._sent.popleft().wait(timeout)
 
     def close(self) -> None:
-        """Put the model's own forward back."""
+        """Take the layer off the model's forward."""
         self.end_request(failed=True)
         self._handle.remove()
-        self._restore()
+        self._remove()
 
     # --- one call ------------------------------------------------------------------------------------------
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._asked = Arguments(self._names, args, kwargs)
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
+    def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        self._forward = proceed
         key = self._branch()
         memory = self._memory.setdefault(key, Memory())
         # A branch that comes for the first time, or that was left out, has no keys of the step before.
@@ -458,25 +463,6 @@ class PipeFusion:
         plan.text_along = {region.blocks for region, able in zip(lists, good, strict=True) if not able}
 
 
-def check_layout(layout: TokenLayout) -> None:
-    """Refuse models whose blocks cannot be run patch by patch.
-
-    Raises:
-        ConfigError: with the model's name and the reason.
-    """
-    reason = None
-    if layout.alternating:
-        reason = "its block lists run by turns over frames and over tokens, which are not patches of one another"
-    elif any(region.leaves or region.grid for region in layout.regions):
-        reason = "its blocks mix tokens by convolution or linear attention, of which no stale keys can be kept"
-    elif any(stream.name not in ("image", "text") for region in layout.regions for stream in region.streams):
-        reason = "it draws two streams of tokens at once, and only one is cut into patches"
-    elif any(stream.folded for region in layout.regions for stream in region.streams):
-        reason = "its tokens are folded into the batch"
-    if reason is not None:
-        raise ConfigError(f"{layout.model} cannot run with pipe or patches: {reason}; use ulysses, ring or tensor")
-
-
 def _settled(leaf: Any) -> Any:
     return leaf.settled if isinstance(leaf, LazyPatches) and leaf.settled is not None else leaf
 
@@ -511,3 +497,56 @@ def _same_time(seen: dict[str, Any], before: dict[str, Any]) -> bool:
 def _same_otherwise(seen: dict[str, Any], before: dict[str, Any]) -> bool:
     """Whether two calls at one timestep ask for the same thing, whatever the latents."""
     return seen.keys() == before.keys() and all(_same(value, before[path]) for path, value in seen.items())
+
+
+class PipeFusionCalls(Strategy):
+    """A call of every transformer as a row of calls, one for each patch."""
+
+    name = "pipe"
+    promise = "none"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.pipes: list[PipeFusion] = []
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.stages_or_patches
+
+    def apply(self, undo: ExitStack) -> None:
+        """See `Strategy.apply`."""
+        config, steps = self.context.config, self.context.get(Steps)
+        for model in self.context.models:
+            handler = model.get(PatchParallel)
+            pipe = PipeFusion(
+                model.model,
+                model.layout,
+                handler,
+                self.context.mesh,
+                model.get(Stages),
+                config.patches or config.pipe,
+                steps,
+                model.chain,
+            )
+            self.pipes.append(model.add(pipe))
+            undo.callback(pipe.close)
+
+    def begin_request(self, request: Request) -> None:
+        """See `Strategy.begin_request`."""
+        for pipe in self.pipes:
+            pipe.begin_request()
+
+    def end_request(self, failed: bool) -> None:
+        """See `Strategy.end_request`."""
+        for pipe in self.pipes:
+            pipe.end_request(failed)
+
+    def result(self, value: Any) -> Any:
+        """See `Strategy.result`: whole tensors in place of patches that have still to come."""
+        flushes = [pipe.flushes for pipe in self.pipes]
+        value = whole_result(value)
+        # At the end everything has to come anyway: that is no pause.
+        for pipe, count in zip(self.pipes, flushes, strict=True):
+            pipe.flushes = count
+        return value

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,17 @@ from ..attention.ulysses import HeadExchange
 from ..config import ParallelConfig
 from ..doors import BlockSite, Piece
 from ..errors import ConfigError, LayoutError
-from ..layout import Attention, Grid, Stream
+from ..layout import Attention, Grid, Stream, TokenLayout
 from ..layout.arguments import MISSING, Arguments, covers
 from ..mesh import Mesh
 from ..methods import replace_method
 from ..tiles import weighted_cut
 from . import leaves
 from .balance import Balance
+from .base import ParallelModel
+from .heads import check_heads, heads_of
+from .hooks import Handler
+from .tokens import TokenStrategy
 
 # A rank's share of a text stream below this is not worth cutting: its matrices get too thin.
 MIN_TEXT_TOKENS = 4
@@ -468,3 +472,26 @@ def with_result(output: Any, stream: Stream, value: Tensor) -> Any:
     items = list(output)
     items[stream.out] = value
     return tuple(items)
+
+
+class ExactSequence(TokenStrategy):
+    """Ulysses, ring or both; on one device, nothing but the hooks."""
+
+    # The handler's class.
+    kind: ClassVar[type[SequenceParallel]] = SequenceParallel
+    name = "ulysses and ring"
+    promise = "tolerance"
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.exchange == "exact" and not config.reproducible and not config.stages_or_patches
+
+    @classmethod
+    def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
+        """See `Strategy.check`."""
+        check_heads(config, heads_of(model), type(model).__name__)
+
+    def handler(self, model: ParallelModel) -> Handler:
+        """See `TokenStrategy.handler`."""
+        return self.kind(self.context.config, self.context.mesh)

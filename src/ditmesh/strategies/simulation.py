@@ -18,13 +18,18 @@ from torch import Tensor, nn
 
 from ..comm import Arriving, Link, Traffic
 from ..config import AXES, ParallelConfig
-from ..doors import BlockSite, Piece
+from ..core.patching import Proceed
 from ..errors import ConfigError, LayoutError
 from ..layout.arguments import Arguments
 from ..mesh import Mesh
-from ..methods import replace_method
+from ..staleness.control import StepControl
 from . import leaves
-from .sequence import SequenceParallel
+from .base import ParallelModel
+from .displaced import DisplacedParallel, StaleStrategy
+from .hooks import BlockSite, Handler, Piece
+from .naive import NaiveParallel
+from .sequence import ExactSequence, SequenceParallel
+from .steps import numbered
 from .virtual import ask, run_together
 
 # The virtual rank that the coroutine in progress is.
@@ -113,17 +118,11 @@ class SimulatedSequence:
 
     Args:
         handlers: one for each virtual rank.
-        model: the transformer; its ``forward`` is replaced on the instance until `close`.
     """
 
-    def __init__(self, handlers: Sequence[SequenceParallel], model: nn.Module) -> None:
+    def __init__(self, handlers: Sequence[SequenceParallel]) -> None:
         self.handlers = list(handlers)
         self.balance = self.handlers[0].balance
-        self._restore = replace_method(model, "forward", self._run)
-
-    def close(self) -> None:
-        """Put the model's own forward back."""
-        self._restore()
 
     def end_request(self) -> None:
         """Forget everything about a request."""
@@ -170,13 +169,13 @@ class SimulatedSequence:
     def _mine(self) -> SequenceParallel:
         return self.handlers[_rank.get()]
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         """The transformer's forward, once for every virtual rank. All have the same result; it is the first one's."""
 
         def run(rank: int) -> Any:
             token = _rank.set(rank)
             try:
-                return self._restore.original(*args, **kwargs)
+                return proceed(*args, **kwargs)
             finally:
                 _rank.reset(token)
 
@@ -191,6 +190,35 @@ class _OwnLink:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._links[_rank.get()], name)
+
+
+class SimulatedExact(ExactSequence):
+    """Exact sequence parallelism of virtual ranks."""
+
+    def handler(self, model: ParallelModel) -> Handler:
+        """See `TokenStrategy.handler`."""
+        return SimulatedSequence([self.kind(self.context.config, view) for view in _views(self.context.mesh)])
+
+
+class SimulatedStale(StaleStrategy):
+    """Stale sequence strategies of virtual ranks."""
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.exchange != "exact"
+
+    def handler(self, model: ParallelModel) -> Handler:
+        """See `TokenStrategy.handler`."""
+        config, control = self.context.config, self.context.get(StepControl)
+        blocks = numbered(model, control.monitor)
+        kind = DisplacedParallel if config.exchange == "displaced" else NaiveParallel
+        return SimulatedSequence([kind(config, view, control, blocks) for view in _views(self.context.mesh)])
+
+
+def _views(mesh: Mesh) -> list[Mesh]:
+    assert isinstance(mesh, VirtualMesh)
+    return mesh.ranks
 
 
 def _meet(questions: list[tuple[str, Any]]) -> list[list[Any]]:

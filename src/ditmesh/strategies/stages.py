@@ -6,7 +6,7 @@ A stage is a run of consecutive blocks over all block lists of a model, in the o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..layout import TokenLayout
 from ..mesh import Mesh
 from ..methods import replace_method
 from .balance import Balance, mixed
+from .base import Strategy
 
 # Parts of a parameter's path that mark work on a vector or on the short text stream, not on the image's tokens.
 _NOT_IMAGE = ("norm", "ada", "mod", "context", "add_", "txt", "text", "temb", "time", "to_k_ip", "to_v_ip")
@@ -325,3 +326,46 @@ def _refuse_to(name: str) -> Callable[..., Any]:
         raise InputError(f"{name}() would save this stage's blocks only; call ditmesh.restore(...) first")
 
     return refuse
+
+
+class PipelineStages(Strategy):
+    """The stages of every transformer of a pipeline."""
+
+    name = "pipe"
+    promise = "none"
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.stages_or_patches
+
+    @classmethod
+    def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
+        """See `Strategy.check`."""
+        check_layout(layout)
+        first_cut(model, layout, config)
+
+    def apply(self, undo: ExitStack) -> None:
+        """See `Strategy.apply`."""
+        for model in self.context.models:
+            stages = Stages(model.model, model.layout, self.context.config, self.context.mesh)
+            undo.callback(model.add(stages).close)
+
+
+def check_layout(layout: TokenLayout) -> None:
+    """Refuse models whose blocks cannot be run patch by patch.
+
+    Raises:
+        ConfigError: with the model's name and the reason.
+    """
+    reason = None
+    if layout.alternating:
+        reason = "its block lists run by turns over frames and over tokens, which are not patches of one another"
+    elif any(region.leaves or region.grid for region in layout.regions):
+        reason = "its blocks mix tokens by convolution or linear attention, of which no stale keys can be kept"
+    elif any(stream.name not in ("image", "text") for region in layout.regions for stream in region.streams):
+        reason = "it draws two streams of tokens at once, and only one is cut into patches"
+    elif any(stream.folded for region in layout.regions for stream in region.streams):
+        reason = "its tokens are folded into the batch"
+    if reason is not None:
+        raise ConfigError(f"{layout.model} cannot run with pipe or patches: {reason}; use ulysses, ring or tensor")

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..comm.link import Link
-from ..errors import ConfigError
+from ..config import ParallelConfig
+from ..errors import ConfigError, InputError
 from ..layout.arguments import Arguments, covers, parameter_names
 from ..staleness.control import StalenessLog, StepControl, StepRecord
 from ..staleness.drift import DriftMonitor, drifts_of
-from ..staleness.policy import Outlook, Past, WarmupPolicy
-from ..staleness.schedule import even_levels
+from ..staleness.policy import Outlook, Past, WarmupPolicy, parse
+from ..staleness.schedule import even_levels, noise_levels
+from .base import ParallelModel, Request, Strategy
+from .stages import blocks_of
 
 # What transformers call the timestep.
 TIMESTEPS = ("timestep", "t")
@@ -171,3 +174,62 @@ class Steps:
             return record.synchronous
         record.filled += 1
         return True
+
+
+def numbered(model: ParallelModel, monitor: DriftMonitor) -> dict[str, int]:
+    """Number in the drift monitor of every block of a transformer, by path."""
+    return {path: monitor.add_block(model.prefix + path) for path, _ in blocks_of(model.model, model.layout)}
+
+
+class StaleSteps(Strategy):
+    """The steps of a request, and which of them are synchronous. Before the strategies that ask."""
+
+    name = "warm-up"
+    promise = "none"
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.exchange != "exact" or config.stages_or_patches
+
+    def prepare(self, pipe: Any) -> None:
+        """See `Strategy.prepare`: the noise levels are those of the pipeline's scheduler."""
+        config, mesh = self.context.config, self.context.mesh
+        monitor = DriftMonitor(mesh.world.all_reduce, mesh.device)
+        policy = parse(config.warmup)
+
+        def noise() -> tuple[float, ...] | None:
+            return noise_levels(getattr(self.pipe, "scheduler", None))
+
+        if config.stages_or_patches:
+            self._source: Steps | StepControl = Steps(policy, config.patches or config.pipe, monitor, mesh.world, noise)
+        else:
+            self._source = StepControl(policy, mesh.sequence.size, monitor, noise)
+        self.context.add(self._source)
+        self.pipe = pipe
+
+    def apply(self, undo: ExitStack) -> None:
+        """See `Strategy.apply`."""
+        if isinstance(self._source, StepControl):
+            for model in self.context.models:
+                undo.callback(watch_calls(model.model, self._source))
+
+    def begin_request(self, request: Request) -> None:
+        """See `Strategy.begin_request`."""
+        self.pipe = request.pipe
+        self._source.begin_request(request.steps)
+
+    def end_request(self, failed: bool) -> None:
+        """See `Strategy.end_request`."""
+        if isinstance(self._source, Steps):
+            self._source.end_request(failed)
+        elif not failed:
+            self._source.end_request()
+
+    def outside_request(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See `Strategy.outside_request`."""
+        raise InputError(
+            "a transformer with stale keys and values was called outside of a request, and cannot know where one "
+            "begins; call ditmesh.parallelize() on the pipeline that calls it, too (they share the ranks), or "
+            "ditmesh.engine_of(...).begin_request() before its first step"
+        )

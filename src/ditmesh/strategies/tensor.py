@@ -8,6 +8,7 @@ tensors, so adapters, other axes and every backend work as they do on one device
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,8 +16,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..comm import Link
+from ..config import ParallelConfig
 from ..errors import InputError
+from ..layout import TokenLayout
 from ..layout.arguments import Arguments, covers, parameter_names
+from .base import Strategy
+from .heads import check_heads, heads_of
 from .rules import Table
 from .slices import Cut, Plan, Site, base_of, norm_width, plan
 
@@ -348,3 +353,24 @@ def _refuse_to(name: str) -> Callable[..., Any]:
         raise InputError(f"{name}() would save this rank's slices only; call ditmesh.restore(...) first")
 
     return refuse
+
+
+class TensorSlices(Strategy):
+    """Tensor parallelism of every transformer of a pipeline."""
+
+    name = "tensor"
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.tensor > 1
+
+    @classmethod
+    def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
+        """See `Strategy.check`."""
+        check_heads(config, heads_of(model), type(model).__name__)
+
+    def apply(self, undo: ExitStack) -> None:
+        """See `Strategy.apply`."""
+        for model in self.context.models:
+            undo.callback(model.add(TensorParallel(model.model, self.context.mesh.tensor)).close)

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,16 @@ from ..attention.segments import Segment, cut, local_length, total_length
 from ..config import ParallelConfig
 from ..doors import BlockSite
 from ..errors import ConfigError, LayoutError
-from ..layout import Stream
+from ..layout import Stream, TokenLayout
 from ..layout.arguments import Arguments, parameter_names
 from ..mesh import Mesh
 from ..methods import replace_method
 from ..tiles import even_cut, offsets, weighted_cut
+from .base import ParallelModel
+from .heads import check_heads, heads_of
+from .hooks import Handler
 from .sequence import SequenceParallel, of_ranks, result_of, with_result
+from .tokens import TokenStrategy
 from .virtual import ask, run_together
 
 # How many attention calls of the block in progress the tile has made; -1 outside of a block. Every coroutine has a
@@ -542,3 +546,43 @@ def _known(own: dict[int, Tensor], tile: int) -> Tensor:
             "use ring instead, or list the mask's source as `whole` in the layout"
         )
     return own[tile]
+
+
+class ReproducibleSequence(TokenStrategy):
+    """The same bits on any number of devices."""
+
+    # The handler's class.
+    kind: ClassVar[type[TiledSequence]] = TiledSequence
+    name = "reproducible"
+    promise = "bits"
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.reproducible and not config.stages_or_patches
+
+    @classmethod
+    def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
+        """See `Strategy.check`."""
+        check_heads(config, heads_of(model), type(model).__name__)
+        check_tiles(layout)
+
+    def handler(self, model: ParallelModel) -> Handler:
+        """See `TokenStrategy.handler`."""
+        return self.kind(self.context.config, self.context.mesh)
+
+
+def check_tiles(layout: TokenLayout) -> None:
+    """Refuse the reproducible mode for blocks that cannot run tile by tile.
+
+    Raises:
+        ConfigError: naming what is in the way.
+    """
+    for region in layout.regions:
+        names = [leaf.module for leaf in region.leaves]
+        names += [stream.arg for stream in region.streams if stream.folded]
+        if names:
+            raise ConfigError(
+                f"{layout.model} mixes tokens outside attention ({', '.join(names)}), so its blocks cannot run "
+                "tile by tile; leave reproducible out"
+            )

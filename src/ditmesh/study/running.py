@@ -231,10 +231,10 @@ class Taps:
         self._sums: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
 
     def __enter__(self) -> Taps:
-        for model, doors in zip(self._models, self._engine.doors, strict=True):
+        for model, hooks in zip(self._models, self._engine.hooks, strict=True):
             handle = model.register_forward_hook(self._called, with_kwargs=True)
             self._undo.append(handle.remove)
-            for handler in getattr(doors.handler, "handlers", ()):
+            for handler in getattr(hooks.handler, "handlers", ()):
                 if hasattr(handler, "mix_stale"):
                     self._tap(handler)
         return self

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from ..alignment import ALIGNMENT
-from ..doors import Piece, Tap
 from ..engine import DENOISERS, ENGINE, Engine, denoisers, find_layout
 from ..layout import TokenLayout
 from ..methods import replace_method
 from ..quality.metrics import absolute_error, token_digests
 from ..strategies.batch import Share
+from ..strategies.hooks import Piece, Tap
 
 SCHEDULER = "scheduler"
 
@@ -166,13 +166,13 @@ class _Watch:
         self._calls = 0
         self._rows = None
         undo.append(model.register_forward_pre_hook(self._begin, prepend=True).remove)
-        doors = [doors for doors in engine.doors if doors.model is model] if engine is not None else []
-        for door in doors:
-            door.tap = self._see
-            undo.append(functools.partial(setattr, door, "tap", None))
+        hooks = [hooks for hooks in engine.hooks if hooks.model is model] if engine is not None else []
+        for one in hooks:
+            one.tap = self._see
+            undo.append(functools.partial(setattr, one, "tap", None))
         if engine is not None:
             self._rows = next((rows for rows in engine.rows if rows.model is model), None)
-        if not doors:
+        if not hooks:
             undo.append(watch_blocks(model, find_layout(model), self._see))
 
     def _begin(self, *_: Any) -> None:

@@ -1,0 +1,1 @@
+"""What every strategy is made of: patches and call chains, block hooks, the request, the strategy protocol."""

@@ -1,0 +1,118 @@
+"""Attributes of one instance replaced, and layers around one module's forward; taken off again in any order.
+
+Others patch the same objects: accelerate's and diffusers' hooks wrap ``forward``, users replace methods. A patch is
+therefore taken off by identity. Where it is still on top, what was there before is put back; where somebody has wrapped
+it since, their wrapper stays and the patch under it does nothing from then on but call what it had replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+_MISSING = object()
+
+# Calls what a layer stands around.
+Proceed = Callable[..., Any]
+Layer = Callable[..., Any]
+
+
+class _Replacement:
+    """The callable that a `Patch` puts on an instance."""
+
+    def __init__(self, patch: Patch, replacement: Callable[..., Any]) -> None:
+        # `inspect.signature` follows ``__wrapped__``: whoever asks sees the parameters of the original.
+        functools.update_wrapper(self, replacement)
+        self.__wrapped__ = getattr(replacement, "__wrapped__", patch.original)
+        self.patch = patch
+        self.call = replacement
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+
+class Patch:
+    """``owner.name`` replaced on the instance until `undo`.
+
+    Args:
+        owner: any object with a ``__dict__``.
+        name: of a method.
+        replacement: takes the method's place; it may call `original`.
+
+    Attributes:
+        original: what was there, bound.
+        undone: whether the original is in force again.
+    """
+
+    def __init__(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        self.original: Callable[..., Any] = getattr(owner, name)
+        self.undone = False
+        self._owner, self._name = owner, name
+        self._had = vars(owner).get(name, _MISSING)
+        self._mine = _Replacement(self, replacement)
+        vars(owner)[name] = self._mine
+
+    def replace(self, replacement: Callable[..., Any]) -> None:
+        """Let another function stand in, at the same place among other patches."""
+        self._mine.call = replacement
+
+    def undo(self) -> None:
+        """Put back what was there, or, under somebody else's wrapper, do nothing from now on. Harmless twice."""
+        if self.undone:
+            return
+        self.undone, self._mine.call = True, self.original
+        if vars(self._owner).get(self._name) is not self._mine:
+            return
+        had = self._had
+        # Patches that lay under this one and were undone before it.
+        while isinstance(had, _Replacement) and had.patch.undone:
+            had = had.patch._had
+        if had is _MISSING:
+            del vars(self._owner)[self._name]
+        else:
+            vars(self._owner)[self._name] = had
+
+
+class CallChain:
+    """Everything that stands around one module's forward, as one patch: layers, the first added innermost.
+
+    A layer is called as ``layer(proceed, *args, **kwargs)``; ``proceed(*args, **kwargs)`` is the next one inside, in
+    the end the module's own forward. The patch is there only while there are layers.
+
+    Args:
+        module: whose forward it is.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._layers: list[Layer] = []
+        self._patch: Patch | None = None
+
+    def add(self, layer: Layer) -> Callable[[], None]:
+        """Put a layer around all that are there; returns what takes it off again."""
+        if self._patch is None:
+            self._patch = Patch(self._module, "forward", self._module.forward)
+        self._layers.append(layer)
+        self._compose()
+
+        def remove() -> None:
+            # By identity: equal bound methods of equal objects are not the same layer.
+            self._layers[:] = [other for other in self._layers if other is not layer]
+            self._compose()
+
+        return remove
+
+    def _compose(self) -> None:
+        if self._patch is None:
+            return
+        call = self._patch.original
+        for layer in self._layers:
+            call = partial(layer, call)
+        self._patch.replace(call)
+        if not self._layers:
+            self._patch.undo()
+            self._patch = None

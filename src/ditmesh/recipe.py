@@ -1,0 +1,77 @@
+"""The strategies in the order in which they are applied: from the inside of a call to its outside.
+
+Each line says why it stands where it does. What a configuration does not want is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from .compilation import CompiledBlocks
+from .config import ParallelConfig
+from .determinism import FixedArithmetic
+from .inputs import QuietRanks, SameInputs
+from .layout import TokenLayout
+from .strategies.base import Promise, Strategy
+from .strategies.batch import DecodedRows, Rows
+from .strategies.caches import Caches
+from .strategies.displaced import Displaced
+from .strategies.naive import Naive
+from .strategies.patches import PatchTokens
+from .strategies.pipefusion import PipeFusionCalls
+from .strategies.sequence import ExactSequence
+from .strategies.stages import PipelineStages
+from .strategies.steps import StaleSteps
+from .strategies.tensor import TensorSlices
+from .strategies.tiled import ReproducibleSequence
+
+Recipe = tuple[type[Strategy], ...]
+
+RECIPE: Recipe = (
+    TensorSlices,  # weights first: everything after it sees a rank's slices as the model's own
+    PipelineStages,  # then whole blocks: those of other stages are never compiled, only passed over
+    CompiledBlocks,  # under the hooks: cutting and gathering depend on ranks and requests and are not to be traced
+    StaleSteps,  # which steps are exact is known before a token strategy asks
+    ExactSequence,  # exactly one of these five: which tokens a rank has, and how attention sees those of the others
+    ReproducibleSequence,
+    Displaced,
+    Naive,
+    PatchTokens,
+    Caches,  # inside the patches and rows of a call: they skip blocks, whose tokens are cut by then
+    PipeFusionCalls,  # one call becomes a call for every patch: inside the rows, around the blocks
+    Rows,  # rows and branches of guidance: around everything that is to see one branch
+    DecodedRows,  # the decoder sees whole latents, so its rows are shared out anew
+    FixedArithmetic,  # around all arithmetic of the ranks
+    SameInputs,  # around everything: the rest of a request may rely on equal inputs
+    QuietRanks,
+)
+
+
+def wanted(recipe: Recipe, config: ParallelConfig) -> list[type[Strategy]]:
+    """The strategies of a recipe that a configuration asks for, in order."""
+    return [strategy for strategy in recipe if strategy.wanted(config)]
+
+
+def check(recipe: Recipe, config: ParallelConfig, models: Iterable[tuple[nn.Module, TokenLayout]]) -> None:
+    """Refuse what a strategy cannot do with a model, before any rank has begun.
+
+    Raises:
+        ConfigError: naming the model, the value and the way out.
+    """
+    for model, layout in models:
+        for strategy in wanted(recipe, config):
+            strategy.check(config, model, layout)
+
+
+def promise_of(config: ParallelConfig, recipe: Recipe = RECIPE) -> Promise:
+    """What a configuration promises of its pictures, compared with one device.
+
+    ``"bits"`` where a strategy fixes them, ``"none"`` where a strategy reuses what is stale, else ``"tolerance"``. A
+    reproducible pipeline is stale and has the same bits: its one device draws with as many patches.
+    """
+    promises = {strategy.promise for strategy in wanted(recipe, config)}
+    if "bits" in promises:
+        return "bits"
+    return "none" if "none" in promises else "tolerance"

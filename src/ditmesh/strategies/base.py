@@ -1,0 +1,157 @@
+"""What a strategy is: one way of spreading a pipeline's work over ranks, as the engine sees it.
+
+The engine builds one `Context`, makes every strategy of its recipe that the configuration wants, and applies them in
+the recipe's order, from the inside of a call to its outside. What one leaves for another it adds to a `Parts`.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
+
+from torch import nn
+
+from ..config import ParallelConfig
+from ..core.patching import CallChain
+from ..layout import TokenLayout
+from ..mesh import Mesh
+
+T = TypeVar("T")
+# Arguments of a pipeline's call.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+# Of a picture made with a strategy, compared with one device: the same bits, a stated tolerance, or none.
+Promise = Literal["bits", "tolerance", "none"]
+
+
+class Parts:
+    """What strategies leave for one another, found by type."""
+
+    def __init__(self) -> None:
+        self._parts: list[Any] = []
+
+    def add(self, part: T) -> T:
+        """Leave ``part`` for those that come later; returns it."""
+        self._parts.append(part)
+        return part
+
+    def find(self, kind: type[T]) -> T | None:
+        """The latest part of a type; None: nobody has left one."""
+        return next((part for part in reversed(self._parts) if isinstance(part, kind)), None)
+
+    def get(self, kind: type[T]) -> T:
+        """The latest part of a type, which must be there: a strategy further in the recipe leaves it."""
+        part = self.find(kind)
+        if part is None:
+            raise LookupError(f"no strategy of the recipe has left a {kind.__name__} for those after it")
+        return part
+
+
+class ParallelModel(Parts):
+    """One denoising transformer, and what strategies have put around it.
+
+    Attributes:
+        model: the transformer.
+        layout: where its tokens are.
+        prefix: tells the blocks of several transformers apart in logs; empty for the only one.
+        chain: everything that wraps its forward.
+    """
+
+    def __init__(self, model: nn.Module, layout: TokenLayout, prefix: str = "") -> None:
+        super().__init__()
+        self.model = model
+        self.layout = layout
+        self.prefix = prefix
+        self.chain = CallChain(model)
+
+
+class Context(Parts):
+    """What strategies are applied to.
+
+    Attributes:
+        config: what was asked for.
+        mesh: ranks and links.
+        models: the transformers that the ranks share.
+    """
+
+    def __init__(self, config: ParallelConfig, mesh: Mesh, models: list[ParallelModel]) -> None:
+        super().__init__()
+        self.config = config
+        self.mesh = mesh
+        self.models = models
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of a pipeline, or what a bare transformer's user calls one.
+
+    Attributes:
+        pipe: the pipeline; None for a bare transformer.
+        steps: number of denoising steps, where somebody has told; some warm-up policies want to know.
+    """
+
+    pipe: Any = None
+    steps: int | None = None
+
+
+class Strategy:
+    """One line of a recipe. Everything it may do has a default that does nothing.
+
+    Args:
+        context: what it will be applied to; nothing has been changed yet.
+    """
+
+    # As messages and docs call it.
+    name: ClassVar[str] = ""
+    # What it lets of "the same picture": the weakest promise of a recipe's strategies counts.
+    promise: ClassVar[Promise] = "tolerance"
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """Whether a configuration asks for it."""
+        raise NotImplementedError
+
+    @classmethod
+    def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
+        """Refuse what it cannot do. Before any rank has begun, on all ranks alike; weights may be on the meta device.
+
+        Raises:
+            ConfigError: naming the model, the value and the way out.
+        """
+
+    def prepare(self, pipe: Any) -> None:
+        """Look at a pipeline (None: bare transformers) before any strategy has changed anything."""
+
+    def apply(self, undo: ExitStack) -> None:
+        """Put it in place; what takes it off again goes onto ``undo``. Called once, in the recipe's order."""
+
+    def attach(self, pipe: Any, undo: ExitStack) -> None:
+        """A pipeline is to use the transformers: put in place what stands around its other components."""
+
+    def arguments(self, pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The arguments that a pipeline's call is to run with."""
+        return args, kwargs
+
+    def begin_request(self, request: Request) -> None:
+        """A request begins: nothing of the one before may be seen by it."""
+
+    def end_request(self, failed: bool) -> None:
+        """The request is over.
+
+        Args:
+            failed: it has raised; other ranks may be gone, and nothing may be asked of them.
+        """
+
+    def outside_request(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A transformer of a pipeline is called outside of any request: by another pipeline, or by hand.
+
+        Raises:
+            InputError: its result would not be right then.
+        """
+
+    def result(self, value: Any) -> Any:
+        """What a pipeline's call is to return."""
+        return value

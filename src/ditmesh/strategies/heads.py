@@ -1,0 +1,51 @@
+"""How many attention heads a transformer has, and which degrees they allow."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..config import ParallelConfig
+from ..errors import ConfigError
+
+
+def heads_of(model: nn.Module) -> int | None:
+    """The smallest number of attention heads in the model's blocks; None when the model does not say."""
+    counts = [
+        heads
+        for module in model.modules()
+        if hasattr(module, "to_q") and isinstance(heads := getattr(module, "heads", None), int)
+    ]
+    config = getattr(model, "config", None)
+    named = (getattr(config, key, None) for key in ("num_attention_heads", "num_heads", "n_heads"))
+    return min(counts, default=next((count for count in named if isinstance(count, int)), None))
+
+
+def check_heads(config: ParallelConfig, heads: int | None, model: str) -> None:
+    """Refuse more tensor ranks than heads, and more Ulysses ranks than a tensor rank has heads.
+
+    Does nothing when the number of heads is not known; the first attention call looks again.
+
+    Raises:
+        ConfigError: naming both and the way out.
+    """
+    if heads is None:
+        return
+    if config.tensor > heads:
+        raise ConfigError(
+            f"tensor={config.tensor} is more than the {heads} attention heads of {model}; use tensor <= {heads} and "
+            "ulysses or ring for the rest"
+        )
+    # Uneven cuts leave the last rank with the fewest heads.
+    local = heads // config.tensor
+    if config.ulysses > local:
+        divisors = [d for d in range(1, local + 1) if local % d == 0 and config.sequence % d == 0]
+        best = divisors[-1]
+        whose = (
+            f"{local} attention heads that tensor={config.tensor} leaves a rank"
+            if config.tensor > 1
+            else (f"{heads} attention heads")
+        )
+        raise ConfigError(
+            f"ulysses={config.ulysses} is more than the {whose} of {model}; "
+            f"use ulysses={best} with ring={config.sequence // best}"
+        )

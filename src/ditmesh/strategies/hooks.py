@@ -1,0 +1,231 @@
+"""Hooks on a transformer's call and blocks: where tokens are cut, and where attention goes to a handler.
+
+The hooks are torch's own; nothing of the model is rewritten. A handler decides what happens at each; taking them off
+leaves the model exactly as it was.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from ..attention import door as intercept
+from ..core.patching import CallChain, Proceed
+from ..errors import InputError, LayoutError
+from ..layout import Region, TokenLayout
+from ..layout.arguments import MISSING, Arguments, parameter_names
+from .balance import Balance
+
+
+@dataclass(frozen=True)
+class BlockSite:
+    """A block's place in its model.
+
+    Attributes:
+        model: class name of the transformer.
+        path: path of the block, ``"transformer_blocks.3"``.
+        region: the block list it belongs to.
+        index: position in the list.
+        span: name of the run of blocks through which the tokens stay cut: the list, or all lists of a layout
+            whose lists alternate; is_first, is_last: whether the block begins or ends it.
+        fed_by_previous, feeds_next: its region is chained to the one before, or the one after to it.
+    """
+
+    model: str
+    path: str
+    region: Region
+    index: int
+    span: str
+    is_first: bool
+    is_last: bool
+    fed_by_previous: bool
+    feeds_next: bool
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a stream that a block's output holds on this rank.
+
+    Attributes:
+        stream: name of the stream.
+        tensor: its tokens here; rows of the batch in dimension 0, but where tokens were folded into it.
+        dim: dimension of the tokens.
+        start: number of the first of them in the whole stream.
+    """
+
+    stream: str
+    tensor: Tensor
+    dim: int
+    start: int
+
+
+# An observer of what a block (by its path) returns on this rank; it changes nothing.
+Tap = Callable[[str, Piece], None]
+
+
+class Handler(intercept.AttentionHandler, Protocol):
+    """What a strategy does at each hook of one transformer.
+
+    Attributes:
+        balance: speeds of the ranks that share the tokens.
+    """
+
+    balance: Balance
+
+    def begin_call(self) -> None:
+        """The transformer's own forward is about to run."""
+        ...
+
+    def end_call(self) -> None:
+        """The transformer's own forward has returned."""
+        ...
+
+    def before_block(self, site: BlockSite, arguments: Arguments) -> None:
+        """A block is about to run; ``arguments`` may be changed."""
+        ...
+
+    def after_block(self, site: BlockSite, output: Any) -> Any:
+        """A block has returned ``output``; returns what the model is to see."""
+        ...
+
+    def pieces(self, site: BlockSite, output: Any) -> Iterable[Piece]:
+        """What a block's output, before `after_block`, holds of each stream."""
+        ...
+
+    def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
+        """Stand in for a block's forward, between the hooks, if need be; returns the undo."""
+        ...
+
+    def adapt(self, site: BlockSite, rule: str, module: nn.Module) -> Callable[[], None]:
+        """Make a module that mixes tokens without attention see those of other ranks; returns the undo."""
+        ...
+
+
+class ModelHooks:
+    """The hooks of one transformer, in place until `close`.
+
+    Args:
+        model: the transformer; must be of the class the layout is for.
+        layout: where its tokens are.
+        handler: receives the callbacks of calls, blocks and attention.
+        chain: what wraps the model's forward; the hooks on the call become its next layer.
+        cuts_tokens: whether the handler shares tokens out; only then are the arguments refused that the layout
+            does not cover.
+
+    Attributes:
+        tap: is shown what every block returns; None: nobody looks.
+
+    Raises:
+        LayoutError: a block list of the layout is not in the model.
+    """
+
+    def __init__(
+        self, model: nn.Module, layout: TokenLayout, handler: Handler, chain: CallChain, cuts_tokens: bool = True
+    ) -> None:
+        self.model = model
+        self.layout = layout
+        self.handler = handler
+        self.tap: Tap | None = None
+        self._cuts_tokens = cuts_tokens
+        self._names = parameter_names(type(model).forward)
+        self._undo = ExitStack()
+        lists = [(region, _blocks(model, region)) for region in layout.regions]
+        intercept.open_door()
+        # Also for a model that was dropped without `close`.
+        self._undo.callback(weakref.finalize(self, intercept.close_door))
+        try:
+            self._undo.callback(chain.add(self._around_call))
+            names = [region.blocks for region in layout.regions]
+            for position, (region, blocks) in enumerate(lists):
+                feeds_next = position + 1 < len(lists) and lists[position + 1][0].chained
+                opens = not layout.alternating or position == 0
+                closes = not layout.alternating or position == len(lists) - 1
+                for index, block in enumerate(blocks):
+                    site = BlockSite(
+                        model=layout.model,
+                        path=f"{region.blocks}.{index}",
+                        region=region,
+                        index=index,
+                        span=" and ".join(names) if layout.alternating else region.blocks,
+                        is_first=opens and index == 0,
+                        is_last=closes and index == len(blocks) - 1,
+                        fed_by_previous=region.chained and position > 0,
+                        feeds_next=feeds_next,
+                    )
+                    self._hook(block, site)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Take every hook off again. Harmless when already closed."""
+        self._undo.close()
+
+    def _hook(self, block: nn.Module, site: BlockSite) -> None:
+        handler = self.handler
+        names = parameter_names(type(block).forward)
+        self._undo.callback(handler.wrap(site, block))
+        for leaf in site.region.leaves:
+            try:
+                module = block.get_submodule(leaf.module)
+            except AttributeError:
+                raise LayoutError(
+                    f"{site.path} has no module {leaf.module!r}; its layout is of another version"
+                ) from None
+            self._undo.callback(handler.adapt(site, leaf.rule, module))
+
+        def before(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            arguments = Arguments(names, args, kwargs)
+            handler.before_block(site, arguments)
+            intercept.handle(handler)
+            return tuple(arguments.args), arguments.kwargs
+
+        def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+            intercept.handle(None)
+            if self.tap is not None:
+                for piece in handler.pieces(site, output):
+                    self.tap(site.path, piece)
+            return handler.after_block(site, output)
+
+        # Around what others put on the block's forward: a cache sees tokens that are cut already.
+        self._undo.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
+        self._undo.callback(block.register_forward_hook(after).remove)
+
+    def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        if self._cuts_tokens and self.layout.refused:
+            self._check(Arguments(self._names, args, kwargs))
+        self.handler.begin_call()
+        try:
+            output = proceed(*args, **kwargs)
+        finally:
+            # A block that was left by an exception, of whatever kind, does not keep this thread's attention.
+            intercept.handle(None)
+        self.handler.end_call()
+        return output
+
+    def _check(self, arguments: Arguments) -> None:
+        for path, reason in self.layout.refused.items():
+            value = arguments.get(path)
+            if value is not MISSING and value is not None:
+                raise InputError(
+                    f"{self.layout.model} was called with {path!r}, which cannot run in parallel: {reason}"
+                )
+
+
+def _blocks(model: nn.Module, region: Region) -> list[nn.Module]:
+    try:
+        blocks = model.get_submodule(region.blocks)
+    except AttributeError:
+        raise LayoutError(
+            f"{type(model).__name__} has no block list {region.blocks!r}; its layout is of another version"
+        ) from None
+    if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
+        raise LayoutError(f"{type(model).__name__}.{region.blocks} is not a list of at least one block")
+    return list(blocks)

@@ -1,0 +1,36 @@
+"""Strategies that decide which rank has which tokens: exactly one of them is in force."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from ..config import ParallelConfig
+from .base import ParallelModel, Strategy
+from .hooks import Handler, ModelHooks
+
+
+class TokenStrategy(Strategy):
+    """A handler behind the hooks of every transformer."""
+
+    def handler(self, model: ParallelModel) -> Handler:
+        """The handler of one transformer's blocks and attention; its ``around_call``, if any, becomes a layer."""
+        raise NotImplementedError
+
+    @staticmethod
+    def cuts(config: ParallelConfig) -> bool:
+        """Whether a block sees a part of the tokens only."""
+        return config.sequence > 1 or config.reproducible or config.stages_or_patches
+
+    def apply(self, undo: ExitStack) -> None:
+        """See `Strategy.apply`."""
+        for model in self.context.models:
+            handler = model.add(self.handler(model))
+            if around := getattr(handler, "around_call", None):
+                undo.callback(model.chain.add(around))
+            hooks = ModelHooks(model.model, model.layout, handler, model.chain, self.cuts(self.context.config))
+            undo.callback(model.add(hooks).close)
+
+    def handlers(self) -> list[Any]:
+        """Of every transformer, once applied."""
+        return [model.get(ModelHooks).handler for model in self.context.models]
