@@ -288,9 +288,9 @@ def draw(job: Job, kept: Kept | None = None, *, report: Report | None = None) ->
     import torch.distributed as dist
 
     from .determinism import deterministic
+    from .digests import weights_fingerprint
     from .engine import DENOISERS, denoisers, engine_of, parallelize
     from .hardware import environment
-    from .inputs import weights_fingerprint
     from .journal import Journal
     from .mesh import Mesh
 

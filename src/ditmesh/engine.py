@@ -17,7 +17,7 @@ from .config import ParallelConfig
 from .determinism import deterministic
 from .doors import ModelDoors
 from .errors import ConfigError, InputError
-from .inputs import AgreedInputs, weights_fingerprint
+from .inputs import AgreedInputs
 from .layout import TokenLayout, layout_of
 from .layout.probe import probe
 from .mesh import DEFAULT_DEADLINE, Mesh
@@ -75,6 +75,7 @@ class Engine:
         self.balances: list[Balance] = []
         self.pipes: list[PipeFusion] = []
         self._steps: Steps | None = None
+        self._tensors: list[TensorParallel] = []
         self._target = target
         self._owns_mesh = owns_mesh
         # What is undone by `close`, last first.
@@ -83,25 +84,30 @@ class Engine:
     def open(self, models: list[tuple[nn.Module, TokenLayout]]) -> None:
         """Put everything in place; the order is that of a call, from the inside out."""
         config, mesh, target = self.config, self.mesh, self._target
+        if config.inputs == "per-data-rank":
+            # Every data group by itself: nothing is shared, or waited for, over the data axis.
+            mesh = mesh.data_group()
         object.__setattr__(target, ENGINE, self)
         self._undo.append(lambda: vars(target).pop(ENGINE))
-        fingerprint = ""
+        inputs: AgreedInputs | None = None
         if mesh.world_size > 1 and config.inputs != "trust" and not isinstance(target, nn.Module):
-            # Weights that `load` has cut differ from rank to rank, as they should.
-            cut: dict[int, set[str]] = {id(model): spread_parameters(model, layout) for model, layout in models}
-            for model, _ in models if mesh.tensor.size > 1 else ():
-                cut[id(model)] |= already_cut(model, mesh.tensor.size)
-            fingerprint = weights_fingerprint(target, cut)
+            inputs = AgreedInputs(target, mesh, config.inputs, self._cut_by_load(models))
         try:
             # The weights: every rank of the tensor axis keeps its slices.
             if mesh.tensor.size > 1:
                 for model, _ in models:
-                    self._undo.append(TensorParallel(model, mesh.tensor).close)
+                    self._tensors.append(TensorParallel(model, mesh.tensor))
+                    self._undo.append(self._tensors[-1].close)
             # Every stage keeps its own blocks.
             stages: list[Stages] = []
             for model, layout in models if config.stages_or_patches else ():
                 stages.append(Stages(model, layout, config, mesh))
                 self._undo.append(stages[-1].close)
+            if inputs is not None:
+                inputs.placed(partial(self._spread, models))
+                if config.inputs == "per-data-rank":
+                    # Later no data group waits for another.
+                    inputs.check(self.mesh.world)
             noise = partial(_noise_of, target)
             if config.exchange != "exact":
                 monitor = DriftMonitor(mesh.world.all_reduce, mesh.device)
@@ -159,11 +165,12 @@ class Engine:
             # The pipeline's call: the same inputs everywhere, nothing left over from the call before.
             if not isinstance(target, nn.Module):
                 steps: list[Callable[..., Any]] = []
-                if mesh.world_size > 1 and config.inputs != "trust":
-                    inputs = AgreedInputs(target, mesh.world, config.inputs, fingerprint)
+                if inputs is not None:
                     steps.append(inputs.agree)
                 steps.append(_starting([*begin, self.begin_request]))
-                self._undo.append(PipelineDoor(target, steps, partial(self._request, within), self._whole).close)
+                self._undo.append(
+                    PipelineDoor(target, steps, partial(self._request, within, inputs), self._whole).close
+                )
                 if mesh.rank > 0:
                     self._undo.append(_quiet(target))
         except BaseException:
@@ -246,10 +253,29 @@ class Engine:
         self._undo.append(watch_calls(model, control))
         return handler
 
+    def _cut_by_load(self, models: list[tuple[nn.Module, TokenLayout]]) -> set[int]:
+        """Ids of weights that `load` has cut: they differ from rank to rank, as they should."""
+        found: set[int] = set()
+        for model, layout in models:
+            names = spread_parameters(model, layout)
+            if self.mesh.tensor.size > 1:
+                names |= already_cut(model, self.mesh.tensor.size)
+            found.update(id(model.get_parameter(name)) for name in names)
+        return found
+
+    def _spread(self, models: list[tuple[nn.Module, TokenLayout]]) -> set[int]:
+        """Ids of weights of which every rank holds another part at the moment."""
+        found = {number for tensor in self._tensors for number in tensor.spread()}
+        for model, layout in models if self.config.pipe > 1 else ():
+            found.update(id(p) for _, block in blocks_of(model, layout) for p in block.parameters())
+        return found
+
     @contextmanager
-    def _request(self, within: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    def _request(
+        self, within: Callable[[], AbstractContextManager[None]], inputs: AgreedInputs | None
+    ) -> Iterator[None]:
         """The length of a pipeline's call."""
-        with within():
+        with within(), inputs.call() if inputs is not None else nullcontext():
             try:
                 yield
             except BaseException:
@@ -308,6 +334,7 @@ class Engine:
         self.doors.clear()
         self.rows.clear()
         self.pipes.clear()
+        self._tensors.clear()
         if self._owns_mesh:
             self.mesh.close()
 
