@@ -265,8 +265,10 @@ def test_a_single_weight_is_refused_by_name(ranks):
     for said in ranks(2).run(weights_on_rank_1):
         assert said["same"] == said["same again"] == said["adapter"] == ""
         name = "transformer.transformer_blocks.0.ff.net.2"
-        for change, where in (("in place", f"{name}.weight"), ("data", f"{name}.bias"), ("before", f"{name}.weight")):
-            assert f"the ranks disagree on weights (rank 1 differs from rank 0): {where}." in said[change], change
+        for change, where in (("in place", "weight"), ("data", "bias"), ("before", "base_layer.weight")):
+            assert f"the ranks disagree on weights (rank 1 differs from rank 0): {name}.{where}." in said[change], (
+                change
+            )
         assert "weights (rank 1 differs from rank 0): transformer." in said["other adapter"]
         assert "lora_A.a.weight" in said["other adapter"]
 
@@ -300,13 +302,13 @@ def spread_weights(config: dict[str, Any], odd: int) -> list[str]:
 
 @pytest.mark.parametrize("config", [{"tensor": 2, "data": 2}, {"pipe": 2, "cfg": 2}], ids=str)
 def test_slices_are_compared_where_they_are_the_same(ranks, config):
-    name = "transformer.transformer_blocks.0.ff.net.2.weight"
+    name = "transformer.transformer_blocks.0.ff.net.2.base_layer.weight"
     for same, adapters, again, after, before in ranks(4).run(spread_weights, config, 2):
         assert same == again == ""
         if "tensor" in config:
             assert "on weights (rank 2 differs from rank 0): transformer." in adapters
         assert f"on slices of weights (rank 2 differs from rank 0): {name}." in after
-        assert f"on weights (rank 2 differs from rank 0): {name} before it was cut." in before
+        assert f"on weights (rank 2 differs from rank 0): {name} before it was cut" in before
 
 
 def settings_on_rank_1() -> dict[str, str]:

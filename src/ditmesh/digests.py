@@ -276,12 +276,16 @@ class WeightDigests:
 
 def _sign_of(tensor: Tensor, offloaded: bool) -> tuple[Any, ...]:
     """What changes when a weight is replaced, resized or written to."""
-    version = None if tensor.is_inference() else tensor._version
-    place: list[Any] = []
+    sign: list[Any] = [_version_of(tensor), tensor.shape, tensor.dtype]
     with suppress(RuntimeError, NotImplementedError):
-        if not offloaded and not tensor.is_quantized:
-            place = [(leaf.data_ptr(), leaf.device) for _, leaf in leaves_of(tensor)]
-    return (version, tensor.shape, tensor.dtype, *place)
+        for _, leaf in leaves_of(tensor) if not tensor.is_quantized else ():
+            sign += [_version_of(leaf)] if offloaded else [_version_of(leaf), leaf.data_ptr(), leaf.device]
+    return tuple(sign)
+
+
+def _version_of(tensor: Tensor) -> int | None:
+    """How often torch has seen a tensor, or what it is a view of, written to."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _samples(tensors: list[Tensor]) -> list[bytes]:
