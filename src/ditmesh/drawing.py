@@ -207,7 +207,7 @@ def check_config(config: ParallelConfig, model: ModelInfo, devices: int, size: t
     config.check_world_size(devices)
     if config.inputs == "per-data-rank" and config.data > 1:
         raise ConfigError(
-            f"inputs='per-data-rank' is for data={config.data} ranks with prompts of their own, but here all of them have "
+            f"inputs='per-data-rank' is for data={config.data} ranks with prompts of their own, but here all have "
             "the same; leave inputs out"
         )
     heads = model.heads
