@@ -366,9 +366,9 @@ class _Settings:
     def _vocabulary(self, name: str, tokenizer: Any) -> str:
         known = self._vocabularies.get(name)
         if known is None or known[0]() is not tokenizer or known[1] != len(tokenizer):
-            backend = getattr(tokenizer, "backend_tokenizer", None)
-            whole = json.loads(backend.to_str()) if hasattr(backend, "to_str") else tokenizer.get_vocab()
-            for passing in ("truncation", "padding") if hasattr(backend, "to_str") else ():
+            to_str = getattr(getattr(tokenizer, "backend_tokenizer", None), "to_str", None)
+            whole = tokenizer.get_vocab() if to_str is None else json.loads(to_str())
+            for passing in () if to_str is None else ("truncation", "padding"):
                 whole.pop(passing, None)
             text = json.dumps(whole, sort_keys=True)
             known = (weakref.ref(tokenizer), len(tokenizer), hashlib.sha256(text.encode()).hexdigest())
