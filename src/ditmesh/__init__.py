@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .config import ParallelConfig
-from .errors import ConfigError, DitmeshError, InputError, LayoutError, RankFailed
+from .errors import ConfigError, DitmeshError, InputDifferenceWarning, InputError, LayoutError, RankFailed
 
 if TYPE_CHECKING:
     from .engine import engine_of, parallelize, parallelized, restore, simulate, simulated
@@ -18,6 +18,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "ConfigError",
     "DitmeshError",
+    "InputDifferenceWarning",
     "InputError",
     "LayoutError",
     "Mesh",

@@ -16,7 +16,7 @@ from .staleness.policy import parse as parse_warmup
 
 Degree = int
 TextPolicy = Literal["auto", "shard", "replicate"]
-InputPolicy = Literal["broadcast", "strict", "trust"]
+InputPolicy = Literal["broadcast", "per-data-rank", "strict", "trust"]
 Exchange = Literal["exact", "displaced", "naive"]
 Compression = Literal["fp16", "bf16", "int8"]
 
@@ -44,8 +44,10 @@ class ParallelConfig(BaseModel):
             redundant work), ``"auto"`` shards it when each rank gets at least four tokens. Text with fewer
             tokens than ranks is always replicated.
         inputs: what a pipeline does before it starts on several ranks. ``"broadcast"`` runs rank 0's inputs on
-            all of them, ``"strict"`` refuses inputs that differ, naming field and ranks, ``"trust"`` checks
-            nothing. The first two also refuse pipelines that differ (weights, adapters, scheduler).
+            all of them, ``"per-data-rank"`` those of the first rank of every data group: each group has prompts and
+            pictures of its own, and rows are not shared over ``data``. ``"strict"`` refuses inputs that differ, naming
+            field and ranks, ``"trust"`` checks nothing. All but the last also refuse pipelines that differ (weights,
+            adapters, scheduler, settings of any component): see docs/inputs.md.
         exchange: how sequence ranks share keys and values. ``"exact"``: before every attention. ``"displaced"``:
             those of the step before, sent while the step runs (DistriFusion, Li et al. 2024, arXiv:2402.19481).
             ``"naive"``: never; every rank sees its own tokens only, the lossy baseline. The last two run on the

@@ -205,6 +205,11 @@ def check_config(config: ParallelConfig, model: ModelInfo, devices: int, size: t
         ConfigError: naming both numbers and the way out.
     """
     config.check_world_size(devices)
+    if config.inputs == "per-data-rank" and config.data > 1:
+        raise ConfigError(
+            f"inputs='per-data-rank' is for data={config.data} ranks with prompts of their own, but here all have "
+            "the same; leave inputs out"
+        )
     heads = model.heads
     if heads is not None and config.ulysses > heads:
         raise ConfigError(
@@ -288,9 +293,9 @@ def draw(job: Job, kept: Kept | None = None, *, report: Report | None = None) ->
     import torch.distributed as dist
 
     from .determinism import deterministic
+    from .digests import weights_fingerprint
     from .engine import DENOISERS, denoisers, engine_of, parallelize
     from .hardware import environment
-    from .inputs import weights_fingerprint
     from .journal import Journal
     from .mesh import Mesh
 

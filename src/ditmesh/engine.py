@@ -185,9 +185,9 @@ class Engine:
     def _around_pipeline(self, pipe: Any, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         """One call of a pipeline."""
         with self._alone():
-            for strategy in reversed(self.strategies):
-                args, kwargs = strategy.arguments(pipe, args, kwargs)
             try:
+                for strategy in reversed(self.strategies):
+                    args, kwargs = strategy.arguments(pipe, args, kwargs)
                 self._begin(Request(pipe))
                 result = proceed(*args, **kwargs)
                 for strategy in reversed(self.strategies):

@@ -42,3 +42,7 @@ class RankFailed(DitmeshError, RuntimeError):
 
 class UntestedWarning(UserWarning):
     """A combination of model and strategies that the parity matrix has not run."""
+
+
+class InputDifferenceWarning(UserWarning):
+    """Ranks were given different inputs, and all of them run the first rank's."""

@@ -289,7 +289,7 @@ def _size(path: Path) -> int:
 
 
 def _digests(inputs: dict[str, Any]) -> dict[str, str]:
-    from .inputs import digest
+    from .digests import digest
 
     return {path: digest(value) for path, value in inputs.items()}
 

@@ -5,6 +5,7 @@ A `Mesh` is passed to whoever needs it and never looked up: several can live in 
 
 from __future__ import annotations
 
+import copy
 from datetime import timedelta
 
 import torch
@@ -17,7 +18,7 @@ from .errors import ConfigError
 # Seconds a collective may wait for a rank that does not come.
 DEFAULT_DEADLINE = 600.0
 # Links of a mesh.
-LINKS = 10
+LINKS = 12
 
 
 class Mesh:
@@ -90,6 +91,18 @@ class Mesh:
         self.ulysses = self._link("ulysses", ("ulysses",))
         self.sequence = self._link("sequence", ("ring", "ulysses"))
         self.tensor = self._link("tensor", ("tensor",))
+        # What `data_group` has in place of world and data.
+        self._group = self._link("group", AXES[1:]) if config.data > 1 else self.world
+        self._alone = self._link("alone", ())
+
+    def data_group(self) -> Mesh:
+        """The ranks that have this one's place on the data axis, as a mesh without that axis.
+
+        Its ``world`` are those ranks. Its rank, world size, byte counters and `close` are the whole mesh's.
+        """
+        group = copy.copy(self)
+        group.world, group.batch, group.data = self._group, self.cfg, self._alone
+        return group
 
     def _link(self, name: str, axes: tuple[str, ...]) -> Link:
         """The group of ranks that differ from this one only on ``axes``.

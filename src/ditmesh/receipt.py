@@ -47,7 +47,7 @@ class Receipt(BaseModel):
         label: number of the class, for class-conditional models.
         together: pictures that one call of the pipeline drew; place: number of this one among them, from 0. Matrix
             kernels may round a row otherwise in a batch of another size.
-        weights: fingerprint of all weights, adapters included (`inputs.weights_fingerprint`); None in receipts of
+        weights: fingerprint of all weights, adapters included (`digests.weights_fingerprint`); None in receipts of
             earlier versions, as is the environment.
         environment: what else decides the last bits, by name (`hardware.environment`).
     """

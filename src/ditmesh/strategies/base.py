@@ -70,14 +70,16 @@ class Context(Parts):
 
     Attributes:
         config: what was asked for.
-        mesh: ranks and links.
+        job: all ranks and their links.
+        mesh: those that share a request: without the data axis where every data rank brings its own.
         models: the transformers that the ranks share.
     """
 
-    def __init__(self, config: ParallelConfig, mesh: Mesh, models: list[ParallelModel]) -> None:
+    def __init__(self, config: ParallelConfig, job: Mesh, models: list[ParallelModel]) -> None:
         super().__init__()
         self.config = config
-        self.mesh = mesh
+        self.job = job
+        self.mesh = job.data_group() if config.inputs == "per-data-rank" else job
         self.models = models
 
 

@@ -222,6 +222,15 @@ class TensorParallel:
                 elif parameter.shape[dim] == total:
                     parameter.data = site.cut.take(parameter.data, dim, rank)
 
+    def spread(self) -> set[int]:
+        """Ids of the parameters that are this rank's slices at the moment. Adapters are whole until the next call."""
+        found = {id(p) for site in self.plan.sites for _, p in _own_parameters(self._base(site))}
+        for site, outer in self._linears():
+            if outer is not base_of(outer):
+                parameters = _adapter_parameters(site, outer)
+                found.update(id(p) for p, dim, total in parameters if dim is None or p.shape[dim] != total)
+        return found
+
     def gather_adapters(self) -> None:
         """Make the adapters whole again; the next call cuts them anew. Collective over the link."""
         with torch.no_grad():
