@@ -22,6 +22,7 @@ from support import more_pipelines
 from support.models import MAKERS, RAGGED, inputs, relative_error, sizes, tiny
 from support.pipelines import MAKERS as PIPELINES
 from support.pipelines import arguments, draw
+from support.stale import next_step
 
 TOLERANCE = 1e-5
 # Why PipeFusion cannot run them.
@@ -53,7 +54,10 @@ def frozen(name: str, config: dict[str, Any], calls: int = 3) -> dict[str, Any]:
     with torch.no_grad():
         truth = flat(model(**made))
         with ditmesh.parallelized(model, {**config, "warmup": "fixed(1)"}):
-            values = [flat(model(**made)) for _ in range(calls)]
+            values = []
+            for _ in range(calls):
+                next_step(model)
+                values.append(flat(model(**made)))
             log = ditmesh.engine_of(model).staleness.steps
             synchronous = [record.synchronous for record in log]
             moved = {**made, next(iter(made)): _other(next(iter(made.values())))}
@@ -372,14 +376,17 @@ def test_the_transposed_order_of_keys_is_noticed(ranks):
 # --- messages --------------------------------------------------------------------------------------------------------
 
 
-def traffic(patches: int, size: Any) -> dict[str, int]:
+def traffic(patches: int, size: Any, warmup: str) -> dict[str, int]:
     """Bytes that this rank sends in one stale step of Flux."""
     model, made = tiny("Flux"), inputs("Flux", size, masks=False)
-    with torch.no_grad(), ditmesh.parallelized(model, {"pipe": 2, "patches": patches, "warmup": "fixed(1)"}):
+    with torch.no_grad(), ditmesh.parallelized(model, {"pipe": 2, "patches": patches, "warmup": warmup}):
+        ditmesh.engine_of(model).begin_request(steps=3)
         for _ in range(2):
+            next_step(model)
             output = model(**made)[0]
         counters = ditmesh.engine_of(model).mesh.traffic
         counters.reset()
+        next_step(model)
         output = model(**made)[0]
         sent = dict(counters.bytes_sent)
         assert isinstance(output, LazyPatches)
@@ -391,13 +398,14 @@ def traffic(patches: int, size: Any) -> dict[str, int]:
 def test_bytes_of_a_step(ranks, count):
     """All tokens once through the boundary (text once, not once a patch), all of the prediction once back.
 
-    Drift: two sums of 8 bytes for each of 4 blocks, to the other rank.
+    A policy that reads drift gets two sums of 8 bytes for each of 4 blocks from the other rank; others cost nothing.
     """
     size = RAGGED
     image, text, width, channels = size.image, size.text, 128, 16
-    first, last = ranks(2).run(traffic, count, size)
-    assert first == {"pipe": 4 * size.batch * (image + text) * width, "world": 4 * 2 * 8}
-    assert last == {"pipe_back": 4 * size.batch * image * channels, "world": 4 * 2 * 8}
+    for warmup, drift in (("fixed(1)", {}), ("adaptive(1000)", {"world": 4 * 2 * 8})):
+        first, last = ranks(2).run(traffic, count, size, warmup)
+        assert first == {"pipe": 4 * size.batch * (image + text) * width, **drift}
+        assert last == {"pipe_back": 4 * size.batch * image * channels, **drift}
 
 
 # --- stages --------------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ import torch
 
 import ditmesh
 from ditmesh.config import ParallelConfig
-from ditmesh.staleness.clock import StepClock
-from ditmesh.staleness.control import StepControl
-from ditmesh.staleness.drift import SAMPLED_TOKENS, DriftMonitor
+from ditmesh.core.clock import CallClock
+from ditmesh.staleness.control import WarmupControl
+from ditmesh.staleness.drift import SAMPLED_TOKENS, DriftMonitor, drifts_of, summed_by
 from ditmesh.staleness.policy import Decision, Outlook, Past, parse
 from ditmesh.staleness.schedule import even_levels, noise_levels
 from support.pipelines import MAKERS, arguments, draw
@@ -165,10 +165,10 @@ NEGATIVE = {"prompt": torch.zeros(1, 3, 2)}
 
 def ticked(calls: list[tuple[float, float, Any]]) -> list[tuple[int, int, bool]]:
     """Step, branch, and steadiness of calls given by timestep, latents and prompt."""
-    clock, found = StepClock(), []
+    clock, found = CallClock(), []
     for timestep, latents, others in calls:
-        clock.tick(torch.tensor([timestep]), torch.full((1, 2), latents), others)
-        found.append((clock.step, clock.branch, clock.steady))
+        call = clock.tick({"t": torch.tensor([timestep])}, {"x": torch.full((1, 2), float(latents))}, others)
+        found.append((call.step, call.branch, call.steady))
     return found
 
 
@@ -206,41 +206,45 @@ def test_second_evaluation_at_one_timestep():
 
 
 def test_latents_written_in_place():
-    clock, latents = StepClock(), torch.zeros(1, 2)
-    clock.tick(5.0, latents, CONDITION)
+    clock, latents = CallClock(), torch.zeros(1, 2)
+    clock.tick({"t": 5.0}, {"x": latents}, CONDITION)
     latents += 1
-    assert clock.tick(5.0, latents, CONDITION)
-    assert clock.step == 1
+    assert clock.tick({"t": 5.0}, {"x": latents}, CONDITION).step == 1
 
 
 def test_a_new_request_starts_from_zero():
-    clock = StepClock()
-    clock.tick(9.0, torch.zeros(1), CONDITION)
-    clock.reset()
-    assert clock.tick(9.0, torch.zeros(1), CONDITION)
-    assert (clock.step, clock.branch, clock.steady) == (0, 0, False)
+    clock = CallClock()
+    clock.tick({"t": 9.0}, {"x": torch.zeros(1)}, CONDITION)
+    clock.begin_request()
+    call = clock.tick({"t": 9.0}, {"x": torch.zeros(1)}, CONDITION)
+    assert (call.request, call.step, call.branch, call.steady) == (1, 0, 0, False)
 
 
 # --- drift --------------------------------------------------------------------------------------------------------
 
 
+def close_step(monitor: DriftMonitor) -> list[float | None]:
+    """Drift of the step that has run, by block."""
+    return drifts_of(monitor.post(monitor.take())(None).unsqueeze(0))[0]
+
+
 def test_drift_by_hand():
-    monitor = DriftMonitor(lambda sums: sums)
+    monitor = DriftMonitor(summed_by(lambda sums: sums))
     first, second = monitor.add_block("first"), monitor.add_block("second")
     k = torch.randn(1, 2, 1000, 4, generator=torch.Generator().manual_seed(0))
     monitor.observe(first, "k", 0, (k, k), dim=2)
     monitor.observe(second, "k2", 0, (k, k), dim=2)
-    assert monitor.close_step() == [None, None]
+    assert close_step(monitor) == [None, None]
     monitor.observe(first, "k", 1, (1.1 * k, 1.1 * k), dim=2)
     monitor.observe(second, "k2", 1, (k, k), dim=2)
-    assert monitor.close_step() == [pytest.approx(0.1 / 1.1), 0.0]
+    assert close_step(monitor) == [pytest.approx(0.1 / 1.1), 0.0]
     # Not one step apart: nothing to compare with.
     monitor.observe(first, "k", 3, (k, k), dim=2)
-    assert monitor.close_step() == [None, None]
+    assert close_step(monitor) == [None, None]
     assert monitor._samples["k"][1].shape[3] <= SAMPLED_TOKENS
     monitor.reset()
     monitor.observe(first, "k", 4, (2 * k, k), dim=2)
-    assert monitor.close_step() == [None, None]
+    assert close_step(monitor) == [None, None]
 
 
 class EveryOther:
@@ -249,15 +253,17 @@ class EveryOther:
 
 
 def test_control_keeps_a_log():
-    monitor = DriftMonitor(lambda sums: 2 * sums)
+    monitor = DriftMonitor(summed_by(lambda sums: 2 * sums))
     block = monitor.add_block("block")
-    control = StepControl(EveryOther(), 3, monitor, lambda: even_levels(4))
+    clock = CallClock()
+    control = WarmupControl(EveryOther(), 3, monitor, clock, lambda: even_levels(4))
     for request in range(2):
+        clock.begin_request()
         control.begin_request()
         for step in range(4):
-            control.begin_call(10 - step, torch.full((1,), float(step)), CONDITION)
+            clock.tick({"t": 10 - step}, {"x": torch.full((1,), float(step))}, CONDITION)
             value = torch.full((1, 1, 1, 1), 1.0 + step)
-            monitor.observe(block, "k", control.step, (value, value), dim=2)
+            monitor.observe(block, "k", clock.call.step, (value, value), dim=2)
             assert control.decision.synchronous == (step % 2 == 0)
         control.end_request()
         assert control.log.summary() == "2 of 4 steps synchronous"

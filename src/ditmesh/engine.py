@@ -14,6 +14,7 @@ from torch import nn
 from . import support
 from .compilation import compile_blocks
 from .config import ParallelConfig
+from .core.clock import TIMESTEPS, CallClock, timestep_of
 from .determinism import deterministic
 from .doors import ModelDoors
 from .errors import ConfigError, InputError
@@ -23,13 +24,13 @@ from .layout.probe import probe
 from .mesh import DEFAULT_DEADLINE, Mesh
 from .methods import replace_method
 from .request import PipelineDoor
-from .staleness.control import StalenessLog, StepControl
-from .staleness.drift import DriftMonitor
+from .staleness.control import StalenessLog, WarmupControl
+from .staleness.drift import DriftMonitor, summed_by
 from .staleness.policy import WarmupPolicy
 from .staleness.policy import parse as parse_warmup
 from .staleness.schedule import noise_levels
 from .strategies.balance import Balance
-from .strategies.batch import BatchParallel, RowSplit, Share
+from .strategies.batch import BatchParallel, RowSplit
 from .strategies.caches import AgreedCaches
 from .strategies.displaced import DisplacedParallel, StaleSequence
 from .strategies.naive import NaiveParallel
@@ -38,7 +39,6 @@ from .strategies.pipefusion import PipeFusion, check_layout, whole_result
 from .strategies.sequence import SequenceParallel
 from .strategies.simulation import SimulatedSequence, VirtualMesh
 from .strategies.stages import Stages, blocks_of, first_cut, spread_parameters
-from .strategies.steps import Steps, watch_calls
 from .strategies.tensor import TensorParallel, already_cut
 from .strategies.tiled import TiledSequence
 
@@ -61,7 +61,8 @@ class Engine:
         doors: open doors, one set per transformer.
         rows: who shares out the rows of each transformer's batch, where that is done.
         pipes: PipeFusion of every transformer, if the configuration has stages or patches.
-        control: the steps of a stale sequence strategy; None when every step is exact.
+        clock: counts the calls of the transformers.
+        control: which steps of a stale strategy are synchronous; None when every step is exact.
         balances: weights of the sequence ranks, or of the stages, one per transformer; see `rebalance`.
     """
 
@@ -70,11 +71,11 @@ class Engine:
         self.mesh = mesh
         self.doors: list[ModelDoors] = []
         self.rows: list[BatchParallel] = []
-        self.control: StepControl | None = None
+        self.clock = CallClock(lambda: getattr(target, "scheduler", None))
+        self.control: WarmupControl | None = None
         self._stale: list[StaleSequence | SimulatedSequence] = []
         self.balances: list[Balance] = []
         self.pipes: list[PipeFusion] = []
-        self._steps: Steps | None = None
         self._target = target
         self._owns_mesh = owns_mesh
         # What is undone by `close`, last first.
@@ -103,14 +104,21 @@ class Engine:
                 stages.append(Stages(model, layout, config, mesh))
                 self._undo.append(stages[-1].close)
             noise = partial(_noise_of, target)
-            if config.exchange != "exact":
-                monitor = DriftMonitor(mesh.world.all_reduce, mesh.device)
-                self.control = StepControl(parse_warmup(config.warmup), mesh.sequence.size, monitor, noise)
+            timesteps = [timestep_of(model, layout) for model, layout in models]
             patches = config.patches or config.pipe
-            if config.stages_or_patches:
-                monitor = DriftMonitor(mesh.world.all_reduce, mesh.device)
-                self._steps = Steps(parse_warmup(config.warmup), patches, monitor, mesh.world, noise)
-                self._undo.append(partial(self._steps.end_request, failed=True))
+            if config.stages_or_patches or config.exchange != "exact":
+                for (model, _), timestep in zip(models, timesteps, strict=True):
+                    _check_timestep(model, timestep)
+                policy = parse_warmup(config.warmup)
+                if config.stages_or_patches:
+                    monitor = DriftMonitor(mesh.world.post_sum, mesh.device)
+                    # A patch sees those before it fresh: of M - 1 others half, on average.
+                    share = (patches - 1) / (2 * patches)
+                    self.control = WarmupControl(policy, patches, monitor, self.clock, noise, lag=1, share=share)
+                else:
+                    monitor = DriftMonitor(summed_by(mesh.world.all_reduce), mesh.device)
+                    self.control = WarmupControl(policy, mesh.sequence.size, monitor, self.clock, noise)
+                self._undo.append(partial(self.control.end_request, failed=True))
             # Blocks and attention: the tokens of a sequence.
             for number, (model, layout) in enumerate(models):
                 if config.compile:
@@ -126,12 +134,11 @@ class Engine:
                 self._undo.append(caches.close)
                 handle = model.register_forward_pre_hook(lambda *_, caches=caches: caches.begin_call())
                 self._undo.append(handle.remove)
-                if isinstance(handler, PatchParallel) and self._steps is not None:
-                    pipe = PipeFusion(model, layout, handler, mesh, stages[number], patches, self._steps)
+                if isinstance(handler, PatchParallel) and self.control is not None:
+                    pipe = PipeFusion(model, layout, handler, mesh, stages[number], patches, self.control)
                     self.pipes.append(pipe)
                     self._undo.append(pipe.close)
             # The transformer's call, and the decoder's: the rows of a batch, the branches of guidance.
-            begin: list[Callable[[], None]] = []
             if mesh.batch.size > 1 or config.reproducible:
                 alone = config.reproducible
                 for number, (model, layout) in enumerate(models):
@@ -143,11 +150,11 @@ class Engine:
                         layout.unbatched,
                         layout.listed,
                         alone,
-                        partial(self._before_rows, number),
+                        clock=self.clock,
+                        timestep=timesteps[number],
                     )
                     self.rows.append(rows)
                     self._undo.append(rows.close)
-                    begin.append(rows.begin_request)
                 vae = getattr(target, "vae", None)
                 if vae is not None:
                     self._undo.append(RowSplit(vae, "decode", mesh.batch, alone).close)
@@ -156,13 +163,16 @@ class Engine:
                 within = partial(deterministic, mesh.device)
                 for model, _ in models:
                     self._undo.append(_inside(model, within))
+            # Before all others: they ask it which call this is.
+            for (model, _), timestep in zip(models, timesteps, strict=True):
+                self._undo.append(self.clock.watch(model, timestep))
             # The pipeline's call: the same inputs everywhere, nothing left over from the call before.
             if not isinstance(target, nn.Module):
                 steps: list[Callable[..., Any]] = []
                 if mesh.world_size > 1 and config.inputs != "trust":
                     inputs = AgreedInputs(target, mesh.world, config.inputs, fingerprint)
                     steps.append(inputs.agree)
-                steps.append(_starting([*begin, self.begin_request]))
+                steps.append(_starting([self.begin_request]))
                 self._undo.append(PipelineDoor(target, steps, partial(self._request, within), self._whole).close)
                 if mesh.rank > 0:
                     self._undo.append(_quiet(target))
@@ -173,8 +183,7 @@ class Engine:
     @property
     def staleness(self) -> StalenessLog | None:
         """What was decided in every step of the latest request, and why; None when every step is exact."""
-        source = self.control or self._steps
-        return None if source is None else source.log
+        return None if self.control is None else self.control.log
 
     def use_policy(self, policy: WarmupPolicy) -> None:
         """Let another policy decide, from the next request on: for studies of which steps matter. On all ranks alike.
@@ -182,10 +191,9 @@ class Engine:
         Raises:
             ConfigError: every step is exact.
         """
-        source = self.control or self._steps
-        if source is None:
+        if self.control is None:
             raise ConfigError(f"{self.config.describe()} has no stale steps to decide about; leave the policy out")
-        source.policy = policy
+        self.control.policy = policy
 
     def begin_request(self, steps: int | None = None) -> None:
         """A new request: nothing of the one before is seen any more. Pipelines do this by themselves.
@@ -197,11 +205,10 @@ class Engine:
         """
         for handler in self._stale:
             handler.end_request()
-        for pipe in self.pipes:
-            pipe.begin_request()
-        for source in (self.control, self._steps):
-            if source is not None:
-                source.begin_request(steps)
+        for strategy in (*self.rows, *self.pipes, self.clock):
+            strategy.begin_request()
+        if self.control is not None:
+            self.control.begin_request(steps)
 
     def end_request(self, failed: bool = False) -> None:
         """The request is over: wait for what is still on its way. Pipelines do this by themselves.
@@ -214,10 +221,11 @@ class Engine:
                 handler.end_request()
         for pipe in self.pipes:
             pipe.end_request(failed)
-        if self._steps is not None:
-            self._steps.end_request(failed)
-        if self.control is not None and not failed:
-            self.control.end_request()
+        if self.control is not None:
+            self.control.end_request(failed)
+        self.clock.end_request()
+        for rows in self.rows:
+            rows.end_request(failed)
 
     def _sequence(self, model: nn.Module, layout: TokenLayout, prefix: str) -> SequenceParallel | SimulatedSequence:
         """The handler of a transformer's blocks; ``prefix`` tells the blocks of several transformers apart."""
@@ -226,8 +234,8 @@ class Engine:
         def numbered(monitor: DriftMonitor) -> dict[str, int]:
             return {path: monitor.add_block(prefix + path) for path, _ in blocks_of(model, layout)}
 
-        if self._steps is not None:
-            return PatchParallel(config, mesh, self._steps.monitor, numbered(self._steps.monitor))
+        if control is not None and config.stages_or_patches:
+            return PatchParallel(config, mesh, control.monitor, numbered(control.monitor))
         if control is None and isinstance(mesh, VirtualMesh):
             handler = SimulatedSequence([SequenceParallel(config, view) for view in mesh.ranks], model)
             self._undo.append(handler.close)
@@ -243,7 +251,6 @@ class Engine:
             handler = strategy(config, mesh, control, blocks)
         self._stale.append(handler)
         self._undo.append(lambda: self.end_request(failed=True))
-        self._undo.append(watch_calls(model, control))
         return handler
 
     @contextmanager
@@ -256,16 +263,6 @@ class Engine:
                 self.end_request(failed=True)
                 raise
             self.end_request()
-
-    def _before_rows(self, number: int, run: Share) -> None:
-        """Rows of a branch are about to run in transformer ``number``, whoever asked for them."""
-        if self.control is not None:
-            self.control.clock.rows = run.rows
-            if run.ahead and run.branch is not None:
-                self.control.clock.branch = run.branch
-        if self.pipes:
-            branch = None if run.branch is None else (run.step, (run.branch, run.link, run.ahead))
-            self.pipes[number].announce(branch, run.rows)
 
     def _whole(self, result: Any) -> Any:
         """A pipeline's result, with whole tensors in place of patches that have still to come."""
@@ -549,6 +546,19 @@ def check_pipe(config: ParallelConfig, models: Sequence[tuple[nn.Module, TokenLa
     for model, layout in models:
         check_layout(layout)
         first_cut(model, layout, config)
+
+
+def _check_timestep(model: nn.Module, timestep: str | None) -> None:
+    """Refuse a stale strategy for a transformer that takes no timestep.
+
+    Raises:
+        ConfigError: naming it and the way out.
+    """
+    if timestep is None:
+        raise ConfigError(
+            f"stale strategies tell steps by their timestep, and {type(model).__name__} takes none "
+            f"({' or '.join(TIMESTEPS)}); use exchange='exact'"
+        )
 
 
 def _noise_of(target: Any) -> tuple[float, ...] | None:

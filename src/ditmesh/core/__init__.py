@@ -1,0 +1,1 @@
+"""The engine's core: what every strategy is built on."""
