@@ -327,6 +327,58 @@ def test_branches_get_a_synchronous_step_when_they_are_shared_out(ranks):
         assert (flushes, synchronous) == (0, [True, True, False, False, False])
 
 
+def z_image(config: dict[str, Any]) -> tuple[torch.Tensor, int, list[int], list[int]]:
+    """Latents of Z-Image, runs of its first block, the rows of each, and caches of keys in every step."""
+    pipe = more_pipelines.FAMILIES["z_image"].make()
+    rows: list[int] = []
+    kept: list[int] = []
+    block = pipe.transformer.layers[0]
+    handle = block.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    with ditmesh.parallelized(pipe, {"warmup": "fixed(2)", **config}, timeout=120):
+        step = pipe.scheduler.step
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            kept.extend(len(pipe_._memory) for pipe_ in ditmesh.engine_of(pipe).pipes)
+            return step(*args, **kwargs)
+
+        with mock.patch.object(pipe.scheduler, "step", counted):
+            latents = more_pipelines.draw("z_image", pipe, [1], steps=5)
+        steps = len(ditmesh.engine_of(pipe).staleness.steps)
+    handle.remove()
+    return latents, steps, rows, kept
+
+
+def test_steps_of_a_transformer_that_calls_its_timestep_t(ranks):
+    """Z-Image with guidance shared out: five steps, half of the rows in each, one cache of keys from first to last."""
+    truth, steps, rows, _ = z_image({"patches": 2})
+    assert steps == 5
+    for latents, steps_here, rows_here, kept in ranks(4).run(z_image, {"patches": 2, "pipe": 2, "cfg": 2}):
+        assert relative_error(latents, truth) <= TOLERANCE
+        assert (steps_here, set(rows_here), set(rows)) == (5, {1}, {2})
+        assert kept == [1] * 5
+
+
+def plans(shapes: int) -> list[int]:
+    """How many plans there are after calls with masks that show more and more tokens."""
+    model, made = tiny("QwenImage"), inputs("QwenImage", RAGGED)
+    found = []
+    with torch.no_grad(), ditmesh.parallelized(model, {"patches": 2, "warmup": "fixed(1)"}):
+        for number in range(shapes):
+            mask = made["encoder_hidden_states_mask"].clone()
+            mask[:, 1 + number % mask.shape[1] :] = False
+            mask[:, 0] = number < mask.shape[1]
+            next_step(model)
+            model(**{**made, "encoder_hidden_states_mask": mask})
+            found.append(len(ditmesh.engine_of(model).pipes[0]._plans))
+    return found
+
+
+def test_plans_do_not_pile_up():
+    found = plans(10)
+    assert found[:2] == [1, 2]
+    assert max(found) == 8
+
+
 # --- sequence ranks inside a stage ---------------------------------------------------------------------------------
 
 
