@@ -94,16 +94,17 @@ class Recorder:
         # The scheduler's tensors, held until the request is over: to look at one may mean to wait for it.
         self._kept: list[tuple[int, str, Tensor]] = []
         engine = getattr(pipe, ENGINE, None)
+        clock = CallClock(lambda: pipe.scheduler) if engine is None else engine.clock
         # An engine's clock is told of requests by itself.
-        self._own_clock = CallClock(lambda: pipe.scheduler) if engine is None else None
+        self._own_clock = clock if engine is None else None
         models = denoisers(pipe)
         names = {id(getattr(pipe, name, None)): f"{name}." for name in DENOISERS}
         try:
             for model in models:
                 prefix = names[id(model)] if len(models) > 1 else ""
-                _Watch(self, model, prefix, engine, self._own_clock or engine.clock, self._undo)
-                if self._own_clock is not None:
-                    self._undo.append(self._own_clock.watch(model, timestep_of(model)))
+                _Watch(self, model, prefix, engine, clock, self._undo)
+                if engine is None:
+                    self._undo.append(clock.watch(model, timestep_of(model)))
             scheduler = pipe.scheduler
             replaced = replace_method(scheduler, "step", self._stepping(scheduler.step))
             self._undo.append(replaced)
