@@ -76,7 +76,7 @@ def pipelined(config: dict[str, Any], steps: int = 8, name: str = "flux") -> dic
     with ditmesh.parallelized(pipe, {"patches": 4, **config}, timeout=300):
         engine = ditmesh.engine_of(pipe)
         known: list[list[bool]] = []
-        decide = engine._steps.policy.decide
+        decide = engine.control.policy.decide
 
         class Watched:
             def decide(self, step: int, outlook: Outlook, past: Any) -> Any:
@@ -174,8 +174,10 @@ def unmoved(config: dict[str, Any]) -> list[dict[str, float]]:
     model, made = tiny("SD3"), inputs("SD3", RAGGED)
     with torch.no_grad(), ditmesh.parallelized(model, {"patches": 3, **config}):
         engine = ditmesh.engine_of(model)
+        engine.control.measure_drift = True
         engine.begin_request(steps=4)
         for _ in range(4):
+            engine.clock.advance()
             model(**made)
         engine.end_request()
         return [record.drift for record in engine.staleness.steps]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import diffusers
@@ -152,6 +154,86 @@ def test_three_branches(ranks, cfg, runs):
     results = ranks(cfg).run(three_branches, {"cfg": cfg}, 4)
     assert [count for count, _ in results] == runs
     assert all(error < TOLERANCE for _, error in results)
+
+
+def written_over(config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The latents of a guidance that writes to all three predictions, one device's and the ranks'."""
+    import torch.distributed as dist
+
+    model, made = tiny("PixArt"), inputs("PixArt", RAGGED)
+    texts = [made["encoder_hidden_states"] * scale for scale in (1.0, 0.5, 0.0)]
+
+    def sample() -> torch.Tensor:
+        latents = made["hidden_states"]
+        for step in range(3):
+            given = {**made, "hidden_states": latents, "timestep": torch.full((2,), 900 - 100 * step)}
+            predictions = [model(**{**given, "encoder_hidden_states": text})[0] for text in texts]
+            if dist.get_rank():
+                dist.barrier()
+            for prediction in predictions:
+                # One rank after the other: whoever shares memory with another sees the other's writing, too.
+                prediction.mul_(2.0)
+            if not dist.get_rank():
+                dist.barrier()
+            latents = latents - 0.05 * (predictions[0] + predictions[1] - predictions[2])[:, :4]
+        return latents
+
+    with torch.no_grad():
+        truth = sample()
+        with ditmesh.parallelized(model, config):
+            return truth, sample()
+
+
+def test_results_may_be_written_to(ranks):
+    for truth, value in ranks(3).run(written_over, {"cfg": 3}):
+        assert relative_error(value, truth) < TOLERANCE
+
+
+def two_times_in_a_step(differ: bool) -> str:
+    """A pipeline's loop in which the branches of a step get timesteps of their own tensors; what ditmesh says."""
+    pipe = MAKERS["flux"]()
+    transformer, calls = pipe.transformer, []
+
+    def moved(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        calls.append(1)
+        shift = 0.125 if differ and len(calls) == 8 else 0.0
+        return args, {**kwargs, "timestep": kwargs["timestep"] + shift}
+
+    with ditmesh.parallelized(pipe, {"cfg": 2}):
+        # Before the clock: as if the pipeline had asked for it.
+        handle = transformer.register_forward_pre_hook(moved, with_kwargs=True, prepend=True)
+        try:
+            draw(pipe, arguments("flux", [1], steps=6))
+        except ditmesh.InputError as error:
+            return str(error)
+        finally:
+            handle.remove()
+    return ""
+
+
+def test_a_timestep_that_was_taken_for_granted_is_looked_at_in_the_end(ranks):
+    assert ranks(2).run(two_times_in_a_step, False) == ["", ""]
+    for message in ranks(2).run(two_times_in_a_step, True):
+        assert "two timesteps between two steps of the scheduler" in message
+
+
+def held(config: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether a prompt lives on after its request, and while it runs."""
+    pipe, alive = MAKERS["flux"](), []
+    made = arguments("flux", [1], steps=3)
+    made["prompt_embeds"] = made["prompt_embeds"].clone()
+    prompt = weakref.ref(made["prompt_embeds"])
+    with ditmesh.parallelized(pipe, config):
+        draw(pipe, made)
+        alive.append(prompt() is not None)
+        made.clear()
+        gc.collect()
+        alive.append(prompt() is not None)
+    return alive[0], alive[1]
+
+
+def test_nothing_of_a_request_is_held_when_it_is_over(ranks):
+    assert ranks(2).run(held, {"cfg": 2}) == [(True, False)] * 2
 
 
 # --- the same inputs on every rank -------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def outcome(name: str, config: dict[str, Any]) -> dict[str, Any]:
             if "pipe" in config:
                 values.append(whole_of(run(model, arguments)))
             if config.get("exchange") == "displaced":
-                ditmesh.engine_of(model).control.clock.advance()
+                ditmesh.engine_of(model).clock.advance()
                 values.append(run(model, arguments))
     except (ditmesh.InputError, ditmesh.ConfigError) as error:
         return {"refused": str(error)}

@@ -22,6 +22,7 @@ from support import more_pipelines
 from support.models import MAKERS, RAGGED, inputs, relative_error, sizes, tiny
 from support.pipelines import MAKERS as PIPELINES
 from support.pipelines import arguments, draw
+from support.stale import next_step
 
 TOLERANCE = 1e-5
 # Why PipeFusion cannot run them.
@@ -53,7 +54,10 @@ def frozen(name: str, config: dict[str, Any], calls: int = 3) -> dict[str, Any]:
     with torch.no_grad():
         truth = flat(model(**made))
         with ditmesh.parallelized(model, {**config, "warmup": "fixed(1)"}):
-            values = [flat(model(**made)) for _ in range(calls)]
+            values = []
+            for _ in range(calls):
+                next_step(model)
+                values.append(flat(model(**made)))
             log = ditmesh.engine_of(model).staleness.steps
             synchronous = [record.synchronous for record in log]
             moved = {**made, next(iter(made)): _other(next(iter(made.values())))}
@@ -323,6 +327,58 @@ def test_branches_get_a_synchronous_step_when_they_are_shared_out(ranks):
         assert (flushes, synchronous) == (0, [True, True, False, False, False])
 
 
+def z_image(config: dict[str, Any]) -> tuple[torch.Tensor, int, list[int], list[int]]:
+    """Latents of Z-Image, runs of its first block, the rows of each, and caches of keys in every step."""
+    pipe = more_pipelines.FAMILIES["z_image"].make()
+    rows: list[int] = []
+    kept: list[int] = []
+    block = pipe.transformer.layers[0]
+    handle = block.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    with ditmesh.parallelized(pipe, {"warmup": "fixed(2)", **config}, timeout=120):
+        step = pipe.scheduler.step
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            kept.extend(len(pipe_._memory) for pipe_ in ditmesh.engine_of(pipe).pipes)
+            return step(*args, **kwargs)
+
+        with mock.patch.object(pipe.scheduler, "step", counted):
+            latents = more_pipelines.draw("z_image", pipe, [1], steps=5)
+        steps = len(ditmesh.engine_of(pipe).staleness.steps)
+    handle.remove()
+    return latents, steps, rows, kept
+
+
+def test_steps_of_a_transformer_that_calls_its_timestep_t(ranks):
+    """Z-Image with guidance shared out: five steps, half of the rows in each, one cache of keys from first to last."""
+    truth, steps, rows, _ = z_image({"patches": 2})
+    assert steps == 5
+    for latents, steps_here, rows_here, kept in ranks(4).run(z_image, {"patches": 2, "pipe": 2, "cfg": 2}):
+        assert relative_error(latents, truth) <= TOLERANCE
+        assert (steps_here, set(rows_here), set(rows)) == (5, {1}, {2})
+        assert kept == [1] * 5
+
+
+def plans(shapes: int) -> list[int]:
+    """How many plans there are after calls with masks that show more and more tokens."""
+    model, made = tiny("QwenImage"), inputs("QwenImage", RAGGED)
+    found = []
+    with torch.no_grad(), ditmesh.parallelized(model, {"patches": 2, "warmup": "fixed(1)"}):
+        for number in range(shapes):
+            mask = made["encoder_hidden_states_mask"].clone()
+            mask[:, 1 + number % mask.shape[1] :] = False
+            mask[:, 0] = number < mask.shape[1]
+            next_step(model)
+            model(**{**made, "encoder_hidden_states_mask": mask})
+            found.append(len(ditmesh.engine_of(model).pipes[0]._plans))
+    return found
+
+
+def test_plans_do_not_pile_up():
+    found = plans(10)
+    assert found[:2] == [1, 2]
+    assert max(found) == 8
+
+
 # --- sequence ranks inside a stage ---------------------------------------------------------------------------------
 
 
@@ -372,14 +428,17 @@ def test_the_transposed_order_of_keys_is_noticed(ranks):
 # --- messages --------------------------------------------------------------------------------------------------------
 
 
-def traffic(patches: int, size: Any) -> dict[str, int]:
+def traffic(patches: int, size: Any, warmup: str) -> dict[str, int]:
     """Bytes that this rank sends in one stale step of Flux."""
     model, made = tiny("Flux"), inputs("Flux", size, masks=False)
-    with torch.no_grad(), ditmesh.parallelized(model, {"pipe": 2, "patches": patches, "warmup": "fixed(1)"}):
+    with torch.no_grad(), ditmesh.parallelized(model, {"pipe": 2, "patches": patches, "warmup": warmup}):
+        ditmesh.engine_of(model).begin_request(steps=3)
         for _ in range(2):
+            next_step(model)
             output = model(**made)[0]
         counters = ditmesh.engine_of(model).mesh.traffic
         counters.reset()
+        next_step(model)
         output = model(**made)[0]
         sent = dict(counters.bytes_sent)
         assert isinstance(output, LazyPatches)
@@ -391,13 +450,14 @@ def traffic(patches: int, size: Any) -> dict[str, int]:
 def test_bytes_of_a_step(ranks, count):
     """All tokens once through the boundary (text once, not once a patch), all of the prediction once back.
 
-    Drift: two sums of 8 bytes for each of 4 blocks, to the other rank.
+    A policy that reads drift gets two sums of 8 bytes for each of 4 blocks from the other rank; others cost nothing.
     """
     size = RAGGED
     image, text, width, channels = size.image, size.text, 128, 16
-    first, last = ranks(2).run(traffic, count, size)
-    assert first == {"pipe": 4 * size.batch * (image + text) * width, "world": 4 * 2 * 8}
-    assert last == {"pipe_back": 4 * size.batch * image * channels, "world": 4 * 2 * 8}
+    for warmup, drift in (("fixed(1)", {}), ("adaptive(1000)", {"world": 4 * 2 * 8})):
+        first, last = ranks(2).run(traffic, count, size, warmup)
+        assert first == {"pipe": 4 * size.batch * (image + text) * width, **drift}
+        assert last == {"pipe_back": 4 * size.batch * image * channels, **drift}
 
 
 # --- stages --------------------------------------------------------------------------------------------------------

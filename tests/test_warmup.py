@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+import weakref
+from dataclasses import dataclass
+from typing import Any, ClassVar
+from unittest import mock
 
 import diffusers
 import pytest
@@ -10,10 +14,10 @@ import torch
 
 import ditmesh
 from ditmesh.config import ParallelConfig
-from ditmesh.staleness.clock import StepClock
-from ditmesh.staleness.control import StepControl
-from ditmesh.staleness.drift import SAMPLED_TOKENS, DriftMonitor
-from ditmesh.staleness.policy import Decision, Outlook, Past, parse
+from ditmesh.core.clock import CallClock
+from ditmesh.staleness.control import WarmupControl
+from ditmesh.staleness.drift import SAMPLED_TOKENS, DriftMonitor, drifts_of, summed_by
+from ditmesh.staleness.policy import Decision, Outlook, Past, parse, policy
 from ditmesh.staleness.schedule import even_levels, noise_levels
 from support.pipelines import MAKERS, arguments, draw
 from support.stale import decisions, displaced
@@ -21,11 +25,11 @@ from support.stale import decisions, displaced
 # --- policies -----------------------------------------------------------------------------------------------------
 
 
-def synchronous(policy: str, steps: int, devices: int = 4, drift: float = 0.1) -> list[int]:
+def synchronous(warmup: str, steps: int, devices: int = 4, drift: float = 0.1) -> list[int]:
     """The synchronous steps of a request in which every step drifts alike."""
     past: list[Past] = []
     for step in range(steps):
-        decision = parse(policy).decide(step, Outlook(devices, even_levels(steps)), past)
+        decision = parse(warmup).decide(step, Outlook(devices, even_levels(steps)), past)
         past.append(Past(decision.synchronous, None if step == 0 else drift))
     return [step for step, before in enumerate(past) if before.synchronous]
 
@@ -75,9 +79,9 @@ def test_wrong_policies_are_refused(wrong):
 
 
 def test_the_number_of_steps_must_be_known():
-    for policy in ("first_last(1, 1)", "adaptive(0.1)"):
+    for text in ("first_last(1, 1)", "adaptive(0.1)"):
         with pytest.raises(ditmesh.ConfigError, match=r"needs the number of steps.*begin_request\(steps"):
-            parse(policy).decide(1, Outlook(4), [Past(True)])
+            parse(text).decide(1, Outlook(4), [Past(True)])
     assert parse("first_last(2, 0)").decide(1, Outlook(4), [Past(True)]).synchronous
 
 
@@ -165,10 +169,10 @@ NEGATIVE = {"prompt": torch.zeros(1, 3, 2)}
 
 def ticked(calls: list[tuple[float, float, Any]]) -> list[tuple[int, int, bool]]:
     """Step, branch, and steadiness of calls given by timestep, latents and prompt."""
-    clock, found = StepClock(), []
+    clock, found = CallClock(), []
     for timestep, latents, others in calls:
-        clock.tick(torch.tensor([timestep]), torch.full((1, 2), latents), others)
-        found.append((clock.step, clock.branch, clock.steady))
+        call = clock.tick({"t": torch.tensor([timestep])}, {"x": torch.full((1, 2), float(latents))}, others)
+        found.append((call.step, call.branch, call.steady))
     return found
 
 
@@ -206,41 +210,122 @@ def test_second_evaluation_at_one_timestep():
 
 
 def test_latents_written_in_place():
-    clock, latents = StepClock(), torch.zeros(1, 2)
-    clock.tick(5.0, latents, CONDITION)
+    clock, latents = CallClock(), torch.zeros(1, 2)
+    clock.tick({"t": 5.0}, {"x": latents}, CONDITION)
     latents += 1
-    assert clock.tick(5.0, latents, CONDITION)
-    assert clock.step == 1
+    assert clock.tick({"t": 5.0}, {"x": latents}, CONDITION).step == 1
 
 
 def test_a_new_request_starts_from_zero():
-    clock = StepClock()
-    clock.tick(9.0, torch.zeros(1), CONDITION)
-    clock.reset()
-    assert clock.tick(9.0, torch.zeros(1), CONDITION)
-    assert (clock.step, clock.branch, clock.steady) == (0, 0, False)
+    clock = CallClock()
+    clock.tick({"t": 9.0}, {"x": torch.zeros(1)}, CONDITION)
+    clock.begin_request()
+    call = clock.tick({"t": 9.0}, {"x": torch.zeros(1)}, CONDITION)
+    assert (call.request, call.step, call.branch, call.steady) == (1, 0, 0, False)
+
+
+class Scheduler:
+    """Counts its steps, as most of diffusers' do; its timesteps repeat, as Heun's do."""
+
+    def __init__(self, counts: bool) -> None:
+        self.timesteps = torch.tensor([900.0, 600.0, 600.0, 300.0, 300.0])
+        if counts:
+            self.step_index: int | None = None
+
+    def step(self, number: int) -> None:
+        if hasattr(self, "step_index"):
+            self.step_index = number + 1
+
+
+@pytest.mark.parametrize("derived", [False, True], ids=["view", "derived"])
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("branches", [(CONDITION,), (CONDITION, NEGATIVE)], ids=["one", "two"])
+def test_what_tensors_hold_is_hardly_looked_at(counts, derived, branches):
+    """The steps and branches of comparing all values, and from the third step on no comparison, if that can be."""
+    scheduler = Scheduler(counts)
+    clock, found, looks = CallClock(lambda: scheduler), [], []
+    equal = torch.equal
+    for step, moment in enumerate(scheduler.timesteps.unbind()):
+        latents = torch.full((1, 2), float(step))
+        for others in branches:
+            timestep = moment.expand(2) / 1000 if derived else moment.expand(2)
+            with mock.patch("torch.equal", lambda a, b, at=step: looks.append(at) or equal(a, b)):
+                call = clock.tick({"t": timestep}, {"x": latents}, others)
+            found.append((call.step, call.branch))
+        scheduler.step(step)
+    assert found == [(step, branch) for step in range(5) for branch in range(len(branches))]
+    if counts:
+        assert max(looks, default=0) < 1
+    elif not derived:
+        # A second evaluation at one timestep is told from a branch by its latents alone.
+        assert {step for step in looks if step >= 1} <= {2, 4}
+
+
+def test_a_scheduler_that_is_not_stepped_is_not_believed():
+    """Its count stands still while the timesteps go on: they are compared."""
+    scheduler = Scheduler(True)
+    scheduler.step_index = 0
+    clock = CallClock(lambda: scheduler)
+    steps = [
+        clock.tick({"t": torch.tensor([9.0 - n // 2])}, {"x": torch.zeros(1)}, (CONDITION, NEGATIVE)[n % 2]).step
+        for n in range(6)
+    ]
+    assert steps == [0, 0, 1, 1, 2, 2]
+    # Nor one that is put in its place in the middle of a request.
+    scheduler = Scheduler(True)
+    assert clock.tick({"t": torch.tensor([7.0])}, {"x": torch.zeros(1)}, CONDITION).branch == 2
+    assert clock.tick({"t": torch.tensor([6.0])}, {"x": torch.zeros(1)}, CONDITION).step == 3
+
+
+def test_a_clock_holds_nothing_between_requests():
+    clock, latents = CallClock(), torch.zeros(2, 3)
+    gone = weakref.ref(latents)
+    for number in range(3):
+        clock.tick({"t": torch.tensor(9.0 - number)}, {"x": latents}, {"prompt": torch.ones(2)})
+    clock.end_request()
+    del latents
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_part_of_a_call():
+    clock = CallClock()
+    whole = clock.tick({"t": 9.0}, {"x": torch.zeros(2)}, CONDITION)
+    with clock.narrowed(branch=1, ahead=True):
+        with clock.narrowed(rows=(0, 1), link="cfg") as part:
+            assert clock.call is part
+            assert (part.step, part.branch, part.rows, part.link, part.ahead) == (0, 1, (0, 1), "cfg", True)
+        assert (clock.call.branch, clock.call.rows) == (1, None)
+    assert clock.call is whole
+    with pytest.raises(AttributeError):
+        whole.step = 3
 
 
 # --- drift --------------------------------------------------------------------------------------------------------
 
 
+def close_step(monitor: DriftMonitor) -> list[float | None]:
+    """Drift of the step that has run, by block."""
+    return drifts_of(monitor.post(monitor.take())(None).unsqueeze(0))[0]
+
+
 def test_drift_by_hand():
-    monitor = DriftMonitor(lambda sums: sums)
+    monitor = DriftMonitor(summed_by(lambda sums: sums))
     first, second = monitor.add_block("first"), monitor.add_block("second")
     k = torch.randn(1, 2, 1000, 4, generator=torch.Generator().manual_seed(0))
     monitor.observe(first, "k", 0, (k, k), dim=2)
     monitor.observe(second, "k2", 0, (k, k), dim=2)
-    assert monitor.close_step() == [None, None]
+    assert close_step(monitor) == [None, None]
     monitor.observe(first, "k", 1, (1.1 * k, 1.1 * k), dim=2)
     monitor.observe(second, "k2", 1, (k, k), dim=2)
-    assert monitor.close_step() == [pytest.approx(0.1 / 1.1), 0.0]
+    assert close_step(monitor) == [pytest.approx(0.1 / 1.1), 0.0]
     # Not one step apart: nothing to compare with.
     monitor.observe(first, "k", 3, (k, k), dim=2)
-    assert monitor.close_step() == [None, None]
+    assert close_step(monitor) == [None, None]
     assert monitor._samples["k"][1].shape[3] <= SAMPLED_TOKENS
     monitor.reset()
     monitor.observe(first, "k", 4, (2 * k, k), dim=2)
-    assert monitor.close_step() == [None, None]
+    assert close_step(monitor) == [None, None]
 
 
 class EveryOther:
@@ -249,21 +334,92 @@ class EveryOther:
 
 
 def test_control_keeps_a_log():
-    monitor = DriftMonitor(lambda sums: 2 * sums)
+    monitor = DriftMonitor(summed_by(lambda sums: 2 * sums))
     block = monitor.add_block("block")
-    control = StepControl(EveryOther(), 3, monitor, lambda: even_levels(4))
+    clock = CallClock()
+    control = WarmupControl(EveryOther(), 3, monitor, clock, lambda: even_levels(4))
     for request in range(2):
+        clock.begin_request()
         control.begin_request()
         for step in range(4):
-            control.begin_call(10 - step, torch.full((1,), float(step)), CONDITION)
+            clock.tick({"t": 10 - step}, {"x": torch.full((1,), float(step))}, CONDITION)
             value = torch.full((1, 1, 1, 1), 1.0 + step)
-            monitor.observe(block, "k", control.step, (value, value), dim=2)
+            monitor.observe(block, "k", clock.call.step, (value, value), dim=2)
             assert control.decision.synchronous == (step % 2 == 0)
         control.end_request()
         assert control.log.summary() == "2 of 4 steps synchronous"
         assert control.log.steps[1].reason == "step 1 of 4 on 3"
         assert [record.mean_drift for record in control.log.steps] == [None, *map(pytest.approx, (1 / 2, 1 / 3, 1 / 4))]
         assert request in (0, 1)
+
+
+class Unread(EveryOther):
+    reads_drift = needs_total = False
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_drift_that_no_policy_reads_is_measured_when_asked_for(asked):
+    """Added up once, when the request is over; not at all if nobody asks. The noise levels are not asked for either."""
+    sums: list[int] = []
+    monitor = DriftMonitor(summed_by(lambda totals: sums.append(totals.dim()) or totals))
+    block, clock = monitor.add_block("block"), CallClock()
+
+    def noise() -> Any:
+        raise AssertionError("nobody wants to know")
+
+    control = WarmupControl(Unread(), 3, monitor, clock, noise)
+    control.measure_drift = asked
+    for _ in range(2):
+        clock.begin_request()
+        control.begin_request()
+        for step in range(3):
+            clock.tick({"t": 10 - step}, {"x": torch.zeros(1)}, CONDITION)
+            value = torch.full((1, 1, 1, 1), 1.0 + step)
+            monitor.observe(block, "k", clock.call.step, (value, value), dim=2)
+            assert sums == []
+        control.end_request()
+        drifts = [record.mean_drift for record in control.log.steps]
+        assert drifts == ([None, *map(pytest.approx, (1 / 2, 1 / 3))] if asked else [None] * 3)
+        assert sums == ([3] if asked else [])
+        sums.clear()
+
+
+# --- a policy of one's own ---------------------------------------------------------------------------------------
+
+
+@policy("stride", "2, 1")
+@dataclass(frozen=True)
+class Stride:
+    every: int
+    offset: int = 0
+    reads_drift: ClassVar[bool] = False
+    needs_total: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(self.every)
+
+    def decide(self, step: int, outlook: Outlook, past: Any) -> Decision:
+        return Decision(step % self.every == self.offset, f"{step} in strides of {self.every}")
+
+
+def test_a_policy_from_outside_is_read_and_named():
+    assert parse("stride(3)") == Stride(3)
+    assert parse(" stride( 3, 2 ) ") == Stride(3, 2)
+    for wrong in ("stride()", "stride(0)", "stride(1, 2, 3)", "stride(1.5)", "strides(1)"):
+        with pytest.raises(ditmesh.ConfigError, match=r"use 'fixed\(4\)', .* or 'stride\(2, 1\)'"):
+            parse(wrong)
+    assert parse("steps(5 0)") == parse("steps(0 5)")
+    assert synchronous("steps(0 5)", 8) == [0, 5]
+    assert synchronous("steps()", 8) == []
+
+
+@pytest.mark.parametrize("config", [{"ring": 2, "exchange": "displaced"}, {"pipe": 2, "patches": 2}], ids=str)
+def test_a_policy_from_outside_decides_on_ranks(ranks, config):
+    for found, drifts, _ in ranks(2).run(decided, "sd3", {**config, "warmup": "stride(2)"}, 4):
+        assert found == [(step % 2 == 0, f"{step} in strides of 2") for step in range(4)]
+        # Nobody has asked for drift.
+        assert drifts == [None] * 4
 
 
 # --- on ranks --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import ConfigError
-from .staleness.policy import Adaptive
+from .staleness.policy import forms as warmup_forms
 from .staleness.policy import parse as parse_warmup
 
 Degree = int
@@ -188,11 +188,10 @@ class ParallelConfig(BaseModel):
                     "is shared out anew has no keys of the step before; with reproducible=True use more stages (pipe) "
                     "or data for these ranks, or leave pipe and patches out"
                 )
-            if self.stages_or_patches and isinstance(parse_warmup(self.warmup), Adaptive):
+            if self.stages_or_patches and getattr(parse_warmup(self.warmup), "reads_drift", True):
                 raise ConfigError(
                     f"warmup={self.warmup!r} decides by the drift of all pictures of a call, so that a picture would "
-                    "depend on those beside it; with reproducible=True use 'fixed(n)', 'sqrt(n)', 'periodic(n)' or "
-                    "'first_last(n, m)'"
+                    f"depend on those beside it; with reproducible=True use {warmup_forms(reads_drift=False)}"
                 )
             if self.sequence > self.tiles:
                 raise ConfigError(

@@ -320,7 +320,7 @@ def draw(job: Job, kept: Kept | None = None, *, report: Report | None = None) ->
     if kept is not None:
         # Around everything else: it sees the calls that the pipeline makes, and whole outputs.
         models = {name: getattr(pipe, name) for name in DENOISERS if getattr(pipe, name, None) in denoisers(pipe)}
-        journal = Journal(models, kept.folder, rank)
+        journal = Journal(models, kept.folder, rank, engine_of(pipe).clock)
     done = kept.drawn if kept is not None else frozenset()
     say(Loaded(time.perf_counter() - started, steps))
     total = 0.0

@@ -15,6 +15,7 @@ from torch import nn
 
 from . import support
 from .config import ParallelConfig
+from .core.clock import CallClock, timestep_of
 from .core.patching import Proceed
 from .errors import ConfigError, InputError
 from .layout import TokenLayout, layout_of
@@ -22,7 +23,7 @@ from .layout.probe import probe
 from .mesh import DEFAULT_DEADLINE, Mesh
 from .recipe import RECIPE, Recipe, check, wanted
 from .request import PipelineCall
-from .staleness.control import StalenessLog, StepControl
+from .staleness.control import StalenessLog, WarmupControl
 from .staleness.policy import WarmupPolicy
 from .strategies.balance import Balance
 from .strategies.base import Context, ParallelModel, Request
@@ -32,7 +33,7 @@ from .strategies.hooks import ModelHooks
 from .strategies.pipefusion import PipeFusion
 from .strategies.simulation import SimulatedExact, SimulatedStale, VirtualMesh
 from .strategies.stages import Stages
-from .strategies.steps import StaleSteps, Steps
+from .strategies.warmup import StaleSteps
 
 __all__ = ["Engine", "check_heads", "engine_of", "heads_of", "parallelize", "parallelized", "restore", "simulate"]
 
@@ -86,7 +87,7 @@ class Engine:
 
     def open(self, target: Any) -> None:
         """Put everything in place for a pipeline, or a bare transformer."""
-        pipe = None if isinstance(target, nn.Module) else target
+        pipe = self.context.pipe = None if isinstance(target, nn.Module) else target
         try:
             for strategy in self.strategies:
                 strategy.prepare(pipe)
@@ -96,6 +97,8 @@ class Engine:
                 strategy.apply(self._undo)
             for model in self.models:
                 self._undo.callback(model.chain.add(self._around_call))
+                # Before all others: they ask it which call this is.
+                self._undo.callback(self.clock.watch(model.model, timestep_of(model.model, model.layout)))
             # The first to be undone: nothing of a request stays under way.
             self._undo.callback(self.end_request, failed=True)
             if pipe is not None:
@@ -173,12 +176,16 @@ class Engine:
         """
         self._in_request = False
         with ExitStack() as ends:
+            # Rows compare the last calls by the clock.
+            ends.callback(self.clock.end_request)
             # The outermost first; each is told, whatever another one raises.
             for strategy in self.strategies:
                 ends.callback(strategy.end_request, failed)
 
     def _begin(self, request: Request) -> None:
         self._in_request = True
+        self.context.pipe = request.pipe or self.context.pipe
+        self.clock.begin_request()
         for strategy in self.strategies:
             strategy.begin_request(request)
 
@@ -249,15 +256,19 @@ class Engine:
         return [stages.balance for stages in self._parts(Stages)] or [hooks.handler.balance for hooks in self.hooks]
 
     @property
-    def control(self) -> StepControl | None:
-        """The steps of a stale sequence strategy; None when every step is exact."""
-        return self.context.find(StepControl)
+    def clock(self) -> CallClock:
+        """Counts the calls of the transformers."""
+        return self.context.clock
+
+    @property
+    def control(self) -> WarmupControl | None:
+        """Which steps of a stale strategy are synchronous; None when every step is exact."""
+        return self.context.find(WarmupControl)
 
     @property
     def staleness(self) -> StalenessLog | None:
         """What was decided in every step of the latest request, and why; None when every step is exact."""
-        source = self.context.find(StepControl) or self.context.find(Steps)
-        return None if source is None else source.log
+        return None if self.control is None else self.control.log
 
     def use_policy(self, policy: WarmupPolicy) -> None:
         """Let another policy decide, from the next request on: for studies of which steps matter. On all ranks alike.
@@ -265,10 +276,9 @@ class Engine:
         Raises:
             ConfigError: every step is exact.
         """
-        source = self.context.find(StepControl) or self.context.find(Steps)
-        if source is None:
+        if self.control is None:
             raise ConfigError(f"{self.config.describe()} has no stale steps to decide about; leave the policy out")
-        source.policy = policy
+        self.control.policy = policy
 
     def rebalance(self) -> None:
         """Measure again at the next call. On all ranks alike.

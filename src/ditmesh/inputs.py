@@ -609,7 +609,7 @@ class SameInputs(Strategy):
         if differing:
             found = "; ".join(f"argument {name} ({phrase})" for name, phrase in differing.items())
             raise InputError(
-                f"a parallel transformer was called outside of its pipeline, with other inputs on other ranks: {found}; "
+                f"a parallel transformer was called outside of its pipeline, with inputs that differ: {found}; "
                 "call ditmesh.parallelize() on the pipeline that calls it, too: its inputs are made the same then"
             )
 

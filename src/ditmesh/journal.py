@@ -21,7 +21,7 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -33,6 +33,8 @@ from .methods import replace_method
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+    from .core.clock import CallClock
 
 # A record: this word, the lengths of its head and its body, the SHA-256 of both; then head (JSON) and body.
 _MARK = b"dmj1"
@@ -46,14 +48,14 @@ class Entry:
     Attributes:
         call: number of the call in its request, from 0.
         model: the pipeline's component that was called.
-        timestep: digest of the call's timestep.
+        step: denoising step of the request, from 0.
         inputs: digests of the tensors and integers it was called with, by path.
         path, offset, length: where the output is.
     """
 
     call: int
     model: str
-    timestep: str
+    step: int
     inputs: Mapping[str, str]
     path: Path
     offset: int
@@ -81,21 +83,29 @@ class Journal:
             `close`.
         folder: the journal.
         rank: of this process.
+        clock: counts the transformers' calls; default: one of its own.
 
     Attributes:
         answered: calls of this request that were answered from the journal.
         computed: calls of this request that were computed.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module], folder: str | Path, rank: int) -> None:
+    def __init__(
+        self, models: Mapping[str, nn.Module], folder: str | Path, rank: int, clock: CallClock | None = None
+    ) -> None:
+        from .core.clock import CallClock, timestep_of
+
         self.answered = 0
         self.computed = 0
         self._folder, self._rank = Path(folder), rank
         self._known: list[Entry] = []
         self._file: Any = None
         self._request = -1
-        self._restore: list[replace_method] = []
+        self._restore: list[Callable[[], None]] = []
+        self._clock, self._own_clock = clock or CallClock(), clock is None
         for name, model in models.items():
+            if self._own_clock:
+                self._restore.append(self._clock.watch(model, timestep_of(model)))
             self._restore.append(replace_method(model, "forward", self._standing_in(name, model)))
 
     def begin(self, request: int) -> None:
@@ -110,6 +120,8 @@ class Journal:
         self._request = request
         self._known = read(_kept(self._folder, request))
         self.answered = self.computed = 0
+        if self._own_clock:
+            self._clock.begin_request()
         with self._writing():
             self._file = _own(self._folder, request, self._rank).open("wb")
 
@@ -164,7 +176,7 @@ class Journal:
             return
         import torch  # not for those who only count entries
 
-        head = {"call": number, "model": name, "timestep": digests.get("timestep", ""), "inputs": digests}
+        head = {"call": number, "model": name, "step": self._clock.call.step, "inputs": digests}
         body = BytesIO()
         torch.save(_compact(output), body)
         with self._writing():
@@ -243,11 +255,11 @@ def keep_longest(folder: str | Path, request: int) -> list[Entry]:
 def steps(entries: list[Entry]) -> int:
     """Denoising steps whose calls are all there; the last one counts when it has as many calls as the first.
 
-    Calls at one timestep are one step. Of a single step nobody knows how many calls it takes: it counts as none.
+    Of a single step nobody knows how many calls it takes: it counts as none.
     """
     lengths: list[int] = []
     for number, entry in enumerate(entries):
-        if number and entry.timestep == entries[number - 1].timestep:
+        if number and entry.step == entries[number - 1].step:
             lengths[-1] += 1
         else:
             lengths.append(1)
@@ -280,7 +292,7 @@ def _following(entries: list[Entry], start: int) -> list[Entry]:
 
 
 def _head(entry: Entry) -> bytes:
-    fields = {"call": entry.call, "model": entry.model, "timestep": entry.timestep, "inputs": dict(entry.inputs)}
+    fields = {"call": entry.call, "model": entry.model, "step": entry.step, "inputs": dict(entry.inputs)}
     return json.dumps(fields).encode()
 
 

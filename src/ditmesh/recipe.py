@@ -23,9 +23,9 @@ from .strategies.patches import PatchTokens
 from .strategies.pipefusion import PipeFusionCalls
 from .strategies.sequence import ExactSequence
 from .strategies.stages import PipelineStages
-from .strategies.steps import StaleSteps
 from .strategies.tensor import TensorSlices
 from .strategies.tiled import ReproducibleSequence
+from .strategies.warmup import StaleSteps
 
 Recipe = tuple[type[Strategy], ...]
 

@@ -33,7 +33,7 @@ def handler_of(model: Any) -> DisplacedParallel:
 
 def next_step(model: Any) -> None:
     """The next call is a new step, though its timestep, which the model sees, stays what it was."""
-    ditmesh.engine_of(model).control.clock.advance()
+    ditmesh.engine_of(model).clock.advance()
 
 
 def frozen(name: str, config: dict[str, Any], label: str, clear: bool = False) -> tuple[list[float], bool]:

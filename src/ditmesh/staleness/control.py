@@ -1,15 +1,23 @@
-"""One request's steps: the clock, the policy's decisions, the drift measured, and the log of it all."""
+"""One request's steps: the policy's decisions, the drift measured, and the log of it all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import timedelta
 
-from .clock import StepClock
-from .drift import DriftMonitor
+import torch
+from torch import Tensor
+
+from ..core.clock import Call, CallClock
+from .drift import DriftMonitor, drifts_of
 from .policy import Decision, Outlook, Past, WarmupPolicy
 from .schedule import even_levels
+
+# Seconds that a request which failed waits for messages of other ranks that are still under way.
+PATIENCE = 20.0
 
 
 @dataclass
@@ -20,7 +28,8 @@ class StepRecord:
         step: number, from 0.
         synchronous, reason: the policy's decision.
         predicted: the error predicted for the step if it is stale, when the policy predicts one.
-        drift: relative L2 distance of keys and values from the step before, by block; empty for the first step.
+        drift: relative L2 distance of keys and values from the step before, by block; empty for the first step, and
+            where nobody asked for it: see `WarmupControl.measure_drift`.
         filled: attention calls of a stale step that were synchronous all the same on this rank, because there were
             no keys of the step before (another transformer took over, a branch came back).
     """
@@ -38,7 +47,7 @@ class StepRecord:
 
     @property
     def mean_drift(self) -> float | None:
-        """Mean over the blocks; None for the first step."""
+        """Mean over the blocks; None where there is no drift."""
         return sum(self.drift.values()) / len(self.drift) if self.drift else None
 
 
@@ -58,14 +67,35 @@ class StalenessLog:
         return f"{self.synchronous} of {len(self.steps)} steps synchronous"
 
 
-class StepControl:
-    """Says whether the step in progress is synchronous.
+class WarmupControl:
+    """Decides at the beginning of every step whether it is synchronous. Shared by a pipeline's transformers.
+
+    With ``lag`` 0 all ranks are in one step, and the drift of the step before is known when the next one is decided.
+    A pipeline's stages are not: a stage begins a step when the stages behind it have not finished the one before.
+    With ``lag`` 1 every stage sends what it has measured when it begins the next step, and does not wait::
+
+        step begins      sent: sums of    known: sums of
+        t                step t - 1       steps up to t - 2, and of t - 1 if that was synchronous
+
+    After a synchronous step all stages have waited anyway. Which drifts are known is thus the same on all ranks, for
+    any number of stages.
 
     Args:
         policy: decides.
-        devices: ranks that share a picture.
+        devices: ranks that share a picture, or patches that stand for them.
         monitor: measures drift; strategies feed it.
-        noise: noise levels of the request's steps, as in `Outlook`, asked for at its first call.
+        clock: tells when a step begins.
+        noise: noise levels of the request's steps, as in `Outlook`, asked for at its first call by policies that want
+            to know.
+        lag: steps that a drift may be late.
+        share: as in `Outlook`.
+
+    Attributes:
+        policy: see above; may be replaced between requests.
+        measure_drift: measure drift for the log though the policy does not read it; from the next request on. It is
+            then added up when the request is over, and no step waits for it.
+        log: what was decided in this request.
+        decision: for the step in progress.
     """
 
     def __init__(
@@ -73,29 +103,22 @@ class StepControl:
         policy: WarmupPolicy,
         devices: int,
         monitor: DriftMonitor,
+        clock: CallClock,
         noise: Callable[[], tuple[float, ...] | None] = lambda: None,
+        lag: int = 0,
+        share: float | None = None,
     ) -> None:
         self.policy = policy
-        self.devices = devices
-        self.clock = StepClock()
         self.monitor = monitor
-        self.log = StalenessLog()
-        self.decision = Decision(True, "no step has begun")
+        self.clock = clock
+        self.measure_drift = False
+        self._devices, self._share, self._lag = devices, share, lag
         self._ask_noise = noise
-        self._given: int | None = None
-        self._outlook = Outlook(devices)
-        self._past: list[Past] = []
-        self._open = False
-
-    @property
-    def step(self) -> int:
-        """Number of the step in progress."""
-        return self.clock.step
-
-    @property
-    def branch(self) -> int:
-        """Number of the guidance branch in progress."""
-        return self.clock.branch
+        # Sums of the latest steps, in their order: on their way; and those that nobody reads before the end.
+        self._coming: deque[Callable[[timedelta | None], Tensor]] = deque()
+        self._unread: list[Tensor] = []
+        self.begin_request()
+        clock.on_step(self._begin_step)
 
     def begin_request(self, steps: int | None = None) -> None:
         """A new request: nothing of the one before is seen any more.
@@ -103,41 +126,93 @@ class StepControl:
         Args:
             steps: number of its steps, where no pipeline tells.
         """
-        self.clock.reset()
-        self.monitor.reset()
+        self._forget(None)
         self.log = StalenessLog()
         self.decision = Decision(True, "no step has begun")
         self._given = steps
-        self._past = []
-        self._open = False
+        self._past: list[Past] = []
+        self._outlook = Outlook(self._devices, share=self._share)
 
-    def begin_call(self, timestep: Any, latents: Any, others: Mapping[str, Any]) -> None:
-        """A call of the transformer begins, as `StepClock.tick`. At a new step: one small all-reduce, a decision."""
-        if not self.clock.tick(timestep, latents, others):
-            return
-        if self.clock.step == 0:
-            noise = self._ask_noise() if self._given is None else even_levels(self._given)
-            self._outlook = Outlook(self.devices, noise)
-        else:
-            self._close_step()
-        self.decision = self.policy.decide(self.clock.step, self._outlook, self._past)
-        self.log.steps.append(
-            StepRecord(self.clock.step, self.decision.synchronous, self.decision.reason, self.decision.predicted)
-        )
-        self._open = True
+    def end_request(self, failed: bool = False) -> None:
+        """The request is over: take the last steps' drift into the log; ``failed``: it has raised, forget them.
 
-    def end_request(self) -> None:
-        """The request is over, and nobody raised: take the last step's drift into the log."""
-        if self._open:
-            self._close_step()
+        Raises:
+            RuntimeError: another rank has gone, and nothing was said of a failure.
+        """
+        if failed:
+            with suppress(RuntimeError):
+                self._forget(timedelta(seconds=PATIENCE))
+            self._coming.clear()
+        elif self._sent < len(self.log.steps):
+            self._send()
+            self._receive(0)
+            if self._unread:
+                totals = self.monitor.post(torch.stack(self._unread))(None)
+                self._unread.clear()
+                self._take(totals)
+
+    def synchronous(self, known: bool) -> bool:
+        """Whether a call of this step is synchronous, given whether there are keys of the step before.
+
+        A policy that wants the very first step stale gets it stale, with nothing to be stale on; later on, a call
+        without keys is synchronous.
+        """
+        if self.decision.synchronous or known or not self.log.steps[0].synchronous:
+            return self.decision.synchronous
+        self.filled()
+        return True
 
     def filled(self) -> None:
-        """An attention call of this stale step was synchronous."""
-        if self.log.steps:
-            self.log.steps[-1].filled += 1
+        """A call of this stale step was synchronous, because it had no keys of the step before."""
+        self.log.steps[-1].filled += 1
 
-    def _close_step(self) -> None:
-        self._open = False
-        record = self.log.steps[-1]
-        record.measured(self.monitor.blocks, self.monitor.close_step())
-        self._past.append(Past(record.synchronous, record.mean_drift))
+    def _begin_step(self, _: Call) -> None:
+        """A step begins: decide."""
+        reads = getattr(self.policy, "reads_drift", True)
+        if not self.log.steps:
+            noise = even_levels(self._given) if self._given is not None else None
+            if noise is None and getattr(self.policy, "needs_total", True):
+                noise = self._ask_noise()
+            self._outlook = Outlook(self._devices, noise, self._share)
+            self._reads, self.monitor.active = reads, reads or self.measure_drift
+        else:
+            self._send()
+        self._receive(0 if not self._past or self._past[-1].synchronous else self._lag)
+        self.decision = self.policy.decide(len(self.log.steps), self._outlook, self._past)
+        self._past.append(Past(self.decision.synchronous))
+        self.log.steps.append(
+            StepRecord(len(self.log.steps), self.decision.synchronous, self.decision.reason, self.decision.predicted)
+        )
+
+    def _send(self) -> None:
+        """Tell the other ranks what was measured in the step that has run here, if the policy wants to know."""
+        self._sent += 1
+        if not self.monitor.active:
+            return
+        sums = self.monitor.take()
+        if self._reads:
+            self._coming.append(self.monitor.post(sums))
+        else:
+            self._unread.append(sums)
+
+    def _receive(self, under_way: int) -> None:
+        """Wait for the sums of all steps but the latest ``under_way``, and look at them."""
+        while len(self._coming) > under_way:
+            self._take(self._coming.popleft()(None).unsqueeze(0))
+
+    def _take(self, totals: Tensor) -> None:
+        """Take the drifts of the next steps, sums of all ranks (steps, blocks, 2), into the past and the log."""
+        for drifts in drifts_of(totals):
+            record = self.log.steps[self._looked]
+            record.measured(self.monitor.blocks, drifts)
+            self._past[self._looked] = Past(record.synchronous, record.mean_drift)
+            self._looked += 1
+
+    def _forget(self, timeout: timedelta | None) -> None:
+        self.monitor.reset()
+        self._unread.clear()
+        # Steps whose sums were sent, and looked at.
+        self._sent = self._looked = 0
+        self._reads = True
+        while self._coming:
+            self._coming.popleft()(timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -15,12 +16,19 @@ class DriftMonitor:
     """Relative L2 distance of a sample of tensors from the same sample one step earlier, per block.
 
     Args:
-        reduce: sums a float64 tensor over all ranks, the same bits on each; `Link.all_reduce`.
+        post: begins to sum a float64 tensor over all ranks, the same bits on each, and returns what waits for the sum:
+            `Link.post_sum`; or, to sum it at once, `summed_by` of `Link.all_reduce`.
         device: where the sums are kept.
+
+    Attributes:
+        active: whether anything is measured.
     """
 
-    def __init__(self, reduce: Callable[[Tensor], Tensor], device: torch.device | str = "cpu") -> None:
-        self._reduce = reduce
+    def __init__(
+        self, post: Callable[[Tensor], Callable[[timedelta | None], Tensor]], device: torch.device | str = "cpu"
+    ) -> None:
+        self.post = post
+        self.active = True
         self._device = torch.device(device)
         self.blocks: list[str] = []
         self._sums: Tensor | None = None
@@ -46,6 +54,8 @@ class DriftMonitor:
             tensors: of one shape, for example a rank's own K and V.
             dim: their token dimension; `SAMPLED_TOKENS` evenly spaced tokens are looked at.
         """
+        if not self.active:
+            return
         sample = _sampled(tensors, dim)
         before = self._samples.get(key)
         if before is not None and before[0] == step - 1 and before[1].shape == sample.shape:
@@ -54,7 +64,8 @@ class DriftMonitor:
 
     def compare(self, block: int, now: tuple[Tensor, ...], before: tuple[Tensor, ...], dim: int) -> None:
         """As `observe`, for those who have kept the tensors of the step before themselves, of the same shapes."""
-        self._add(block, _sampled(now, dim), _sampled(before, dim))
+        if self.active:
+            self._add(block, _sampled(now, dim), _sampled(before, dim))
 
     def _add(self, block: int, sample: Tensor, before: Tensor) -> None:
         if self._sums is None:
@@ -70,17 +81,23 @@ class DriftMonitor:
         sums, self._sums = self._sums, None
         return self._nothing() if sums is None else sums
 
-    def close_step(self) -> list[float | None]:
-        """The drift of the step that has run, per block, over all ranks; None where nothing was compared.
 
-        A collective call: one small all-reduce.
-        """
-        return drifts_of(self._reduce(self.take()))
+def summed_by(reduce: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Callable[[timedelta | None], Tensor]]:
+    """A sum that is waited for where it is begun."""
+
+    def post(sums: Tensor) -> Callable[[timedelta | None], Tensor]:
+        total = reduce(sums)
+        return lambda _: total
+
+    return post
 
 
-def drifts_of(totals: Tensor) -> list[float | None]:
-    """Drift of every block, from the sums of all ranks; None where nothing was compared."""
-    return [(distance / size) ** 0.5 if size > 0 else None for distance, size in totals.tolist()]
+def drifts_of(totals: Tensor) -> list[list[float | None]]:
+    """Drift of every block in every step, from the sums of all ranks (steps, blocks, 2); None: nothing was compared.
+
+    Waits for the device.
+    """
+    return [[(distance / size) ** 0.5 if size > 0 else None for distance, size in step] for step in totals.tolist()]
 
 
 def _sampled(tensors: tuple[Tensor, ...], dim: int) -> Tensor:

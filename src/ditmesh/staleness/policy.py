@@ -2,19 +2,65 @@
 
 A decision is a pure function of what every rank knows alike: the step, the number of steps, the devices and the
 drifts measured so far. All ranks therefore decide alike without asking one another.
+
+A policy of one's own is a frozen dataclass under a name; its fields are what stands in the parentheses::
+
+    @policy("every", "3, 1")
+    @dataclass(frozen=True)
+    class Every:
+        stride: int
+        offset: int = 0
+        reads_drift: ClassVar[bool] = False
+        needs_total: ClassVar[bool] = False
+
+        def decide(self, step, outlook, past):
+            return Decision(step % self.stride == self.offset, "its turn")
+
+    ParallelConfig(ring=2, exchange="displaced", warmup="every(4, 2)")
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields
 from math import isfinite, sqrt
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from ..errors import ConfigError
 
-FORMS = "'fixed(4)', 'sqrt(2)', 'periodic(5)', 'first_last(2, 1)', 'adaptive(0.05)' or 'adaptive(0.05, 6)'"
+P = TypeVar("P", bound=type)
+
+# The policies by name, and how each is written.
+_POLICIES: dict[str, type] = {}
+_EXAMPLES: dict[str, tuple[str, ...]] = {}
+
+
+def policy(name: str, *examples: str) -> Callable[[P], P]:
+    """Register a dataclass as the warm-up policy ``name(…)``.
+
+    Fields are numbers (``int``, ``float``, with a default where they may be left out), separated by commas; one of
+    type ``frozenset[int]`` or ``tuple[int, ...]`` takes several, separated by spaces. A value that is not possible is
+    refused with a `ValueError` in ``__post_init__``.
+
+    Args:
+        name: a word. A policy of the same name is replaced.
+        examples: what may stand in the parentheses, for messages; default: the names of the fields.
+    """
+
+    def register(cls: P) -> P:
+        _POLICIES[name] = cls
+        _EXAMPLES[name] = examples or (", ".join(field.name for field in fields(cls)),)
+        return cls
+
+    return register
+
+
+def forms(reads_drift: bool = True) -> str:
+    """How policies are written, for messages; ``reads_drift``: those that decide by drift among them."""
+    known = [name for name, cls in _POLICIES.items() if reads_drift or not getattr(cls, "reads_drift", True)]
+    *most, last = [f"'{name}({example})'" for name in known for example in _EXAMPLES[name]]
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 @dataclass(frozen=True)
@@ -68,7 +114,10 @@ class Past:
 class WarmupPolicy(Protocol):
     """Decides for one step at a time.
 
-    One that never looks at a drift may say so with ``uses_drift = False``: strategies then need not wait for it.
+    Class attributes say what it has to be told; true where there are none:
+
+    * ``reads_drift``: it looks at the drift of past steps. Else none is measured, sent or waited for.
+    * ``needs_total``: it looks at the noise levels, or at how many steps there are.
     """
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
@@ -80,34 +129,49 @@ class WarmupPolicy(Protocol):
         ...
 
 
+@policy("fixed", "4")
 @dataclass(frozen=True)
 class Fixed:
     """The first ``steps`` steps. With 0 the very first step is stale with nothing to be stale on: see `displaced`."""
 
     steps: int
-    uses_drift: ClassVar[bool] = False
+    reads_drift: ClassVar[bool] = False
+    needs_total: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _require(self.steps >= 0)
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
         return _first(step, self.steps)
 
 
+@policy("sqrt", "2")
 @dataclass(frozen=True)
 class Sqrt:
     """The first round(base · √devices) steps: more devices see less of the picture fresh."""
 
     base: float
-    uses_drift: ClassVar[bool] = False
+    reads_drift: ClassVar[bool] = False
+    needs_total: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _require(self.base > 0)
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
         return _first(step, round(self.base * sqrt(outlook.devices)))
 
 
+@policy("periodic", "5")
 @dataclass(frozen=True)
 class Periodic:
     """Step 0 and every ``every``-th step."""
 
     every: int
-    uses_drift: ClassVar[bool] = False
+    reads_drift: ClassVar[bool] = False
+    needs_total: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _require(self.every >= 1)
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
         if step % self.every == 0:
@@ -115,13 +179,18 @@ class Periodic:
         return Decision(False, f"between two synchronous steps, {self.every} apart")
 
 
+@policy("first_last", "2, 1")
 @dataclass(frozen=True)
 class FirstLast:
     """The first ``first`` and the last ``last`` steps."""
 
     first: int
     last: int
-    uses_drift: ClassVar[bool] = False
+    reads_drift: ClassVar[bool] = False
+    needs_total: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _require(min(self.first, self.last) >= 0)
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
         if self.last and step >= _total(outlook, f"first_last({self.first}, {self.last})") - self.last:
@@ -129,6 +198,7 @@ class FirstLast:
         return _first(step, self.first)
 
 
+@policy("adaptive", "0.05", "0.05, 6")
 @dataclass(frozen=True)
 class Adaptive:
     """As few synchronous steps as keep the error predicted for the picture within ``budget``, where they help most.
@@ -158,6 +228,11 @@ class Adaptive:
 
     budget: float
     most: int | None = None
+    reads_drift: ClassVar[bool] = True
+    needs_total: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _require(self.budget > 0 and (self.most is None or self.most >= 1))
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
         total = _total(outlook, f"adaptive({self.budget:g}{'' if self.most is None else f', {self.most}'})")
@@ -186,6 +261,22 @@ class Adaptive:
             return Decision(True, f"{what}, above the budget {self.budget:g}", here)
         within = "within the budget" if error <= self.budget else "hardly more than is made already, above the budget"
         return Decision(False, f"{what}, {within} {self.budget:g}", here)
+
+
+@policy("steps", "0 1 5")
+@dataclass(frozen=True)
+class GivenSteps:
+    """Exactly these steps."""
+
+    steps: frozenset[int]
+    reads_drift: ClassVar[bool] = False
+    needs_total: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _require(min(self.steps, default=0) >= 0)
+
+    def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
+        return Decision(step in self.steps, "one of the steps given" if step in self.steps else "not one of them")
 
 
 # Drift of a step in which all of the signal is new, while none has been measured.
@@ -233,6 +324,11 @@ def _first(step: int, count: int) -> Decision:
     return Decision(False, f"after {count} warm-up {'step' if count == 1 else 'steps'}")
 
 
+def _require(possible: bool) -> None:
+    if not possible:
+        raise ValueError("impossible numbers")
+
+
 def parse(text: str) -> WarmupPolicy:
     """The policy that ``text`` names, such as ``"fixed(4)"``.
 
@@ -240,23 +336,39 @@ def parse(text: str) -> WarmupPolicy:
         ConfigError: not a policy, or impossible numbers; names the forms.
     """
     match = re.fullmatch(r"\s*(\w+)\s*\(([^()]*)\)\s*", text)
-    name = match[1] if match else ""
     try:
-        numbers = [float(part) for part in match[2].split(",")] if match else []
-    except ValueError:
-        numbers = []
-    whole = [int(number) for number in numbers if isfinite(number) and number == int(number)]
-    if name == "fixed" and len(numbers) == len(whole) == 1 and whole[0] >= 0:
-        return Fixed(whole[0])
-    if name == "sqrt" and len(numbers) == 1 and isfinite(numbers[0]) and numbers[0] > 0:
-        return Sqrt(numbers[0])
-    if name == "periodic" and len(numbers) == len(whole) == 1 and whole[0] >= 1:
-        return Periodic(whole[0])
-    if name == "first_last" and len(numbers) == len(whole) == 2 and min(whole) >= 0:
-        return FirstLast(whole[0], whole[1])
-    if name == "adaptive" and len(numbers) == 1 and isfinite(numbers[0]) and numbers[0] > 0:
-        return Adaptive(numbers[0])
-    counted = len(numbers) == 2 and whole[-1:] == numbers[1:] and numbers[1] >= 1
-    if name == "adaptive" and counted and isfinite(numbers[0]) and numbers[0] > 0:
-        return Adaptive(numbers[0], whole[-1])
-    raise ConfigError(f"warmup={text!r} is not a warm-up policy; use {FORMS}, with numbers of steps from 0 up")
+        if match is None:
+            raise ValueError("not of the form name(numbers)")
+        cls = _POLICIES[match[1]]
+        return cls(*_read(cls, match[2]))
+    except (KeyError, ValueError):
+        raise ConfigError(
+            f"warmup={text!r} is not a warm-up policy; use {forms()}, with numbers of steps from 0 up"
+        ) from None
+
+
+def _read(cls: type, text: str) -> list[Any]:
+    """The values of a policy's fields.
+
+    Raises:
+        ValueError: too many, too few, or not of the field's type.
+    """
+    hints, known = get_type_hints(cls), fields(cls)
+    parts = text.split(",") if text.strip() or known else []
+    least = sum(field.default is MISSING and field.default_factory is MISSING for field in known)
+    if not least <= len(parts) <= len(known):
+        raise ValueError(f"{len(parts)} values for {len(known)} fields")
+    return [_value(hints[field.name], part) for field, part in zip(known, parts, strict=False)]
+
+
+def _value(kind: Any, text: str) -> Any:
+    if get_origin(kind) in (frozenset, tuple):
+        return get_origin(kind)(_value(get_args(kind)[0], word) for word in text.split())
+    number = float(text)
+    if not isfinite(number):
+        raise ValueError(text)
+    if kind is not float and float not in get_args(kind):
+        if number != int(number):
+            raise ValueError(text)
+        return int(number)
+    return number

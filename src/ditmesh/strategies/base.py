@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from torch import nn
 
 from ..config import ParallelConfig
+from ..core.clock import CallClock
 from ..core.patching import CallChain
 from ..layout import TokenLayout
 from ..mesh import Mesh
@@ -73,6 +74,8 @@ class Context(Parts):
         job: all ranks and their links.
         mesh: those that share a request: without the data axis where every data rank brings its own.
         models: the transformers that the ranks share.
+        clock: says which call of them is in progress.
+        pipe: whose request is in progress, or was the latest; None for bare transformers.
     """
 
     def __init__(self, config: ParallelConfig, job: Mesh, models: list[ParallelModel]) -> None:
@@ -81,6 +84,8 @@ class Context(Parts):
         self.job = job
         self.mesh = job.data_group() if config.inputs == "per-data-rank" else job
         self.models = models
+        self.pipe: Any = None
+        self.clock = CallClock(lambda: getattr(self.pipe, "scheduler", None))
 
 
 @dataclass(frozen=True)

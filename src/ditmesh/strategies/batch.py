@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,14 +20,14 @@ from torch import Tensor, nn
 from ..alignment import ALIGNMENT
 from ..comm import Link
 from ..config import ParallelConfig
+from ..core.clock import Call, CallClock, timestep_of
 from ..core.patching import CallChain, Patch, Proceed
+from ..core.values import Seen, seen
+from ..errors import InputError
 from ..layout.arguments import Arguments, covers, parameter_names
-from ..staleness.clock import same
-from ..staleness.control import StepControl
 from ..tiles import even_cut, offsets
 from .base import Context, Request, Strategy
 from .lazy import LazyPatches, Owners
-from .pipefusion import PipeFusion
 
 # Stands among the arguments of a call for what else the result depends on. No argument has such a name.
 _STATE = "<state>"
@@ -36,29 +35,18 @@ _STATE = "<state>"
 
 @dataclass
 class _Step:
-    """The transformer calls at one timestep: their arguments, and results computed ahead."""
-
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    ahead: dict[int, tuple[dict[str, Any], Any]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Share:
-    """One run of the model's own forward: which part of the pipeline's calls it computes.
+    """The calls of one transformer in one step.
 
     Attributes:
-        step: number of the step, counted by new timesteps.
-        branch: number of the call in its step: the branch of guidance; None where nobody shares branches out.
-        ahead: whether it runs ahead of the pipeline's call.
-        rows: first row of the batch, and one after the last.
-        link: name of the link that shares the rows; empty when they are not shared.
+        first: branch of the first of them.
+        calls: their arguments, by path.
+        ahead: results computed ahead, by the call's number, each with the arguments it was computed for and the paths
+            of those that are not the first call's.
     """
 
-    step: int = 0
-    branch: int | None = None
-    ahead: bool = False
-    rows: tuple[int, int] | None = None
-    link: str = ""
+    first: int = 0
+    calls: list[dict[str, Seen]] = field(default_factory=list)
+    ahead: dict[int, tuple[dict[str, Seen], set[str], Any]] = field(default_factory=dict)
 
 
 class BatchParallel:
@@ -73,10 +61,10 @@ class BatchParallel:
         unbatched: arguments whose first dimension is not the batch.
         listed: arguments that are Python lists with an item per sample.
         one_by_one: run every row by itself, so that its bits do not depend on the rows beside it.
-        announce: told before every run of the model what the run is.
+        clock: says which call this is, and is told of its parts.
+        timestep: name of the transformer's timestep.
 
     Attributes:
-        running: what the model's own forward computes at the moment, or computed last.
         close: takes the layer off again.
     """
 
@@ -90,20 +78,20 @@ class BatchParallel:
         unbatched: tuple[str, ...] = (),
         listed: tuple[str, ...] = (),
         one_by_one: bool = False,
-        announce: Callable[[Share], None] = lambda run: None,
+        *,
+        clock: CallClock,
+        timestep: str | None = None,
     ) -> None:
         self.model = model
-        self._announce = announce
+        self._clock = clock
+        self._timestep = timestep
         self.one_by_one = one_by_one
         self.rows, self.data, self.branches = rows, data, branches
         self.unbatched, self.listed = unbatched, listed
         self._names = parameter_names(type(model).forward)
         self._forward: Callable[..., Any] = model.forward
         self.close = chain.add(self._call)
-        self.running = Share()
-        self._before = _Step()
-        self._now = _Step()
-        self._steps = 0
+        self.begin_request()
 
     def begin_request(self) -> None:
         """A new request starts: what the branches of the last one were is forgotten.
@@ -111,7 +99,24 @@ class BatchParallel:
         The first step of every request then runs alike, and the same request gives the same bits twice.
         """
         self._before, self._now = _Step(), _Step()
-        self._steps = 0
+        self._at: tuple[int, int] | None = None
+        self._modules: list[tuple[str, nn.Module]] | None = None
+        # Whether a timestep that was taken for granted was another one; on the device.
+        self._mistaken: Tensor | None = None
+
+    def end_request(self, failed: bool = False) -> None:
+        """The request is over: no argument of it is held.
+
+        Raises:
+            InputError: a branch of guidance was run ahead at another timestep than it was then asked for.
+        """
+        mistaken = self._mistaken
+        self.begin_request()
+        if mistaken is not None and not failed and bool(mistaken):
+            raise InputError(
+                f"{type(self.model).__name__} was called at two timesteps between two steps of the scheduler, which "
+                f"cfg={self.branches.size} cannot foresee, so that the result is wrong; use cfg=1"
+            )
 
     # --- one call ------------------------------------------------------------------------------------------
 
@@ -120,23 +125,50 @@ class BatchParallel:
         arguments = Arguments(self._names, args, kwargs)
         if self.branches.size == 1:
             return self._shared(arguments, self.rows)
-        state, stateful = _state_of(self.model)
-        seen = {**dict(arguments.leaves()), _STATE: state}
-        if not self._now.calls or not same(seen.get("timestep"), self._now.calls[0].get("timestep")):
-            self._before, self._now = self._now, _Step()
-            self._steps += 1
+        call = self._clock.call
+        state, stateful = self._state()
+        found = self._seen(arguments, state)
+        if (call.request, call.step) != self._at:
+            self._at = (call.request, call.step)
+            self._before, self._now = self._now, _Step(call.branch)
             # A cache remembers every branch by itself: each rank runs all of them, as one device does.
             branches = [] if stateful else self._branches_of(self._before)
             if branches:
                 self._run_ahead(arguments, branches, state)
         number = len(self._now.calls)
-        self._now.calls.append(seen)
+        self._now.calls.append(found)
         if number in self._now.ahead:
-            predicted, output = self._now.ahead.pop(number)
-            if predicted.keys() == seen.keys() and all(same(seen[path], predicted[path]) for path in seen):
+            predicted, own, output = self._now.ahead.pop(number)
+            if self._as_predicted(found, predicted, own, call):
                 return output
         sequential = bool(self._now.ahead) or number > 0
-        return self._shared(arguments, self.data if sequential else self.rows, number)
+        return self._shared(arguments, self.data if sequential else self.rows)
+
+    def _seen(self, arguments: Arguments, state: tuple[Any, ...]) -> dict[str, Seen]:
+        return {**{path: seen(value) for path, value in arguments.leaves()}, _STATE: Seen(state, None)}
+
+    def _as_predicted(self, found: dict[str, Seen], predicted: dict[str, Seen], own: set[str], call: Call) -> bool:
+        """Whether a call has the arguments that its result was computed for.
+
+        Args:
+            found, predicted: what it has, and was to have.
+            own: paths of the arguments that it was not to have from the first call of the step.
+            call: this one.
+        """
+        if found.keys() != predicted.keys():
+            return False
+        for path, value in found.items():
+            expected = predicted[path]
+            time = self._timestep is not None and covers(self._timestep, path) and path not in own
+            if time and call.counted and _alike(value, expected) and value.key != expected.key:
+                # Pipelines compute it anew for every branch. That it is the step's one the scheduler's count says;
+                # the values are compared on the device, and looked at when the request is over.
+                differs = (value.value != expected.value).any()
+                self._mistaken = differs if self._mistaken is None else self._mistaken | differs
+                self._clock.values.equated(value, expected)
+            elif not self._clock.values.same(value, expected):
+                return False
+        return True
 
     # --- guidance branches ------------------------------------------------------------------------------------
 
@@ -155,46 +187,51 @@ class BatchParallel:
         for call in step.calls[1:]:
             if call.keys() != first.keys():
                 return []
-            differing = {path: value for path, value in call.items() if not same(value, first[path])}
+            differing = {path: one for path, one in call.items() if not self._clock.values.same(one, first[path])}
             if not differing or any(path == _STATE or covers(main, path) for path in differing):
                 return []
-            differences.append(differing)
+            differences.append({path: one.value for path, one in differing.items()})
         return differences
 
     def _run_ahead(self, arguments: Arguments, branches: list[dict[str, Any]], state: tuple[Any, ...]) -> None:
         """Run this rank's branches of the step, and exchange results."""
-        mine: list[tuple[int, dict[str, Any], Any]] = []
-        predictions: list[dict[str, Any]] = []
+        mine: list[Any] = []
+        predictions: list[dict[str, Seen]] = []
         for number, differing in enumerate(branches):
             branch = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
             for path, value in differing.items():
                 branch.set(path, value)
-            predictions.append({**dict(branch.leaves()), _STATE: state})
+            predictions.append(self._seen(branch, state))
             # With fewer branches than ranks, the ranks left over run the last one along.
             owner = min(self.branches.rank, len(branches) - 1)
             if number % self.branches.size == owner:
-                mine.append((number, predictions[number], self._shared(branch, self.data, number, ahead=True)))
+                with self._clock.narrowed(branch=self._now.first + number, ahead=True):
+                    mine.append(self._shared(branch, self.data))
         rounds = -(-len(branches) // self.branches.size)
         for round_ in range(rounds):
             # A rank without a branch in the last round sends its latest result again: shapes must be known.
-            _, _, output = mine[min(round_, len(mine) - 1)]
-            for owner, result in enumerate(_exchanged(output, self.branches)):
+            for owner, result in enumerate(_exchanged(mine[min(round_, len(mine) - 1)], self.branches)):
                 number = round_ * self.branches.size + owner
                 if number < len(branches):
-                    self._now.ahead[number] = (predictions[number], result)
+                    self._now.ahead[number] = (predictions[number], set(branches[number]), result)
+
+    def _state(self) -> tuple[tuple[Any, ...], bool]:
+        """What a call depends on besides its arguments: hooks and adapters. And whether a hook keeps state.
+
+        Modules do not come and go within a request: they are listed once.
+        """
+        if self._modules is None:
+            self._modules = list(self.model.named_modules())
+        return _state_of(self._modules)
 
     # --- rows --------------------------------------------------------------------------------------------------
 
-    def _shared(self, arguments: Arguments, link: Link, branch: int | None = None, ahead: bool = False) -> Any:
-        """The forward with its rows shared over ``link``; every rank gets all rows of the result.
-
-        ``branch``: its number, where it is known; ``ahead``: it runs ahead of the pipeline's call.
-        """
+    def _shared(self, arguments: Arguments, link: Link) -> Any:
+        """The forward with its rows shared over ``link``; every rank gets all rows of the result."""
         batch = _batch_size(arguments.get(self._names[0]))
         if batch < 2 or (link.size == 1 and not self.one_by_one) or _takes_halves(self.model):
-            self._announced(Share(self._steps, branch, ahead, (0, batch)))
-            return self._forward(*arguments.args, **arguments.kwargs)
-        run = Share(self._steps, branch, ahead, (0, batch), link.name)
+            with self._clock.narrowed(rows=(0, batch)):
+                return self._forward(*arguments.args, **arguments.kwargs)
         counts = even_cut(batch, link.size)
         start, count = offsets(counts)[link.rank], counts[link.rank]
         # A rank without rows computes the last one along, so that every rank of its group takes part alike.
@@ -202,21 +239,25 @@ class BatchParallel:
         batched = _batched(arguments, batch, self.unbatched, self.listed)
         if self.one_by_one:
             rows = [slice(row, row + 1) for row in range(take.start, take.stop)]
-            output = _joined([self._rows(arguments, batched, row, run) for row in rows])
+            output = _joined([self._rows(arguments, batched, row, link) for row in rows])
         else:
-            output = self._rows(arguments, batched, take, run)
+            output = self._rows(arguments, batched, take, link)
         return _map(output, lambda rows: _gathered(rows, counts, link), lambda rows: _gathered_list(rows, counts, link))
 
-    def _announced(self, run: Share) -> None:
-        self.running = run
-        self._announce(run)
-
-    def _rows(self, arguments: Arguments, batched: list[str], take: slice, run: Share) -> Any:
+    def _rows(self, arguments: Arguments, batched: list[str], take: slice, link: Link) -> Any:
         part = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
         for path in batched:
-            part.set(path, _some(arguments.get(path), take))
-        self._announced(replace(run, rows=(take.start, take.stop)))
-        return self._forward(*part.args, **part.kwargs)
+            part.set(path, self._cut(arguments.get(path), take))
+        with self._clock.narrowed(rows=(take.start, take.stop), link=link.name):
+            return self._forward(*part.args, **part.kwargs)
+
+    def _cut(self, value: Any, take: slice) -> Any:
+        """Some rows of an argument; the same tensor as in the step before, if the argument is."""
+        if not isinstance(value, Tensor):
+            return _some(value, take)
+        key = ("rows", seen(value).key, take.start, take.stop)
+        part = self._clock.values.found(key, lambda: seen(_some(value, take)), (value,))
+        return part.value if seen(part.value).key == part.key else _some(value, take)
 
 
 class RowSplit:
@@ -327,7 +368,8 @@ def _exchanged(output: Any, link: Link) -> list[Any]:
         def parts_of(tensor: Tensor) -> list[Tensor]:
             tensor = tensor.contiguous()
             parts = link.share([tensor], [[tuple(tensor.shape)]] * link.size)
-            return [part for (part,) in parts]
+            # What a rank sends may be one piece of memory for all receivers, and pipelines may write to a result.
+            return [part if rank == link.rank else part.clone() for rank, (part,) in enumerate(parts)]
 
         if isinstance(tensor, LazyPatches) and tensor.settled is None:
             received.append(tensor.shared_out(parts_of, link.size))
@@ -356,11 +398,17 @@ def _map(output: Any, tensor: Callable[[Tensor], Tensor], tensors: Callable[[lis
     return output
 
 
-def _state_of(model: nn.Module) -> tuple[tuple[Any, ...], bool]:
-    """What a call depends on besides its arguments: hooks and adapters. And whether a hook keeps state."""
+def _alike(one: Seen, other: Seen) -> bool:
+    """Whether both are plain tensors of one shape."""
+    a, b = one.value, other.value
+    return type(a) is type(b) is Tensor and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+
+
+def _state_of(modules: list[tuple[str, nn.Module]]) -> tuple[tuple[Any, ...], bool]:
+    """Hooks and adapters of modules, and whether a hook keeps state."""
     worn: list[Any] = []
     stateful = False
-    for path, module in model.named_modules():
+    for path, module in modules:
         # Keys of torch's hooks are never used twice: a hook that is hung anew is another one.
         worn += [(path, *hooks) for hooks in (module._forward_pre_hooks, module._forward_hooks) if hooks]
         for name, hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}).items():
@@ -399,7 +447,7 @@ class Rows(Strategy):
     def apply(self, undo: ExitStack) -> None:
         """See `Strategy.apply`."""
         mesh = self.context.mesh
-        for number, model in enumerate(self.context.models):
+        for model in self.context.models:
             layout = model.layout
             rows = BatchParallel(
                 model.model,
@@ -410,7 +458,8 @@ class Rows(Strategy):
                 layout.unbatched,
                 layout.listed,
                 self.context.config.reproducible,
-                partial(self._before_rows, number),
+                clock=self.context.clock,
+                timestep=timestep_of(model.model, layout),
             )
             self.rows.append(model.add(rows))
             undo.callback(rows.close)
@@ -420,17 +469,10 @@ class Rows(Strategy):
         for rows in self.rows:
             rows.begin_request()
 
-    def _before_rows(self, number: int, run: Share) -> None:
-        """Rows of a branch are about to run in transformer ``number``, whoever asked for them."""
-        control = self.context.find(StepControl)
-        if control is not None:
-            control.clock.rows = run.rows
-            if run.ahead and run.branch is not None:
-                control.clock.branch = run.branch
-        pipe = self.context.models[number].find(PipeFusion)
-        if pipe is not None:
-            branch = None if run.branch is None else (run.step, (run.branch, run.link, run.ahead))
-            pipe.announce(branch, run.rows)
+    def end_request(self, failed: bool) -> None:
+        """See `Strategy.end_request`."""
+        for rows in self.rows:
+            rows.end_request(failed)
 
 
 class DecodedRows(Strategy):

@@ -23,13 +23,13 @@ from ..attention.segments import Segment, SpreadAttention, total_length
 from ..comm import Arriving, Codec, Link, codec
 from ..config import ParallelConfig
 from ..mesh import Mesh
-from ..staleness.control import StepControl
+from ..staleness.control import WarmupControl
 from ..tiles import offsets
 from .base import ParallelModel, Request
 from .hooks import Handler
 from .sequence import SequenceParallel
-from .steps import numbered
 from .tokens import TokenStrategy
+from .warmup import numbered
 
 # Branch, block, attention call of the block.
 Key = tuple[int, str, int]
@@ -45,7 +45,7 @@ class StaleSequence(SequenceParallel):
         blocks: number in the drift monitor of every block, by path.
     """
 
-    def __init__(self, config: ParallelConfig, mesh: Mesh, control: StepControl, blocks: dict[str, int]) -> None:
+    def __init__(self, config: ParallelConfig, mesh: Mesh, control: WarmupControl, blocks: dict[str, int]) -> None:
         super().__init__(config, mesh)
         self.control = control
         self._blocks = blocks
@@ -59,11 +59,12 @@ class StaleSequence(SequenceParallel):
             return super().mix(attention)
         call, control = self._call, self.control
         assert call.site is not None
-        key = (control.branch, call.site.path, call.attention_calls - 1)
+        now = control.clock.call
+        key = (now.branch, call.site.path, call.attention_calls - 1)
         with torch.no_grad():
             sample = (self.link.rank, *key)
             drifting = (attention.k_bhsd, attention.v_bhsd)
-            control.monitor.observe(self._blocks[call.site.path], sample, control.step, drifting, dim=2)
+            control.monitor.observe(self._blocks[call.site.path], sample, now.step, drifting, dim=2)
         return self.mix_stale(key, attention)
 
     def mix_stale(self, key: Key, attention: SpreadAttention) -> Tensor:
@@ -87,7 +88,7 @@ class DisplacedParallel(StaleSequence):
     skipped) is synchronous, on all ranks alike.
     """
 
-    def __init__(self, config: ParallelConfig, mesh: Mesh, control: StepControl, blocks: dict[str, int]) -> None:
+    def __init__(self, config: ParallelConfig, mesh: Mesh, control: WarmupControl, blocks: dict[str, int]) -> None:
         super().__init__(config, mesh, control, blocks)
         self._codec = codec(config.compress)
         self._buffers: dict[Key, _Buffer] = {}
@@ -112,11 +113,11 @@ class DisplacedParallel(StaleSequence):
 
     def mix_stale(self, key: Key, attention: SpreadAttention) -> Tensor:
         """See `StaleSequence.mix_stale`."""
-        k_bhsd, keys, step = attention.k_bhsd, attention.keys, self.control.step
+        k_bhsd, keys, now = attention.k_bhsd, attention.keys, self.control.clock.call
+        step, rows = now.step, now.rows
         buffer = self._buffers.get(key)
         if buffer is not None:
             buffer.arrive()
-        rows = self.control.clock.rows
         if buffer is None or not buffer.fits(k_bhsd, keys, rows):
             buffer = self._buffers[key] = _Buffer(k_bhsd, keys, rows, self.mesh.ring)
         known = buffer.step is not None and buffer.step >= step - 1
@@ -144,7 +145,7 @@ class DisplacedParallel(StaleSequence):
         """
         if attention.mask is None:
             return None
-        if self.control.clock.steady and buffer.mask is not None:
+        if buffer.mask is not None and self.control.clock.call.steady:
             return buffer.mask
         whole = masks.everywhere(attention.mask, attention.queries, attention.keys, self.link, (self.link.rank,))
         # One with a row for every query is large, and not kept.
@@ -260,7 +261,7 @@ class StaleStrategy(TokenStrategy):
 
     def handler(self, model: ParallelModel) -> Handler:
         """See `TokenStrategy.handler`."""
-        control = self.context.get(StepControl)
+        control = self.context.get(WarmupControl)
         return self.kind(self.context.config, self.context.mesh, control, numbered(model, control.monitor))
 
     def begin_request(self, request: Request) -> None:

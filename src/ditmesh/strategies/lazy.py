@@ -123,11 +123,14 @@ class Owners:
     Attributes:
         of: int16, of the tensor's shape: number of the patch, or `COMMON`.
         patches: how many patches there are, M.
+        lasting: whether the same map comes again in every step. One that does not (tokens picked by a tensor of
+            indices) is not remembered by those that do.
     """
 
     def __init__(self, of: Tensor, patches: int) -> None:
         self.of = of
         self.patches = patches
+        self.lasting = True
         # Results of operations on this map: pipelines do the same thing in every step.
         self._made: dict[Any, tuple[Any, Any]] = {}
         self._present: tuple[int, ...] | None = None
@@ -151,11 +154,19 @@ class Owners:
         """Whether both say the same."""
         return self is other or (self.of.shape == other.of.shape and torch.equal(self.of, other.of))
 
-    def made(self, key: Any, make: Callable[[], Any], alive: Any = None) -> Any:
-        """The result of ``make``, remembered under ``key``; ``alive`` is kept as long as the result is."""
-        if key not in self._made:
-            self._made[key] = (make(), alive)
-        return self._made[key][0]
+    def made(self, key: Any, make: Callable[[], Any], others: Sequence[Owners] = ()) -> Any:
+        """The result of ``make`` from this map and others, remembered under ``key`` unless one of those is passing."""
+        if key in self._made:
+            return self._made[key][0]
+        result = make()
+        passing = [other for other in others if not other.lasting]
+        for one in result if isinstance(result, list) else [result]:
+            if isinstance(one, Owners) and one is not self and one not in others:
+                one.lasting = self.lasting and not passing
+        if not passing:
+            # The others live as long as the result is remembered: their ids may be in the key.
+            self._made[key] = (result, others)
+        return result
 
 
 class Home(Protocol):
@@ -482,7 +493,7 @@ def _union(one: Owners, other: Owners) -> Owners | None:
         clash = (one.of != other.of) & (one.of != COMMON) & (other.of != COMMON)
         return None if bool(clash.any()) else Owners(torch.maximum(one.of, other.of), one.patches)
 
-    return one if one is other else one.made(("union", id(other)), make, other)
+    return one if one is other else one.made(("union", id(other)), make, [other])
 
 
 def _moved(
@@ -514,7 +525,10 @@ def _moved(
         return [Owners(one.contiguous(), first.patches) for one in (moved if several else [moved])]
 
     if not joins and len(tensors) > 1:  # index tensors: their values matter
-        return make()
+        moved = make()
+        for one in moved or []:
+            one.lasting = False
+        return moved
     key = (
         func,
         tuple(
@@ -527,7 +541,7 @@ def _moved(
         ),
         str(spec),
     )
-    return first.made(key, make, [lazy._owners for lazy in lazies])
+    return first.made(key, make, [lazy._owners for lazy in lazies if lazy._owners is not first])
 
 
 def _over(owners: Owners, dims: tuple[int, ...], keepdim: bool) -> Owners | None:

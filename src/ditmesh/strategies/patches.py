@@ -27,6 +27,7 @@ from ..layout import Region, Stream, TokenLayout
 from ..layout.arguments import Arguments, parameter_names
 from ..mesh import Mesh
 from ..methods import replace_method
+from ..staleness.control import WarmupControl
 from ..staleness.drift import DriftMonitor
 from ..tiles import even_cut
 from .balance import Balance
@@ -34,9 +35,9 @@ from .base import ParallelModel
 from .heads import check_heads, heads_of
 from .hooks import Handler
 from .sequence import MIN_TEXT_TOKENS, SequenceParallel, of_ranks, result_of
-from .steps import Steps, numbered
 from .tiled import check_tiles
 from .tokens import TokenStrategy
+from .warmup import numbered
 
 
 @dataclass
@@ -508,5 +509,5 @@ class PatchTokens(TokenStrategy):
 
     def handler(self, model: ParallelModel) -> Handler:
         """See `TokenStrategy.handler`."""
-        monitor = self.context.get(Steps).monitor
+        monitor = self.context.get(WarmupControl).monitor
         return PatchParallel(self.context.config, self.context.mesh, monitor, numbered(model, monitor))

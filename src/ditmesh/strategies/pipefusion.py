@@ -12,7 +12,7 @@ The pipeline runs as it is, on every rank. What the transformer returns is a ten
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -25,22 +25,25 @@ from torch.utils._pytree import tree_flatten, tree_map
 from ..alignment import aligned
 from ..comm.link import Arriving
 from ..config import ParallelConfig
+from ..core.clock import CallClock
 from ..core.patching import CallChain, Proceed
+from ..core.values import seen
 from ..errors import ConfigError, LayoutError
 from ..layout import Region, TokenLayout
-from ..layout.arguments import Arguments, covers, parameter_names
+from ..layout.arguments import Arguments, parameter_names
 from ..mesh import Mesh
-from ..staleness.clock import same
+from ..staleness.control import PATIENCE, WarmupControl
 from ..tiles import even_cut
 from .base import Context, Request, Strategy
 from .lazy import COMMON, Later, LazyPatches, whole_of
 from .passes import Look, Pass, PatchPass, Plan, StageDone, Timing, Trial, marked_tokens, owners_of, runs_of
 from .patches import Memory, PatchParallel
 from .stages import Stages, blocks_of
-from .steps import PATIENCE, TIMESTEPS, Steps
 
 # Messages that a rank may have under way before it waits for the oldest: steps' worth of patches.
 _STEPS_UNDER_WAY = 4
+# Plans that are kept: kinds of calls (shapes, contents of masks) that a pipeline makes by turns.
+_PLANS = 8
 
 
 class PipeFusion:
@@ -53,7 +56,7 @@ class PipeFusion:
         mesh: ranks and links.
         stages: which stage has which blocks.
         patches: patches of the picture, M.
-        steps: the request's steps.
+        control: the request's steps.
         chain: what wraps the model's forward; this becomes its next layer.
 
     Attributes:
@@ -71,7 +74,7 @@ class PipeFusion:
         mesh: Mesh,
         stages: Stages,
         patches: int,
-        steps: Steps,
+        control: WarmupControl,
         chain: CallChain,
     ) -> None:
         self.model = model
@@ -80,19 +83,18 @@ class PipeFusion:
         self.link, self.back = mesh.pipe, mesh.pipe_back
         self.device = mesh.device
         self.patches = patches
-        self.steps = steps
+        self.control = control
+        self.clock: CallClock = control.clock
         self.numbers = {path: number for number, (path, _) in enumerate(blocks_of(model, layout))}
         self.regions = [region for region in layout.regions for _ in model.get_submodule(region.blocks).children()]
         self.stages = stages
         self._names = parameter_names(type(model).forward)
-        self._plans: dict[Any, Plan] = {}
+        self._plans: OrderedDict[Any, Plan] = OrderedDict()
         self._sent: deque[Arriving] = deque()
         self._expected: list[Arriving] = []
         self.begin_request()
         self._forward: Callable[..., Any] = model.forward
         self._remove = chain.add(self._around_call)
-        # Before whoever shares the call's rows out: all ranks see all of them, and count the same steps.
-        self._handle = model.register_forward_pre_hook(self._begin, with_kwargs=True)
 
     @property
     def first(self) -> int:
@@ -110,12 +112,6 @@ class PipeFusion:
         """A new request starts: nothing of the one before may be seen by it."""
         self._drain(None)
         self._memory: dict[Any, Memory] = {}
-        self._announced: int | None = None
-        self._announced_branch: tuple[int, tuple[Any, ...]] | None = None
-        self._rows: tuple[int, int] | None = None
-        # A call of the model that no run has been counted for yet, and the calls of this step.
-        self._asked: Arguments | None = None
-        self._calls: list[dict[str, Any]] = []
         self.flushes = 0
 
     def end_request(self, failed: bool = False) -> None:
@@ -134,16 +130,6 @@ class PipeFusion:
             if not failed:
                 raise
 
-    def announce(self, branch: tuple[int, tuple[Any, ...]] | None, rows: tuple[int, int] | None) -> None:
-        """What the next run is about, where several make up one call of the model.
-
-        Args:
-            branch: its step, and its branch of guidance; None where nobody runs branches in another order than the
-                pipeline asks for them.
-            rows: its rows of the batch.
-        """
-        self._announced_branch, self._rows = branch, rows
-
     def _drain(self, timeout: timedelta | None) -> None:
         while self._expected:
             self._expected.pop(0).wait(timeout)
@@ -153,21 +139,18 @@ class PipeFusion:
     def close(self) -> None:
         """Take the layer off the model's forward."""
         self.end_request(failed=True)
-        self._handle.remove()
         self._remove()
 
     # --- one call ------------------------------------------------------------------------------------------
 
-    def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._asked = Arguments(self._names, args, kwargs)
-
     def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         self._forward = proceed
-        key = self._branch()
-        memory = self._memory.setdefault(key, Memory())
+        call = self.clock.call
+        # A branch that is run by others than in the step before is another one: its keys are with those.
+        memory = self._memory.setdefault((call.branch, call.link, call.ahead, call.rows), Memory())
         # A branch that comes for the first time, or that was left out, has no keys of the step before.
-        synchronous = self.steps.synchronous(memory.step >= 0 and self.steps.step - memory.step <= 1)
-        memory.begin_step(self.steps.step)
+        synchronous = self.control.synchronous(memory.step >= 0 and call.step - memory.step <= 1)
+        memory.begin_step(call.step)
         args, kwargs = tree_map(whole_of if synchronous else _settled, (args, kwargs))
         # Only before anything is kept: a block that moves leaves its keys behind.
         if self.stages.wanted and not any(kept.keys for kept in self._memory.values()):
@@ -179,29 +162,6 @@ class PipeFusion:
         if lazies and not self._takes(plan, lazies, args, kwargs):
             args, kwargs = tree_map(whole_of, (args, kwargs))
         return self._patch_by_patch(plan, memory, args, kwargs)
-
-    def _branch(self) -> Any:
-        """Count steps; returns what this run is about: the branch of guidance, and the rows of the batch.
-
-        A new step begins with a new timestep, or when a branch comes again (samplers that ask twice at a timestep).
-        """
-        asked, self._asked = self._asked, None
-        announced, self._announced_branch = self._announced_branch, None
-        if announced is not None:
-            step, branch = announced
-            if step != self._announced:
-                self._announced = step
-                self.steps.next()
-            return branch, self._rows
-        if asked is not None:
-            seen = {path: value for path, value in asked.leaves() if not covers(self._names[0], path)}
-            if self._calls and (not _same_time(seen, self._calls[0]) or _same_otherwise(seen, self._calls[0])):
-                self._calls = []
-            if not self._calls:
-                self.steps.next()
-            self._calls.append(seen)
-        # More rows of the same call belong to the same branch.
-        return len(self._calls) - 1, self._rows
 
     def _whole_picture(self, plan: Plan, memory: Memory, args: Any, kwargs: Any) -> Any:
         """A synchronous step: the picture as one patch, exact. Every rank gets the result."""
@@ -326,7 +286,7 @@ class PipeFusion:
     # --- looking at a call -----------------------------------------------------------------------------------
 
     def _plan(self, args: Any, kwargs: Any) -> Plan:
-        """The plan for calls of these shapes; made once."""
+        """The plan for calls of these shapes; made once for each of the latest `_PLANS` kinds of calls."""
         leaves, spec = tree_flatten((args, kwargs))
         shapes = tuple(
             (tuple(leaf.shape), leaf.dtype)
@@ -338,14 +298,17 @@ class PipeFusion:
         )
         # Models count the tokens that a mask shows.
         masks = tuple(
-            value.detach().cpu().numpy().tobytes()
+            self.clock.values.content(seen(value))
             for path, value in Arguments(self._names, args, kwargs).leaves()
-            if isinstance(value, Tensor) and "mask" in path and value.dtype != torch.bfloat16
+            if isinstance(value, Tensor) and "mask" in path
         )
         key = (shapes, str(spec), masks)
         if key not in self._plans:
             blank = tree_map(_blank, (args, kwargs))
             self._plans[key] = self._look(*blank)
+        self._plans.move_to_end(key)
+        while len(self._plans) > _PLANS:
+            self._plans.popitem(last=False)
         return self._plans[key]
 
     def _look(self, args: Any, kwargs: Any) -> Plan:
@@ -442,6 +405,8 @@ class PipeFusion:
                 start = sum(counts[:patch])
                 good = good and not bool(marked[start : start + count].any())
             plan.takes[key] = (good, [lazy.owners for lazy in lazies])
+            while len(plan.takes) > _PLANS:
+                plan.takes.pop(next(iter(plan.takes)))
         return plan.takes[key][0]
 
     def _try_text(self, plan: Plan, args: Any, kwargs: Any) -> None:
@@ -484,21 +449,6 @@ def whole_result(result: Any) -> Any:
     return whole_of(result)
 
 
-def _same(a: Any, b: Any) -> bool:
-    # Nobody waits for a picture only to compare it.
-    return a is b or (not isinstance(a, LazyPatches) and not isinstance(b, LazyPatches) and same(a, b))
-
-
-def _same_time(seen: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Whether two calls belong to one timestep."""
-    return all(_same(seen.get(name), before.get(name)) for name in TIMESTEPS)
-
-
-def _same_otherwise(seen: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Whether two calls at one timestep ask for the same thing, whatever the latents."""
-    return seen.keys() == before.keys() and all(_same(value, before[path]) for path, value in seen.items())
-
-
 class PipeFusionCalls(Strategy):
     """A call of every transformer as a row of calls, one for each patch."""
 
@@ -516,7 +466,7 @@ class PipeFusionCalls(Strategy):
 
     def apply(self, undo: ExitStack) -> None:
         """See `Strategy.apply`."""
-        config, steps = self.context.config, self.context.get(Steps)
+        config, control = self.context.config, self.context.get(WarmupControl)
         for model in self.context.models:
             handler = model.get(PatchParallel)
             pipe = PipeFusion(
@@ -526,7 +476,7 @@ class PipeFusionCalls(Strategy):
                 self.context.mesh,
                 model.get(Stages),
                 config.patches or config.pipe,
-                steps,
+                control,
                 model.chain,
             )
             self.pipes.append(model.add(pipe))

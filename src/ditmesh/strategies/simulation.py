@@ -22,15 +22,15 @@ from ..core.patching import Proceed
 from ..errors import ConfigError, LayoutError
 from ..layout.arguments import Arguments
 from ..mesh import Mesh
-from ..staleness.control import StepControl
+from ..staleness.control import WarmupControl
 from . import leaves
 from .base import ParallelModel
 from .displaced import DisplacedParallel, StaleStrategy
 from .hooks import BlockSite, Handler, Piece
 from .naive import NaiveParallel
 from .sequence import ExactSequence, SequenceParallel
-from .steps import numbered
 from .virtual import ask, run_together
+from .warmup import numbered
 
 # The virtual rank that the coroutine in progress is.
 _rank: ContextVar[int] = ContextVar("ditmesh_virtual_rank")
@@ -210,7 +210,7 @@ class SimulatedStale(StaleStrategy):
 
     def handler(self, model: ParallelModel) -> Handler:
         """See `TokenStrategy.handler`."""
-        config, control = self.context.config, self.context.get(StepControl)
+        config, control = self.context.config, self.context.get(WarmupControl)
         blocks = numbered(model, control.monitor)
         kind = DisplacedParallel if config.exchange == "displaced" else NaiveParallel
         return SimulatedSequence([kind(config, view, control, blocks) for view in _views(self.context.mesh)])

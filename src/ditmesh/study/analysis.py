@@ -10,7 +10,7 @@ from math import floor, isfinite, nan, sqrt
 from random import Random
 from typing import Any
 
-from .plan import SYNCHRONOUS, Plan, given_steps, steps_text
+from .plan import SYNCHRONOUS, Plan, has_given_steps, steps_text
 
 # A picture with the bits of the synchronous one has an infinite ratio; so much is taken for it in means.
 CAP = 100.0
@@ -130,7 +130,7 @@ class Results:
 
     def rows(self) -> list[Row]:
         """Every combination that was asked for, in the order of the plan."""
-        return [self.row(at) for at in self.by if given_steps(at[3]) is None or at[3] in self.plan.warmups]
+        return [self.row(at) for at in self.by if not has_given_steps(at[3]) or at[3] in self.plan.warmups]
 
     def row(self, at: Combination) -> Row:
         """One combination."""
@@ -190,7 +190,7 @@ class Results:
         found = []
         for at in self.by:
             sampler, strategy, devices, warmup = at
-            if warmup.startswith("fixed(") or (given_steps(warmup) is not None and warmup not in self.plan.warmups):
+            if warmup.startswith("fixed(") or (has_given_steps(warmup) and warmup not in self.plan.warmups):
                 continue
             fixed = {w: self.psnr_of(place) for w, place in self.fixed(sampler, strategy, devices).items()}
             apart, theirs = [], []
@@ -481,13 +481,13 @@ def findings(results: Results, rules: Mapping[tuple[str, str], Mapping[str, Any]
         said += _compared(
             results,
             f"{ours} against {theirs}",
-            [(at, (at[0], theirs, at[2], at[3])) for at in results.by if at[1] == ours and given_steps(at[3]) is None],
+            [(at, (at[0], theirs, at[2], at[3])) for at in results.by if at[1] == ours and not has_given_steps(at[3])],
         )
     for ours, theirs in pairwise(plan.samplers):
         said += _compared(
             results,
             f"sampler {ours} against {theirs}",
-            [(at, (theirs, *at[1:])) for at in results.by if at[0] == ours and given_steps(at[3]) is None],
+            [(at, (theirs, *at[1:])) for at in results.by if at[0] == ours and not has_given_steps(at[3])],
         )
     said += policy_findings(results)
     for single in results.single_steps():
@@ -547,7 +547,7 @@ def _of_strategy(results: Results, sampler: str, strategy: str) -> list[str]:
         pairs = [
             (at, (sampler, strategy, many, at[3]))
             for at in results.by
-            if at[:3] == (sampler, strategy, few) and given_steps(at[3]) is None
+            if at[:3] == (sampler, strategy, few) and not has_given_steps(at[3])
         ]
         said += _compared(results, f"{strategy}, {sampler}: {few} devices against {many}", pairs)
     return said

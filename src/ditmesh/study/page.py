@@ -26,7 +26,7 @@ from .analysis import (
     signed,
     synchronous_steps,
 )
-from .plan import SYNCHRONOUS, given_steps
+from .plan import SYNCHRONOUS, has_given_steps
 
 # Pictures of a grid, and lines of a chart, that still can be looked at.
 ROWS, LINES = 8, 6
@@ -279,7 +279,7 @@ def _charted(results: Results, sampler: str, strategy: str) -> dict[str, list[Co
         if (
             row.synchronous.value != row.evaluations
             and at[:2] == (sampler, strategy)
-            and (given_steps(at[3]) is None or at[3] in results.plan.warmups)
+            and (not has_given_steps(at[3]) or at[3] in results.plan.warmups)
         ):
             found.setdefault(f"{at[2]} devices", []).append(at)
     return {name: [*some[: LINES - 1], *some[LINES - 1 :][-1:]] for name, some in found.items()}

@@ -13,7 +13,6 @@ from pathlib import Path
 from ..config import ParallelConfig
 from ..errors import ConfigError, InputError
 from ..model_info import ModelInfo
-from ..staleness.policy import Decision, Outlook, Past, WarmupPolicy
 from ..staleness.policy import parse as parse_warmup
 from .samplers import check_sampler
 
@@ -58,7 +57,7 @@ class Cell:
         sampler: see `samplers`.
         strategy: one of `STRATEGIES`, or `SYNCHRONOUS`.
         devices: N; for PipeFusion the number of patches.
-        warmup: a policy, or ``steps(0 1 5)``: exactly these steps are synchronous.
+        warmup: a policy.
         prompts: one picture each, drawn in one call.
         labels: their class numbers when the model is class-conditional, else empty.
         seeds: one for each picture.
@@ -106,29 +105,16 @@ class Cell:
         Raises:
             ConfigError: the engine does not know the setting.
         """
-        warmup = "fixed(1)" if given_steps(self.warmup) is not None else self.warmup
         if self.strategy == SYNCHRONOUS:
             return ParallelConfig()
         if self.strategy == "pipefusion":
-            return ParallelConfig(patches=self.devices, pipe=self.devices if self.real else 1, warmup=warmup)
-        return ParallelConfig(ring=self.devices, exchange=self.strategy, warmup=warmup)  # type: ignore[arg-type]
+            return ParallelConfig(patches=self.devices, pipe=self.devices if self.real else 1, warmup=self.warmup)
+        return ParallelConfig(ring=self.devices, exchange=self.strategy, warmup=self.warmup)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class GivenSteps:
-    """A policy for studies: exactly these steps are synchronous."""
-
-    steps: frozenset[int]
-
-    def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
-        """See `WarmupPolicy`."""
-        return Decision(step in self.steps, "one of the steps given" if step in self.steps else "not one of them")
-
-
-def given_steps(warmup: str) -> WarmupPolicy | None:
-    """The policy ``steps(0 1 5)``; None when the text is another one."""
-    match = re.fullmatch(r"\s*steps\(([\d\s]*)\)\s*", warmup)
-    return None if match is None else GivenSteps(frozenset(map(int, match[1].split())))
+def has_given_steps(warmup: str) -> bool:
+    """Whether the policy is one of given steps, ``steps(0 1 5)``."""
+    return warmup.strip().startswith("steps(")
 
 
 def steps_text(steps: Iterable[int]) -> str:
@@ -191,8 +177,7 @@ def read_warmups(text: str, steps: int) -> tuple[str, ...]:
     found = []
     for word in split_list(text, "--warmup"):
         policy = f"fixed({min(int(word), steps)})" if word.isdecimal() else word
-        if given_steps(policy) is None:
-            parse_warmup(policy)
+        parse_warmup(policy)
         found.append(policy)
     return tuple(dict.fromkeys(found))
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .plan import SYNCHRONOUS, Cell, Setup, given_steps
+from .plan import SYNCHRONOUS, Cell, Setup
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -182,16 +182,12 @@ def stale(pipe: Any, cell: Cell) -> Iterator[Any]:
 
     (parallelize if cell.strategy == "pipefusion" else simulate)(pipe, cell.config())
     try:
-        yield _with_policy(engine_of(pipe), cell)
+        engine = engine_of(pipe)
+        if engine.control is not None:
+            engine.control.measure_drift = True
+        yield engine
     finally:
         restore(pipe)
-
-
-def _with_policy(engine: Any, cell: Cell) -> Any:
-    policy = given_steps(cell.warmup)
-    if policy is not None:
-        engine.use_policy(policy)
-    return engine
 
 
 def eight_bits(picture: np.ndarray) -> np.ndarray:
@@ -259,7 +255,7 @@ class Taps:
             control = handler.control
             if not control.decision.synchronous:
                 exact = SequenceParallel.mix(handler, attention)
-                sums = self._sums[key[1], control.step]
+                sums = self._sums[key[1], control.clock.call.step]
                 sums[0] += float((out - exact).float().square().sum())
                 sums[1] += float(exact.float().square().sum())
             return out
@@ -360,7 +356,7 @@ def rank_of_cell(setup: Setup, cell: Cell) -> tuple[np.ndarray | None, dict[str,
     set_sampler(pipe, cell.sampler, pipe.scheduler)
     parallelize(pipe, cell.config())
     try:
-        engine = _with_policy(engine_of(pipe), cell)
+        engine = engine_of(pipe)
         draw(pipe, setup, cell)
         with Waiting() as waiting:
             dist.barrier()

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from ..alignment import ALIGNMENT
+from ..core.clock import CallClock, timestep_of
 from ..engine import DENOISERS, ENGINE, Engine, denoisers, find_layout
 from ..layout import TokenLayout
 from ..methods import replace_method
 from ..quality.metrics import absolute_error, token_digests
-from ..strategies.batch import Share
 from ..strategies.hooks import Piece, Tap
 
 SCHEDULER = "scheduler"
@@ -94,11 +94,17 @@ class Recorder:
         # The scheduler's tensors, held until the request is over: to look at one may mean to wait for it.
         self._kept: list[tuple[int, str, Tensor]] = []
         engine = getattr(pipe, ENGINE, None)
+        clock = CallClock(lambda: pipe.scheduler) if engine is None else engine.clock
+        # An engine's clock is told of requests by itself.
+        self._own_clock = clock if engine is None else None
         models = denoisers(pipe)
         names = {id(getattr(pipe, name, None)): f"{name}." for name in DENOISERS}
         try:
             for model in models:
-                _Watch(self, model, names[id(model)] if len(models) > 1 else "", engine, self._undo)
+                prefix = names[id(model)] if len(models) > 1 else ""
+                _Watch(self, model, prefix, engine, clock, self._undo)
+                if engine is None:
+                    self._undo.append(clock.watch(model, timestep_of(model)))
             scheduler = pipe.scheduler
             replaced = replace_method(scheduler, "step", self._stepping(scheduler.step))
             self._undo.append(replaced)
@@ -110,10 +116,14 @@ class Recorder:
         """A call of the pipeline is about to start."""
         self.request, self.step = request, 1
         self._kept.clear()
+        if self._own_clock is not None:
+            self._own_clock.begin_request()
 
     def end(self) -> None:
         """The call is over: hand on what was held back."""
         self.sink.end_call()
+        if self._own_clock is not None:
+            self._own_clock.end_request()
         for step, name, value in self._kept:
             flat = value.detach()
             # (B, ·, W): rows first, and a last dimension to digest.
@@ -159,38 +169,35 @@ class _Watch:
     """Watches one transformer for a recorder."""
 
     def __init__(
-        self, recorder: Recorder, model: nn.Module, prefix: str, engine: Engine | None, undo: list[Callable[[], None]]
+        self,
+        recorder: Recorder,
+        model: nn.Module,
+        prefix: str,
+        engine: Engine | None,
+        clock: CallClock,
+        undo: list[Callable[[], None]],
     ) -> None:
-        self._recorder, self._prefix = recorder, prefix
-        self._at = (-1, 0)
-        self._calls = 0
-        self._rows = None
+        self._recorder, self._prefix, self._clock = recorder, prefix, clock
         undo.append(model.register_forward_pre_hook(self._begin, prepend=True).remove)
         hooks = [hooks for hooks in engine.hooks if hooks.model is model] if engine is not None else []
         for one in hooks:
             one.tap = self._see
             undo.append(functools.partial(setattr, one, "tap", None))
-        if engine is not None:
-            self._rows = next((rows for rows in engine.rows if rows.model is model), None)
         if not hooks:
             undo.append(watch_blocks(model, find_layout(model), self._see))
 
     def _begin(self, *_: Any) -> None:
         self._recorder.sink.end_call()
-        now = (self._recorder.request, self._recorder.step)
-        self._calls = self._calls + 1 if now == self._at else 1
-        self._at = now
 
     def _see(self, path: str, piece: Piece) -> None:
-        share = self._rows.running if self._rows is not None else Share()
-        # Calls are counted from 1 here; one that runs ahead of its turn is known by its branch.
-        call = share.branch + 1 if share.ahead and share.branch is not None else self._calls
+        call = self._clock.call
         row = 0
-        if share.rows is not None:
+        if call.rows is not None:
             # A block may hold several rows for one of the batch (the frames of a video).
-            first, end = share.rows
+            first, end = call.rows
             row = first * (piece.tensor.shape[0] // (end - first))
-        spot = Spot(self._recorder.request, self._recorder.step, call, self._prefix + path, piece.stream)
+        # Steps and calls are counted from 1 here.
+        spot = Spot(self._recorder.request, call.step + 1, call.branch + 1, self._prefix + path, piece.stream)
         self._recorder.sink.take(spot, piece.tensor.detach(), row, piece.dim, piece.start)
 
 

@@ -1,0 +1,245 @@
+"""Which call of a transformer this is: its request, denoising step, branch of guidance and rows of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..layout import TokenLayout
+from ..layout.arguments import Arguments, covers, parameter_names
+from .values import Seen, Values, seen
+
+# What transformers call the timestep.
+TIMESTEPS = ("timestep", "t")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a transformer, or the part of it that runs.
+
+    Attributes:
+        request: number of the pipeline's call, from 0; -1 before the first.
+        step: number of the denoising step in its request, from 0; -1 before the first.
+        branch: number of the branch of guidance in its step, from 0.
+        rows: first row of the batch that runs, and one after the last; None where nobody shares rows out.
+        link: name of the link that shares the rows; empty when they are not shared.
+        ahead: whether it runs before the pipeline asks for it.
+        counted: whether the pipeline's scheduler tells the steps of this request apart.
+    """
+
+    request: int = -1
+    step: int = -1
+    branch: int = 0
+    rows: tuple[int, int] | None = None
+    link: str = ""
+    ahead: bool = False
+    counted: bool = False
+    steadiness: Callable[[], bool] = field(default=lambda: False, repr=False, compare=False)
+
+    @cached_property
+    def steady(self) -> bool:
+        """Whether the call's arguments, timestep and latents apart, are those of the branch in the step before."""
+        return self.steadiness()
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What a call was made with, by path."""
+
+    model: int
+    timestep: Mapping[str, Seen]
+    latents: Mapping[str, Seen]
+    others: Mapping[str, Seen]
+
+
+class CallClock:
+    """Counts the calls of a pipeline's transformers. Fed once per call, before anybody else sees it.
+
+    A *step* is one evaluation of the (guided) model: calls at one timestep that differ in more than the latents
+    are branches of guidance and belong to one step. A new timestep begins a new step; so does a call at the same
+    timestep with other latents and otherwise the arguments of an earlier call of the step: a second-order sampler
+    (Heun) evaluates the same model again, and what that evaluation finds must not be taken for another branch. Two
+    calls that differ in nothing (guidance by a changed model) are two branches.
+
+    A scheduler that counts its steps tells without a look at any tensor: what is called between two of its steps is
+    one step. It is believed from the first step on that it was seen to count. Otherwise values are compared, at most
+    once per call.
+
+    Args:
+        scheduler: returns the pipeline's scheduler, if there is one.
+
+    Attributes:
+        call: the call in progress, or the latest one.
+        values: compares values of this request.
+    """
+
+    def __init__(self, scheduler: Callable[[], Any] = lambda: None) -> None:
+        self.values = Values()
+        self.call = Call()
+        self._scheduler = scheduler
+        self._listeners: list[Callable[[Call], None]] = []
+        self._models = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.values.forget()
+        self._calls: list[_Record] = []
+        self._before: list[_Record] = []
+        self._at: tuple[Any, int | None] = (None, None)
+        self._counts = self._forced = False
+        self._schedule: tuple[Seen, list[Any]] | None = None
+
+    def begin_request(self) -> None:
+        """A new request: its first call begins step 0."""
+        self._forget()
+        self.call = Call(self.call.request + 1)
+
+    def end_request(self) -> None:
+        """The request is over: hold no tensor of it."""
+        self._forget()
+        self.call = replace(self.call, steadiness=lambda: False)
+
+    def on_step(self, listener: Callable[[Call], None]) -> None:
+        """Tell ``listener`` of every first call of a step, before it runs."""
+        self._listeners.append(listener)
+
+    def watch(self, model: nn.Module, timestep: str | None) -> Callable[[], None]:
+        """Count the calls of a transformer, before whatever else is hooked to it so far; returns what stops it.
+
+        Args:
+            model: the transformer.
+            timestep: name of its timestep, see `timestep_of`; None: it takes none.
+        """
+        names = parameter_names(type(model).forward)
+        number, self._models = self._models, self._models + 1
+
+        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            arguments = Arguments(names, args, kwargs)
+            parts: tuple[dict[str, Any], ...] = ({}, {}, {})
+            for path, value in arguments.leaves():
+                time, main = timestep is not None and covers(timestep, path), covers(names[0], path)
+                parts[0 if time else 1 if main else 2][path] = value
+            if timestep is not None and not parts[0]:
+                parts[0][timestep] = arguments.get(timestep)
+            self.tick(*parts, model=number)
+
+        return model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True).remove
+
+    def tick(
+        self, timestep: Mapping[str, Any], latents: Mapping[str, Any], others: Mapping[str, Any], model: int = 0
+    ) -> Call:
+        """A call of a transformer begins.
+
+        Args:
+            timestep: tensor or number, by path.
+            latents: the transformer's first argument: its tensors, by path.
+            others: its other tensor and integer arguments, by path.
+            model: number of the transformer in its pipeline.
+        """
+        if self.call.request < 0:
+            self.begin_request()
+        times, given = ({path: seen(value) for path, value in part.items()} for part in (timestep, others))
+        # Of latents that are written to unseen a copy is kept.
+        record = _Record(model, times, {path: seen(value, copied=True) for path, value in latents.items()}, given)
+        new = self._begins_step(record)
+        if new:
+            self._before, self._calls = self._calls, []
+            self.values.turn()
+        branch = len(self._calls)
+        before = self._before[branch] if branch < len(self._before) else None
+        self._calls.append(record)
+        self.call = Call(
+            self.call.request,
+            self.call.step + new,
+            branch,
+            counted=self._counts,
+            steadiness=lambda: before is not None and before.model == model and self._alike(given, before.others),
+        )
+        for listener in self._listeners if new else ():
+            listener(self.call)
+        return self.call
+
+    def advance(self) -> None:
+        """Let the next call begin a new step, whatever its arguments: for loops whose timestep stands still."""
+        self._forced = True
+
+    @contextmanager
+    def narrowed(self, **changes: Any) -> Iterator[Call]:
+        """A part of the call runs: ``branch``, ``rows``, ``link`` and ``ahead`` as given, all else as it is."""
+        before = self.call
+        self.call = replace(before, **changes)
+        try:
+            yield self.call
+        finally:
+            self.call = before
+
+    def _begins_step(self, now: _Record) -> bool:
+        scheduler = self._scheduler()
+        index = getattr(scheduler, "step_index", None)
+        before, self._at = self._at, (scheduler, index if isinstance(index, int) else None)
+        forced, self._forced = self._forced, False
+        known = bool(self._calls) and scheduler is not None and scheduler is before[0]
+        if known and self._at[1] != before[1]:
+            self._counts = self._at[1] is not None
+            return True
+        self._counts = self._counts and known
+        if forced or not self._calls:
+            return True
+        if self._counts:
+            return False
+        return not self._at_one_time(now.timestep, self._calls[0].timestep) or self._again(now)
+
+    def _again(self, now: _Record) -> bool:
+        """Whether the model is asked again what it was asked before in this step, of other latents."""
+        return any(
+            now.model == call.model
+            and self._alike(now.others, call.others)
+            and not self._alike(now.latents, call.latents)
+            for call in self._calls
+        )
+
+    def _alike(self, one: Mapping[str, Seen], other: Mapping[str, Seen]) -> bool:
+        return self.values.all_same(one, other)
+
+    def _at_one_time(self, one: Mapping[str, Seen], other: Mapping[str, Seen]) -> bool:
+        if one.keys() != other.keys():
+            return False
+        for path, value in one.items():
+            places = self._place(value), self._place(other[path])
+            if value.key != other[path].key and None not in places and value.value.shape == other[path].value.shape:
+                times = self._times()
+                if times[places[0]] != times[places[1]]:
+                    return False
+            elif not self.values.same(value, other[path]):
+                return False
+        return True
+
+    def _place(self, time: Seen) -> Any:
+        """Which of the scheduler's timesteps a tensor is a view of, repeated; None: it is not."""
+        tensor, all_ = time.value, getattr(self._at[0], "timesteps", None)
+        if type(tensor) is not Tensor or type(all_) is not Tensor or all_.dim() != 1 or not tensor.numel():
+            return None
+        if (tensor.dtype, tensor.device) != (all_.dtype, all_.device) or not all_.is_contiguous():
+            return None
+        place, rest = divmod(tensor.data_ptr() - all_.data_ptr(), all_.element_size())
+        repeated = all(size == 1 or stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return place if repeated and not rest and 0 <= place < len(all_) else None
+
+    def _times(self) -> list[Any]:
+        """The scheduler's timesteps, on the host: read once in a request."""
+        all_ = seen(self._at[0].timesteps)
+        if self._schedule is None or self._schedule[0].key != all_.key:
+            self._schedule = all_, all_.value.tolist()
+        return self._schedule[1]
+
+
+def timestep_of(model: nn.Module, layout: TokenLayout | None = None) -> str | None:
+    """What a transformer calls its timestep: as its layout says, else one of the usual names; None: it takes none."""
+    names = parameter_names(type(model).forward)
+    known = getattr(layout, "timestep", None)
+    return next((name for name in ((known,) if known else ()) + TIMESTEPS if name in names), None)

@@ -1,0 +1,108 @@
+"""Whether tensors hold the same values, found out by looking at them as seldom as possible.
+
+To compare two tensors by value is to wait for the device. Nearly always something else tells: they are one piece of
+memory that nobody has written to in between, or the same two were compared before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Seen(NamedTuple):
+    """A value as somebody saw it: held, so that its memory belongs to nobody else.
+
+    Attributes:
+        value: a tensor, a number, or anything that compares.
+        key: of a tensor its memory, how it lies there, and how often that has been written to; None for all else.
+    """
+
+    value: Any
+    key: Any
+
+
+def seen(value: Any, copied: bool = False) -> Seen:
+    """A value as it is now.
+
+    Args:
+        value: a tensor, a number, or anything that compares.
+        copied: keep a copy of a tensor that does not tell whether it is written to (inference mode).
+    """
+    if not isinstance(value, Tensor):
+        return Seen(value, None)
+    version = None if value.is_inference() else value._version
+    if _opaque(value):
+        return Seen(value, (id(value), version))
+    if copied and version is None:
+        value = value.clone()
+    return Seen(value, (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device, version))
+
+
+class Values:
+    """Compares values of one request, and remembers what it found for as long as it is asked for in every step."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of everything."""
+        # What was found in this step and in the one before, and the tensors it was found of.
+        self._now: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+        self._before: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+
+    def turn(self) -> None:
+        """A new step begins: what the step before did not ask for is forgotten."""
+        self._now, self._before = {}, self._now
+
+    def found(self, key: Any, find: Callable[[], Any], of: tuple[Tensor, ...]) -> Any:
+        """What ``find`` returns, found out once; ``of``: the tensors whose keys are in ``key``, held meanwhile."""
+        if any(tensor.is_inference() for tensor in of):
+            # Nobody knows whether they have been written to since.
+            return find()
+        if key not in self._now:
+            known = self._before.get(key)
+            self._now[key] = (find(), of) if known is None else known
+        return self._now[key][0]
+
+    def same(self, one: Seen, other: Seen) -> bool:
+        """Equal values: tensors by shape, dtype and content. Subclasses of tensors are equal to themselves only."""
+        a, b = one.value, other.value
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+            return type(a) is type(b) and a == b
+        if one.key == other.key:
+            return True
+        if _opaque(a) or _opaque(b) or (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+            return False
+        pair = ("same", frozenset((one.key, other.key)))
+        return self.found(pair, lambda: _unwritten(one) and _unwritten(other) and torch.equal(a, b), (a, b))
+
+    def all_same(self, one: Mapping[str, Seen], other: Mapping[str, Seen]) -> bool:
+        """Equal values under equal names."""
+        return one.keys() == other.keys() and all(self.same(value, other[name]) for name, value in one.items())
+
+    def equated(self, one: Seen, other: Seen) -> None:
+        """Let two tensors be taken for equal from here on."""
+        self._now["same", frozenset((one.key, other.key))] = (True, (one.value, other.value))
+
+    def content(self, one: Seen) -> bytes:
+        """The bytes of a tensor's values."""
+        tensor = one.value
+        return self.found(
+            ("bytes", one.key),
+            lambda: tensor.detach().reshape(-1).contiguous().view(torch.uint8).cpu().numpy().tobytes(),
+            (tensor,),
+        )
+
+
+def _opaque(tensor: Tensor) -> bool:
+    """Whether there is more to a tensor than its memory, such as patches that are still on their way."""
+    return type(tensor) not in (Tensor, nn.Parameter)
+
+
+def _unwritten(one: Seen) -> bool:
+    """Whether the tensor still holds what was seen."""
+    return one.value.is_inference() or one.value._version == one.key[-1]
