@@ -27,18 +27,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from machine import describe_machine
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 BLOCKS = (19, 38)
@@ -306,7 +308,8 @@ def measure(versions: dict[str, Version], names: list[str], options: argparse.Na
     """Let versions and contenders take turns.
 
     Returns:
-        For every contender and version: `KINDS` of every turn, as `forwards` measures them; ``counts`` a block (those of host synchronisations: a forward); ``failed``.
+        For every contender and version: `KINDS` of every turn, as `forwards` measures them; ``counts`` a block
+        (those of host synchronisations: a forward); ``failed``.
     """
     blocks = sum(BLOCKS)
     found: dict[str, Any] = {name: {version: {kind: [] for kind in KINDS} for version in versions} for name in names}
@@ -360,6 +363,8 @@ def summary(found: dict[str, Any], versions: list[str]) -> list[dict[str, Any]]:
 
 def as_table(rows: list[dict[str, Any]]) -> Table:
     """For people."""
+    from rich.table import Table
+
     table = Table(title=f"Flux, {BLOCKS[0]} + {BLOCKS[1]} blocks of width 16: microseconds of the host a block")
     columns: dict[str, Callable[[Any], str]] = {
         "contender": str,
@@ -390,6 +395,8 @@ def as_table(rows: list[dict[str, Any]]) -> Table:
 
 def show_profile(version: Version, name: str, options: argparse.Namespace, console: Console) -> None:
     """Print where a contender's time goes on rank 0."""
+    from rich.table import Table
+
     rows = version.ask("profile", name, options.runs)[0]
     table = Table(title=f"{name}: processor microseconds a block, under cProfile (which makes calls dearer)")
     for column in ("function", "calls", "own", "with callees"):
@@ -401,6 +408,8 @@ def show_profile(version: Version, name: str, options: argparse.Namespace, conso
 
 def main() -> None:
     """Measure, print a table, write the figures."""
+    from rich.console import Console
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", type=Path, help="src/ of another version, to be measured in turns with this one")
     parser.add_argument("--repeats", type=int, default=9)
