@@ -429,7 +429,7 @@ def main() -> None:
     if options.against:
         folders = {"that": options.against.resolve(), **folders}
     versions = {name: Version(folder) for name, folder in folders.items()}
-    console = Console(width=140)
+    console = Console(width=170)
     try:
         if options.profile:
             for version in versions.values():

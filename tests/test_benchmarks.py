@@ -26,20 +26,35 @@ def script(name: str, *arguments: Any, **environment: str) -> subprocess.Complet
     )
 
 
-def test_gpu_check_on_the_cpu(tmp_path: Path) -> None:
-    """Every part runs to its end without a GPU; the messages go through the copies that CUDA tensors need."""
+PARTS = ("kernels", "backends", "parity", "collectives", "strategies", "reproducible", "host", "flux")
+
+
+@pytest.mark.parametrize(
+    "parts", [("kernels", "flux"), pytest.param(PARTS, marks=pytest.mark.matrix)], ids=["some", "all"]
+)
+def test_gpu_check_on_the_cpu(tmp_path: Path, parts: tuple[str, ...]) -> None:
+    """Parts run to their end without a GPU; the messages go through the copies that CUDA tensors need."""
     figures, tables = tmp_path / "out.json", tmp_path / "out.md"
-    ended = script("gpu_check.py", "--quick", "--json", figures, "--markdown", tables, GPU_CHECK_STAGED="1")
+    wanted = ["--quick", "--part", *parts, "--json", figures, "--markdown", tables]
+    ended = script("gpu_check.py", *wanted, GPU_CHECK_STAGED="1")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     result = json.loads(figures.read_text())
-    assert {name: part["status"] for name, part in result["parts"].items()} == dict.fromkeys(
-        ("kernels", "backends", "parity", "collectives", "strategies", "reproducible", "host", "flux"), "ok"
-    )
+    assert {name: part["status"] for name, part in result["parts"].items()} == dict.fromkeys(parts, "ok")
     assert "on the CPU" in ended.stdout
-    assert {row["messages"] for row in result["parts"]["strategies"]["rows"]} == {"through the host"}
-    assert all(row["ok"] for row in result["parts"]["strategies"]["rows"])
+    rows = [(name, row) for name, part in result["parts"].items() for row in part["rows"] if "skipped" not in row]
+    assert all(row["ok"] for _, row in rows)
+    assert all(row["messages"] == "through the host" for name, row in rows if name == "strategies")
     assert not result["cuda"]
     assert "No CUDA device" in tables.read_text()
+
+
+def test_gpu_check_fails_loudly(tmp_path: Path) -> None:
+    """A part whose time is over fails, and so does the whole; the other parts run all the same."""
+    figures = tmp_path / "out.json"
+    ended = script("gpu_check.py", "--quick", "--part", "parity", "--budget", 0.001, "--json", figures)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "seconds were over" in ended.stdout
+    assert json.loads(figures.read_text())["parts"]["parity"]["status"] == "failed"
 
 
 def test_gpu_check_says_what_is_missing(tmp_path: Path) -> None:
@@ -59,7 +74,7 @@ def test_gpu_check_says_what_is_missing(tmp_path: Path) -> None:
     assert all(row["ok"] for row in others)
 
 
-@pytest.mark.parametrize("against", [False, True])
+@pytest.mark.parametrize("against", [False, pytest.param(True, marks=pytest.mark.matrix)])
 def test_overhead(tmp_path: Path, against: bool) -> None:
     figures = tmp_path / "out.json"
     other = ["--against", BENCHMARKS.parent / "src"] if against else []
