@@ -8,7 +8,7 @@ DEVICES ?= --devices 2 --cfg 2
 OUT ?= outputs
 PROMPTS ?= "a red fox" "a cactus" "a pizza" "a red apple"
 
-.PHONY: generate test test-all lint format bench gpu-check clean
+.PHONY: generate test test-all lint format bench bench-overhead gpu-check clean
 
 $(BIN)/ditmesh: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,8 +37,14 @@ format: $(BIN)/ditmesh
 bench: $(BIN)/ditmesh  ## paired measurements on this machine; wants it quiet
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/exact.py
 
-gpu-check: $(BIN)/ditmesh  ## parity and kernels on a CUDA device
-	$(BIN)/python benchmarks/gpu_check.py
+# AGAINST=../old/src measures another version in turns with this one.
+bench-overhead: $(BIN)/ditmesh  ## what the engine costs the host
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py $(if $(AGAINST),--against $(AGAINST))
+
+# With another Python that has torch and diffusers: make gpu-check GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
+gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(BIN)/ditmesh)  ## all that one GPU can prove, in ten minutes
+	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_check.py --json gpu-check.json --markdown gpu-check.md
 
 clean:
 	rm -rf $(VENV) outputs build dist .pytest_cache .ruff_cache

@@ -1,0 +1,94 @@
+"""The scripts in benchmarks/ run to their end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def script(name: str, *arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A script as it is started by hand, without ditmesh installed."""
+    source = str(BENCHMARKS.parent / "src")
+    return subprocess.run(
+        [sys.executable, str(BENCHMARKS / name), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+PARTS = ("kernels", "backends", "parity", "collectives", "strategies", "reproducible", "host", "flux")
+
+
+@pytest.mark.parametrize(
+    "parts", [("kernels", "flux"), pytest.param(PARTS, marks=pytest.mark.matrix)], ids=["some", "all"]
+)
+def test_gpu_check_on_the_cpu(tmp_path: Path, parts: tuple[str, ...]) -> None:
+    """Parts run to their end without a GPU; the messages go through the copies that CUDA tensors need."""
+    figures, tables = tmp_path / "out.json", tmp_path / "out.md"
+    wanted = ["--quick", "--part", *parts, "--json", figures, "--markdown", tables]
+    ended = script("gpu_check.py", *wanted, GPU_CHECK_STAGED="1")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = json.loads(figures.read_text())
+    assert {name: part["status"] for name, part in result["parts"].items()} == dict.fromkeys(parts, "ok")
+    assert "on the CPU" in ended.stdout
+    rows = [(name, row) for name, part in result["parts"].items() for row in part["rows"] if "skipped" not in row]
+    assert all(row["ok"] for _, row in rows)
+    assert all(row["messages"] == "through the host" for name, row in rows if name == "strategies")
+    assert not result["cuda"]
+    assert "No CUDA device" in tables.read_text()
+
+
+def test_gpu_check_fails_loudly(tmp_path: Path) -> None:
+    """A part whose time is over fails, and so does the whole; the other parts run all the same."""
+    figures = tmp_path / "out.json"
+    ended = script("gpu_check.py", "--quick", "--part", "parity", "--budget", 0.001, "--json", figures)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert "seconds were over" in ended.stdout
+    assert json.loads(figures.read_text())["parts"]["parity"]["status"] == "failed"
+
+
+def test_gpu_check_says_what_is_missing(tmp_path: Path) -> None:
+    """Without a package that the engine needs, the kernels are checked and the rest is skipped, naming it."""
+    (tmp_path / "pydantic.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'pydantic'\", name='pydantic')\n"
+    )
+    rows = tmp_path / "rows"
+    for part in ("parity", "kernels"):
+        ended = script(
+            "gpu_check.py", "--quick", "--child", part, rows, PYTHONPATH=f"{tmp_path}:{BENCHMARKS.parent / 'src'}"
+        )
+        assert ended.returncode == 0, ended.stderr
+    first, *others = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert first == {"skipped": "the engine needs pydantic, which is not installed"}
+    assert others
+    assert all(row["ok"] for row in others)
+
+
+@pytest.mark.parametrize("against", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_overhead(tmp_path: Path, against: bool) -> None:
+    figures = tmp_path / "out.json"
+    other = ["--against", BENCHMARKS.parent / "src"] if against else []
+    only = ["--only", "1 rank"] if against else ["--only", "1 rank", "ulysses=2"]
+    ended = script("overhead.py", "--repeats", 1, "--runs", 1, *only, *other, "--json", figures)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    rows = json.loads(figures.read_text())["rows"]
+    assert [row["version"] for row in rows[:2]] == (["that", "this"] if against else ["this", "this"])
+    for row in rows:
+        assert "failed" not in row
+        assert row["microseconds"] > 0
+        assert row["kernels"] > 10
+    if not against:
+        assert rows[-1]["collectives"] > 0
+        # One rank launches what plain diffusers launches, and never waits.
+        assert rows[0]["kernels"] == rows[1]["kernels"]
+        assert rows[1]["host synchronisations"] == 0
