@@ -13,6 +13,7 @@ door closes, the original function object is back in its place.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import Any, Protocol
 
@@ -33,8 +34,8 @@ class AttentionHandler(Protocol):
         ...
 
 
-# The attention of torch itself, whatever stands in its place.
-sdpa = F.scaled_dot_product_attention
+# The attention of torch itself, whatever stands in its place, now or when this module was imported.
+sdpa = torch._C._nn.scaled_dot_product_attention
 
 _handler: ContextVar[AttentionHandler | None] = ContextVar("ditmesh_attention_handler", default=None)
 _lock = threading.Lock()
@@ -70,6 +71,11 @@ def close_door() -> None:
         if _open_doors == 0:
             F.scaled_dot_product_attention = _replaced
             _replaced = None
+
+
+def plain() -> Callable[..., Tensor]:
+    """The function that stands where the door is: torch's own, or what the program had put there before."""
+    return _replaced or F.scaled_dot_product_attention
 
 
 def _scaled_dot_product_attention(

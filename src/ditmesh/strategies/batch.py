@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from ..alignment import ALIGNMENT
 from ..comm import Link
+from ..core.partition import even_cut, offsets
 from ..layout.arguments import Arguments, covers, parameter_names
 from ..methods import replace_method
 from ..staleness.clock import same
-from ..tiles import even_cut, offsets
 from .lazy import LazyPatches, Owners
 
 # Stands among the arguments of a call for what else the result depends on. No argument has such a name.

@@ -23,13 +23,13 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ..alignment import aligned
 from ..comm.link import Arriving
+from ..core.partition import even_cut
 from ..errors import ConfigError, LayoutError
 from ..layout import Region, TokenLayout
 from ..layout.arguments import Arguments, covers, parameter_names
 from ..mesh import Mesh
 from ..methods import replace_method
 from ..staleness.clock import same
-from ..tiles import even_cut
 from .lazy import COMMON, Later, LazyPatches, whole_of
 from .passes import Look, Pass, PatchPass, Plan, StageDone, Timing, Trial, marked_tokens, owners_of, runs_of
 from .patches import Memory, PatchParallel

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..comm import Link
+from ..core.partition import Partition
 from ..errors import InputError
 from ..layout.arguments import Arguments, covers, parameter_names
 from .rules import Table
-from .slices import Cut, Plan, Site, base_of, norm_width, plan
+from .slices import Plan, Site, base_of, norm_width, plan
 
 # What a rank with slices must not do on its own, and why.
 _WHOLE_ONLY = ("save_pretrained", "save_lora_adapter")
@@ -109,7 +110,7 @@ class TensorParallel:
                         if rank > 0:
                             parameter.data = torch.zeros_like(parameter.data)
                     elif parameter.shape[dim] == site.cut.total:
-                        parameter.data = site.cut.take(parameter.data, dim, rank)
+                        parameter.data = site.cut.copy(parameter.data, dim, rank)
 
     def _whole(self, part: Tensor, site: Site, name: str) -> Tensor:
         """A parameter of a site, or of its adapter, from all ranks' slices."""
@@ -118,7 +119,7 @@ class TensorParallel:
             return self._of_first(part)
         return self._joined(part, dim, site.cut)
 
-    def _joined(self, part: Tensor, dim: int, cut: Cut) -> Tensor:
+    def _joined(self, part: Tensor, dim: int, cut: Partition) -> Tensor:
         lengths = cut.lengths
         pieces = self.link.gather(part.contiguous(), lengths, dim).split(lengths, dim=dim)
         return cut.join(pieces, dim)
@@ -215,7 +216,7 @@ class TensorParallel:
                     if rank > 0:
                         parameter.data = torch.zeros_like(parameter.data)
                 elif parameter.shape[dim] == total:
-                    parameter.data = site.cut.take(parameter.data, dim, rank)
+                    parameter.data = site.cut.copy(parameter.data, dim, rank)
 
     def gather_adapters(self) -> None:
         """Make the adapters whole again; the next call cuts them anew. Collective over the link."""
@@ -325,7 +326,7 @@ def _check_plain(site: Site, base: nn.Module) -> None:
         )
 
 
-def _table_slicer(module: nn.Module, table: Table, cut: Cut, rank: int) -> Callable[..., Any]:
+def _table_slicer(module: nn.Module, table: Table, cut: Partition, rank: int) -> Callable[..., Any]:
     names = parameter_names(type(module).forward)
     start, length = cut.runs(rank)[0][0], cut.lengths[rank]
 

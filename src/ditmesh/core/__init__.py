@@ -1,0 +1,1 @@
+"""What the engine is made of: plain data and protocols that every strategy shares."""
