@@ -35,7 +35,7 @@ class AttentionHandler(Protocol):
 
 
 # The attention of torch itself, whatever stands in its place, now or when this module was imported.
-sdpa = torch._C._nn.scaled_dot_product_attention
+sdpa: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention  # type: ignore[attr-defined]
 
 _handler: ContextVar[AttentionHandler | None] = ContextVar("ditmesh_attention_handler", default=None)
 _lock = threading.Lock()

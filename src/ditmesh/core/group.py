@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Group(Protocol):
-    """Ranks that hold parts of the same tensors: processes (`ditmesh.comm.Link`), virtual ranks, patches of a picture."""
+    """Ranks that hold parts of the same tensors: processes (`ditmesh.comm.Link`), virtual ranks, patches."""
 
     @property
     def rank(self) -> int:

@@ -137,8 +137,8 @@ def local_attention(name: str, ring: int = 1, reproducible: bool = False) -> Loc
     if ring > 1 and (replaced or not isinstance(kernel, KernelWithLse)):
         able = [repr(other.name) for other in KERNELS.values() if isinstance(other, KernelWithLse) and other != kernel]
         raise ConfigError(
-            f"{replaced or f'attention={name!r}'} does not tell the log-sum-exp of its scores, which ring={ring} needs; "
-            f"use ulysses={ring}, or attention={' or '.join(able)}"
+            f"{replaced or f'attention={name!r}'} does not tell the log-sum-exp of its scores, which ring={ring} "
+            f"needs; use ulysses={ring}, or attention={' or '.join(able)}"
         )
     if reproducible and (replaced or not kernel.deterministic):
         able = [repr(other.name) for other in KERNELS.values() if other.deterministic and other != kernel]
