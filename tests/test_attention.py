@@ -116,6 +116,8 @@ def by_passed(how: str, config: dict[str, Any], cache: bool = False) -> tuple[st
         finally:
             undo()
         after = relative_error(called(model, arguments, cache), truth)
+    if cache:
+        model.disable_cache()
     return said, before, after
 
 
