@@ -10,7 +10,7 @@ from torch import nn
 
 import ditmesh
 from ditmesh.attention import masks
-from ditmesh.attention.segments import Segment
+from ditmesh.core.partition import Partition
 from ditmesh.layout import LOCAL, Cut, Region, Stream, TokenLayout, joint, known_models, layout_of
 from ditmesh.layout.arguments import MISSING, Arguments, parameter_names
 from ditmesh.layout.conventions import Size
@@ -216,10 +216,10 @@ def unreadable_mask():
     model, layout = Tokens().eval(), COMPLETE
     with ditmesh.parallelized(model, {"ring": 2}, layout=layout):
         handler = ditmesh.engine_of(model).hooks[0].handler
-        segments = [Segment("image", (10, 10))]
+        tokens = Partition(((10, 10),), names=("image",))
         band = torch.ones(1, 1, 10, 10, dtype=torch.bool).tril()
         try:
-            masks.everywhere(band, segments, segments, handler.link, range(2))
+            masks.everywhere(band, tokens, tokens, handler.link, range(2))
         except ditmesh.LayoutError as error:
             return str(error)
 

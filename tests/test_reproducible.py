@@ -9,10 +9,10 @@ import torch
 
 import ditmesh
 from ditmesh.alignment import aligned
+from ditmesh.core.partition import weighted_cut
 from ditmesh.errors import ConfigError, LayoutError
 from ditmesh.strategies.lazy import whole_of
 from ditmesh.strategies.virtual import ask, run_together
-from ditmesh.tiles import weighted_cut
 from support import pipelines
 from support.models import MAKERS, RAGGED, inputs, run, sizes, tiny, variant
 from support.reproducible import digest, forward_bits, pipeline_bits, pipeline_error

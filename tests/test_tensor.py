@@ -8,8 +8,9 @@ import torch
 
 import ditmesh
 from ditmesh.config import ParallelConfig
+from ditmesh.core.partition import Partition
 from ditmesh.engine import check_heads
-from ditmesh.strategies.slices import Cut, plan
+from ditmesh.strategies.slices import plan
 from support.models import MAKERS, ODD, RAGGED, inputs, relative_error, run, sizes, tiny
 from support.parity import parity
 from support.tensor import expected_tensor_bytes, memory, replicated, restored, without_sum
@@ -146,7 +147,7 @@ def test_rules_agree_with_the_plans_of_diffusers(name):
         dim, cut = ours[key]
         assert dim == spec.dim
         if dim is not None:
-            expected = Cut(tuple((block // 2, block // 2) for block in spec.block_sizes))
+            expected = Partition(tuple((block // 2, block // 2) for block in spec.block_sizes))
             assert all(cut.runs(rank) == expected.runs(rank) for rank in (0, 1)), key
 
 
@@ -189,7 +190,7 @@ def test_share_of_true_size_models(name, share):
 
 
 def test_cuts_and_their_inverse():
-    cut = Cut(((3, 3, 2), (6, 6, 4), (1, 1, 1)))
+    cut = Partition(((3, 3, 2), (6, 6, 4), (1, 1, 1)))
     assert cut.total == 27
     assert cut.lengths == (10, 10, 7)
     assert cut.runs(1) == [(3, 6), (14, 20), (25, 26)]
@@ -198,7 +199,7 @@ def test_cuts_and_their_inverse():
     assert [part.shape[1] for part in slices] == [10, 10, 7]
     assert torch.equal(cut.join(slices, 1), whole)
     assert torch.equal(slices[1], torch.cat([whole[:, 3:6], whole[:, 14:20], whole[:, 25:26]], 1))
-    assert Cut(((2, 2), (2, 2))).runs(0) == [(0, 2), (4, 6)]
+    assert Partition(((2, 2), (2, 2))).runs(0) == [(0, 2), (4, 6)]
 
 
 def test_grouped_queries_stay_with_their_keys():

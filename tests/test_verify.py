@@ -151,11 +151,11 @@ class BrokenExchange(SequenceParallel):
         super().begin_call()
         self.calls = getattr(self, "calls", 0) + 1
 
-    def mix(self, attention):
+    def attend_distributed(self, attention):
         block, call = self.where
         if self.link.rank == 1 and self._call.site.path == block and self.calls == call:
             attention = replace(attention, v_bhsd=-4 * attention.v_bhsd)
-        return super().mix(attention)
+        return super().attend_distributed(attention)
 
 
 def run_broken(job: Job, tasks: list[Task]) -> list[Run]:
@@ -187,8 +187,8 @@ def test_a_broken_exchange_is_found_at_its_step_block_and_tensor(ranks, job, alo
 class BrokenSilently(SequenceParallel):
     """A bit too much, in what attention returns for one token."""
 
-    def mix(self, attention):
-        out = super().mix(attention)
+    def attend_distributed(self, attention):
+        out = super().attend_distributed(attention)
         if self.link.rank == 1 and self._call.site.path == "transformer_blocks.0":
             out[0, 0, 5] *= 1 + 2**-20
         return out

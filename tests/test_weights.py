@@ -39,17 +39,17 @@ def tokens_and_heads(config: dict[str, Any]) -> tuple[int, int]:
     """Image tokens that enter this rank's first block, and heads of its first attention."""
     from unittest import mock
 
-    from ditmesh.strategies import sequence
+    from ditmesh.attention.kernels.builtin import Native
 
     seen: list[tuple[int, int]] = []
     model = tiny("Flux")
 
-    def sdpa(q: Any, *args: Any, **kwargs: Any) -> Any:
+    def attend(kernel: Any, q: Any, *args: Any) -> Any:
         seen.append((0, q.shape[1]))
-        return original(q, *args, **kwargs)
+        return original(kernel, q, *args)
 
-    original = sequence.sdpa
-    with mock.patch("ditmesh.strategies.sequence.sdpa", sdpa), ditmesh.parallelized(model, config):
+    original = Native.attend
+    with mock.patch.object(Native, "attend", attend), ditmesh.parallelized(model, config):
         # Hooks run in the order they were hung: this one sees what the block is given after the cut.
         handle = model.transformer_blocks[0].register_forward_pre_hook(
             lambda _, args, kwargs: seen.append((kwargs["hidden_states"].shape[1], 0)), with_kwargs=True

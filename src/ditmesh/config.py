@@ -71,6 +71,10 @@ class ParallelConfig(BaseModel):
         tiles: pieces that the picture's tokens are cut into in reproducible mode; part of what decides the bits.
         compile: compile every block with this `torch.compile` backend (``"inductor"``, ``"eager"``), as one graph
             without breaks; communication stays outside the graph.
+        attention: the kernel that computes attention on a rank, by name: ``"native"``: torch's
+            `scaled_dot_product_attention`; ``"math"``: spelt out in float32; or one that
+            `ditmesh.attention.kernels.register` has added on every rank. Ring attention takes those that tell their
+            log-sum-exp.
         shared_memory: between ranks on the CPUs of one host tensors travel through memory they share; False: over the
             process group, as between hosts.
         strict: refuse, by name, a tensor or integer argument of a block that follows the token count and is
@@ -98,6 +102,7 @@ class ParallelConfig(BaseModel):
     text: TextPolicy = "auto"
     inputs: InputPolicy = "broadcast"
     compile: str | None = None
+    attention: str = "native"
     shared_memory: bool = True
     strict: bool = True
 

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from .comm import Link
 from .config import ParallelConfig
+from .core.partition import Partition
 from .engine import DENOISERS, ConfigLike, engine_of, parallelize
 from .errors import InputError
 from .layout import layout_of
 from .layout.table import known_models
 from .mesh import DEFAULT_DEADLINE, Mesh
 from .model_info import ModelInfo, find_model
-from .strategies.slices import Cut, plan
+from .strategies.slices import plan
 from .strategies.stages import ABSENT, elsewhere, first_cut
 
 log = logging.getLogger(__name__)
@@ -248,10 +249,12 @@ def weight_files(folder: Path, variant: str | None = None) -> list[Path]:
 
 
 # A tensor that is read whole.
-_ALL = Cut(())
+_ALL = Partition(())
 
 
-def _read(stored: Any, dim: int | None, cut: Cut | None, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _read(
+    stored: Any, dim: int | None, cut: Partition | None, rank: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """This rank's slice of a stored tensor, in memory of its own: the file is mapped, not read."""
     shape = list(stored.get_shape())
     if dim is None or cut is None:

@@ -6,6 +6,7 @@ A `Mesh` is passed to whoever needs it and never looked up: several can live in 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -18,7 +19,9 @@ from .errors import ConfigError
 # Seconds a collective may wait for a rank that does not come.
 DEFAULT_DEADLINE = 600.0
 # Links of a mesh.
-LINKS = 12
+LINK_NAMES = ("world", "batch", "data", "cfg", "pipe", "pipe_back", "ring", "ulysses", "sequence", "tensor")
+# And those of `Mesh.data_group`.
+LINKS = len(LINK_NAMES) + 2
 
 
 class Mesh:
@@ -103,6 +106,37 @@ class Mesh:
         group = copy.copy(self)
         group.world, group.batch, group.data = self._group, self.cfg, self._alone
         return group
+
+    @classmethod
+    def from_links(
+        cls, config: ParallelConfig, device: torch.device | str, traffic: Traffic, links: Mapping[str, Link]
+    ) -> Mesh:
+        """The mesh of a process that runs alone, with links that somebody else has made; no collective call.
+
+        Args:
+            config: the configuration that the links are for.
+            device: where this rank's tensors live.
+            traffic: what the links count in.
+            links: by attribute name; all others link this process with nobody.
+        """
+        mesh = cls.__new__(cls)
+        mesh._hold(config, torch.device(device), 0, 1, traffic, links)
+        return mesh
+
+    def _hold(
+        self,
+        config: ParallelConfig,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+        traffic: Traffic,
+        links: Mapping[str, Link],
+    ) -> None:
+        self.config, self.device, self.traffic = config, device, traffic
+        self.rank, self.world_size = rank, world_size
+        self._groups, self._memory = [], None
+        for name in LINK_NAMES:
+            setattr(self, name, links.get(name) or Link(name, None, [rank], 0, traffic))
 
     def _link(self, name: str, axes: tuple[str, ...]) -> Link:
         """The group of ranks that differ from this one only on ``axes``.

@@ -18,7 +18,7 @@ from support.models import inputs, relative_error, run, sizes, tiny
 class NoExchange(SequenceParallel):
     """The negative control: attention that sees this rank's tokens only."""
 
-    def mix(self, attention):
+    def attend_distributed(self, attention):
         q, k, v = attention.q_bhsd, attention.k_bhsd, attention.v_bhsd
         return sdpa(q, k, v, attn_mask=attention.mask, scale=attention.scale)
 

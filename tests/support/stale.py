@@ -14,10 +14,10 @@ import ditmesh
 from ditmesh.attention.door import sdpa
 from ditmesh.comm import Link
 from ditmesh.config import ParallelConfig
+from ditmesh.core.partition import even_cut
 from ditmesh.layout.conventions import Size
 from ditmesh.strategies.displaced import DisplacedParallel
 from ditmesh.strategies.sequence import SequenceParallel
-from ditmesh.tiles import even_cut
 from support.models import inputs, relative_error, run, sizes, tiny
 
 

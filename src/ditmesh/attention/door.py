@@ -13,6 +13,7 @@ restored, the original function object is back in its place.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import Any, Protocol
 
@@ -33,8 +34,8 @@ class AttentionHandler(Protocol):
         ...
 
 
-# The attention of torch itself, whatever stands in its place.
-sdpa = F.scaled_dot_product_attention
+# The attention of torch itself, whatever stands in its place, now or when this module was imported.
+sdpa: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention  # type: ignore[attr-defined]
 
 _handler: ContextVar[AttentionHandler | None] = ContextVar("ditmesh_attention_handler", default=None)
 _lock = threading.Lock()
@@ -81,11 +82,6 @@ class _Interceptor:
 _interceptor: _Interceptor | None = None
 
 
-def original() -> Any:
-    """The attention function in force outside of blocks: torch's own, or what a plug-in has put in its place."""
-    return sdpa if _interceptor is None else _interceptor.original
-
-
 def handle(handler: AttentionHandler | None) -> None:
     """Hand this thread's attention calls to ``handler`` from now on; None: to nobody."""
     _handler.set(handler)
@@ -118,6 +114,11 @@ def close_door() -> None:
         if _open_doors == 0 and _interceptor is not None:
             _interceptor.remove()
             _interceptor = None
+
+
+def plain() -> Callable[..., Tensor]:
+    """The attention function in force outside of blocks: torch's own, or what a plug-in has put in its place."""
+    return F.scaled_dot_product_attention if _interceptor is None else _interceptor.original
 
 
 def _handled(
@@ -166,7 +167,7 @@ def _attend_op(
     if handler is not None:
         out = _handled(handler, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     else:
-        out = original()(
+        out = plain()(
             query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
     # One memory order, whoever computes: the compiler plans for the one `_attend_shape` declares.

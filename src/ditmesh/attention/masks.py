@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from ..comm import Link
+from ..core.group import Group
+from ..core.partition import Partition
 from ..errors import LayoutError
-from .segments import Segment, cut, local_length, total_length
 
 
-def everywhere(
-    mask: Tensor, queries: Sequence[Segment], keys: Sequence[Segment], link: Link, ranks: Sequence[int]
-) -> Tensor:
+def everywhere(mask: Tensor, queries: Partition, keys: Partition, link: Group, ranks: range) -> Tensor:
     """The mask of the queries of consecutive sequence ``ranks`` over all keys.
 
     Args:
         mask: what the block made of its arguments: broadcastable to (B, H, queries, keys), of this rank's
             tokens or of all.
-        queries, keys: streams of either.
-        link: the sequence link.
+        queries, keys: the streams of either, by sequence rank.
+        link: the sequence ranks.
         ranks: whose queries.
 
     Returns:
@@ -31,16 +27,16 @@ def everywhere(
         LayoutError: the mask does not tell what other ranks' tokens may see.
     """
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-    here = local_length(queries, link.rank)
-    if list(queries) == list(keys) and tuple(mask.shape[-2:]) == (here, here) and here != total_length(keys):
+    here = queries.lengths[link.rank]
+    if tuple(mask.shape[-2:]) == (here, here) and here != keys.total and queries == keys:
         return _outer(mask, keys, link, ranks)
-    return of_queries(whole_keys(mask, keys, link), queries, link, ranks)
+    return of_queries(whole_keys(mask, keys, link), queries, ranks)
 
 
-def _outer(mask: Tensor, tokens: Sequence[Segment], link: Link, ranks: Sequence[int]) -> Tensor:
+def _outer(mask: Tensor, tokens: Partition, link: Group, ranks: range) -> Tensor:
     """A mask that a block built as the outer product of this rank's entries of a per-token mask, built again whole."""
     whole = whole_keys(per_token(mask), tokens, link)
-    return product(cut(whole, 3, tokens, ranks), whole)
+    return product(tokens.take(whole, 3, ranks), whole)
 
 
 def per_token(mask: Tensor) -> Tensor:
@@ -68,13 +64,13 @@ def product(queries: Tensor, keys: Tensor) -> Tensor:
     return rows & keys if rows.dtype == torch.bool else rows * keys
 
 
-def whole_keys(mask: Tensor, keys: Sequence[Segment], link: Link) -> Tensor:
+def whole_keys(mask: Tensor, keys: Partition, link: Group) -> Tensor:
     """A mask over all keys, in the order one device has them.
 
     Args:
         mask: 4-D; its last dimension covers all keys, this rank's keys, or is 1.
-        keys: streams of the keys.
-        link: the sequence link.
+        keys: streams of the keys, by sequence rank.
+        link: the sequence ranks.
 
     Returns:
         The mask with all keys in its last dimension (or 1).
@@ -82,7 +78,7 @@ def whole_keys(mask: Tensor, keys: Sequence[Segment], link: Link) -> Tensor:
     Raises:
         LayoutError: the last dimension fits neither, or the mask is cut along queries too.
     """
-    here, everywhere = local_length(keys, link.rank), total_length(keys)
+    here, everywhere = keys.lengths[link.rank], keys.total
     width = mask.shape[-1]
     if width in (1, everywhere):
         return mask
@@ -97,27 +93,26 @@ def whole_keys(mask: Tensor, keys: Sequence[Segment], link: Link) -> Tensor:
             "are missing; list its source as `whole` in the layout"
         )
     mask = mask[:, :1] if mask.stride(1) == 0 else mask
-    parts, start = [], 0
-    for segment in keys:
-        piece = mask.narrow(-1, start, segment.lengths[link.rank])
-        start += piece.shape[-1]
-        parts.append(piece if segment.replicated else link.gather(piece, segment.lengths, dim=3))
+    parts = [
+        piece if block in keys.replicated else link.gather(piece, keys.blocks[block], dim=3)
+        for block, piece in enumerate(keys.split(mask, -1, link.rank))
+    ]
     return torch.cat(parts, dim=-1)
 
 
-def of_queries(mask: Tensor, queries: Sequence[Segment], link: Link, ranks: Sequence[int]) -> Tensor:
+def of_queries(mask: Tensor, queries: Partition, ranks: range) -> Tensor:
     """The rows of a mask for the queries of consecutive sequence ``ranks``.
 
     Raises:
         LayoutError: the mask has a row for every query of this rank only, and more ranks are asked for.
     """
     rows = mask.shape[-2]
-    if rows == 1 or rows == sum(local_length(queries, rank) for rank in ranks):
+    if rows == 1 or rows == sum(queries.lengths[rank] for rank in ranks):
         return mask
-    if rows == total_length(queries):
-        return cut(mask, 2, queries, ranks)
+    if rows == queries.total:
+        return queries.take(mask, 2, ranks)
     raise LayoutError(
-        f"an attention mask of shape {tuple(mask.shape)} has neither one row nor {total_length(queries)}; "
+        f"an attention mask of shape {tuple(mask.shape)} has neither one row nor {queries.total}; "
         "list its source as `whole` in the layout"
     )
 
@@ -127,8 +122,8 @@ def of_heads(mask: Tensor, start: int, count: int) -> Tensor:
     return mask if mask.shape[1] == 1 else mask[:, start : start + count]
 
 
-def of_own_keys(mask: Tensor, queries: Sequence[Segment], keys: Sequence[Segment], link: Link) -> Tensor:
-    """The mask of this rank's queries over this rank's keys alone; nothing is exchanged.
+def of_own_keys(mask: Tensor, queries: Partition, keys: Partition, rank: int) -> Tensor:
+    """The mask of a sequence rank's queries over its own keys alone; nothing is exchanged.
 
     Args:
         mask: as in `everywhere`.
@@ -137,13 +132,12 @@ def of_own_keys(mask: Tensor, queries: Sequence[Segment], keys: Sequence[Segment
         4-D; dimensions of 1 stay 1.
     """
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-    mask = of_queries(mask, queries, link, (link.rank,))
-    here = local_length(keys, link.rank)
-    if mask.shape[-1] in (1, here):
+    mask = of_queries(mask, queries, range(rank, rank + 1))
+    if mask.shape[-1] in (1, keys.lengths[rank]):
         return mask
-    if mask.shape[-1] == total_length(keys):
-        return cut(mask, 3, keys, (link.rank,))
+    if mask.shape[-1] == keys.total:
+        return keys.take(mask, 3, rank)
     raise LayoutError(
-        f"an attention mask of shape {tuple(mask.shape)} covers neither this rank's {here} keys "
-        f"nor all {total_length(keys)}; list the mask among the layout's cuts"
+        f"an attention mask of shape {tuple(mask.shape)} covers neither this rank's {keys.lengths[rank]} keys "
+        f"nor all {keys.total}; list the mask among the layout's cuts"
     )

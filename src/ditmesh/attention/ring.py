@@ -24,6 +24,7 @@ def ring_attention(
     resident: tuple[Tensor, Tensor] | None = None,
     mask_of: Callable[[int], Tensor | None] | None = None,
     scale: float | None = None,
+    attend: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:
     """Softmax attention of this rank's queries over all ranks' keys.
 
@@ -37,11 +38,13 @@ def ring_attention(
         mask_of: the mask (4-D, broadcastable) of this rank's queries over the keys of a ring rank; for this
             rank's own block the resident keys come first. None: no mask.
         scale: factor of the scores.
+        attend: `attend_with_lse` of a kernel; default: torch's.
 
     Returns:
         (B, H, Sq, D). The own block is computed first, then those of ranks - 1, - 2 …: the merge order is
         that of the ring and differs by rank.
     """
+    attend = attend or attend_with_lse
     batch, heads, _, dim = k_bhsd.shape
     out: Tensor | None = None
     lse: Tensor | None = None
@@ -56,7 +59,7 @@ def ring_attention(
         keys, values = k, v
         if step == 0 and resident is not None:
             keys, values = _joined(resident[0], k), _joined(resident[1], v)
-        part, part_lse = attend_with_lse(q_bhsd, keys, values, mask_of(block) if mask_of else None, scale)
+        part, part_lse = attend(q_bhsd, keys, values, mask_of(block) if mask_of else None, scale)
         if out is None or lse is None:
             out, lse = part, part_lse
         else:

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from ..comm import Link
-from ..tiles import offsets
-from .segments import Segment
+from ..core.partition import Partition, offsets
 
 
 class HeadExchange:
     """The two exchanges of one attention call between the ranks of a Ulysses group.
 
-    Segments passed to its methods have the lengths of this group's ranks, in group order.
+    The parts of partitions passed to its methods are this group's ranks, in group order.
 
     Args:
         link: the Ulysses link (size U).
@@ -32,12 +31,12 @@ class HeadExchange:
         self.head_counts = tuple(head_counts)
         self.head_starts = offsets(self.head_counts)
 
-    def gather_tokens(self, tensors: Sequence[Tensor], segments: Sequence[Sequence[Segment]]) -> list[Tensor]:
+    def gather_tokens(self, tensors: Sequence[Tensor], streams: Sequence[Partition]) -> list[Tensor]:
         """From all heads of some tokens to some heads of all tokens.
 
         Args:
             tensors: q, k, v …: (B, H, s_local, D), streams one after the other.
-            segments: for every tensor the streams along its sequence.
+            streams: for every tensor those along its sequence.
 
         Returns:
             For every tensor (B, h_mine, S_group, D): streams in the same order, each stream's tokens in rank
@@ -46,39 +45,31 @@ class HeadExchange:
         me, size = self.link.rank, self.link.size
         by_rank: list[list[Tensor]] = [[] for _ in range(size)]
         shapes: list[list[tuple[int, ...]]] = [[] for _ in range(size)]
-        for tensor, streams in zip(tensors, segments, strict=True):
-            t_bshd = tensor.transpose(1, 2)
-            batch, _, _, dim = t_bshd.shape
-            start = 0
-            for segment in streams:
-                length = segment.lengths[me]
-                mine = t_bshd[:, start : start + length]
-                start += length
-                if segment.replicated:
+        split = [tokens.split(tensor.transpose(1, 2), 1, me) for tensor, tokens in zip(tensors, streams, strict=True)]
+        for pieces, tokens in zip(split, streams, strict=True):
+            for block, mine in enumerate(pieces):
+                if block in tokens.replicated:
                     continue
+                batch, _, _, dim = mine.shape
                 for peer in range(size):
                     by_rank[peer].append(self._heads(mine, peer))
-                    shapes[peer].append((batch, segment.lengths[peer], self.head_counts[me], dim))
+                    shapes[peer].append((batch, tokens.blocks[block][peer], self.head_counts[me], dim))
         received = self.link.exchange(by_rank, shapes)
 
         whole: list[Tensor] = []
         slot = 0
-        for tensor, streams in zip(tensors, segments, strict=True):
-            t_bshd = tensor.transpose(1, 2)
+        for pieces, tokens in zip(split, streams, strict=True):
             parts: list[Tensor] = []
-            start = 0
-            for segment in streams:
-                length = segment.lengths[me]
-                if segment.replicated:
-                    parts.append(self._heads(t_bshd[:, start : start + length], me))
+            for block, mine in enumerate(pieces):
+                if block in tokens.replicated:
+                    parts.append(self._heads(mine, me))
                 else:
                     parts.extend(received[peer][slot] for peer in range(size))
                     slot += 1
-                start += length
             whole.append(torch.cat(parts, dim=1).transpose(1, 2))
         return whole
 
-    def gather_heads(self, out: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def gather_heads(self, out: Tensor, tokens: Partition) -> Tensor:
         """From some heads of all tokens back to all heads of this rank's tokens.
 
         Args:
@@ -90,19 +81,12 @@ class HeadExchange:
         me, size = self.link.rank, self.link.size
         o_bshd = out.transpose(1, 2)
         batch, _, _, dim = o_bshd.shape
-        by_rank: list[list[Tensor]] = [[] for _ in range(size)]
-        start = 0
-        for segment in segments:
-            starts = offsets(segment.lengths)
-            for peer in range(size):
-                first = start if segment.replicated else start + starts[peer]
-                by_rank[peer].append(o_bshd[:, first : first + segment.lengths[peer]])
-            start += segment.total
+        by_rank = [[o_bshd.narrow(1, *place) for place in tokens.places(peer)] for peer in range(size)]
         shapes = [
-            [(batch, segment.lengths[me], self.head_counts[peer], dim) for segment in segments] for peer in range(size)
+            [(batch, lengths[me], self.head_counts[peer], dim) for lengths in tokens.blocks] for peer in range(size)
         ]
         received = self.link.exchange(by_rank, shapes)
-        rows = [torch.cat([received[peer][slot] for peer in range(size)], dim=2) for slot in range(len(segments))]
+        rows = [torch.cat([received[peer][slot] for peer in range(size)], dim=2) for slot in range(len(shapes[me]))]
         return (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).transpose(1, 2)
 
     def _heads(self, t_bshd: Tensor, rank: int) -> Tensor:

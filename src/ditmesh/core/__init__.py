@@ -1,1 +1,1 @@
-"""What every strategy is made of: patches and call chains, block hooks, the request, the strategy protocol."""
+"""What the engine and every strategy are made of: partitions, groups, patches, the call clock."""

@@ -21,11 +21,11 @@ from ..alignment import ALIGNMENT
 from ..comm import Link
 from ..config import ParallelConfig
 from ..core.clock import Call, CallClock, timestep_of
+from ..core.partition import even_cut, offsets
 from ..core.patching import CallChain, Patch, Proceed
 from ..core.values import Seen, seen
 from ..errors import InputError
 from ..layout.arguments import Arguments, covers, parameter_names
-from ..tiles import even_cut, offsets
 from .base import Context, Request, Strategy
 from .lazy import LazyPatches, Owners
 

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from ..attention import masks
-from ..attention.door import sdpa
-from ..attention.segments import Segment, SpreadAttention, total_length
+from ..attention.mixer import AttentionCall
 from ..comm import Arriving, Codec, Link, codec
 from ..config import ParallelConfig
+from ..core.partition import Partition
 from ..mesh import Mesh
 from ..staleness.control import WarmupControl
-from ..tiles import offsets
 from .base import ParallelModel, Request
 from .hooks import Handler
 from .sequence import SequenceParallel
@@ -53,10 +52,10 @@ class StaleSequence(SequenceParallel):
     def end_request(self) -> None:
         """The request is over: wait for what is on its way, forget everything."""
 
-    def mix(self, attention: SpreadAttention) -> Tensor:
-        """One attention over tokens that lie on all ranks, as `SequenceParallel.mix`."""
-        if all(segment.replicated for segment in attention.keys):
-            return super().mix(attention)
+    def attend_distributed(self, attention: AttentionCall) -> Tensor:
+        """One attention over tokens that lie on all ranks, as `SequenceParallel.attend_distributed`."""
+        if attention.keys.all_replicated:
+            return super().attend_distributed(attention)
         call, control = self._call, self.control
         assert call.site is not None
         now = control.clock.call
@@ -65,18 +64,18 @@ class StaleSequence(SequenceParallel):
             sample = (self.link.rank, *key)
             drifting = (attention.k_bhsd, attention.v_bhsd)
             control.monitor.observe(self._blocks[call.site.path], sample, now.step, drifting, dim=2)
-        return self.mix_stale(key, attention)
+        return self.attend_stale(key, attention)
 
-    def mix_stale(self, key: Key, attention: SpreadAttention) -> Tensor:
-        """`mix` for keys of which some lie on other ranks."""
+    def attend_stale(self, key: Key, attention: AttentionCall) -> Tensor:
+        """`attend_distributed` for keys of which some lie on other ranks."""
         raise NotImplementedError
 
-    def own_tokens(self, attention: SpreadAttention) -> Tensor:
+    def own_tokens(self, attention: AttentionCall) -> Tensor:
         """Attention of this rank's queries over its own keys alone."""
         mask = attention.mask
         if mask is not None:
-            mask = masks.of_own_keys(mask, attention.queries, attention.keys, self.link)
-        return sdpa(attention.q_bhsd, attention.k_bhsd, attention.v_bhsd, attn_mask=mask, scale=attention.scale)
+            mask = masks.of_own_keys(mask, attention.queries, attention.keys, self.link.rank)
+        return self.kernel(attention.q_bhsd, attention.k_bhsd, attention.v_bhsd, mask, attention.scale)
 
 
 class DisplacedParallel(StaleSequence):
@@ -87,6 +86,8 @@ class DisplacedParallel(StaleSequence):
     step before (the first of another transformer, a branch that was left out for a step, a block that a cache
     skipped) is synchronous, on all ranks alike.
     """
+
+    travels = False
 
     def __init__(self, config: ParallelConfig, mesh: Mesh, control: WarmupControl, blocks: dict[str, int]) -> None:
         super().__init__(config, mesh, control, blocks)
@@ -111,8 +112,8 @@ class DisplacedParallel(StaleSequence):
         for buffer in buffers.values():
             buffer.arrive()
 
-    def mix_stale(self, key: Key, attention: SpreadAttention) -> Tensor:
-        """See `StaleSequence.mix_stale`."""
+    def attend_stale(self, key: Key, attention: AttentionCall) -> Tensor:
+        """See `StaleSequence.attend_stale`."""
         k_bhsd, keys, now = attention.k_bhsd, attention.keys, self.control.clock.call
         step, rows = now.step, now.rows
         buffer = self._buffers.get(key)
@@ -135,9 +136,9 @@ class DisplacedParallel(StaleSequence):
         else:
             buffer.post(step, self._codec)
         mask = self._whole_mask(buffer, attention)
-        return sdpa(attention.q_bhsd, buffer.k_bhsd, buffer.v_bhsd, attn_mask=mask, scale=attention.scale)
+        return self.kernel(attention.q_bhsd, buffer.k_bhsd, buffer.v_bhsd, mask, attention.scale)
 
-    def _whole_mask(self, buffer: _Buffer, attention: SpreadAttention) -> Tensor | None:
+    def _whole_mask(self, buffer: _Buffer, attention: AttentionCall) -> Tensor | None:
         """The mask of this rank's queries over all keys.
 
         Other ranks' part of a mask comes from them, which means waiting. A mask is made of the call's arguments;
@@ -147,7 +148,8 @@ class DisplacedParallel(StaleSequence):
             return None
         if buffer.mask is not None and self.control.clock.call.steady:
             return buffer.mask
-        whole = masks.everywhere(attention.mask, attention.queries, attention.keys, self.link, (self.link.rank,))
+        here = range(self.link.rank, self.link.rank + 1)
+        whole = masks.everywhere(attention.mask, attention.queries, attention.keys, self.link, here)
         # One with a row for every query is large, and not kept.
         buffer.mask = whole if whole.shape[-2] == 1 else None
         return whole
@@ -163,32 +165,24 @@ class _Buffer:
         mask: the mask over all keys, as it was gathered last.
     """
 
-    def __init__(self, k_bhsd: Tensor, keys: list[Segment], rows: tuple[int, int] | None, ring: Link) -> None:
+    def __init__(self, k_bhsd: Tensor, keys: Partition, rows: tuple[int, int] | None, ring: Link) -> None:
         batch, heads, _, dim = k_bhsd.shape
         # A head's tokens lie together: attention reads them faster than if tokens came with all their heads.
-        memory = k_bhsd.new_empty((2, batch, heads, total_length(keys), dim))
+        memory = k_bhsd.new_empty((2, batch, heads, keys.total, dim))
         self.k_bhsd, self.v_bhsd = memory[0], memory[1]
         self.whole = memory.permute(3, 0, 1, 2, 4)
         self.step: int | None = None
         self.mask: Tensor | None = None
-        self._keys, self._rows = list(keys), rows
+        self._keys, self._rows = keys, rows
         self._ring = ring
         self._arriving: Arriving | None = None
         self._packer: Codec | None = None
         # Of every rank, its tokens' places; streams that all ranks hold whole are nobody's to send.
-        self._slots: list[list[Tensor]] = [[] for _ in range(ring.size)]
-        self._own: list[Tensor] = []
-        start = 0
-        for segment in keys:
-            if segment.replicated:
-                self._own.append(self.whole[start : start + segment.total])
-            else:
-                for rank, (offset, length) in enumerate(zip(offsets(segment.lengths), segment.lengths, strict=True)):
-                    self._slots[rank].append(self.whole[start + offset : start + offset + length])
-                self._own.append(self._slots[ring.rank][-1])
-            start += segment.total
+        places = [[self.whole.narrow(0, *place) for place in keys.places(rank)] for rank in range(ring.size)]
+        self._own = places[ring.rank]
+        self._slots = [[slot for block, slot in enumerate(of) if block not in keys.replicated] for of in places]
 
-    def fits(self, k_bhsd: Tensor, keys: list[Segment], rows: tuple[int, int] | None) -> bool:
+    def fits(self, k_bhsd: Tensor, keys: Partition, rows: tuple[int, int] | None) -> bool:
         """Whether the call has the same rows, streams and shapes as the one the buffer was made for."""
         batch, heads, _, dim = k_bhsd.shape
         return (

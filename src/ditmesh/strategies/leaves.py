@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..comm import Link
+from ..core.group import ExchangeGroup
 from ..errors import ConfigError, LayoutError
 
-Rule = Callable[[nn.Module, Link, str], Callable[[], None]]
+Rule = Callable[[nn.Module, ExchangeGroup, str], Callable[[], None]]
 
 
-def conv_rows(module: nn.Module, link: Link, what: str) -> Callable[[], None]:
+def conv_rows(module: nn.Module, link: ExchangeGroup, what: str) -> Callable[[], None]:
     """A 2-D convolution over a grid (B, C, rows, columns) that is cut between rows.
 
     Each rank lends its neighbours as many rows as the kernel reaches over the edge (the halo), computes with
@@ -64,7 +64,7 @@ def conv_rows(module: nn.Module, link: Link, what: str) -> Callable[[], None]:
     return undo
 
 
-def _neighbours_rows(x: Tensor, reach: int, link: Link) -> tuple[Tensor, Tensor]:
+def _neighbours_rows(x: Tensor, reach: int, link: ExchangeGroup) -> tuple[Tensor, Tensor]:
     """The last rows of the rank before and the first of the rank after; empty at the picture's edges."""
     shape = (*x.shape[:2], reach, x.shape[3])
     nothing = x[:, :, :0]
@@ -83,7 +83,7 @@ def _neighbours_rows(x: Tensor, reach: int, link: Link) -> tuple[Tensor, Tensor]
 LINEAR_PROCESSORS = ("SanaLinearAttnProcessor2_0",)
 
 
-def linear_attention(module: nn.Module, link: Link, what: str) -> Callable[[], None]:
+def linear_attention(module: nn.Module, link: ExchangeGroup, what: str) -> Callable[[], None]:
     """Attention with the kernel relu(q) relu(k)ᵀ instead of a softmax, over tokens on several ranks.
 
     Katharopoulos et al. 2020, arXiv:2006.16236, equation 6: queries meet all keys and values through the state
@@ -112,7 +112,7 @@ def linear_attention(module: nn.Module, link: Link, what: str) -> Callable[[], N
 class _LinearAttention:
     """Processor of a diffusers `Attention` module: linear self-attention over all ranks' tokens."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: ExchangeGroup) -> None:
         self.link = link
 
     def __call__(

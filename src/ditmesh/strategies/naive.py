@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..attention.segments import SpreadAttention
+from ..attention.mixer import AttentionCall
 from ..config import ParallelConfig
 from .displaced import Key, StaleSequence, StaleStrategy
 from .sequence import SequenceParallel
@@ -17,10 +17,10 @@ from .sequence import SequenceParallel
 class NaiveParallel(StaleSequence):
     """Handler of one transformer: exact in synchronous steps, own tokens only in all others."""
 
-    def mix_stale(self, key: Key, attention: SpreadAttention) -> Tensor:
-        """See `StaleSequence.mix_stale`."""
+    def attend_stale(self, key: Key, attention: AttentionCall) -> Tensor:
+        """See `StaleSequence.attend_stale`."""
         if self.control.decision.synchronous:
-            return SequenceParallel.mix(self, attention)
+            return SequenceParallel.attend_distributed(self, attention)
         return self.own_tokens(attention)
 
 

@@ -310,8 +310,8 @@ class PatchPass(Pass):
         for name, region, stream_name in self._contents(owner.first - 1):
             shape, dtype = self.plan.streams[region.blocks][stream_name]
             stream = region.stream(stream_name)
-            segment = owner.handler.segment(region, stream, shape[stream.dim])
-            here = segment.lengths[owner.handler.link.rank]
+            tokens = owner.handler.partition(region, stream, shape[stream.dim])
+            here = tokens.lengths[owner.handler.link.rank]
             size = (*shape[: stream.dim], here, *shape[stream.dim + 1 :])
             buffers.append(torch.empty(size, dtype=dtype, device=owner.device))
             self._arrived.append(name)

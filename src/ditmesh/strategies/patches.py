@@ -8,7 +8,7 @@ before it have filled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from ..alignment import aligned
 from ..attention import masks
-from ..attention.door import sdpa
-from ..attention.segments import Segment, SpreadAttention
+from ..attention.mixer import AttentionCall
 from ..comm import Link
 from ..config import ParallelConfig
+from ..core.partition import Partition, even_cut
 from ..doors import BlockSite
 from ..errors import ConfigError, LayoutError
 from ..layout import Region, Stream, TokenLayout
@@ -29,12 +29,11 @@ from ..mesh import Mesh
 from ..methods import replace_method
 from ..staleness.control import WarmupControl
 from ..staleness.drift import DriftMonitor
-from ..tiles import even_cut
 from .balance import Balance
 from .base import ParallelModel
 from .heads import check_heads, heads_of
 from .hooks import Handler
-from .sequence import MIN_TEXT_TOKENS, SequenceParallel, of_ranks, result_of
+from .sequence import MIN_TEXT_TOKENS, SequenceParallel, replicated, result_of, shared
 from .tiled import check_tiles
 from .tokens import TokenStrategy
 from .warmup import numbered
@@ -133,7 +132,7 @@ class PatchLink:
         # While the model is only looked at, nothing is cut.
         self.alone = False
         self._keys: Keys | None = None
-        self._masked: list[Segment] = []
+        self._masked: list[str] = []
 
     @property
     def size(self) -> int:
@@ -154,30 +153,30 @@ class PatchLink:
         """The patch's tokens from all sequence ranks."""
         return self.sequence.gather(piece, [lengths[rank] for rank in self.group], dim)
 
-    def begin_attention(self, kept: Keys, keys: Sequence[Segment]) -> None:
+    def begin_attention(self, kept: Keys, keys: Partition) -> None:
         """The masks that are gathered from here on belong to this attention call."""
         self._keys = kept
-        self._masked = [segment for segment in keys if not segment.replicated]
+        self._masked = [name for block, name in enumerate(keys.names) if block not in keys.replicated]
 
     def gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
         """The whole mask of which this virtual rank has a piece: other patches' pieces are those they left."""
         kept = self._keys
         assert kept is not None
-        segment = self._masked.pop(0)
-        assert segment.lengths == tuple(lengths), "masks are gathered stream by stream"
+        # Masks are gathered stream by stream.
+        stream = self._masked.pop(0)
         piece = self.patch_of(piece, lengths, dim)
         shape = (*piece.shape[:dim], sum(lengths), *piece.shape[dim + 1 :])
-        whole, seen = kept.masks.get(segment.name, (piece, set()))
+        whole, seen = kept.masks.get(stream, (piece, set()))
         if whole.shape != shape or whole.dtype != piece.dtype:
             whole, seen = piece.new_zeros(shape), set()
         start = sum(lengths[: self.group.start])
         whole.narrow(dim, start, piece.shape[dim]).copy_(piece)
         seen = written(seen, self)
-        kept.masks[segment.name] = (whole, seen)
+        kept.masks[stream] = (whole, seen)
         everything = {WHOLE} if self.patches == 1 else set(range(self.patches))
         if not (everything if WHOLE in kept.seen else kept.seen) <= seen:
             raise LayoutError(
-                f"an attention mask over {segment.name} tokens has another form, {tuple(shape)}, than in the steps "
+                f"an attention mask over {stream} tokens has another form, {tuple(shape)}, than in the steps "
                 "before; it cannot be put together from its patches"
             )
         return whole
@@ -197,6 +196,7 @@ class PatchParallel(SequenceParallel):
     """
 
     keeps_keys = True
+    travels = False
 
     def __init__(self, config: ParallelConfig, mesh: Mesh, monitor: DriftMonitor, blocks: dict[str, int]) -> None:
         super().__init__(config, mesh)
@@ -205,7 +205,7 @@ class PatchParallel(SequenceParallel):
         self.balance = Balance(None, mesh.sequence, mesh.device)
         self.patches = config.patches or config.pipe
         self.patch_link = PatchLink(mesh.sequence)
-        self.link = self.patch_link  # type: ignore[assignment]
+        self.link = self.patch_link
         self.run: Run | None = None
         self._leaving: BlockSite | None = None
 
@@ -221,12 +221,17 @@ class PatchParallel(SequenceParallel):
 
     def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
         """A block runs if it belongs to this stage, and is passed over if not."""
+        self.coverage.watch(site, block)
         names = parameter_names(type(block).forward)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.run is None:
                 return restore.original(*args, **kwargs)
-            return self.run.block(site, restore.original, Arguments(names, args, kwargs))
+            return self.run.block(site, run_here, Arguments(names, args, kwargs))
+
+        def run_here(*args: Any, **kwargs: Any) -> Any:
+            self._call.ran = not self.patch_link.alone
+            return restore.original(*args, **kwargs)
 
         restore = replace_method(block, "forward", forward)
         return restore
@@ -236,6 +241,7 @@ class PatchParallel(SequenceParallel):
         if self.run is not None:
             self.run.enter(site, arguments)
         super().before_block(site, arguments)
+        self._call.ran = False
         if self.run is not None:
             self.run.arrive(site, arguments)
         if self.config.reproducible and not self.patch_link.alone:
@@ -247,41 +253,42 @@ class PatchParallel(SequenceParallel):
 
     def after_block(self, site: BlockSite, output: Any) -> Any:
         """As in `SequenceParallel`; where a block list ends the patch takes its place in the whole stream."""
+        self._check_coverage(site)
+        self._call.ran = False
         if self.run is not None:
             output = self.run.leave(site, output)
         self._leaving = site
         return super().after_block(site, output)
 
-    def _gather(self, value: Tensor, segment: Segment, stream: Stream) -> Tensor:
+    def _gather(self, value: Tensor, tokens: Partition, stream: Stream) -> Tensor:
         link, site, run = self.patch_link, self._leaving, self.run
         if link.alone:
             return value
-        value = link.patch_of(value, segment.lengths, stream.dim)
+        value = link.patch_of(value, tokens.lengths, stream.dim)
         if link.patches == 1:
             return value
         assert run is not None
         assert run.memory is not None
         assert site is not None
-        shape = (*value.shape[: stream.dim], segment.total, *value.shape[stream.dim + 1 :])
+        shape = (*value.shape[: stream.dim], tokens.total, *value.shape[stream.dim + 1 :])
         key = (site.span, stream.name)
         whole = run.memory.streams.get(key)
         if whole is None or whole.shape != shape or whole.dtype != value.dtype:
             whole = run.memory.streams[key] = value.new_zeros(shape)
-        start = sum(segment.lengths[: link.group.start])
-        whole.narrow(stream.dim, start, value.shape[stream.dim]).copy_(value)
+        whole.narrow(stream.dim, tokens.start(link.group.start), value.shape[stream.dim]).copy_(value)
         # The model may write to what it gets.
         return whole.clone()
 
-    def _segment(self, site: BlockSite, stream: Stream, arguments: Arguments) -> Segment:
+    def _partition(self, site: BlockSite, stream: Stream, arguments: Arguments) -> Partition:
         tokens = arguments.get(stream.arg).shape[stream.dim]
-        return self.segment(site.region, stream, tokens)
+        return self.partition(site.region, stream, tokens)
 
-    def segment(self, region: Region, stream: Stream, tokens: int) -> Segment:
+    def partition(self, region: Region, stream: Stream, tokens: int) -> Partition:
         """How many of a stream's tokens every virtual rank has."""
         link, run = self.patch_link, self.run
         ranks = link.sequence.size
         if link.alone or run is None:
-            return Segment(stream.name, (tokens,))
+            return shared(stream, (tokens,))
         if stream is region.main:
             counts = run.tokens(region) if run.patches > 1 else (tokens,)
             if sum(counts) != tokens:
@@ -294,11 +301,11 @@ class PatchParallel(SequenceParallel):
                     f"a patch of {min(counts)} {stream.name} tokens cannot be shared by {ranks} sequence ranks; use "
                     "fewer patches or a larger picture"
                 )
-            return Segment(stream.name, tuple(n for count in counts for n in even_cut(count, ranks)))
+            return shared(stream, tuple(n for count in counts for n in even_cut(count, ranks)))
         small = ranks > 1 and (self.config.text == "replicate" or tokens < MIN_TEXT_TOKENS * ranks)
         if stream.replicate or small or (run.patches > 1 and run.text_along(region)):
-            return Segment(stream.name, (tokens,) * link.size, replicated=link.size > 1)
-        return Segment(stream.name, (*even_cut(tokens, ranks), *(0,) * (link.size - ranks)))
+            return replicated(stream, tokens, link.size) if link.size > 1 else shared(stream, (tokens,))
+        return shared(stream, (*even_cut(tokens, ranks), *(0,) * (link.size - ranks)))
 
     # --- attention -----------------------------------------------------------------------------------------
 
@@ -307,82 +314,70 @@ class PatchParallel(SequenceParallel):
     ) -> Tensor:
         """As in `SequenceParallel`. While the model is only looked at, numbers do not matter."""
         if self.patch_link.alone:
-            if self.run is None:
-                return sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
-            return sdpa(q_bhsd, k_bhsd, v_bhsd, scale=scale)
+            return self.kernel(q_bhsd, k_bhsd, v_bhsd, mask if self.run is None else None, scale)
         return super().attend(q_bhsd, k_bhsd, v_bhsd, mask, scale)
 
-    def mix(self, attention: SpreadAttention) -> Tensor:
+    def attend_distributed(self, attention: AttentionCall) -> Tensor:
         """The patch's queries over all keys: its own, and those that the other patches have left."""
-        q_bhsd, k_bhsd, v_bhsd = attention.q_bhsd, attention.k_bhsd, attention.v_bhsd
-        queries, keys, mask, scale = attention.queries, attention.keys, attention.mask, attention.scale
+        queries, keys, mask = attention.queries, attention.keys, attention.mask
         run, site, link = self.run, self._call.site, self.patch_link
         assert run is not None
         assert run.memory is not None
         assert site is not None
-        kept = run.memory.keys.setdefault((site.path, self._call.attention_calls - 1), Keys())
-        ulysses, ring = self.mesh.ulysses, self.mesh.ring
-        first = link.group.start + ring.rank * ulysses.size
-        mine = range(first, first + ulysses.size)
+        memory, block = run.memory, self._blocks[site.path]
+        kept = memory.keys.setdefault((site.path, self._call.attention_calls - 1), Keys())
+        groups = self.mixer.groups(link.group.start)
         if mask is not None:
             link.begin_attention(kept, keys)
             if link.size == 1:
                 _keep_mask(kept, mask, keys)
-            mask = masks.everywhere(mask, queries, keys, self.link, mine)  # type: ignore[arg-type]
-        heads = self._head_exchange(q_bhsd.shape[1])
-        if ulysses.size > 1:
-            ours, theirs = of_ranks(queries, mine), of_ranks(keys, mine)
-            q_bhsd, k_bhsd, v_bhsd = heads.gather_tokens((q_bhsd, k_bhsd, v_bhsd), (ours, theirs, theirs))
-            if mask is not None:
-                mask = masks.of_heads(mask, heads.head_starts[ulysses.rank], heads.head_counts[ulysses.rank])
-        if ring.size > 1:
-            k_bhsd, v_bhsd = self._of_ring(k_bhsd, keys), self._of_ring(v_bhsd, keys)
-        if run.memory.before >= 0 and run.memory.before == run.memory.step - 1:
-            self._observe(self._blocks[site.path], kept, k_bhsd, v_bhsd, keys)
-        k_bhsd, v_bhsd = _keep(kept, k_bhsd, v_bhsd, keys, link)
-        if len(kept.seen) < link.patches:
-            # The first step without warm-up: nothing is known of the patches to come.
-            k_bhsd, v_bhsd = (_of_patches(t, keys, link, kept.seen, 2) for t in (k_bhsd, v_bhsd))
-            if mask is not None and mask.shape[-1] > 1:
-                mask = _of_patches(mask, keys, link, kept.seen, 3)
-        out = sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
-        return heads.gather_heads(out, of_ranks(queries, mine)) if ulysses.size > 1 else out
+            mask = masks.everywhere(mask, queries, keys, self.link, groups[self.mesh.ring.rank])
 
-    def _observe(self, block: int, kept: Keys, k: Tensor, v: Tensor, keys: list[Segment]) -> None:
+        def compute(q: list[Tensor], k: Tensor, v: Tensor, given: list[Tensor | None]) -> list[Tensor]:
+            (mask,) = given
+            if memory.before >= 0 and memory.before == memory.step - 1:
+                self._observe(block, kept, k, v, keys)
+            k, v = _keep(kept, k, v, keys, link)
+            if len(kept.seen) < link.patches:
+                # The first step without warm-up: nothing is known of the patches to come.
+                k, v = (_of_patches(t, keys, link, kept.seen, 2) for t in (k, v))
+                if mask is not None and mask.shape[-1] > 1:
+                    mask = _of_patches(mask, keys, link, kept.seen, 3)
+            return [self.kernel(q[0], k, v, mask, attention.scale)]
+
+        (out,) = self.mixer.attend_distributed(
+            [attention.q_bhsd],
+            attention.k_bhsd,
+            attention.v_bhsd,
+            [mask],
+            queries,
+            keys,
+            groups,
+            self.balance.weights,
+            attention.scale,
+            compute,
+        )
+        return out
+
+    def _observe(self, block: int, kept: Keys, k: Tensor, v: Tensor, keys: Partition) -> None:
         """Compare a patch's keys and values with those of the step before, which they are about to replace."""
         link, (batch, heads, _, dim) = self.patch_link, k.shape
-        total = sum(segment.total for segment in keys)
-        if kept.k_bhsd is None or kept.v_bhsd is None or kept.k_bhsd.shape != (batch, heads, total, dim):
+        if kept.k_bhsd is None or kept.v_bhsd is None or kept.k_bhsd.shape != (batch, heads, keys.total, dim):
             return
         if not {WHOLE, link.patch if link.patches > 1 else self.patches - 1} & kept.seen:
             return
-        for segment, place, source, length in _places(keys, link):
+        places = keys.places(link.group)
+        fresh = zip(*(tensor.split([length for _, length in places], dim=2) for tensor in (k, v)), strict=True)
+        for block_of_keys, (now, (place, length)) in enumerate(zip(fresh, places, strict=True)):
             # What goes with every patch is older than a step for the first one only.
-            if length and not (segment.replicated and link.patch > 0):
-                now = k.narrow(2, source, length), v.narrow(2, source, length)
+            if length and not (block_of_keys in keys.replicated and link.patch > 0):
                 before = kept.k_bhsd.narrow(2, place, length), kept.v_bhsd.narrow(2, place, length)
                 self._monitor.compare(block, now, before, dim=2)
 
-    def _of_ring(self, tensor: Tensor, keys: list[Segment]) -> Tensor:
-        """The patch's keys or values from all ranks of the ring, stream by stream."""
-        link, ring, width = self.patch_link, self.mesh.ring, self.mesh.ulysses.size
-        parts, start = [], 0
-        for segment in keys:
-            if segment.replicated:
-                piece = tensor.narrow(2, start, segment.total)
-                parts.append(piece)
-            else:
-                groups = [link.group[r * width : (r + 1) * width] for r in range(ring.size)]
-                lengths = [sum(segment.lengths[rank] for rank in group) for group in groups]
-                piece = tensor.narrow(2, start, lengths[ring.rank])
-                parts.append(ring.gather(piece, lengths, 2))
-            start += piece.shape[2]
-        return torch.cat(parts, dim=2)
 
-
-def _keep(kept: Keys, k: Tensor, v: Tensor, keys: list[Segment], link: PatchLink) -> tuple[Tensor, Tensor]:
+def _keep(kept: Keys, k: Tensor, v: Tensor, keys: Partition, link: PatchLink) -> tuple[Tensor, Tensor]:
     """Write a patch's keys and values to their places; returns those of the whole sequence."""
-    total = sum(segment.total for segment in keys)
+    total = keys.total
     shape = (k.shape[0], k.shape[1], total)
     if kept.k_bhsd is None or kept.v_bhsd is None or kept.k_bhsd.shape != (*shape, k.shape[3]):
         kept.k_bhsd = k.new_empty((shape[0], total, shape[1], k.shape[3])).transpose(1, 2)
@@ -393,31 +388,19 @@ def _keep(kept: Keys, k: Tensor, v: Tensor, keys: list[Segment], link: PatchLink
         kept.v_bhsd.copy_(v)
         kept.seen = written(kept.seen, link)
         return k, v
-    for _, place, source, length in _places(keys, link):
-        if length:
-            kept.k_bhsd.narrow(2, place, length).copy_(k.narrow(2, source, length))
-            kept.v_bhsd.narrow(2, place, length).copy_(v.narrow(2, source, length))
+    places = keys.places(link.group)
+    for whole, part in ((kept.k_bhsd, k), (kept.v_bhsd, v)):
+        for (place, length), fresh in zip(places, part.split([length for _, length in places], dim=2), strict=True):
+            if length:
+                whole.narrow(2, place, length).copy_(fresh)
     kept.seen = written(kept.seen, link)
     return kept.k_bhsd, kept.v_bhsd
 
 
-def _places(keys: list[Segment], link: PatchLink) -> Iterator[tuple[Segment, int, int, int]]:
-    """Where a patch's tokens of every stream are: in the whole sequence, and among its own, and how many."""
-    start = source = 0
-    for segment in keys:
-        if segment.replicated:
-            place, length = start, segment.total
-        else:
-            place = start + sum(segment.lengths[: link.group.start])
-            length = sum(segment.lengths[rank] for rank in link.group)
-        yield segment, place, source, length
-        start, source = start + segment.total, source + length
-
-
-def _keep_mask(kept: Keys, mask: Tensor, keys: list[Segment]) -> None:
+def _keep_mask(kept: Keys, mask: Tensor, keys: Partition) -> None:
     """Remember a whole key mask of a synchronous step, as `PatchLink.gather` would have put it together."""
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-    if mask.shape[-1] != sum(segment.total for segment in keys):
+    if mask.shape[-1] != keys.total:
         return
     if mask.shape[-2] > 1:
         if mask.shape[-2] != mask.shape[-1]:
@@ -428,8 +411,8 @@ def _keep_mask(kept: Keys, mask: Tensor, keys: list[Segment]) -> None:
             # No mask per token: the blocks get it whole in every patch, or refuse.
             return
     mask = mask[:, :1] if mask.stride(1) == 0 else mask
-    for segment, part in zip(keys, mask.split([segment.total for segment in keys], dim=-1), strict=True):
-        kept.masks[segment.name] = (part.clone(), {WHOLE})
+    for name, part in zip(keys.names, mask.split(keys.totals, dim=-1), strict=True):
+        kept.masks[name] = (part.clone(), {WHOLE})
 
 
 def written(seen: set[int], link: PatchLink) -> set[int]:
@@ -443,22 +426,16 @@ def written(seen: set[int], link: PatchLink) -> set[int]:
 WHOLE = -1
 
 
-def _of_patches(whole: Tensor, keys: list[Segment], link: PatchLink, seen: set[int], dim: int) -> Tensor:
+def _of_patches(whole: Tensor, keys: Partition, link: PatchLink, seen: set[int], dim: int) -> Tensor:
     """The entries along ``dim`` that belong to the patches that have been seen, in order."""
     ranks = link.sequence.size
-    parts, start = [], 0
-    for segment in keys:
-        if segment.replicated:
-            parts.append(whole.narrow(dim, start, segment.total))
-        else:
-            place = start
-            for patch in range(link.patches):
-                length = sum(segment.lengths[patch * ranks : (patch + 1) * ranks])
-                if patch in seen and length:
-                    parts.append(whole.narrow(dim, place, length))
-                place += length
-        start += segment.total
-    return torch.cat(parts, dim=dim)
+    by_patch = keys.regroup([range(patch * ranks, (patch + 1) * ranks) for patch in range(link.patches)])
+    places = [
+        by_patch.places(patch)[block]
+        for block in range(len(keys.blocks))
+        for patch in ([0] if block in keys.replicated else sorted(seen))
+    ]
+    return torch.cat([whole.narrow(dim, *place) for place in places if place[1]], dim=dim)
 
 
 def passed_over(site: BlockSite, arguments: Arguments, streams: dict[str, Tensor] | None = None) -> Any:

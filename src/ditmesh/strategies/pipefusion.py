@@ -26,6 +26,7 @@ from ..alignment import aligned
 from ..comm.link import Arriving
 from ..config import ParallelConfig
 from ..core.clock import CallClock
+from ..core.partition import even_cut
 from ..core.patching import CallChain, Proceed
 from ..core.values import seen
 from ..errors import ConfigError, LayoutError
@@ -33,7 +34,6 @@ from ..layout import Region, TokenLayout
 from ..layout.arguments import Arguments, parameter_names
 from ..mesh import Mesh
 from ..staleness.control import PATIENCE, WarmupControl
-from ..tiles import even_cut
 from .base import Context, Request, Strategy
 from .lazy import COMMON, Later, LazyPatches, whole_of
 from .passes import Look, Pass, PatchPass, Plan, StageDone, Timing, Trial, marked_tokens, owners_of, runs_of

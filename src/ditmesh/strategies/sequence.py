@@ -7,29 +7,28 @@ travel between the groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from ..attention import masks
-from ..attention.door import sdpa
-from ..attention.ring import ring_attention
-from ..attention.segments import Segment, SpreadAttention, cut, local_length, total_length
-from ..attention.ulysses import HeadExchange
+from ..attention.kernels import local_attention
+from ..attention.mixer import AttentionCall, Mixer
 from ..config import ParallelConfig
+from ..core.group import Group
+from ..core.partition import Partition, weighted_cut
 from ..doors import BlockSite, Piece
 from ..errors import ConfigError, LayoutError
 from ..layout import Attention, Grid, Stream, TokenLayout
 from ..layout.arguments import MISSING, Arguments, covers
 from ..mesh import Mesh
 from ..methods import replace_method
-from ..tiles import weighted_cut
 from . import leaves
 from .balance import Balance
 from .base import ParallelModel
+from .coverage import Coverage
 from .heads import check_heads, heads_of
 from .hooks import Handler
 from .tokens import TokenStrategy
@@ -44,7 +43,8 @@ UNIT = 16
 class _Call:
     """What one run of the transformer has cut so far. Nothing of it outlives the call."""
 
-    segments: dict[str, Segment] = field(default_factory=dict)
+    # the streams, by sequence rank
+    tokens: Partition = field(default_factory=lambda: Partition(()))
     # id of a whole tensor (and how it was cut) -> the tensor, kept so that its id stays its own, and the cut
     cuts: dict[tuple[int, int, tuple[str, ...]], tuple[Tensor, Tensor]] = field(default_factory=dict)
     handed_over: dict[str, Tensor] = field(default_factory=dict)
@@ -54,6 +54,8 @@ class _Call:
     # the attention calls that the block in progress is going to make, and how many it has made
     attention: tuple[Attention, ...] = ()
     attention_calls: int = 0
+    # whether the block in progress runs here, and not on another stage
+    ran: bool = True
 
 
 class SequenceParallel:
@@ -64,13 +66,19 @@ class SequenceParallel:
         mesh: ranks and links.
     """
 
-    # Whether `mix` wants to see keys and values even when all tokens are here.
+    # Whether `attend_distributed` wants to see keys and values even when all tokens are here.
     keeps_keys = False
+    # Whether keys go round the ring while attention is computed.
+    travels = True
 
     def __init__(self, config: ParallelConfig, mesh: Mesh) -> None:
         self.config = config
         self.mesh = mesh
-        self.link = mesh.sequence
+        self.link: Group = mesh.sequence
+        ring = mesh.ring.size if self.travels else 1
+        self.kernel = local_attention(config.attention, ring, config.reproducible)
+        self.mixer = Mixer(mesh.ulysses, mesh.ring, self.kernel, self.travels)
+        self.coverage = Coverage()
         self.balance = Balance(config.weights, mesh.sequence, mesh.device)
         self._call = _Call()
         # While a block is timed it computes on this rank's tokens alone.
@@ -120,14 +128,19 @@ class SequenceParallel:
         for counted in site.region.counts:
             value = arguments.get(counted.arg)
             if isinstance(value, int):
-                arguments.set(counted.arg, self._own_count(value, call.segments[counted.stream]))
+                arguments.set(counted.arg, call.tokens.select((counted.stream,)).first(value, self.link.rank))
         grid = site.region.grid
         if grid is not None:
-            mine = call.segments[site.region.main.name].lengths[self.link.rank]
+            mine = call.tokens.select((site.region.main.name,)).lengths[self.link.rank]
             arguments.set(grid.rows, mine // arguments.get(grid.cols))
 
     def after_block(self, site: BlockSite, output: Any) -> Any:
-        """At a region's last block, gather its streams; otherwise pass the output on."""
+        """At a region's last block, gather its streams; otherwise pass the output on.
+
+        Raises:
+            LayoutError: the block computed attention that was not intercepted.
+        """
+        self._check_coverage(site)
         if not site.is_last:
             return output
         call = self._call
@@ -140,28 +153,32 @@ class SequenceParallel:
             return output
         for stream in site.region.streams:
             value = result_of(output, stream)
-            segment = call.segments[stream.name]
-            if isinstance(value, Tensor) and stream.used_after and not segment.replicated:
-                output = with_result(output, stream, self._gather(value, segment, stream))
+            tokens = call.tokens.select((stream.name,))
+            if isinstance(value, Tensor) and stream.used_after and not tokens.replicated:
+                output = with_result(output, stream, self._gather(value, tokens, stream))
         return output
+
+    def _check_coverage(self, site: BlockSite) -> None:
+        call = self._call
+        if call.ran and (self.link.size > 1 or self.keeps_keys):
+            self.coverage.check(site, call.attention, call.attention_calls)
 
     def pieces(self, site: BlockSite, output: Any) -> Iterator[Piece]:
         """This rank's tokens of every stream; the whole stream where it is replicated."""
         for stream in site.region.streams:
-            value, segment = result_of(output, stream), self._call.segments.get(stream.name)
-            if not isinstance(value, Tensor) or segment is None:
+            value, tokens = result_of(output, stream), self._call.tokens.select((stream.name,))
+            if not isinstance(value, Tensor) or not tokens.blocks:
                 continue
-            start = 0 if segment.replicated else sum(segment.lengths[: self.link.rank])
             dim = stream.dim
             if stream.folded:
-                value, dim = value.unflatten(dim, (-1, segment.lengths[self.link.rank])), dim + 1
-            yield Piece(stream.name, value, dim, start)
+                value, dim = value.unflatten(dim, (-1, tokens.lengths[self.link.rank])), dim + 1
+            yield Piece(stream.name, value, dim, tokens.start(self.link.rank))
 
-    def _gather(self, value: Tensor, segment: Segment, stream: Stream) -> Tensor:
+    def _gather(self, value: Tensor, tokens: Partition, stream: Stream) -> Tensor:
         if not stream.folded or self.link.size == 1:
-            return self.link.gather(value, segment.lengths, stream.dim)
-        unfolded = value.unflatten(stream.dim, (-1, segment.lengths[self.link.rank]))
-        return self.link.gather(unfolded, segment.lengths, stream.dim + 1).flatten(stream.dim, stream.dim + 1)
+            return self.link.gather(value, tokens.lengths, stream.dim)
+        unfolded = value.unflatten(stream.dim, (-1, tokens.lengths[self.link.rank]))
+        return self.link.gather(unfolded, tokens.lengths, stream.dim + 1).flatten(stream.dim, stream.dim + 1)
 
     def _enter(self, site: BlockSite, arguments: Arguments) -> None:
         call, region = self._call, site.region
@@ -181,19 +198,19 @@ class SequenceParallel:
                     )
             call.handed_over.clear()
         else:
-            call.segments = {
-                stream.name: self._segment(site, stream, arguments)
-                for stream in region.streams
-                if isinstance(arguments.get(stream.arg), Tensor)
-            }
+            given = [stream for stream in region.streams if isinstance(arguments.get(stream.arg), Tensor)]
+            call.tokens = self._lay_out(site, given, arguments)
             for stream in region.streams:
-                if stream.name in call.segments:
+                if stream.name in call.tokens.names:
                     whole = arguments.get(stream.arg)
                     arguments.set(stream.arg, self._cut(whole, stream.dim, (stream.name,), site.path))
         call.entered = site.span
 
-    def _segment(self, site: BlockSite, stream: Stream, arguments: Arguments) -> Segment:
-        """How many of this stream's tokens every rank gets."""
+    def _lay_out(self, site: BlockSite, streams: list[Stream], arguments: Arguments) -> Partition:
+        """How many of the streams' tokens every rank gets."""
+        return Partition.beside([self._partition(site, stream, arguments) for stream in streams])
+
+    def _partition(self, site: BlockSite, stream: Stream, arguments: Arguments) -> Partition:
         tokens, ranks = arguments.get(stream.arg).shape[stream.dim], self.link.size
         if stream is site.region.main:
             if tokens < ranks:
@@ -202,15 +219,15 @@ class SequenceParallel:
                     "or a larger picture"
                 )
             if site.region.grid is not None:
-                return self._rows(site, site.region.grid, arguments, tokens)
-            return Segment(stream.name, self._shares(tokens))
+                return shared(stream, self._rows(site, site.region.grid, arguments, tokens))
+            return shared(stream, self._shares(tokens))
         policy = self.config.text
         if policy == "auto" or stream.name != "text":
             policy = "shard" if tokens >= MIN_TEXT_TOKENS * ranks or stream.name != "text" else "replicate"
         # No rank is left without text: some models slice it off with `[:, :-length]`, and -0 takes everything.
         if policy == "replicate" or stream.replicate or tokens < ranks:
-            return Segment(stream.name, (tokens,) * ranks, replicated=ranks > 1)
-        return Segment(stream.name, self._shares(tokens))
+            return replicated(stream, tokens, ranks) if ranks > 1 else shared(stream, (tokens,))
+        return shared(stream, self._shares(tokens))
 
     def _shares(self, tokens: int) -> tuple[int, ...]:
         """Tokens of every sequence rank, by weight."""
@@ -218,15 +235,15 @@ class SequenceParallel:
         even = len(set(weights)) == 1
         return weighted_cut(tokens, weights, 1 if even or tokens < 4 * UNIT * len(weights) else UNIT)
 
-    def _rows(self, site: BlockSite, grid: Grid, arguments: Arguments, tokens: int) -> Segment:
-        """A cut of the image between rows."""
+    def _rows(self, site: BlockSite, grid: Grid, arguments: Arguments, tokens: int) -> tuple[int, ...]:
+        """Tokens of every sequence rank when the image is cut between rows."""
         rows, cols = self._grid(site, grid, arguments, tokens)
         if rows < self.link.size:
             raise ConfigError(
                 f"{rows} rows of image tokens cannot be shared by {self.link.size} ranks; {site.model} is cut between "
                 f"rows: use at most {rows} ranks or a taller picture"
             )
-        return Segment(site.region.main.name, tuple(count * cols for count in weighted_cut(rows, self.balance.weights)))
+        return tuple(count * cols for count in weighted_cut(rows, self.balance.weights))
 
     def _grid(self, site: BlockSite, grid: Grid, arguments: Arguments, tokens: int) -> tuple[int, int]:
         """Rows and columns of the image's tokens."""
@@ -237,40 +254,30 @@ class SequenceParallel:
             )
         return rows, cols
 
-    def _own_count(self, count: int, segment: Segment) -> int:
-        """How many of a stream's first ``count`` tokens are this rank's."""
-        if segment.replicated:
-            return count
-        start = sum(segment.lengths[: self.link.rank])
-        return min(max(count - start, 0), segment.lengths[self.link.rank])
-
     def _cut(self, whole: Tensor, dim: int, tokens: tuple[str, ...], what: str, folded: bool = False) -> Tensor:
         """This rank's part of a per-token tensor; the same tensor is cut once per call."""
         if whole.shape[dim] == 1 or self.link.size == 1:
             return whole
-        segments = self._segments(tokens)
-        if folded and whole.shape[dim] % total_length(segments) == 0:
-            unfolded = whole.unflatten(dim, (-1, total_length(segments)))
-            return cut(unfolded, dim + 1, segments, (self.link.rank,)).flatten(dim, dim + 1)
-        if whole.shape[dim] != total_length(segments):
+        streams = self._call.tokens.select(tokens)
+        if folded and whole.shape[dim] % streams.total == 0:
+            unfolded = whole.unflatten(dim, (-1, streams.total))
+            return streams.take(unfolded, dim + 1, self.link.rank).flatten(dim, dim + 1)
+        if whole.shape[dim] != streams.total:
             raise LayoutError(
                 f"{what} has {whole.shape[dim]} entries along dimension {dim}, but the layout says one for each of "
-                f"{total_length(segments)} tokens ({' + '.join(tokens)})"
+                f"{streams.total} tokens ({' + '.join(tokens)})"
             )
         key = (id(whole), dim, tokens)
         if key not in self._call.cuts:
-            part = cut(whole, dim, segments, (self.link.rank,)).contiguous()
+            part = streams.take(whole, dim, self.link.rank).contiguous()
             self._call.cuts[key] = (whole, part)
         return self._call.cuts[key][1]
-
-    def _segments(self, tokens: tuple[str, ...]) -> list[Segment]:
-        return [self._call.segments[name] for name in tokens if name in self._call.segments]
 
     def _check(self, site: BlockSite, arguments: Arguments) -> None:
         """Refuse an argument that follows the token count and is not in the layout."""
         if self.link.size == 1:
             return
-        region, segments = site.region, self._call.segments
+        region, tokens = site.region, self._call.tokens
         known = [stream.arg for stream in region.streams] + [*region.whole, *region.local]
         known += [count.arg for count in region.counts]
         known += [region.grid.rows, region.grid.cols] if region.grid else []
@@ -282,8 +289,8 @@ class SequenceParallel:
             )
 
         unknown = [(path, value) for path, value in arguments.leaves() if not planned(path, value)]
-        sizes = {segment.total: name for name, segment in segments.items()}
-        sizes[sum(segment.total for segment in segments.values())] = " + ".join(segments)
+        sizes = dict(zip(tokens.totals, tokens.names, strict=True))
+        sizes[tokens.total] = " + ".join(tokens.names)
         shapes = tuple((path, v.shape if isinstance(v, Tensor) else v) for path, v in unknown)
         key = (region.blocks, tuple(sizes), shapes)
         if key in self._checked:
@@ -306,6 +313,7 @@ class SequenceParallel:
 
     def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
         """Time the first block, on every rank at once, whenever the balance wants to know."""
+        self.coverage.watch(site, block)
         if self.config.weights != "auto" or self.link.size == 1 or not site.is_first or site.fed_by_previous:
             return lambda: None
 
@@ -327,7 +335,7 @@ class SequenceParallel:
         """Apply a rule of `leaves` to a module of a block; returns what takes it off again."""
         if self.link.size == 1:
             return lambda: None
-        return leaves.RULES[rule](module, self.link, f"{site.path}: {type(module).__name__}")
+        return leaves.RULES[rule](module, self.mesh.sequence, f"{site.path}: {type(module).__name__}")
 
     # --- attention ---------------------------------------------------------------------------------------
 
@@ -338,18 +346,21 @@ class SequenceParallel:
         call, site = self._call, self._call.site
         assert site is not None
         if self._timing:
-            return sdpa(q_bhsd, k_bhsd, v_bhsd, scale=scale)
+            return self.kernel(q_bhsd, k_bhsd, v_bhsd, scale=scale)
         index, call.attention_calls = call.attention_calls, call.attention_calls + 1
         if self.link.size == 1 and not self.keeps_keys:
-            return sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
+            return self.kernel(q_bhsd, k_bhsd, v_bhsd, mask, scale)
         planned = self._planned(site, index)
         if not planned.keys:
-            return sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
-        queries, keys = self._segments(planned.queries), self._segments(planned.keys)
+            return self.kernel(q_bhsd, k_bhsd, v_bhsd, mask, scale)
+        queries, keys = call.tokens.select(planned.queries), call.tokens.select(planned.keys)
         if planned.ragged is not None:
-            queries, keys = self._only(queries, planned.ragged, q_bhsd), self._only(keys, planned.ragged, k_bhsd)
+            queries, keys = (
+                only(tokens, planned.ragged, tensor, tokens, self.link.rank)
+                for tokens, tensor in ((queries, q_bhsd), (keys, k_bhsd))
+            )
         self._check_lengths(site, index, queries, keys, q_bhsd, k_bhsd)
-        return self.mix(SpreadAttention(q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale))
+        return self.attend_distributed(AttentionCall(q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale))
 
     def _planned(self, site: BlockSite, index: int) -> Attention:
         """What the layout says about the block's attention call number ``index``."""
@@ -361,77 +372,26 @@ class SequenceParallel:
             )
         return listed[min(index, len(listed) - 1)]
 
-    def mix(self, attention: SpreadAttention) -> Tensor:
+    def attend_distributed(self, attention: AttentionCall) -> Tensor:
         """One attention over tokens that lie on all sequence ranks; of this rank's queries, (B, H, s_q, D)."""
-        q_bhsd, k_bhsd, v_bhsd = attention.q_bhsd, attention.k_bhsd, attention.v_bhsd
-        queries, keys, mask, scale = attention.queries, attention.keys, attention.mask, attention.scale
-        ulysses, ring = self.mesh.ulysses, self.mesh.ring
-        group = range(ring.rank * ulysses.size, (ring.rank + 1) * ulysses.size)
+        a, groups = attention, self.mixer.groups()
+        mask = a.mask
         if mask is not None:
-            mask = masks.everywhere(mask, queries, keys, self.link, group)
-        heads = self._head_exchange(q_bhsd.shape[1])
-        if ulysses.size > 1:
-            mine, theirs = of_ranks(queries, group), of_ranks(keys, group)
-            q_bhsd, k_bhsd, v_bhsd = heads.gather_tokens((q_bhsd, k_bhsd, v_bhsd), (mine, theirs, theirs))
-            if mask is not None:
-                mask = masks.of_heads(mask, heads.head_starts[ulysses.rank], heads.head_counts[ulysses.rank])
-        if ring.size > 1 and not all(segment.replicated for segment in keys):
-            out = self._ring(q_bhsd, k_bhsd, v_bhsd, keys, mask, scale)
-        else:
-            out = sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
-        return heads.gather_heads(out, of_ranks(queries, group)) if ulysses.size > 1 else out
-
-    def _head_exchange(self, heads: int) -> HeadExchange:
-        """Heads follow the weights as tokens do; ranks of one ring share a cut, so theirs are added up."""
-        ulysses, ring = self.mesh.ulysses.size, self.mesh.ring.size
-        weights = [sum(self.balance.weights[r * ulysses + u] for r in range(ring)) for u in range(ulysses)]
-        return HeadExchange(self.mesh.ulysses, weighted_cut(heads, weights))
-
-    def _ring(
-        self, q: Tensor, k: Tensor, v: Tensor, keys: list[Segment], mask: Tensor | None, scale: float | None
-    ) -> Tensor:
-        ring, width = self.mesh.ring, self.mesh.ulysses.size
-        groups = [range(r * width, (r + 1) * width) for r in range(ring.size)]
-        travelling = [segment for segment in keys if not segment.replicated]
-        lengths = [sum(s.lengths[rank] for s in travelling for rank in group) for group in groups]
-        # Of the keys here, those of replicated streams stay: every rank has them.
-        sizes = [s.total if s.replicated else sum(s.lengths[rank] for rank in groups[ring.rank]) for s in keys]
-        resident = None
-        if len(travelling) < len(keys):
-            resident = (_select(k, keys, sizes, True), _select(v, keys, sizes, True))
-            k, v = _select(k, keys, sizes, False), _select(v, keys, sizes, False)
-
-        def mask_of(block: int) -> Tensor:
-            assert mask is not None
-            if mask.shape[-1] == 1:
-                return mask
-            parts: list[Tensor] = []
-            for replicated in (True, False):
-                start = 0
-                for segment in keys:
-                    if segment.replicated is replicated and (not replicated or block == ring.rank):
-                        parts.append(segment.take(mask, 3, start, groups[block]))
-                    start += segment.total
-            return torch.cat(parts, dim=3)
-
-        return ring_attention(ring, q, k, v, lengths, resident, mask_of if mask is not None else None, scale)
-
-    def _only(self, segments: list[Segment], ragged: str, tensor: Tensor) -> list[Segment]:
-        """The segments of a call in which only some tokens of the replicated stream ``ragged`` take part."""
-        others = local_length([segment for segment in segments if segment.name != ragged], self.link.rank)
-        part = (tensor.shape[2] - others,) * self.link.size
-        return [replace(segment, lengths=part) if segment.name == ragged else segment for segment in segments]
+            mask = masks.everywhere(mask, a.queries, a.keys, self.link, groups[self.mesh.ring.rank])
+        (out,) = self.mixer.attend_distributed(
+            [a.q_bhsd], a.k_bhsd, a.v_bhsd, [mask], a.queries, a.keys, groups, self.balance.weights, a.scale
+        )
+        return out
 
     def _check_lengths(
-        self, site: BlockSite, index: int, queries: list[Segment], keys: list[Segment], q: Tensor, k: Tensor
+        self, site: BlockSite, index: int, queries: Partition, keys: Partition, q: Tensor, k: Tensor
     ) -> None:
-        for what, tensor, segments in (("queries", q, queries), ("keys", k, keys)):
-            expected = local_length(segments, self.link.rank)
+        for what, tensor, tokens in (("queries", q, queries), ("keys", k, keys)):
+            expected = tokens.lengths[self.link.rank]
             if tensor.shape[2] != expected:
-                names = " + ".join(segment.name for segment in segments)
                 raise LayoutError(
                     f"{site.path}: attention call {index + 1} has {tensor.shape[2]} {what}, but this rank holds "
-                    f"{expected} tokens of {names}; the layout of {site.model} does not describe this call"
+                    f"{expected} tokens of {' + '.join(tokens.names)}; the layout of {site.model} does not describe it"
                 )
         if self.mesh.ulysses.size > q.shape[1]:
             raise ConfigError(
@@ -445,19 +405,25 @@ def _true(arguments: Arguments, path: str) -> bool:
     return value is not MISSING and value is not None and bool(value)
 
 
-def of_ranks(segments: Sequence[Segment], ranks: range) -> list[Segment]:
-    """The same streams with the lengths of some ranks only."""
-    return [replace(segment, lengths=tuple(segment.lengths[rank] for rank in ranks)) for segment in segments]
+def shared(stream: Stream, lengths: tuple[int, ...]) -> Partition:
+    """A stream of which every rank (or tile) has a run of its own."""
+    return Partition((lengths,), names=(stream.name,))
 
 
-def _select(tensor: Tensor, segments: list[Segment], sizes: list[int], replicated: bool) -> Tensor:
-    """The rows (dimension 2) of the streams that are, or are not, replicated."""
-    parts = [
-        part
-        for part, segment in zip(tensor.split(sizes, dim=2), segments, strict=True)
-        if segment.replicated is replicated
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+def replicated(stream: Stream, tokens: int, parts: int) -> Partition:
+    """A stream that every rank (or tile) holds whole."""
+    return Partition(((tokens,) * parts,), frozenset((0,)), (stream.name,))
+
+
+def only(tokens: Partition, ragged: str, tensor: Tensor, held: Partition, part: int) -> Partition:
+    """The streams of a call in which only some tokens of the replicated stream ``ragged`` take part.
+
+    How many they are is what ``tensor`` (B, H, s, D) of one part has beyond the other streams of ``held``.
+    """
+    if ragged not in held.names:
+        return tokens
+    others = held.lengths[part] - held.sizes(part)[held.names.index(ragged)]
+    return tokens.resized(ragged, tensor.shape[2] - others)
 
 
 def result_of(output: Any, stream: Stream) -> Any:

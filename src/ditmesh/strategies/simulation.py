@@ -94,20 +94,15 @@ class VirtualMesh(Mesh):
                 f"{config.describe()}: only the ring axis is simulated; leave {' and '.join(other)} out, which does "
                 "not change the picture"
             )
-        self._see(config, device, 0)
-        self.ranks = [object.__new__(Mesh) for _ in range(config.ring)]
-        for rank, mesh in enumerate(self.ranks):
-            VirtualMesh._see(mesh, config, device, rank)
-        self.traffic = self.ranks[0].traffic
+        self.ranks = [self._seen_by(rank, config, device) for rank in range(config.ring)]
+        first = self.ranks[0]
+        self._hold(config, first.device, 0, 1, first.traffic, {"ring": first.ring, "sequence": first.sequence})
 
-    def _see(self: Any, config: ParallelConfig, device: torch.device | str, rank: int) -> None:
-        self.config, self.device = config, torch.device(device)
-        self.traffic, self._groups = Traffic(), []
-        self.rank, self.world_size = 0, 1
-        for name in ("world", "batch", "data", "cfg", "pipe", "ulysses", "tensor"):
-            setattr(self, name, Link(name, None, [0], 0, self.traffic))
-        self.ring = VirtualLink("ring", rank, config.ring, self.traffic)
-        self.sequence = VirtualLink("sequence", rank, config.ring, self.traffic)
+    @staticmethod
+    def _seen_by(rank: int, config: ParallelConfig, device: torch.device | str) -> Mesh:
+        traffic = Traffic()
+        links: dict[str, Link] = {name: VirtualLink(name, rank, config.ring, traffic) for name in ("ring", "sequence")}
+        return Mesh.from_links(config, device, traffic, links)
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -159,11 +154,13 @@ class SimulatedSequence:
 
     def adapt(self, site: BlockSite, rule: str, module: nn.Module) -> Callable[[], None]:
         """See `Handler`."""
-        links: Any = _OwnLink([handler.link for handler in self.handlers])
+        links = _OwnLink([handler.mesh.sequence for handler in self.handlers])
         return leaves.RULES[rule](module, links, f"{site.path}: {type(module).__name__}")
 
     def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
         """See `Handler`. Virtual ranks are equally fast."""
+        for handler in self.handlers:
+            handler.coverage.watch(site, block)
         return lambda: None
 
     def _mine(self) -> SequenceParallel:
@@ -188,8 +185,25 @@ class _OwnLink:
     def __init__(self, links: Sequence[Link]) -> None:
         self._links = links
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._links[_rank.get()], name)
+    @property
+    def rank(self) -> int:
+        """The virtual rank's number."""
+        return _rank.get()
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return len(self._links)
+
+    def gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
+        """See `Link.gather`."""
+        return self._links[self.rank].gather(piece, lengths, dim)
+
+    def exchange(
+        self, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
+    ) -> list[list[Tensor]]:
+        """See `Link.exchange`."""
+        return self._links[self.rank].exchange(outgoing, shapes)
 
 
 class SimulatedExact(ExactSequence):

@@ -11,65 +11,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from ..core.partition import Partition, even_cut
 from ..errors import ConfigError, InputError
-from ..tiles import even_cut, offsets
 from .rules import ATTRIBUTES, NORMS, RULES, TABLES, Rule, Table
 
 # Shares of a hidden width are multiples of this where possible: matrix kernels are slow on odd widths.
 ALIGNMENT = 16
 
 Kind = Literal["column", "gathered", "row", "norm"]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How one dimension is shared out.
-
-    The dimension is a row of blocks (a packed q|k|v projection has three), and every rank has a run of each.
-
-    Attributes:
-        blocks: for every block the lengths of the ranks' runs, in rank order.
-    """
-
-    blocks: tuple[tuple[int, ...], ...]
-
-    @property
-    def total(self) -> int:
-        """Size of the whole dimension."""
-        return sum(map(sum, self.blocks))
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Size of every rank's slice."""
-        return tuple(map(sum, zip(*self.blocks, strict=True)))
-
-    def runs(self, rank: int) -> list[tuple[int, int]]:
-        """``(start, stop)`` of the runs ``rank`` holds, in the whole dimension; neighbouring runs are one."""
-        found: list[tuple[int, int]] = []
-        start = 0
-        for block in self.blocks:
-            first = start + offsets(block)[rank]
-            last = first + block[rank]
-            if found and found[-1][1] == first:
-                found[-1] = (found[-1][0], last)
-            elif last > first:
-                found.append((first, last))
-            start += sum(block)
-        return found
-
-    def take(self, whole: Tensor, dim: int, rank: int) -> Tensor:
-        """``rank``'s slice of a whole tensor, as a copy of its own."""
-        runs = [whole.narrow(dim, start, stop - start) for start, stop in self.runs(rank)]
-        # A view would keep the whole tensor in memory.
-        return runs[0].clone(memory_format=torch.contiguous_format) if len(runs) == 1 else torch.cat(runs, dim)
-
-    def join(self, slices: Sequence[Tensor], dim: int) -> Tensor:
-        """The whole tensor from every rank's slice: the inverse of `take`."""
-        pieces = [piece.split([block[rank] for block in self.blocks], dim=dim) for rank, piece in enumerate(slices)]
-        return torch.cat([pieces[rank][block] for block in range(len(self.blocks)) for rank in range(len(slices))], dim)
 
 
 @dataclass(frozen=True)
@@ -86,7 +37,7 @@ class Site:
 
     path: str
     kind: Kind
-    cut: Cut
+    cut: Partition
 
     @property
     def dim(self) -> int:
@@ -106,9 +57,9 @@ class Plan:
 
     sites: list[Site] = field(default_factory=list)
     attributes: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
-    tables: list[tuple[str, Table, Cut]] = field(default_factory=list)
+    tables: list[tuple[str, Table, Partition]] = field(default_factory=list)
 
-    def parameters(self) -> Iterator[tuple[str, int | None, Cut | None]]:
+    def parameters(self) -> Iterator[tuple[str, int | None, Partition | None]]:
         """Every parameter that a rank does not hold whole: its name, the dimension, the cut.
 
         No cut: the first rank holds all of it and the others hold zeros (the bias of a row-parallel linear,
@@ -150,7 +101,7 @@ def plan(model: nn.Module, degree: int) -> Plan:
 def _apply(made: Plan, rule: Rule, path: str, module: nn.Module, degree: int, claimed: set[str]) -> None:
     attention_path = _join(path, rule.attention) if rule.attention is not None else None
     attention = None if rule.attention is None else _child(module, rule.attention)
-    widths: dict[str, Cut] = {}
+    widths: dict[str, Partition] = {}
     if attention is not None:
         assert attention_path is not None
         widths.update(_head_cuts(attention, attention_path, degree))
@@ -180,7 +131,7 @@ def _apply(made: Plan, rule: Rule, path: str, module: nn.Module, degree: int, cl
         cut = _packed(parts, widths)
         # Gated activations (GEGLU, SwiGLU) read two halves from one projection.
         repeats = max(1, linear.out_features // cut.total) if rule.gated else 1
-        cut = Cut(cut.blocks * repeats)
+        cut = Partition(cut.blocks * repeats)
         _expect(path, name, linear.out_features, cut.total, "output", rule)
         made.sites.append(Site(_join(path, name), "column", cut))
     if attention is not None and attention_path is not None:
@@ -221,14 +172,14 @@ def _wired(rule: Rule, module: nn.Module) -> bool:
     )
 
 
-def _attributes(made: Plan, path: str, module: nn.Module, widths: dict[str, Cut]) -> None:
+def _attributes(made: Plan, path: str, module: nn.Module, widths: dict[str, Partition]) -> None:
     for name, width in ATTRIBUTES.items():
         value = vars(module).get(name)
         if width in widths and type(value) is int and value == widths[width].total:
             made.attributes.append((path, name, widths[width].lengths))
 
 
-def _head_cuts(attention: nn.Module, path: str, degree: int) -> dict[str, Cut]:
+def _head_cuts(attention: nn.Module, path: str, degree: int) -> dict[str, Partition]:
     """Cuts of everything that follows the heads; keys and values of a group of queries stay with them."""
     heads = heads_of_attention(attention)
     if heads is None:
@@ -252,10 +203,10 @@ def _head_cuts(attention: nn.Module, path: str, degree: int) -> dict[str, Cut]:
     share = even_cut(groups, degree)
     per_group = heads // groups
     return {
-        "heads": Cut((tuple(n * per_group for n in share),)),
-        "kv_heads": Cut((share,)),
-        "queries": Cut((tuple(n * per_group * head_dim for n in share),)),
-        "keys": Cut((tuple(n * head_dim for n in share),)),
+        "heads": Partition((tuple(n * per_group for n in share),)),
+        "kv_heads": Partition((share,)),
+        "queries": Partition((tuple(n * per_group * head_dim for n in share),)),
+        "keys": Partition((tuple(n * head_dim for n in share),)),
     }
 
 
@@ -268,15 +219,15 @@ def heads_of_attention(attention: nn.Module) -> int | None:
     return None
 
 
-def _hidden_cut(size: int, degree: int) -> Cut:
+def _hidden_cut(size: int, degree: int) -> Partition:
     unit = ALIGNMENT if size % ALIGNMENT == 0 and size // ALIGNMENT >= degree else 1
     if size < degree:
         raise ConfigError(f"tensor={degree} ranks cannot share {size} features; use a smaller tensor degree")
-    return Cut((tuple(n * unit for n in even_cut(size // unit, degree)),))
+    return Partition((tuple(n * unit for n in even_cut(size // unit, degree)),))
 
 
-def _packed(parts: Sequence[str], widths: dict[str, Cut]) -> Cut:
-    return Cut(tuple(block for part in parts for block in widths[part].blocks))
+def _packed(parts: Sequence[str], widths: dict[str, Partition]) -> Partition:
+    return Partition(tuple(block for part in parts for block in widths[part].blocks))
 
 
 def _expect(path: str, name: str, found: int, expected: int, side: str, rule: Rule) -> None:

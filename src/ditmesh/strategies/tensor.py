@@ -17,13 +17,14 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm import Link
 from ..config import ParallelConfig
+from ..core.partition import Partition
 from ..errors import InputError
 from ..layout import TokenLayout
 from ..layout.arguments import Arguments, covers, parameter_names
 from .base import Strategy
 from .heads import check_heads, heads_of
 from .rules import Table
-from .slices import Cut, Plan, Site, base_of, norm_width, plan
+from .slices import Plan, Site, base_of, norm_width, plan
 
 # What a rank with slices must not do on its own, and why.
 _WHOLE_ONLY = ("save_pretrained", "save_lora_adapter")
@@ -114,7 +115,7 @@ class TensorParallel:
                         if rank > 0:
                             parameter.data = torch.zeros_like(parameter.data)
                     elif parameter.shape[dim] == site.cut.total:
-                        parameter.data = site.cut.take(parameter.data, dim, rank)
+                        parameter.data = site.cut.copy(parameter.data, dim, rank)
 
     def _whole(self, part: Tensor, site: Site, name: str) -> Tensor:
         """A parameter of a site, or of its adapter, from all ranks' slices."""
@@ -123,7 +124,7 @@ class TensorParallel:
             return self._of_first(part)
         return self._joined(part, dim, site.cut)
 
-    def _joined(self, part: Tensor, dim: int, cut: Cut) -> Tensor:
+    def _joined(self, part: Tensor, dim: int, cut: Partition) -> Tensor:
         lengths = cut.lengths
         pieces = self.link.gather(part.contiguous(), lengths, dim).split(lengths, dim=dim)
         return cut.join(pieces, dim)
@@ -220,7 +221,7 @@ class TensorParallel:
                     if rank > 0:
                         parameter.data = torch.zeros_like(parameter.data)
                 elif parameter.shape[dim] == total:
-                    parameter.data = site.cut.take(parameter.data, dim, rank)
+                    parameter.data = site.cut.copy(parameter.data, dim, rank)
 
     def spread(self) -> set[int]:
         """Ids of the parameters that are this rank's slices at the moment. Adapters are whole until the next call."""
@@ -339,7 +340,7 @@ def _check_plain(site: Site, base: nn.Module) -> None:
         )
 
 
-def _table_slicer(module: nn.Module, table: Table, cut: Cut, rank: int) -> Callable[..., Any]:
+def _table_slicer(module: nn.Module, table: Table, cut: Partition, rank: int) -> Callable[..., Any]:
     names = parameter_names(type(module).forward)
     start, length = cut.runs(rank)[0][0], cut.lengths[rank]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any, ClassVar
@@ -21,20 +21,20 @@ from torch import Tensor, nn
 
 from ..alignment import ALIGNMENT, aligned
 from ..attention import masks
-from ..attention.door import sdpa
-from ..attention.segments import Segment, cut, local_length, total_length
+from ..attention.kernels import LocalAttention
+from ..attention.mixer import Tiles
 from ..config import ParallelConfig
+from ..core.partition import Partition, even_cut, offsets, weighted_cut
 from ..doors import BlockSite
 from ..errors import ConfigError, LayoutError
 from ..layout import Stream, TokenLayout
 from ..layout.arguments import Arguments, parameter_names
 from ..mesh import Mesh
 from ..methods import replace_method
-from ..tiles import even_cut, offsets, weighted_cut
 from .base import ParallelModel
 from .heads import check_heads, heads_of
 from .hooks import Handler
-from .sequence import SequenceParallel, of_ranks, result_of, with_result
+from .sequence import SequenceParallel, only, replicated, result_of, shared, with_result
 from .tokens import TokenStrategy
 from .virtual import ask, run_together
 
@@ -68,8 +68,11 @@ class _Product:
 class _Tiles:
     """What one run of the transformer knows about its tiles. Nothing of it outlives the call."""
 
-    # stream -> its tokens on every tile, first to last over all ranks
-    segments: dict[str, Segment] = field(default_factory=dict)
+    # the streams by tile, first to last over all ranks, and the same by this rank's tiles
+    tokens: Partition = field(default_factory=lambda: Partition(()))
+    here: Partition = field(default_factory=lambda: Partition(()))
+    # the tiles of every rank
+    runs: list[range] = field(default_factory=list)
     # id of a rank's part (and how it was cut) -> the part, kept so that its id stays its own, and its tiles
     cuts: dict[tuple[int, int, tuple[str, ...]], tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
     # stream -> what the latest block returned: as one tensor, its version, and tile by tile
@@ -84,9 +87,14 @@ class TiledSequence(SequenceParallel):
         mesh: ranks and links.
     """
 
+    keeps_keys = True
+    travels = False
+
     def __init__(self, config: ParallelConfig, mesh: Mesh) -> None:
         super().__init__(config, mesh)
         self._tiles = _Tiles()
+        # Linears of the blocks that are known to get the same input for every tile, and those known not to.
+        self._alike: dict[nn.Module, bool] = {}
 
     def begin_call(self) -> None:
         super().begin_call()
@@ -103,7 +111,21 @@ class TiledSequence(SequenceParallel):
             self._tiles = _Tiles()
         super()._enter(site, arguments)
 
-    def _segment(self, site: BlockSite, stream: Stream, arguments: Arguments) -> Segment:
+    def _lay_out(self, site: BlockSite, streams: list[Stream], arguments: Arguments) -> Partition:
+        """Tokens of every rank: those of its tiles, which are cut first."""
+        by_stream: list[Partition] = []
+        for stream in streams:
+            count = by_stream[0].parts if by_stream else 0
+            by_stream.append(self._by_tile(site, stream, arguments, count))
+        tokens = Partition.beside(by_stream)
+        shares = weighted_cut(tokens.parts, self.balance.weights)
+        runs = [range(start, start + share) for start, share in zip(offsets(shares), shares, strict=True)]
+        tiles = self._tiles
+        tiles.tokens, tiles.runs, tiles.here = tokens, runs, tokens.of(runs[self.link.rank])
+        return tokens.regroup(runs)
+
+    def _by_tile(self, site: BlockSite, stream: Stream, arguments: Arguments, count: int) -> Partition:
+        """A stream's tokens on every tile; ``count`` tiles, if the main stream has been cut."""
         tokens = arguments.get(stream.arg).shape[stream.dim]
         if stream is site.region.main and site.region.grid is not None:
             rows, cols = self._grid(site, site.region.grid, arguments, tokens)
@@ -112,33 +134,17 @@ class TiledSequence(SequenceParallel):
             # A mask of one row and one column would look like one for all tokens: no tile of one token.
             lengths = even_cut(tokens, min(self.config.tiles, max(1, tokens // 2)))
         else:
-            count = self._count
             # Thin pieces cost less than a copy of the text on every tile.
             whole = self.config.text == "replicate" and stream.name == "text"
             if whole or stream.replicate or tokens < count:
-                self._tiles.segments[stream.name] = Segment(stream.name, (tokens,) * count, replicated=True)
-                return Segment(stream.name, (tokens,) * self.link.size, replicated=True)
+                return replicated(stream, tokens, count)
             lengths = even_cut(tokens, count)
         if len(lengths) < self.link.size:
             raise ConfigError(
                 f"the {tokens} tokens of {stream.name} make {len(lengths)} tiles, which {self.link.size} ranks cannot "
                 f"share; use at most {len(lengths)} ranks"
             )
-        self._tiles.segments[stream.name] = Segment(stream.name, lengths)
-        return Segment(stream.name, tuple(sum(lengths[tile] for tile in run) for run in self._runs(len(lengths))))
-
-    @property
-    def _count(self) -> int:
-        """Number of tiles: those of the main stream."""
-        return len(next(iter(self._tiles.segments.values())).lengths)
-
-    def _runs(self, count: int) -> list[range]:
-        """The tiles of every rank."""
-        shares = weighted_cut(count, self.balance.weights)
-        return [range(start, start + share) for start, share in zip(offsets(shares), shares, strict=True)]
-
-    def _run_of(self, rank: int) -> range:
-        return self._runs(self._count)[rank]
+        return shared(stream, lengths)
 
     # --- a block, once for every tile ------------------------------------------------------------------------
 
@@ -176,7 +182,8 @@ class TiledSequence(SequenceParallel):
         return restore
 
     def _run_block(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> Any:
-        count = len(self._run_of(self.link.rank))
+        here = self._tiles.here
+        count = here.parts
         parts = [Arguments(arguments.names, tuple(arguments.args), arguments.kwargs) for _ in range(count)]
 
         def spread(path: str, pieces: Sequence[Any]) -> None:
@@ -205,15 +212,17 @@ class TiledSequence(SequenceParallel):
         for counted in region.counts:
             value = arguments.get(counted.arg)
             if isinstance(value, int):
-                spread(counted.arg, self._own_counts(value, counted.stream))
+                own = here.select((counted.stream,))
+                spread(counted.arg, [own.first(value, tile) for tile in range(count)])
         if region.grid is not None:
-            mine = self._here([self._tiles.segments[region.main.name]])[0]
             cols = arguments.get(region.grid.cols)
-            spread(region.grid.rows, [length // cols for length in mine.lengths])
+            spread(region.grid.rows, [length // cols for length in here.select((region.main.name,)).lengths])
 
         def run(part: Arguments) -> Any:
             _calls.set(0)
-            return forward(*part.args, **part.kwargs)
+            output = forward(*part.args, **part.kwargs)
+            self._call.attention_calls = _calls.get()
+            return output
 
         outputs = run_together([partial(run, part) for part in parts], self._meet)
         output = outputs[0]
@@ -221,7 +230,7 @@ class TiledSequence(SequenceParallel):
             values = [result_of(one, stream) for one in outputs]
             if not isinstance(values[0], Tensor):
                 continue
-            if not self._tiles.segments[stream.name].replicated:
+            if not here.select((stream.name,)).replicated:
                 value = values[0] if count == 1 else torch.cat(values, dim=stream.dim)
                 output = with_result(output, stream, value)
                 self._tiles.results[stream.name] = (value, value._version, [aligned(part) for part in values])
@@ -229,23 +238,18 @@ class TiledSequence(SequenceParallel):
                 output = with_result(output, stream, self._of_first_tile(values[0], stream.dim))
         return output
 
-    def _here(self, tokens: Sequence[Segment]) -> list[Segment]:
-        """The same streams, with their tokens on this rank's tiles."""
-        return of_ranks(tokens, self._run_of(self.link.rank))
-
     def _split(self, part: Tensor, dim: int, tokens: tuple[str, ...], what: str) -> list[Tensor]:
         """This rank's part of a per-token tensor, tile by tile."""
-        segments = self._here([self._tiles.segments[name] for name in tokens if name in self._tiles.segments])
+        here = self._tiles.here.select(tokens)
         size = part.shape[dim]
         if size == 1:
-            return [aligned(part)] * len(segments[0].lengths)
-        expected = sum(s.total for s in segments)
-        if size != expected:
+            return [aligned(part)] * here.parts
+        if size != here.total:
             raise LayoutError(
                 f"{what}: a tensor with {size} entries along dimension {dim} was to be cut into the tiles of "
-                f"{expected} tokens ({' + '.join(tokens)})"
+                f"{here.total} tokens ({' + '.join(tokens)})"
             )
-        return [aligned(cut(part, dim, segments, (tile,))) for tile in range(len(segments[0].lengths))]
+        return [aligned(here.take(part, dim, tile)) for tile in range(here.parts)]
 
     def _once(self, part: Tensor, dim: int, tokens: tuple[str, ...], what: str) -> list[Tensor]:
         """`_split` of a tensor that every block is given: done once per call."""
@@ -254,13 +258,27 @@ class TiledSequence(SequenceParallel):
             self._tiles.cuts[key] = (part, self._split(part, dim, tokens, what))
         return self._tiles.cuts[key][1]
 
-    def _own_counts(self, count: int, stream: str) -> list[int]:
-        """How many of this rank's first ``count`` tokens are each tile's."""
-        (segment,) = self._here([self._tiles.segments[stream]])
-        if segment.replicated:
-            return [count] * len(segment.lengths)
-        starts = offsets(segment.lengths)
-        return [min(max(count - start, 0), length) for start, length in zip(starts, segment.lengths, strict=True)]
+    def _products(self, asked: Sequence[_Product]) -> list[Tensor]:
+        """The linear's output for every tile.
+
+        It is computed once where all tiles give it the same input, which no token has a part in: that is the
+        modulation, made from the timestep, and keys and values of a text that every tile is given. Whether a linear
+        gets such an input is a property of the block; its values are compared once, which on a device means waiting.
+        """
+        first = asked[0]
+        if all(one.x is first.x for one in asked):
+            return [first.forward(first.x)] * len(asked)
+        alike = first.x.dim() == 2 and not self._per_token(first.x.shape[0]) and self._alike.get(first.linear, True)
+        if alike and first.linear not in self._alike:
+            alike = all(one.x is first.x or torch.equal(one.x, first.x) for one in asked)
+            self._alike[first.linear] = alike
+        return [first.forward(first.x)] * len(asked) if alike else [one.forward(one.x) for one in asked]
+
+    def _per_token(self, rows: int) -> bool:
+        """Whether so many rows may be a tile's tokens, of all samples one after the other."""
+        here = self._tiles.here
+        counts = {length for lengths in here.blocks for length in lengths} | set(here.lengths)
+        return any(count > 0 and rows % count == 0 for count in counts)
 
     # --- attention ---------------------------------------------------------------------------------------------
 
@@ -269,7 +287,7 @@ class TiledSequence(SequenceParallel):
     ) -> Tensor:
         """One tile's queries over all tiles' keys. Shapes as in `AttentionHandler`, of one tile."""
         if self._timing:
-            return sdpa(q_bhsd, k_bhsd, v_bhsd, scale=scale)
+            return self.kernel(q_bhsd, k_bhsd, v_bhsd, scale=scale)
         site = self._call.site
         assert site is not None
         index = _calls.get()
@@ -277,7 +295,7 @@ class TiledSequence(SequenceParallel):
         planned = self._planned(site, index)
         if not planned.keys:
             # Nobody else's keys: the shapes are those of the tile as it is.
-            return sdpa(aligned(q_bhsd), aligned(k_bhsd), aligned(v_bhsd), attn_mask=mask, scale=scale)
+            return self.kernel(aligned(q_bhsd), aligned(k_bhsd), aligned(v_bhsd), mask, scale)
         return ask(_Question(index, q_bhsd, k_bhsd, v_bhsd, mask, scale))
 
     def _meet(self, asked: list[Any]) -> list[Tensor]:
@@ -287,74 +305,59 @@ class TiledSequence(SequenceParallel):
         what = [one.linear if isinstance(one, _Product) else _Question for one in asked]
         if any(one is not what[0] for one in what):
             raise LayoutError(f"{site.path}: its tiles call different modules; it cannot run tile by tile")
-        return self._mixed(site, asked) if what[0] is _Question else _products(asked)
+        return self._attend_tiles(site, asked) if what[0] is _Question else self._products(asked)
 
-    def _mixed(self, site: BlockSite, asked: list[_Question]) -> list[Tensor]:
+    def _attend_tiles(self, site: BlockSite, asked: list[_Question]) -> list[Tensor]:
         """Attention for all tiles of this rank, together with the other ranks."""
-        first = asked[0]
+        first, tiles = asked[0], self._tiles
         planned = self._planned(site, first.index)
-        run = self._run_of(self.link.rank)
-        queries, tile_queries = self._sides(planned.queries, planned.ragged, first.q, run.start)
-        keys, tile_keys = self._sides(planned.keys, planned.ragged, first.k, run.start)
+        run = tiles.runs[self.link.rank]
+        tile_queries, tile_keys = (
+            self._by_tile_of_call(names, planned.ragged, sample, run.start)
+            for names, sample in ((planned.queries, first.q), (planned.keys, first.k))
+        )
+        queries, keys = tile_queries.regroup(tiles.runs), tile_keys.regroup(tiles.runs)
         self._check_tiles(site, asked, run, tile_queries, tile_keys)
         mask_of = self._masks(asked, run, queries, keys, tile_queries, tile_keys)
-        here_queries, here_keys = of_ranks(tile_queries, run), of_ranks(tile_keys, run)
-        k = self._agreed(joined([one.k for one in asked], here_keys, dim=2), keys)
-        v = self._agreed(joined([one.v for one in asked], here_keys, dim=2), keys)
-        ulysses, ring = self.mesh.ulysses, self.mesh.ring
-        if ulysses.size == 1:
-            k, v = self._over_the_ring(k, v, keys)
-            return _units([one.q for one in asked], k, v, [mask_of(tile) for tile in run], first.scale)
-        group = range(ring.rank * ulysses.size, (ring.rank + 1) * ulysses.size)
-        mine, theirs = of_ranks(queries, group), of_ranks(keys, group)
-        exchange = self._head_exchange(first.q.shape[1])
-        q = joined([one.q for one in asked], here_queries, dim=2)
-        q, k, v = exchange.gather_tokens((q, k, v), (mine, theirs, theirs))
-        k, v = self._over_the_ring(k, v, keys)
-        start, count = exchange.head_starts[ulysses.rank], exchange.head_counts[ulysses.rank]
-        tiles = range(self._run_of(group[0]).start, self._run_of(group[-1]).stop)
-        theirs = of_ranks(tile_queries, tiles)
-        given = [mask_of(tile) for tile in tiles]
-        outs = _units(
-            [cut(q, 2, theirs, (place,)) for place in range(len(tiles))],
+        here = tile_keys.of(run)
+        k, v = (self._agreed(here.join([getattr(one, name) for one in asked], 2), keys) for name in ("k", "v"))
+        groups = self.mixer.groups()
+        group = groups[self.mesh.ring.rank]
+        around = range(tiles.runs[group[0]].start, tiles.runs[group[-1]].stop)
+        return self.mixer.attend_distributed(
+            [one.q for one in asked],
             k,
             v,
-            [None if mask is None else masks.of_heads(mask, start, count) for mask in given],
+            [mask_of(tile) for tile in around],
+            queries,
+            keys,
+            groups,
+            self.balance.weights,
             first.scale,
+            lambda q, k, v, given: _units(self.kernel, q, k, v, given, first.scale),
+            Tiles(tile_queries.of(run), tile_queries.of(around)),
         )
-        out = exchange.gather_heads(joined(outs, theirs, dim=2), mine).transpose(1, 2)
-        return [aligned(cut(out, 1, here_queries, (place,))).transpose(1, 2) for place in range(len(asked))]
 
-    def _sides(
-        self, tokens: tuple[str, ...], ragged: str | None, sample: Tensor, tile: int
-    ) -> tuple[list[Segment], list[Segment]]:
-        """The streams of queries or keys, with their tokens on every rank and on every tile."""
-        by_rank = self._segments(tokens)
-        by_tile = [self._tiles.segments[segment.name] for segment in by_rank]
-        if ragged is not None:
-            others = local_length([segment for segment in by_tile if segment.name != ragged], tile)
-            part = sample.shape[2] - others
-            by_rank, by_tile = (
-                [replace(s, lengths=(part,) * len(s.lengths)) if s.name == ragged else s for s in segments]
-                for segments in (by_rank, by_tile)
-            )
-        return by_rank, by_tile
+    def _by_tile_of_call(self, names: tuple[str, ...], ragged: str | None, sample: Tensor, tile: int) -> Partition:
+        """The streams of queries or keys by tile, as a call has them."""
+        tokens = self._tiles.tokens.select(names)
+        return tokens if ragged is None else only(tokens, ragged, sample, tokens, tile)
 
     def _check_tiles(
         self,
         site: BlockSite,
         asked: list[_Question],
         run: range,
-        queries: list[Segment],
-        keys: list[Segment],
+        queries: Partition,
+        keys: Partition,
     ) -> None:
         for tile, one in zip(run, asked, strict=True):
             if one.index != asked[0].index:
                 raise LayoutError(f"{site.path}: its tiles make different attention calls; it cannot run tile by tile")
-            for what, tensor, segments in (("queries", one.q, queries), ("keys", one.k, keys)):
-                expected = local_length(segments, tile)
+            for what, tensor, tokens in (("queries", one.q, queries), ("keys", one.k, keys)):
+                expected = tokens.lengths[tile]
                 if tensor.shape[2] != expected:
-                    names = " + ".join(segment.name for segment in segments)
+                    names = " + ".join(tokens.names)
                     raise LayoutError(
                         f"{site.path}: attention call {one.index + 1} has {tensor.shape[2]} {what} on tile {tile}, "
                         f"which holds {expected} tokens of {names}; the layout of {site.model} does not describe it"
@@ -365,19 +368,18 @@ class TiledSequence(SequenceParallel):
                 f"ulysses <= {asked[0].q.shape[1]} and ring for the rest"
             )
 
-    def _agreed(self, tensor: Tensor, tokens: Sequence[Segment]) -> Tensor:
+    def _agreed(self, tensor: Tensor, tokens: Partition) -> Tensor:
         """Tokens (dimension 2) of which every tile has a copy: those of the first tile, on every rank.
 
         Copies on tiles of one shape are equal by themselves; beside tiles of another shape they may differ in
         their last bits.
         """
-        if not self._uneven or self.link.size == 1 or not any(segment.replicated for segment in tokens):
+        if not self._uneven or self.link.size == 1 or not tokens.replicated:
             return tensor
-        sizes = [segment.lengths[self.link.rank] for segment in tokens]
         return torch.cat(
             [
-                self._of_first_tile(part, 2) if segment.replicated else part
-                for part, segment in zip(tensor.split(sizes, dim=2), tokens, strict=True)
+                self._of_first_tile(part, 2) if block in tokens.replicated else part
+                for block, part in enumerate(tokens.split(tensor, 2, self.link.rank))
             ],
             dim=2,
         )
@@ -389,53 +391,16 @@ class TiledSequence(SequenceParallel):
 
     @property
     def _uneven(self) -> bool:
-        return len(set(next(iter(self._tiles.segments.values())).lengths)) > 1
-
-    def _over_the_ring(self, k: Tensor, v: Tensor, keys: Sequence[Segment]) -> tuple[Tensor, Tensor]:
-        """All keys and values, from those of this rank's Ulysses group, in the order of one device.
-
-        A ring that computes while keys travel adds up in the order of their arrival, which differs by rank; here
-        they are gathered first. As many bytes travel.
-        """
-        ring, width = self.mesh.ring, self.mesh.ulysses.size
-        if ring.size == 1 or all(segment.replicated for segment in keys):
-            return k, v
-        groups = [range(r * width, (r + 1) * width) for r in range(ring.size)]
-        by_group = [of_ranks(keys, group) for group in groups]
-        sizes = [segment.total for segment in by_group[ring.rank]]
-        pieces = [
-            piece
-            for tensor in (k, v)
-            for piece, segment in zip(tensor.split(sizes, dim=2), keys, strict=True)
-            if not segment.replicated
-        ]
-        batch, heads, _, dim = k.shape
-        shapes = [
-            [(batch, heads, segment.total, dim) for segment in streams if not segment.replicated] * 2
-            for streams in by_group
-        ]
-        received = ring.share(pieces, shapes)
-        whole: list[Tensor] = []
-        slot = 0
-        for tensor in (k, v):
-            parts: list[Tensor] = []
-            for own, segment in zip(tensor.split(sizes, dim=2), keys, strict=True):
-                if segment.replicated:
-                    parts.append(own)
-                else:
-                    parts.extend(received[peer][slot] for peer in range(ring.size))
-                    slot += 1
-            whole.append(torch.cat(parts, dim=2))
-        return whole[0], whole[1]
+        return len(set(self._tiles.tokens.blocks[0])) > 1
 
     def _masks(
         self,
         asked: list[_Question],
         run: range,
-        queries: list[Segment],
-        keys: list[Segment],
-        tile_queries: list[Segment],
-        tile_keys: list[Segment],
+        queries: Partition,
+        keys: Partition,
+        tile_queries: Partition,
+        tile_keys: Partition,
     ) -> Callable[[int], Tensor | None]:
         """For every tile the mask of its queries over all keys."""
         given = [one.mask for one in asked]
@@ -444,65 +409,42 @@ class TiledSequence(SequenceParallel):
             return lambda tile: None
         sample = tiles[0]
         rows, width = sample.shape[-2:]
-        tile_rows, tile_width = local_length(tile_queries, run.start), local_length(tile_keys, run.start)
-        if width in (1, total_length(keys)):
+        tile_rows, tile_width = tile_queries.lengths[run.start], tile_keys.lengths[run.start]
+        if width in (1, keys.total):
             if rows == 1:
                 return lambda tile: sample
-            if rows == total_length(queries):
-                return lambda tile: cut(sample, 2, tile_queries, (tile,))
+            if rows == queries.total:
+                return lambda tile: tile_queries.take(sample, 2, tile)
             if rows == tile_rows:
                 own = dict(zip(run, tiles, strict=True))
                 return lambda tile: _known(own, tile)
         elif width == tile_width:
-            here = of_ranks(tile_keys, run)
+            here = tile_keys.of(run)
             if rows == 1:
-                whole = masks.whole_keys(joined(tiles, here, dim=3), keys, self.link)
+                whole = masks.whole_keys(here.join(tiles, 3), keys, self.link)
                 return lambda tile: whole
-            if rows == tile_rows and [s.name for s in queries] == [s.name for s in keys]:
-                entries = joined([masks.per_token(mask) for mask in tiles], here, dim=3)
+            if rows == tile_rows and queries.names == keys.names:
+                entries = here.join([masks.per_token(mask) for mask in tiles], 3)
                 everyone = masks.whole_keys(entries, keys, self.link)
-                return lambda tile: masks.product(cut(everyone, 3, tile_queries, (tile,)), everyone)
+                return lambda tile: masks.product(tile_queries.take(everyone, 3, tile), everyone)
         raise LayoutError(
             f"an attention mask of shape {tuple(sample.shape)} covers neither the {tile_width} keys of a tile nor all "
-            f"{total_length(keys)}; list the mask among the layout's cuts, or its source as `whole`"
+            f"{keys.total}; list the mask among the layout's cuts, or its source as `whole`"
         )
 
 
-def joined(tiles: Sequence[Tensor], tokens: Sequence[Segment], dim: int) -> Tensor:
-    """Tensors of consecutive tiles as one: each stream's tokens of all tiles, one stream after the other.
-
-    Args:
-        tiles: one tensor per tile, streams one after the other along ``dim``.
-        tokens: the streams, with their lengths on these tiles. Of a replicated one the first tile's copy is taken.
-        dim: the token dimension.
-    """
-    if len(tiles) == 1:
-        return tiles[0]
-    by_tile = [tile.split([segment.lengths[place] for segment in tokens], dim=dim) for place, tile in enumerate(tiles)]
-    parts: list[Tensor] = []
-    for slot, segment in enumerate(tokens):
-        parts.extend(pieces[slot] for pieces in (by_tile[:1] if segment.replicated else by_tile))
-    return torch.cat(parts, dim=dim)
-
-
-def _products(asked: Sequence[_Product]) -> list[Tensor]:
-    """The linear's output for every tile.
-
-    It is computed once where all tiles give it the same input, which no token has a part in: that is the modulation,
-    made from the timestep, and keys and values of a text that every tile is given.
-    """
-    first = asked[0]
-    if all(one.x is first.x or (one.x.dim() == 2 and torch.equal(one.x, first.x)) for one in asked):
-        return [first.forward(first.x)] * len(asked)
-    return [one.forward(one.x) for one in asked]
-
-
 def _units(
-    queries: Sequence[Tensor], k: Tensor, v: Tensor, given: Sequence[Tensor | None], scale: float | None
+    kernel: LocalAttention,
+    queries: Sequence[Tensor],
+    k: Tensor,
+    v: Tensor,
+    given: Sequence[Tensor | None],
+    scale: float | None,
 ) -> list[Tensor]:
     """Tiles of queries over all keys, each head and tile by itself: the shapes do not depend on who has which.
 
     Args:
+        kernel: computes each.
         queries: one (B, H, tile, D) for every tile.
         k, v: (B, H, S, D).
         given: for every tile its mask, broadcastable to (B, H, tile, S), or None.
@@ -513,12 +455,12 @@ def _units(
     """
     # One copy for all heads: a head's rows then lie together.
     k, v = k.contiguous(), v.contiguous()
-    if _side_by_side(queries, k, v, given):
+    if kernel.is_torch and _side_by_side(queries, k, v, given):
         # On the CPU the kernel takes heads and samples one by one. Given as samples, a head's keys and values stay in
         # the processor's cache while all tiles of queries, its heads, pass.
         q = torch.stack([q[0] for q in queries], dim=1)
         many = (k.shape[1], len(queries), *k.shape[2:])
-        out = sdpa(q, k[0, :, None].expand(many), v[0, :, None].expand(*many[:3], v.shape[-1]), scale=scale)
+        out = kernel(q, k[0, :, None].expand(many), v[0, :, None].expand(*many[:3], v.shape[-1]), scale=scale)
         return [tile[None].transpose(1, 2) for tile in out.permute(1, 2, 0, 3).contiguous()]
     queries = [q.contiguous() for q in queries]
     outs = [q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]) for q in queries]
@@ -527,7 +469,7 @@ def _units(
         k_head, v_head = aligned(k[:, own]), aligned(v[:, own])
         for q, mask, out in zip(queries, given, outs, strict=True):
             bias = None if mask is None else aligned(masks.of_heads(mask, head, 1))
-            out[:, :, head] = sdpa(aligned(q[:, own]), k_head, v_head, attn_mask=bias, scale=scale)[:, 0]
+            out[:, :, head] = kernel(aligned(q[:, own]), k_head, v_head, bias, scale)[:, 0]
     return [out.transpose(1, 2) for out in outs]
 
 

@@ -18,7 +18,7 @@ from .plan import SYNCHRONOUS, Cell, Setup
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ..attention.segments import SpreadAttention
+    from ..attention.mixer import AttentionCall
 
 # Pictures are kept as (n, h, w, 3) float32 from 0 to 1, beside the predictions of the synchronous run.
 SUFFIX = ".pt"
@@ -231,7 +231,7 @@ class Taps:
             handle = model.register_forward_hook(self._called, with_kwargs=True)
             self._undo.append(handle.remove)
             for handler in getattr(hooks.handler, "handlers", ()):
-                if hasattr(handler, "mix_stale"):
+                if hasattr(handler, "attend_stale"):
                     self._tap(handler)
         return self
 
@@ -248,19 +248,19 @@ class Taps:
         from ..methods import replace_method
         from ..strategies.sequence import SequenceParallel
 
-        inner = handler.mix_stale
+        inner = handler.attend_stale
 
-        def mix_stale(key: Any, attention: SpreadAttention) -> Tensor:
+        def attend_stale(key: Any, attention: AttentionCall) -> Tensor:
             out = inner(key, attention)
             control = handler.control
             if not control.decision.synchronous:
-                exact = SequenceParallel.mix(handler, attention)
+                exact = SequenceParallel.attend_distributed(handler, attention)
                 sums = self._sums[key[1], control.clock.call.step]
                 sums[0] += float((out - exact).float().square().sum())
                 sums[1] += float(exact.float().square().sum())
             return out
 
-        self._undo.append(replace_method(handler, "mix_stale", mix_stale))
+        self._undo.append(replace_method(handler, "attend_stale", attend_stale))
 
     def attention_errors(self) -> dict[str, dict[int, float]]:
         """By block and stale step: relative L2 error of the attention's output, over all ranks, heads and branches."""

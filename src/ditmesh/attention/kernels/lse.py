@@ -7,6 +7,8 @@ scores: Milakov & Gimelshein 2018, arXiv:1805.02867; used block-wise by ring att
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,15 +32,14 @@ def attend_with_lse(
     """
     if k_bhsd.shape[2] == 0:
         return torch.zeros_like(q_bhsd), q_bhsd.new_full(q_bhsd.shape[:3], NEG_INF, dtype=torch.float32)
-    bias = None if mask is None else _additive(mask, q_bhsd.dtype)
+    bias = None if mask is None else additive(mask, q_bhsd.dtype)
+    found = None
     if q_bhsd.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_bhsd, k_bhsd, v_bhsd, 0.0, False, attn_mask=bias, scale=scale
-        )
+        if (kernel := fused("_scaled_dot_product_flash_attention_for_cpu")) is not None:
+            found = kernel(q_bhsd, k_bhsd, v_bhsd, 0.0, False, attn_mask=bias, scale=scale)
     elif q_bhsd.device.type == "cuda" and q_bhsd.shape[-1] % 8 == 0:
-        out, lse = _cuda(q_bhsd, k_bhsd, v_bhsd, bias, scale)
-    else:
-        out, lse = attend_with_lse_reference(q_bhsd, k_bhsd, v_bhsd, bias, scale)
+        found = _cuda(q_bhsd, k_bhsd, v_bhsd, bias, scale)
+    out, lse = found or attend_with_lse_reference(q_bhsd, k_bhsd, v_bhsd, bias, scale)
     lse = lse[..., : q_bhsd.shape[2]].float()
     if bias is not None:
         # The fused kernels report LSE 0 for a query that sees nothing: it must not weigh in a merge.
@@ -51,7 +52,7 @@ def attend_with_lse(
 def attend_with_lse_reference(
     q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, bias: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """`attend_with_lse` spelt out in float32; for devices without a fused kernel that tells its LSE."""
+    """`attend_with_lse` spelt out in float32; where torch has no fused kernel that tells its LSE."""
     scale = 1 / math.sqrt(q_bhsd.shape[-1]) if scale is None else scale
     scores = (q_bhsd.float() @ k_bhsd.float().transpose(-1, -2)) * scale
     if bias is not None:
@@ -77,21 +78,33 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tu
     return out, torch.logaddexp(lse, other_lse)
 
 
-def _cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    if bias is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)
+def fused(name: str) -> Callable[..., Any] | None:
+    """A fused kernel of torch that tells its LSE; None in a torch that has none of this name.
+
+    Their names are private to torch, and no promise.
+    """
+    return getattr(torch.ops.aten, name, None)
+
+
+def _cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor] | None:
+    flash, efficient = (fused(f"_scaled_dot_product_{kind}_attention") for kind in ("flash", "efficient"))
+    if bias is None and flash is not None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256:
+        out, lse, *_ = flash(q, k, v, 0.0, False, False, scale=scale)
         return out, lse
+    if efficient is None:
+        return None
     if bias is not None:
         # The kernel wants rows of the bias aligned to 16 bytes: pad the storage, keep the shape.
         keys = k.shape[2]
         padded = bias.new_zeros((*bias.shape[:-1], (keys + 15) // 16 * 16))
         padded[..., :keys] = bias
         bias = padded[..., :keys].expand(q.shape[0], q.shape[1], q.shape[2], keys)
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, False, scale=scale)
+    out, lse, *_ = efficient(q, k, v, bias, True, 0.0, False, scale=scale)
     return out, lse
 
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as what is added to the scores."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, NEG_INF)
     return mask.to(dtype)

@@ -1,0 +1,64 @@
+"""The kernels that are always there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import door
+from .lse import additive, attend_with_lse, attend_with_lse_reference
+
+
+class Native:
+    """`torch.nn.functional.scaled_dot_product_attention`, or what the program has put in its place."""
+
+    name = "native"
+    deterministic = True
+
+    def replaced(self) -> str | None:
+        """What the program has put in the place of torch's function before it was intercepted; None: nothing."""
+        found = door.plain()
+        if found is door.sdpa:
+            return None
+        name = getattr(found, "__qualname__", type(found).__qualname__)
+        return f"{name}, which replaces torch's scaled_dot_product_attention,"
+
+    def supports(self, q_bhsd: Tensor, mask: Tensor | None) -> bool:
+        """See `Kernel.supports`."""
+        return True
+
+    def attend(
+        self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """See `Kernel.attend`."""
+        return door.plain()(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
+
+    def attend_with_lse(
+        self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `KernelWithLse.attend_with_lse`."""
+        return attend_with_lse(q_bhsd, k_bhsd, v_bhsd, mask, scale)
+
+
+class Math:
+    """Attention spelt out in float32, on any device; scores take memory B·H·Sq·Sk."""
+
+    name = "math"
+    deterministic = True
+
+    def supports(self, q_bhsd: Tensor, mask: Tensor | None) -> bool:
+        """See `Kernel.supports`."""
+        return q_bhsd.dtype != torch.float64
+
+    def attend(
+        self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """See `Kernel.attend`."""
+        return self.attend_with_lse(q_bhsd, k_bhsd, v_bhsd, mask, scale)[0]
+
+    def attend_with_lse(
+        self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `KernelWithLse.attend_with_lse`."""
+        bias = None if mask is None else additive(mask, torch.float32)
+        return attend_with_lse_reference(q_bhsd, k_bhsd, v_bhsd, bias, scale)

@@ -1,0 +1,220 @@
+"""Exact attention over tokens that lie on several ranks: the one recipe of all strategies.
+
+Heads are traded for tokens inside a Ulysses group, keys and values go round the ring or are gathered over it, a local
+kernel computes, and heads are traded back. USP: Fang & Zhao 2024, arXiv:2405.07719.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..alignment import aligned
+from ..comm import Link
+from ..core.partition import Partition, weighted_cut
+from . import masks
+from .kernels import LocalAttention
+from .ring import ring_attention
+from .ulysses import HeadExchange
+
+# Computes attention of some tensors of queries, each (B, h, s, D), over k and v (B, h, S, D), each with its mask.
+Compute = Callable[[list[Tensor], Tensor, Tensor, list[Tensor | None]], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention call over tokens that lie on several ranks, as one of them sees it.
+
+    Attributes:
+        q_bhsd: this rank's queries, (B, H, s_q, D).
+        k_bhsd, v_bhsd: its keys and values, (B, H, s_k, D).
+        queries, keys: the streams that these are of, in their order, by sequence rank.
+        mask: what the model hands to its attention here; see `AttentionHandler`.
+        scale: as in `torch.nn.functional.scaled_dot_product_attention`.
+    """
+
+    q_bhsd: Tensor
+    k_bhsd: Tensor
+    v_bhsd: Tensor
+    queries: Partition
+    keys: Partition
+    mask: Tensor | None
+    scale: float | None
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Queries that are computed tile by tile.
+
+    Attributes:
+        here: the streams of the queries by tile of this rank.
+        group: the same by tile of this rank's Ulysses group.
+    """
+
+    here: Partition
+    group: Partition
+
+
+class Mixer:
+    """Attention over the ranks of one mesh.
+
+    Args:
+        ulysses, ring: the two sequence axes.
+        kernel: computes where keys and queries have come together.
+        travels: whether keys go round the ring while attention is computed. The merge order then differs by rank; else
+            they are gathered first, in the order of one device. As many bytes travel.
+    """
+
+    def __init__(self, ulysses: Link, ring: Link, kernel: LocalAttention, travels: bool = True) -> None:
+        self.ulysses, self.ring, self.kernel = ulysses, ring, kernel
+        self.travels = travels
+        self._exchanges: dict[tuple[int, tuple[float, ...]], HeadExchange] = {}
+
+    def groups(self, first: int = 0) -> list[range]:
+        """For every rank of the ring the sequence ranks of its Ulysses group, numbered from ``first``."""
+        width = self.ulysses.size
+        return [range(first + r * width, first + (r + 1) * width) for r in range(self.ring.size)]
+
+    def exchange(self, heads: int, weights: tuple[float, ...]) -> HeadExchange:
+        """Who computes which of so many heads.
+
+        Heads follow the weights of the sequence ranks as tokens do; ranks of one ring share a cut, so theirs are added
+        up.
+        """
+        found = self._exchanges.get((heads, weights))
+        if found is None:
+            width = self.ulysses.size
+            shares = [sum(weights[place::width]) for place in range(width)]
+            found = HeadExchange(self.ulysses, weighted_cut(heads, shares))
+            self._exchanges[heads, weights] = found
+        return found
+
+    def attend_distributed(
+        self,
+        q: list[Tensor],
+        k: Tensor,
+        v: Tensor,
+        given: list[Tensor | None],
+        queries: Partition,
+        keys: Partition,
+        groups: Sequence[range],
+        weights: tuple[float, ...],
+        scale: float | None,
+        compute: Compute | None = None,
+        tiles: Tiles | None = None,
+    ) -> list[Tensor]:
+        """Attention of this rank's queries over all ranks' keys.
+
+        Args:
+            q: this rank's queries (B, H, s, D): one tensor, or one for each of its tiles.
+            k, v: its keys and values (B, H, s_k, D).
+            given: the masks of the queries that this rank computes, those of its Ulysses group, over all keys: one,
+                or one for each tile of the group; 4-D, all heads.
+            queries, keys: the streams by sequence rank.
+            groups: for every rank of the ring the sequence ranks of its Ulysses group.
+            weights: of the sequence ranks.
+            scale: factor of the scores.
+            compute: what computes once all keys are here; default: the kernel.
+            tiles: where the tiles are.
+
+        Returns:
+            (B, H, s, D) for every tensor of ``q``.
+        """
+        ulysses, ring = self.ulysses, self.ring
+        exchange = ours = None
+        if ulysses.size > 1:
+            exchange = self.exchange(k.shape[1], weights)
+            group = groups[ring.rank]
+            ours, theirs = queries.of(group), keys.of(group)
+            joint = q[0] if tiles is None else tiles.here.join(q, 2)
+            joint, k, v = exchange.gather_tokens((joint, k, v), (ours, theirs, theirs))
+            q = [joint] if tiles is None else [tiles.group.take(joint, 2, tile) for tile in range(tiles.group.parts)]
+            start, count = exchange.head_starts[ulysses.rank], exchange.head_counts[ulysses.rank]
+            given = [None if mask is None else masks.of_heads(mask, start, count) for mask in given]
+        if ring.size == 1 or keys.all_replicated:
+            outs = self._compute(q, k, v, given, scale, compute)
+        elif self.travels:
+            outs = [self._round_the_ring(q[0], k, v, keys.regroup(groups), given[0], scale)]
+        else:
+            k, v = gather_keys(ring, (k, v), keys.regroup(groups))
+            outs = self._compute(q, k, v, given, scale, compute)
+        if exchange is None or ours is None:
+            return outs
+        if tiles is None:
+            return [exchange.gather_heads(outs[0], ours)]
+        out_bshd = exchange.gather_heads(tiles.group.join(outs, 2), ours).transpose(1, 2)
+        return [aligned(tiles.here.take(out_bshd, 1, tile)).transpose(1, 2) for tile in range(tiles.here.parts)]
+
+    def _compute(
+        self,
+        q: list[Tensor],
+        k: Tensor,
+        v: Tensor,
+        given: list[Tensor | None],
+        scale: float | None,
+        compute: Compute | None,
+    ) -> list[Tensor]:
+        return [self.kernel(q[0], k, v, given[0], scale)] if compute is None else compute(q, k, v, given)
+
+    def _round_the_ring(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Partition, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """Ring attention; ``keys`` by rank of the ring. Those of replicated streams stay: every rank has them."""
+        ring, resident = self.ring, None
+        travelling = [block for block in range(len(keys.blocks)) if block not in keys.replicated]
+        lengths = [sum(keys.blocks[block][rank] for block in travelling) for rank in range(ring.size)]
+        if keys.replicated:
+            split = [keys.split(tensor, 2, ring.rank) for tensor in (k, v)]
+            at_home, away = (
+                [_joined([pieces[block] for block in blocks]) for pieces in split]
+                for blocks in (sorted(keys.replicated), travelling)
+            )
+            resident, (k, v) = (at_home[0], at_home[1]), away
+
+        def mask_of(rank: int) -> Tensor:
+            assert mask is not None
+            if mask.shape[-1] == 1:
+                return mask
+            blocks = ([*sorted(keys.replicated)] if rank == ring.rank else []) + travelling
+            places = keys.places(rank)
+            return torch.cat([mask.narrow(3, *places[block]) for block in blocks], dim=3)
+
+        return ring_attention(
+            ring, q, k, v, lengths, resident, mask_of if mask is not None else None, scale, self.kernel.with_lse
+        )
+
+
+def gather_keys(ring: Link, tensors: Sequence[Tensor], keys: Partition) -> list[Tensor]:
+    """Whole tensors (B, H, S, D), tokens in the order of one device, from those of every rank of a ring.
+
+    Args:
+        ring: the ranks.
+        tensors: keys, values …: this rank's (B, H, s, D).
+        keys: their streams, by rank of the ring.
+    """
+    split = [keys.split(tensor, 2, ring.rank) for tensor in tensors]
+    travelling = [block for block in range(len(keys.blocks)) if block not in keys.replicated]
+    shapes = [
+        [(*tensor.shape[:2], keys.blocks[block][rank], tensor.shape[3]) for tensor in tensors for block in travelling]
+        for rank in range(ring.size)
+    ]
+    received = ring.share([pieces[block] for pieces in split for block in travelling], shapes)
+    slots = iter(zip(*received, strict=True))
+    return [
+        torch.cat(
+            [
+                part
+                for block, piece in enumerate(pieces)
+                for part in ([piece] if block in keys.replicated else next(slots))
+            ],
+            dim=2,
+        )
+        for pieces in split
+    ]
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)

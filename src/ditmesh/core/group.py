@@ -1,0 +1,36 @@
+"""What strategies need of the ranks that share an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Group(Protocol):
+    """Ranks that hold parts of the same tensors: processes (`ditmesh.comm.Link`), virtual ranks, patches."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
+        """All ranks' pieces along ``dim``, in rank order, on every rank; see `ditmesh.comm.Link.gather`."""
+        ...
+
+
+class ExchangeGroup(Group, Protocol):
+    """A group whose ranks also send one another tensors of their own."""
+
+    def exchange(
+        self, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
+    ) -> list[list[Tensor]]:
+        """All-to-all; see `ditmesh.comm.Link.exchange`."""
+        ...

@@ -1,0 +1,79 @@
+"""Whether attention was intercepted: a block that computes it elsewhere would see this rank's tokens only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from ..doors import BlockSite
+from ..errors import LayoutError
+from ..layout import Attention
+
+
+class Coverage:
+    """Compares the attention calls that blocks make with those that the layout lists.
+
+    A layout lists the calls of the block that makes most of them. Another one of its list makes at least one for each
+    of its attention modules. Fewer are right only where a cache of diffusers leaves some out, and then the same
+    processors have made them all before.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, nn.Module] = {}
+        # Processors and backends with which a block has made all calls.
+        self._covered: dict[str, list[tuple[Any, Any]]] = {}
+
+    def watch(self, site: BlockSite, block: nn.Module) -> None:
+        """Make a block known."""
+        self._blocks[site.path] = block
+
+    def check(self, site: BlockSite, planned: Sequence[Attention], made: int) -> None:
+        """A block has made so many attention calls that were seen.
+
+        Raises:
+            LayoutError: fewer than it has computed.
+        """
+        if made < len(planned):
+            self._check_fewer(site, planned, made)
+        elif site.path not in self._covered:
+            self._covered[site.path] = _processors(site, self._blocks[site.path])
+
+    def _check_fewer(self, site: BlockSite, planned: Sequence[Attention], made: int) -> None:
+        if not any(call.keys for call in planned):
+            return
+        block = self._blocks[site.path]
+        known = self._covered.get(site.path)
+        if known is not None and made >= len(known) - 1 > 0:
+            return
+        found = _processors(site, block)
+        least = max(1, min(len(found) - 1, len(planned)))
+        if made >= least:
+            self._covered.setdefault(site.path, found)
+            return
+        if known is not None and _hooked(block) and len(known) == len(found):
+            same = (a[0] is b[0] and a[1] == b[1] for a, b in zip(known, found, strict=True))
+            if all(same):
+                return
+        raise LayoutError(
+            f"{site.path} made {made} attention calls through torch's scaled_dot_product_attention, but the layout of "
+            f"{site.model} lists {least}; what computes the others sees this rank's tokens only: use the attention "
+            "backend 'native' and processors that call that function, or choose a kernel with "
+            "ParallelConfig(attention=...)"
+        )
+
+
+def _processors(site: BlockSite, block: nn.Module) -> list[tuple[Any, Any]]:
+    """Processor and backend of every attention module of a block, and last the backend that is active."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+    leaves = {leaf.module for leaf in site.region.leaves}
+    processors = [getattr(module, "processor", None) for name, module in block.named_modules() if name not in leaves]
+    found = [(one, getattr(one, "_attention_backend", None)) for one in processors if one is not None]
+    return [*found, (None, _AttentionBackendRegistry.get_active_backend()[0])]
+
+
+def _hooked(block: nn.Module) -> bool:
+    """Whether diffusers' hooks, of which some leave a module out, are on a block."""
+    return any(getattr(getattr(m, "_diffusers_hook", None), "hooks", None) for m in block.modules())
