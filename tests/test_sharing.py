@@ -250,7 +250,7 @@ def test_a_configuration_that_is_refused_leaves_nothing(monkeypatch):
     original, before = F.scaled_dot_product_attention, set(vars(model))
     truth = run(model, arguments)
 
-    def refuse(*_: Any) -> Any:
+    def refuse(*_: Any, **__: Any) -> Any:
         raise ditmesh.ConfigError("not this one")
 
     for place in ("ditmesh.strategies.stages.Stages.__init__", "ditmesh.strategies.batch.BatchParallel.__init__"):
