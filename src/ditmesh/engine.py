@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import support
+from .comm import PeerError
 from .compilation import compile_blocks
 from .config import ParallelConfig
 from .determinism import deterministic
@@ -166,9 +167,21 @@ class Engine:
                 self._undo.append(PipelineDoor(target, steps, partial(self._request, within), self._whole).close)
                 if mesh.rank > 0:
                     self._undo.append(_quiet(target))
+            self._undo += [mesh.watch(model) for model, _ in models]
+            self._undo.append(mesh.when_renewed(self._forget_agreements))
         except BaseException:
-            self.close()
+            mesh.fail_request()
+            with suppress(PeerError):
+                self.close()
             raise
+
+    def _forget_agreements(self) -> None:
+        """After a failure one rank may know what another does not: all measure, look and decide anew."""
+        for pipe in self.pipes:
+            pipe.forget_plans()
+            pipe.stages.forget()
+        for balance in self.balances:
+            balance.forget()
 
     @property
     def staleness(self) -> StalenessLog | None:
@@ -249,13 +262,15 @@ class Engine:
     @contextmanager
     def _request(self, within: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
         """The length of a pipeline's call."""
-        with within():
+        with within(), self.mesh.request():
             try:
                 yield
+                self.end_request()
             except BaseException:
+                # First: nothing is waited for any more.
+                self.mesh.fail_request()
                 self.end_request(failed=True)
                 raise
-            self.end_request()
 
     def _before_rows(self, number: int, run: Share) -> None:
         """Rows of a branch are about to run in transformer ``number``, whoever asked for them."""
@@ -302,14 +317,28 @@ class Engine:
         self._owns_mesh = True
 
     def close(self) -> None:
-        """Undo `open`, exactly. Collective when weights are cut or the engine made its own mesh."""
+        """Undo `open`, exactly. Collective when weights are cut or the engine made its own mesh.
+
+        Raises:
+            PeerError: weights could not be put together again; everything else is undone all the same.
+        """
+        if self._undo and (self.mesh.tensor.size > 1 or self.mesh.pipe.size > 1):
+            # If this fails, so does putting the weights together, which says it.
+            with suppress(PeerError):
+                self.mesh.begin_request("restore")
+        errors: list[Exception] = []
         while self._undo:
-            self._undo.pop()()
+            try:
+                self._undo.pop()()
+            except Exception as error:
+                errors.append(error)
         self.doors.clear()
         self.rows.clear()
         self.pipes.clear()
         if self._owns_mesh:
             self.mesh.close()
+        if errors:
+            raise errors[0]
 
 
 def parallelize(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .comm import Link
@@ -52,9 +51,7 @@ class AgreedInputs:
             inputs["the default random generator"] = digest(_default_states(self.pipe))
         if self.policy == "strict":
             own.update(inputs)
-        every: list[Any] = [None] * self.group.size
-        dist.all_gather_object(every, own, group=self.group.group)
-        differing = differences(every)
+        differing = differences(self.group.all_gather_object(own))
         if differing:
             raise InputError(
                 f"the ranks disagree on {'; '.join(differing)}. Load the same pipeline and pass the same inputs on "
@@ -76,12 +73,11 @@ class AgreedInputs:
     def _broadcast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Rank 0's arguments; what cannot travel (callbacks) stays each rank's own."""
         explicit = has_generator(args, kwargs)
-        box: list[Any] = [None]
+        box: Any = None
         if self.group.rank == 0:
             packed = {key: _pack(value) for key, value in kwargs.items() if not callable(value) or _is_generator(value)}
-            box = [([_pack(value) for value in args], packed, None if explicit else _default_states(self.pipe))]
-        dist.broadcast_object_list(box, src=self.group.ranks[0], group=self.group.group)
-        packed_args, packed_kwargs, states = box[0]
+            box = ([_pack(value) for value in args], packed, None if explicit else _default_states(self.pipe))
+        packed_args, packed_kwargs, states = self.group.broadcast_object(box)
         if self.group.rank == 0:
             return args, kwargs
         if states is not None:

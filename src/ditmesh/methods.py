@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 _MISSING = object()
 
 
@@ -22,3 +24,22 @@ class replace_method:  # noqa: N801  (used like a function)
             vars(self._owner).pop(self._name, None)
         else:
             vars(self._owner)[self._name] = self._had
+
+
+def refuse_calls(model: nn.Module, error: Exception) -> Callable[[], None]:
+    """Let a model that is not whole raise ``error`` instead of computing or being saved; returns what undoes this."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise type(error)(*error.args)
+
+    handle = model.register_forward_pre_hook(refuse, prepend=True)
+    replaced = [
+        replace_method(model, name, refuse) for name in ("save_pretrained", "save_lora_adapter") if hasattr(model, name)
+    ]
+
+    def undo() -> None:
+        handle.remove()
+        for restore in replaced:
+            restore()
+
+    return undo

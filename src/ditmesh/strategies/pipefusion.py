@@ -130,6 +130,10 @@ class PipeFusion:
             if not failed:
                 raise
 
+    def forget_plans(self) -> None:
+        """Look at every form of call anew, on all stages alike: looking takes the others, too."""
+        self._plans.clear()
+
     def announce(self, branch: tuple[int, tuple[Any, ...]] | None, rows: tuple[int, int] | None) -> None:
         """What the next run is about, where several make up one call of the model.
 
