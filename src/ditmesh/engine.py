@@ -176,7 +176,16 @@ class Engine:
             raise
 
     def _forget_agreements(self) -> None:
-        """After a failure one rank may know what another does not: all measure, look and decide anew."""
+        """After a failure one rank may know what another does not: all begin, measure, look and decide anew."""
+        self.end_request(failed=True)
+        for rows in self.rows:
+            rows.begin_request()
+        self.begin_request()
+        for doors in self.doors:
+            # What a request that was broken off has left in diffusers' caches.
+            model: Any = doors.model
+            if getattr(model, "is_cache_enabled", False):
+                model._reset_stateful_cache()
         for pipe in self.pipes:
             pipe.forget_plans()
             pipe.stages.forget()

@@ -63,12 +63,13 @@ class _Arrival(NamedTuple):
 
     def packed(self) -> torch.Tensor:
         text = self.purpose.encode()[:_PURPOSE]
-        return torch.frombuffer(bytearray(struct.pack(_WORDS, *self[:3], text)), dtype=torch.uint8)
+        words = struct.pack(_WORDS, self.number, self.state, self.messages, text)
+        return torch.frombuffer(bytearray(words), dtype=torch.uint8)
 
     @classmethod
     def unpacked(cls, packed: torch.Tensor) -> _Arrival:
-        *words, text = struct.unpack(_WORDS, bytes(packed.tolist()))
-        return cls(*words, text.rstrip(b"\0").decode(errors="replace"))
+        number, state, messages, text = struct.unpack(_WORDS, bytes(packed.tolist()))
+        return cls(number, state, messages, text.rstrip(b"\0").decode(errors="replace"))
 
 
 _PURPOSE = 104
@@ -171,7 +172,9 @@ class Mesh:
         """Process group and shared memory of every link. Collective over all ranks."""
         if self.world_size > 1 and self._control is None:
             # Between hosts, also where the tensors travel between GPUs.
-            self._control = dist.new_group(backend="gloo", timeout=self._deadline)
+            group = dist.new_group(backend="gloo", timeout=self._deadline)
+            assert isinstance(group, dist.ProcessGroup)
+            self._control = group
         if self.config.shared_memory and self.world_size > 1 and self.device.type == "cpu":
             self._memory = SharedMemory(len(LINKS), self._deadline, self._state, self._control)
         connections = []
