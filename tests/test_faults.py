@@ -184,32 +184,33 @@ def test_an_exception_on_one_rank(ranks, outcomes, strategy, shared, inputs):
     outcomes.setdefault(strategy, {})[column] = said
 
 
-def shapes(shared: bool) -> tuple[str, float]:
-    """Ranks whose tensors differ in shape, without inputs being compared."""
+def shapes(shared: bool) -> str:
+    """Ranks whose tensors differ in shape, without inputs being compared; then ranks whose tensors do not."""
     mesh = ditmesh.Mesh(ditmesh.ParallelConfig(ring=2, shared_memory=shared), timeout=3)
-    rows = 4 + 4 * mesh.rank
+    rows, link, how = 4 + 4 * mesh.rank, mesh.ring, "taken"
     try:
-        mesh.ring.exchange([[torch.ones(rows)]] * 2, [[(rows,)]] * 2)
-        how = "taken"
+        with mesh.request():
+            link.exchange([[torch.ones(rows)]] * 2, [[(rows,)]] * 2)
     except ditmesh.PeerError as error:
         how = str(error)
-    began = time.monotonic()
-    mesh.begin_request()
-    took = time.monotonic() - began
-    link = mesh.ring
-    parts = link.exchange([[torch.full((2,), float(mesh.rank))]] * 2, [[(2,)]] * 2)
+    with mesh.request():
+        parts = link.exchange([[torch.full((2,), float(mesh.rank))]] * 2, [[(2,)]] * 2)
     assert parts[1 - mesh.rank][0].tolist() == [1.0 - mesh.rank] * 2
     mesh.close()
-    return how, took
+    return how
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_another_shape_is_never_taken(ranks, shared):
+    """Through shared memory a message says what it is; over gloo another one does not match, until the deadline."""
     found = ranks(2).run(shapes, shared)
-    for how, _ in found:
-        # Through shared memory a message says what it is; over gloo another one does not match, until the deadline.
-        assert "in request 0" in how or "has failed this request" in how if shared else "timed out" in how, how
-    assert not shared or any("16 bytes" in how and "32 bytes" in how for how, _ in found), found
+    for rank, how in enumerate(found):
+        if shared:
+            mine, other = (16, 32) if rank == 0 else (32, 16)
+            assert how.startswith(f"rank {1 - rank} sent all_to_all of {other} bytes in request 1"), how
+            assert f"rank {rank} expected all_to_all of {mine} bytes in request 1" in how
+        else:
+            assert "timed out" in how or "has failed this request" in how, how
 
 
 def purposes() -> list[str]:

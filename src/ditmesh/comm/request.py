@@ -113,4 +113,4 @@ def peer_error(link: str, error: RuntimeError) -> RuntimeError:
         what = f"timed out: a rank of the {link} link did not do its part before the deadline"
     else:
         what = f"a rank of the {link} link has failed this request, or has ended"
-    return PeerError(f"{what} ({text.splitlines()[0].rpartition('] ')[2][:120]})")
+    return PeerError(f"{what} ({text.splitlines()[0].partition('] ')[2].partition('. ')[0]})")
