@@ -44,6 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="write what the parity matrix found to src/ditmesh/support.json and docs/support.md; cells that did not "
         "run stay as they are",
     )
+    parser.addoption(
+        "--write-faults", action="store_true", help="write what the fault drills found to docs/reliability.md"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -236,6 +236,26 @@ def test_nothing_stays_open(ranks, closed):
         assert after == before
 
 
+def written_to() -> bool:
+    """What came from one rank is written to on two others."""
+    mesh, link = opened()
+    parts = link.share([torch.zeros(64)], [[(64,)]] * link.size)
+    whole = link.broadcast(torch.zeros(64), 0)
+    dist.barrier()
+    for part in (*(part for (part,) in parts), whole):
+        part.add_(link.rank + 1)
+    dist.barrier()
+    mine = all(bool((part == link.rank + 1).all()) for part in (*(part for (part,) in parts), whole))
+    dist.barrier()
+    mesh.close()
+    return mine
+
+
+def test_what_came_may_be_written_to(ranks):
+    """One message goes to several ranks: none sees what another one does to it."""
+    assert ranks(3).run(written_to) == [True] * 3
+
+
 def large() -> bool:
     mesh, link = opened()
     # Two of these do not fit in one region.

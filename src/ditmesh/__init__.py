@@ -8,6 +8,7 @@ from .config import ParallelConfig
 from .errors import ConfigError, DitmeshError, InputDifferenceWarning, InputError, LayoutError, RankFailed
 
 if TYPE_CHECKING:
+    from .comm import DesyncError, PeerError
     from .engine import engine_of, parallelize, parallelized, restore, simulate, simulated
     from .layout import TokenLayout
     from .loading import load
@@ -17,12 +18,14 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "ConfigError",
+    "DesyncError",
     "DitmeshError",
     "InputDifferenceWarning",
     "InputError",
     "LayoutError",
     "Mesh",
     "ParallelConfig",
+    "PeerError",
     "RankFailed",
     "TokenLayout",
     "engine_of",
@@ -36,7 +39,9 @@ __all__ = [
 
 # Loaded on first use: importing torch takes seconds, and `ditmesh --help` should not wait for it.
 _LAZY = {
+    "DesyncError": "comm",
     "Mesh": "mesh",
+    "PeerError": "comm",
     "TokenLayout": "layout",
     "engine_of": "engine",
     "load": "loading",

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import support
+from .comm import PeerError
 from .config import ParallelConfig
 from .core.clock import CallClock, timestep_of
 from .core.patching import Proceed
@@ -76,6 +77,8 @@ class Engine:
         self.config, self.mesh = config, mesh
         self.models = [ParallelModel(m, layout, f"{n}." if several else "") for n, (m, layout) in enumerate(models)]
         self.context = Context(config, mesh, self.models)
+        # The ranks that share a request.
+        self._shared = self.context.mesh
         self.strategies = [strategy(self.context) for strategy in wanted(recipe, config)]
         self._undo = ExitStack()
         if owns_mesh:
@@ -99,6 +102,8 @@ class Engine:
                 self._undo.callback(model.chain.add(self._around_call))
                 # Before all others: they ask it which call this is.
                 self._undo.callback(self.clock.watch(model.model, timestep_of(model.model, model.layout)))
+                self._undo.callback(self._shared.watch(model.model))
+            self._undo.callback(self._shared.when_renewed(self._renewed))
             # The first to be undone: nothing of a request stays under way.
             self._undo.callback(self.end_request, failed=True)
             if pipe is not None:
@@ -106,6 +111,7 @@ class Engine:
         except BaseException:
             # What is raised is why it could not be opened, not what came of it.
             with suppress(Exception):
+                self._shared.fail_request()
                 self.close()
             raise
 
@@ -136,8 +142,16 @@ class Engine:
                 self.close()
 
     def close(self) -> None:
-        """Undo everything, exactly. Collective when weights are cut or the engine made its own mesh."""
+        """Undo everything, exactly. Collective when weights are cut or the engine made its own mesh.
+
+        Raises:
+            PeerError: weights could not be put together again; everything else is undone all the same.
+        """
         with self._undo:
+            if self.mesh.tensor.size > 1 or self.mesh.pipe.size > 1:
+                # If this fails, so does putting the weights together, which says it.
+                with suppress(PeerError):
+                    self._shared.begin_request("restore")
             for undo in [*self._attached.values()]:
                 self._undo.push(undo)
             self._attached.clear()
@@ -191,7 +205,7 @@ class Engine:
 
     def _around_pipeline(self, pipe: Any, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         """One call of a pipeline."""
-        with self._alone():
+        with self._alone(), self._shared.request(f"a call of {type(pipe).__name__}"):
             try:
                 for strategy in reversed(self.strategies):
                     args, kwargs = strategy.arguments(pipe, args, kwargs)
@@ -199,12 +213,22 @@ class Engine:
                 result = proceed(*args, **kwargs)
                 for strategy in reversed(self.strategies):
                     result = strategy.result(result)
+                self.end_request()
             except BaseException:
+                # First: nothing is waited for any more.
+                self._shared.fail_request()
                 with suppress(Exception):
                     self.end_request(failed=True)
                 raise
-            self.end_request()
         return result
+
+    def _renewed(self) -> None:
+        """Links were renewed after a failure: ranks may remember different things, and all of them begin anew."""
+        self.end_request(failed=True)
+        self.clock.begin_request()
+        for strategy in self.strategies:
+            strategy.begin_request(Request())
+            strategy.forget()
 
     def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         """One call of a transformer: the outermost layer."""

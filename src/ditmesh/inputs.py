@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .comm import Link
@@ -170,8 +169,7 @@ class AgreedInputs:
             told.generators = digest(_default_states(self.mesh.device)) if given is not None else ""
         except Exception as error:
             told = _Told(f"{doing} cannot be compared ({_words(error)})")
-        every: list[Any] = [None] * link.size
-        dist.all_gather_object(every, told, group=link.group)
+        every: list[_Told] = link.all_gather_object(told)
         _refuse_failed([other.failed for other in every], link)
         found: list[str] = []
         ranks = link.ranks
@@ -179,8 +177,7 @@ class AgreedInputs:
             differing = differences([getattr(other, which) for other in every], ranks, told_by)
             if differing:
                 # Rare, and worth another message: what in there differs.
-                details: list[Any] = [None] * link.size
-                dist.all_gather_object(details, {name: own.get(name, {}) for name in differing}, group=link.group)
+                details = link.all_gather_object({name: own.get(name, {}) for name in differing})
                 for name, phrase in differing.items():
                     inside = list(differences([each[name] for each in details], ranks, told_by))
                     found.append(f"{name} ({phrase}){_in_words(inside)}")
@@ -247,10 +244,10 @@ class AgreedInputs:
                 box = [(packed, _default_states(self.mesh.device)), ""]
             except Exception as error:
                 box = [None, f"argument {name} cannot be sent to other ranks ({_words(error)})"]
-        dist.broadcast_object_list(box, src=link.ranks[0], group=link.group)
-        if box[1]:
-            raise InputError(f"{box[1]}; make it on every rank and use inputs='strict', or leave it out")
-        packed, states = box[0]
+        sent, refused = link.broadcast_object(box)
+        if refused:
+            raise InputError(f"{refused}; make it on every rank and use inputs='strict', or leave it out")
+        packed, states = sent
         received: dict[str, Any] = {}
         failed = ""
         if link.rank > 0:
@@ -262,9 +259,7 @@ class AgreedInputs:
                     _set_default_states(self.mesh.device, states)
             except Exception as error:
                 failed = f"argument {name} cannot be received ({_words(error)})"
-        every: list[Any] = [None] * link.size
-        dist.all_gather_object(every, failed, group=link.group)
-        _refuse_failed(every, link)
+        _refuse_failed(link.all_gather_object(failed), link)
         return received
 
 
@@ -603,9 +598,7 @@ class SameInputs(Strategy):
         world = self.context.mesh.world
         own = {f"number {n}": digest(value) for n, value in enumerate(args, 1)}
         own.update({name: digest(value) for name, value in kwargs.items()})
-        every: list[Any] = [None] * world.size
-        dist.all_gather_object(every, own, group=world.group)
-        differing = differences(every, world.ranks)
+        differing = differences(world.all_gather_object(own), world.ranks)
         if differing:
             found = "; ".join(f"argument {name} ({phrase})" for name, phrase in differing.items())
             raise InputError(

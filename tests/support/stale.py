@@ -156,6 +156,7 @@ def counted_waits() -> Iterator[list[str]]:
     events: list[str] = []
     inside: list[str] = []
     post, wait, share, exchange, total = Link.post, Arriving.wait, Link.share, Link.exchange, Link.all_reduce
+    gather = Link.gather
 
     def noted(name, function):
         def call(*args, **kwargs):
@@ -172,6 +173,7 @@ def counted_waits() -> Iterator[list[str]]:
     with (
         mock.patch.object(Link, "post", noted("post", post)),
         mock.patch.object(Arriving, "wait", noted("arrive", wait)),
+        mock.patch.object(Link, "gather", noted("exchange", gather)),
         mock.patch.object(Link, "share", noted("exchange", share)),
         mock.patch.object(Link, "exchange", noted("exchange", exchange)),
         mock.patch.object(Link, "all_reduce", noted("sum", total)),

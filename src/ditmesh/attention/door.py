@@ -167,9 +167,7 @@ def _attend_op(
     if handler is not None:
         out = _handled(handler, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     else:
-        out = plain()(
-            query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        out = plain()(query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     # One memory order, whoever computes: the compiler plans for the one `_attend_shape` declares.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     return out.clone() if out.data_ptr() in (query.data_ptr(), value.data_ptr()) else out

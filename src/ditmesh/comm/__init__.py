@@ -2,7 +2,20 @@
 
 from .compression import Cast, Codec, codec
 from .link import Arriving, Link
+from .request import DesyncError, PeerError, RequestState
 from .shared import SharedChannel, SharedMemory
 from .traffic import Traffic
 
-__all__ = ["Arriving", "Cast", "Codec", "Link", "SharedChannel", "SharedMemory", "Traffic", "codec"]
+__all__ = [
+    "Arriving",
+    "Cast",
+    "Codec",
+    "DesyncError",
+    "Link",
+    "PeerError",
+    "RequestState",
+    "SharedChannel",
+    "SharedMemory",
+    "Traffic",
+    "codec",
+]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import reduce
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .request import Header, PeerError, RequestState, peer_error
 from .shared import SharedChannel
 from .traffic import Traffic
 
@@ -26,6 +29,7 @@ class Arriving:
         received: what they receive into.
         sent: what they send.
         messages: functions that wait for a message and return its tensors, which come after ``received``.
+        link: name of the link, for error messages.
     """
 
     def __init__(
@@ -34,24 +38,41 @@ class Arriving:
         received: Sequence[Tensor],
         sent: Sequence[Tensor],
         messages: Sequence[Callable[[timedelta | None], list[Tensor]]] = (),
+        link: str = "",
     ) -> None:
         self._works = list(works)
         self._received = list(received)
         self._sent = list(sent)
         self._messages = list(messages)
+        self._link = link
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Give the transfer up: its handles are dropped, and whoever waits for it is refused."""
+        self._cancelled = True
+        for kept in (self._works, self._received, self._sent, self._messages):
+            kept.clear()
 
     def wait(self, timeout: timedelta | None = None) -> list[Tensor]:
         """Block until the tensors are here (on CUDA: until the current stream may use them).
 
         Args:
             timeout: how long to wait for each; default: the group's deadline.
+
+        Raises:
+            PeerError: a rank has failed or has not done its part, or the transfer's request is over.
         """
+        if self._cancelled:
+            raise PeerError(f"the request of this transfer over the {self._link} link is over; call the model again")
         while self._works:
             work = self._works.pop(0)
-            if timeout is None:
-                work.wait()
-            else:
-                work.wait(timeout)
+            try:
+                if timeout is None:
+                    work.wait()
+                else:
+                    work.wait(timeout)
+            except RuntimeError as error:
+                raise peer_error(self._link, error) from error
         self._sent.clear()
         while self._messages:
             self._received += self._messages.pop(0)(timeout)
@@ -77,15 +98,30 @@ class Link:
         rank: int,
         traffic: Traffic,
         shared: SharedChannel | None = None,
+        state: RequestState | None = None,
     ) -> None:
         self.name = name
-        self.group = group
+        self._group = group
         self.ranks = tuple(ranks)
         self.rank = rank
         self.size = len(ranks)
         self.traffic = traffic
         self._channel = shared
+        self._state = RequestState() if state is None else state
+        # Transfers over the process group that may be under way.
+        self._transfers: weakref.WeakSet[Arriving] = weakref.WeakSet()
         self._others = [peer for peer in range(self.size) if peer != rank]
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of the link's ranks; None for a link of one rank.
+
+        Raises:
+            PeerError: it was given up after a failure.
+        """
+        if self._group is None:
+            self._state.check()
+        return self._group
 
     @property
     def through(self) -> str:
@@ -96,6 +132,56 @@ class Link:
     def _shared(self) -> SharedChannel | None:
         # A compiled graph holds collectives of the process group, which the compiler knows.
         return None if torch.compiler.is_compiling() else self._channel
+
+    def drop(self) -> None:
+        """Give up every transfer, the process group and the shared memory: until `renew` no tensor can travel."""
+        for transfer in list(self._transfers):
+            transfer.cancel()
+        self._group = self._channel = None
+
+    def renew(self, group: dist.ProcessGroup | None, shared: SharedChannel | None) -> None:
+        """Another process group and other shared memory between the same ranks."""
+        self._group, self._channel = group, shared
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order: anything that can be pickled. Not counted."""
+        every: list[Any] = [value] * self.size
+        if self.size > 1:
+            self._enter("all_gather_object")
+            self._together(dist.all_gather_object, every, value)
+        return every
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """One rank's value, on every rank: anything that can be pickled. Not counted."""
+        box = [value]
+        if self.size > 1:
+            self._enter("broadcast_object")
+            self._together(dist.broadcast_object_list, box, self.ranks[source])
+        return box[0]
+
+    def _enter(self, kind: str) -> None:
+        """An operation begins; see `RequestState.enter` and `Traffic.observer`."""
+        # Not part of a compiled graph.
+        if torch.compiler.is_compiling():
+            return
+        self._state.enter()
+        if self.traffic.observer is not None:
+            self.traffic.observer(self.name, kind)
+
+    def _together(self, collective: Callable[..., Any], *tensors: Any) -> None:
+        """Run a collective of the process group."""
+        if torch.compiler.is_compiling():
+            collective(*tensors, group=self.group)
+            return
+        try:
+            collective(*tensors, group=self.group)
+        except RuntimeError as error:
+            raise peer_error(self.name, error) from error
+
+    @property
+    def _matches(self) -> bool:
+        """Whether the process group tells messages apart by their tags."""
+        return not torch.compiler.is_compiling() and dist.get_backend(self.group) == "gloo"
 
     def exchange(
         self, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
@@ -113,11 +199,18 @@ class Link:
             return [list(outgoing[0])]
         if not any(outgoing) and not any(shapes):
             return [[] for _ in outgoing]
+        self._enter("all_to_all")
+        return self._all_to_all("all_to_all", outgoing, shapes)
+
+    def _all_to_all(
+        self, kind: str, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
+    ) -> list[list[Tensor]]:
         me = self.rank
         sample = outgoing[me][0]
         if self._shared is not None:
             self.traffic.add(self.name, sum(t.nbytes for peer in self._others for t in outgoing[peer]))
             arriving = self._start(
+                kind,
                 [(outgoing[peer], [peer]) for peer in self._others],
                 [(self._like(sample, shapes[peer]), peer) for peer in self._others],
             )
@@ -132,7 +225,15 @@ class Link:
                 send[start : start + part.numel()].view(part.shape).copy_(part)
                 start += part.numel()
         receive = sample.new_empty(sum(out_splits))
-        dist.all_to_all_single(receive, send, out_splits, in_splits, group=self.group)
+        if self._matches:
+            # gloo takes a short message for a long one, and ends the process over the opposite: tags tell them apart.
+            chunks, places = send.split(in_splits), receive.split(out_splits)
+            arriving = self._start(
+                kind, [([chunks[peer]], [peer]) for peer in self._others], [([places[p]], p) for p in self._others]
+            )
+            arriving.wait()
+        else:
+            self._together(dist.all_to_all_single, receive, send, out_splits, in_splits)
         self.traffic.add(self.name, send.numel() * send.element_size())
         return [
             list(outgoing[me])
@@ -158,7 +259,7 @@ class Link:
         if self.size == 1:
             return piece
         shapes = [[(*piece.shape[:dim], length, *piece.shape[dim + 1 :])] for length in lengths]
-        parts = self.share([piece], shapes)
+        parts = self._all_gather([piece], shapes)
         return torch.cat([part for (part,) in parts], dim=dim)
 
     def share(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Tensor]]:
@@ -169,11 +270,23 @@ class Link:
             shapes: shapes of every rank's tensors.
 
         Returns:
-            What `exchange` returns when all ranks get the same.
+            What `exchange` returns when all ranks get the same. What came is this rank's alone, to be written to.
         """
+        parts = self._all_gather(tensors, shapes)
+        if self._shared is None or self.size == 2:
+            return parts
+        # One message for all: the other receivers read the same memory.
+        return [part if peer == self.rank else [tensor.clone() for tensor in part] for peer, part in enumerate(parts)]
+
+    def _all_gather(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Tensor]]:
+        if self.size == 1:
+            return [list(tensors)]
+        if not tensors and not any(shapes):
+            return [[] for _ in shapes]
+        self._enter("all_gather")
         if self._shared is None:
-            return self.exchange([tensors] * self.size, shapes)
-        arriving = self.post(tensors, [self._like(tensors[0], wanted) for wanted in shapes])
+            return self._all_to_all("all_gather", [tensors] * self.size, shapes)
+        arriving = self._to_all("all_gather", tensors, [self._like(tensors[0], wanted) for wanted in shapes])
         return self._by_rank(arriving.wait(), tensors, shapes)
 
     def _like(self, sample: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -201,9 +314,10 @@ class Link:
         """
         if self.size == 1:
             return tensor
+        self._enter("all_reduce")
         tensor = tensor.contiguous()
         if self._shared is None:
-            dist.all_reduce(tensor, group=self.group)
+            self._together(dist.all_reduce, tensor)
         else:
             self._sum(tensor.view(-1))
         self.traffic.add(self.name, 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size)
@@ -229,11 +343,12 @@ class Link:
 
     def _sum(self, flat: Tensor) -> None:
         """All-reduce in two moves: every rank adds up its part of the tensor, and passes it on."""
-        parts = flat.tensor_split(self.size)
+        kind, parts = "all_reduce", flat.tensor_split(self.size)
         mine = parts[self.rank]
-        arriving = self._start([([parts[peer]], [peer]) for peer in self._others], [([mine], p) for p in self._others])
+        outgoing = [([parts[peer]], [peer]) for peer in self._others]
+        arriving = self._start(kind, outgoing, [([mine], peer) for peer in self._others])
         mine.copy_(self._added_up(arriving.wait(), mine))
-        arriving = self._start([([mine], self._others)], [([parts[peer]], peer) for peer in self._others])
+        arriving = self._start(kind, [([mine], self._others)], [([parts[peer]], peer) for peer in self._others])
         for peer, part in zip(self._others, arriving.wait(), strict=True):
             parts[peer].copy_(part)
 
@@ -244,10 +359,11 @@ class Link:
             tensors: any strides; they must not be written to before `Arriving.wait` returns.
             shapes: shapes of what the previous rank sends, in the same order; dtypes are those of ``tensors``.
         """
+        self._enter("shift")
         self.traffic.add(self.name, sum(t.nbytes for t in tensors))
         received = [t.new_empty(shape) for t, shape in zip(tensors, shapes, strict=True)]
         following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        return self._start([(tensors, [following])], [(received, previous)])
+        return self._start("shift", [(tensors, [following])], [(received, previous)])
 
     def send(self, tensors: Sequence[Tensor], to: int) -> Arriving:
         """Send tensors to one rank of the group; returns at once.
@@ -256,8 +372,9 @@ class Link:
             tensors: any strides, not to be written to before `Arriving.wait` returns. Empty ones are not sent.
             to: rank in the group. It calls `receive` with the same shapes, in the same order.
         """
+        self._enter("send")
         self.traffic.add(self.name, sum(t.nbytes for t in tensors))
-        return self._start([(tensors, [to])], [])
+        return self._start("send", [(tensors, [to])], [])
 
     def receive(self, tensors: Sequence[Tensor], source: int) -> Arriving:
         """Receive what a rank of the group sends; returns at once.
@@ -266,7 +383,8 @@ class Link:
             tensors: of the shapes and dtypes of what comes. They may take it: look at what `Arriving.wait` returns.
             source: rank in the group.
         """
-        return self._start([], [(tensors, source)])
+        self._enter("receive")
+        return self._start("send", [], [(tensors, source)])
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """One rank's tensor on every rank of the group.
@@ -279,7 +397,14 @@ class Link:
         """
         if self.size == 1:
             return tensor
-        dist.broadcast(tensor, self.ranks[source], group=self.group)
+        self._enter("broadcast")
+        if self._shared is None:
+            self._together(dist.broadcast, tensor, self.ranks[source])
+        elif self.rank == source:
+            self._start("broadcast", [([tensor], self._others)], [])
+        else:
+            # Copied: all receivers read the same memory.
+            tensor.copy_(self._start("broadcast", [], [([tensor], source)]).wait()[0])
         if self.rank == source:
             self.traffic.add(self.name, (self.size - 1) * tensor.numel() * tensor.element_size())
         return tensor
@@ -293,19 +418,26 @@ class Link:
                 ``outgoing``. They may take what it sends; this rank's own entry is not looked at.
 
         Returns:
-            The transfer; its tensors are what the other ranks sent, rank by rank.
+            The transfer; its tensors are what the other ranks sent, rank by rank. They are only to be read: with more
+            than two ranks others may read the same memory.
         """
+        self._enter("all_gather_async")
+        return self._to_all("all_gather_async", outgoing, incoming)
+
+    def _to_all(self, kind: str, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Arriving:
         self.traffic.add(self.name, len(self._others) * sum(t.nbytes for t in outgoing))
-        return self._start([(outgoing, self._others)], [(incoming[peer], peer) for peer in self._others])
+        return self._start(kind, [(outgoing, self._others)], [(incoming[peer], peer) for peer in self._others])
 
     def _start(
         self,
+        kind: str,
         outgoing: Sequence[tuple[Sequence[Tensor], Sequence[int]]],
         incoming: Sequence[tuple[Sequence[Tensor], int]],
     ) -> Arriving:
         """Messages between pairs of ranks, not counted; returns at once.
 
         Args:
+            kind: what they are part of.
             outgoing: tensors of any strides, and the ranks of the group that all of them go to.
             incoming: tensors of the shapes and dtypes of what comes, and the rank it comes from.
 
@@ -314,35 +446,42 @@ class Link:
         """
         if (shared := self._shared) is not None:
             for tensors, to in outgoing:
-                shared.send(tensors, to)
-            return Arriving(
-                [], [], [], [shared.expect([(tuple(t.shape), t.dtype) for t in like], peer) for like, peer in incoming]
-            )
+                shared.send(kind, tensors, to)
+            messages = [shared.expect(kind, [(tuple(t.shape), t.dtype) for t in like], peer) for like, peer in incoming]
+            return Arriving([], [], [], messages, self.name)
         sent = [([tensor.contiguous() for tensor in tensors], to) for tensors, to in outgoing]
         # Empty tensors are not sent: both sides know the shapes, and not every backend carries zero bytes.
         operations = [
-            dist.P2POp(dist.irecv, t, self.ranks[peer], self.group)
-            for tensors, peer in incoming
-            for t in tensors
-            if t.numel()
+            self._operation(dist.irecv, kind, t, peer) for tensors, peer in incoming for t in tensors if t.numel()
         ]
         operations += [
-            dist.P2POp(dist.isend, t, self.ranks[peer], self.group)
+            self._operation(dist.isend, kind, t, peer)
             for tensors, to in sent
             for peer in to
             for t in tensors
             if t.numel()
         ]
-        if not operations:
-            works = []
-        elif outgoing and incoming:
-            # One batch: NCCL needs the sends and receives of a ring in one group call, or it can deadlock.
-            works = dist.batch_isend_irecv(operations)
-        else:
-            # No batch: one may need all ranks of the group, and here two of them have to do with one another.
-            works = [operation.op(operation.tensor, operation.peer, self.group) for operation in operations]
-        return Arriving(
+        try:
+            if not operations:
+                works = []
+            elif outgoing and incoming:
+                # One batch: NCCL needs the sends and receives of a ring in one group call, or it can deadlock.
+                works = dist.batch_isend_irecv(operations)
+            else:
+                # No batch: one may need all ranks of the group, and here two of them have to do with one another.
+                works = [one.op(one.tensor, one.peer, self.group, one.tag) for one in operations]
+        except RuntimeError as error:
+            raise peer_error(self.name, error) from error
+        arriving = Arriving(
             [work for work in works if work is not None],
             [t for tensors, _ in incoming for t in tensors],
             [t for tensors, _ in sent for t in tensors],
+            link=self.name,
         )
+        self._transfers.add(arriving)
+        return arriving
+
+    def _operation(self, move: Callable[..., Any], kind: str, tensor: Tensor, peer: int) -> dist.P2POp:
+        """A tensor sent or received over the process group, tagged with what it is where tags count."""
+        tag = Header.of(self._state.number, kind, [(tuple(tensor.shape), tensor.dtype)]).tag if self._matches else 0
+        return dist.P2POp(move, tensor, self.ranks[peer], self.group, tag)

@@ -11,6 +11,9 @@ and the slot is used again once all its receivers have done so. There are as man
 way at once. Slots are cut from regions, which are large: a mapping costs a file descriptor, but memory that nobody
 has written to costs nothing.
 
+An entry also says what its message is (`Header`): a receiver that waits for another one raises and takes nothing. A
+word behind the table says which request has failed on this rank; whoever waits for it looks there and waits no more.
+
 Publishing a message is an ordinary store after those of its contents, which other cores see in that order on x86-64
 and not everywhere else; other processors do without shared memory.
 """
@@ -36,12 +39,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..alignment import ALIGNMENT
+from .request import DesyncError, Header, PeerError, RequestState, Spec
 
 # Messages that one rank may have on their way to another on one link.
 ENTRIES = 1024
 # Words of 8 bytes of an entry: number of the message + 1 (0: the entry is free), place of its slot in the region,
-# place and size of the region.
-_ENTRY = 4
+# place and size of the region, the four words of its header.
+_ENTRY = 8
 _PAGE = mmap.ALLOCATIONGRANULARITY
 REGION = 1 << 30
 # A slot's first page says who has no more use for it: a word for every rank of the job.
@@ -89,17 +93,29 @@ class SharedMemory:
         near: for every rank the ranks it shares memory with, itself included; the same on all ranks.
     """
 
-    def __init__(self, links: int, timeout: timedelta) -> None:
-        """Get to know the others. Collective over the default process group.
+    def __init__(
+        self,
+        links: int,
+        timeout: timedelta,
+        state: RequestState | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Get to know the others. Collective over all ranks.
 
         Args:
             links: number of links that will be made.
             timeout: deadline of every wait.
+            state: the request in progress.
+            group: all ranks, with objects on the CPU; default: the default process group.
         """
         self.rank, world = dist.get_rank(), dist.get_world_size()
+        self.state = RequestState() if state is None else state
+        self._closed = False
         self._timeout = timeout
         self._world = world
-        self._table_bytes = _round(links * world * ENTRIES * _ENTRY * 8)
+        # Number + 1 of the request that has failed on this rank.
+        self._failed = links * world * ENTRIES * _ENTRY
+        self._table_bytes = _round((self._failed + 1) * 8)
         self._slots: dict[int, list[_Slot]] = {}
         self._peers: dict[int, _Peer] = {}
         host = _host() if world <= MOST_RANKS else None
@@ -115,7 +131,7 @@ class SharedMemory:
         # The region that slots are cut from: its place and size, its memory, and what of it is in use.
         self._region, self._memory, self._used = (self._table_bytes, 0), memoryview(b""), 0
         addresses: list[tuple[str | None, int, int]] = [(None, 0, 0)] * world
-        dist.all_gather_object(addresses, (host, os.getpid(), self._fd))
+        dist.all_gather_object(addresses, (host, os.getpid(), self._fd), group=group)
         reached = {self.rank} if host is not None else set()
         for rank, (its_host, process, fd) in enumerate(addresses):
             if rank != self.rank and host is not None and its_host == host:
@@ -126,15 +142,26 @@ class SharedMemory:
                     # Another container, or a system that hides processes from one another.
                     continue
         near: list[set[int]] = [set()] * world
-        dist.all_gather_object(near, reached)
+        dist.all_gather_object(near, reached, group=group)
         self.near = tuple(frozenset(ranks) for ranks in near)
 
     def joins(self, ranks: Sequence[int]) -> bool:
         """Whether all of ``ranks`` share memory with one another."""
         return len(ranks) > 1 and all(self.near[rank] >= set(ranks) for rank in ranks)
 
+    def fail(self) -> None:
+        """Let whoever waits for this rank know that the request has failed here."""
+        if self._fd >= 0 and not self._closed:
+            self._table[self._failed] = self.state.number + 1
+
+    def failed(self, rank: int) -> bool:
+        """Whether another rank has said that this request has failed there."""
+        peer = self._peers.get(rank)
+        return peer is not None and peer.table[self._failed] > self.state.number
+
     def close(self) -> None:
         """Give this rank's memory back; what others still read of it stays until they have done."""
+        self._closed = True
         self._give_back()
         self._peers.clear()
         self._slots.clear()
@@ -165,11 +192,13 @@ class SharedMemory:
             slot.contents[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         return slot
 
-    def publish(self, slot: _Slot, link: int, receiver: int, number: int) -> None:
-        """Tell a rank of the job where message ``number`` of this link is."""
+    def publish(self, slot: _Slot, link: int, receiver: int, number: int, header: Header) -> None:
+        """Tell a rank of the job where message ``number`` of this link is, and what it is."""
         table, at = self._table, self._entry(link, receiver, number)
         self.wait(lambda: table[at] == 0, receiver, None)
         table[at + 1], table[at + 2], table[at + 3] = slot.place, *slot.region
+        for word, value in enumerate(header, at + 4):
+            table[word] = value
         table[at] = number + 1
 
     def _slot(self, size: int) -> _Slot:
@@ -194,16 +223,32 @@ class SharedMemory:
     # --- receiving -----------------------------------------------------------------------------------------
 
     def take(
-        self, link: int, sender: int, number: int, specs: Sequence[Spec], timeout: timedelta | None
+        self,
+        link: int,
+        sender: int,
+        number: int,
+        header: Header,
+        specs: Sequence[Spec],
+        timeout: timedelta | None,
     ) -> list[Tensor]:
         """The tensors of a message. Its slot is the sender's again when the last of them is forgotten.
 
         Raises:
             torch.distributed.DistError: it did not come in time, or never will.
+            DesyncError: what came is something else than ``header`` says.
         """
+        self.state.check()
+        if self._closed:
+            raise PeerError(f"the request of a message from rank {sender} is over; it cannot be received any more")
         peer, at = self._peers[sender], self._entry(link, self.rank, number)
         table = peer.table
         self.wait(lambda: table[at] == number + 1, sender, timeout)
+        if (sent := Header(*table[at + 4 : at + 8])) != header:
+            other = " of other shapes or dtypes" if str(sent) == str(header) else ""
+            raise DesyncError(
+                f"rank {sender} sent {sent}{other}, but rank {self.rank} expected {header}, {list(specs)}; make the "
+                "same calls with the same shapes on every rank"
+            )
         slot, region, size = table[at + 1], table[at + 2], table[at + 3]
         table[at] = 0
         if region not in peer.regions:
@@ -223,7 +268,7 @@ class SharedMemory:
         """Until another rank has done something.
 
         Raises:
-            torch.distributed.DistError: the rank has ended, or the deadline has passed.
+            torch.distributed.DistError: the rank has ended or has failed this request, or the deadline has passed.
         """
         for _ in range(_LOOKS):
             if ready():
@@ -234,6 +279,8 @@ class SharedMemory:
         looked, passed = 0.0, 0.0
         while not ready():
             passed = time.monotonic() - began
+            if self.failed(rank) and not ready():
+                raise PeerError(f"rank {rank} has failed this request; its own error says why")
             if passed - looked > _SIGN_OF_LIFE:
                 looked, peer = passed, self._peers[rank]
                 if peer.gone() and not ready():
@@ -244,10 +291,6 @@ class SharedMemory:
 
     def _entry(self, link: int, receiver: int, number: int) -> int:
         return ((link * self._world + receiver) * ENTRIES + number % ENTRIES) * _ENTRY
-
-
-# Shape and dtype of a tensor.
-Spec = tuple[tuple[int, ...], torch.dtype]
 
 
 class SharedChannel:
@@ -264,25 +307,28 @@ class SharedChannel:
         self._sent: Counter[int] = Counter()
         self._expected: Counter[int] = Counter()
 
-    def send(self, tensors: Sequence[Tensor], to: Sequence[int]) -> None:
+    def send(self, kind: str, tensors: Sequence[Tensor], to: Sequence[int]) -> None:
         """Send the same tensors, of any strides, to some ranks of the link. They may be written to at once."""
         tensors = [tensor for tensor in tensors if tensor.numel()]
         if not tensors or not to:
             return
+        header = Header.of(self._memory.state.number, kind, [(tuple(t.shape), t.dtype) for t in tensors])
         slot = self._memory.pack(tensors, tuple(self._ranks[rank] for rank in to))
         for rank in to:
-            self._memory.publish(slot, self._link, self._ranks[rank], self._sent[rank])
+            self._memory.publish(slot, self._link, self._ranks[rank], self._sent[rank], header)
             self._sent[rank] += 1
 
-    def expect(self, specs: Sequence[Spec], source: int) -> Callable[[timedelta | None], list[Tensor]]:
+    def expect(self, kind: str, specs: Sequence[Spec], source: int) -> Callable[[timedelta | None], list[Tensor]]:
         """The next message from a rank of the link: a function that waits for it. Call it once, in any order."""
         wanted = [(shape, dtype) for shape, dtype in specs if prod(shape)]
+        header = Header.of(self._memory.state.number, kind, wanted)
         number = self._expected[source]
         if wanted:
             self._expected[source] += 1
 
         def take(timeout: timedelta | None) -> list[Tensor]:
-            taken = iter(self._memory.take(self._link, self._ranks[source], number, wanted, timeout) if wanted else ())
+            sender = self._ranks[source]
+            taken = iter(self._memory.take(self._link, sender, number, header, wanted, timeout) if wanted else ())
             return [next(taken) if prod(shape) else torch.empty(shape, dtype=dtype) for shape, dtype in specs]
 
         return take

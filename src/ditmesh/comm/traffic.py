@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 
 class Traffic:
@@ -10,9 +11,14 @@ class Traffic:
 
     What a rank keeps for itself is not traffic. Counting is arithmetic on sizes known on the host: it never
     waits for a device.
+
+    Attributes:
+        observer: called as ``observer(axis, kind)`` before every operation of a link, where ``kind`` is the link's
+            method; what it raises, the operation raises. For tests and measurements; None: nobody looks.
     """
 
     def __init__(self) -> None:
+        self.observer: Callable[[str, str], None] | None = None
         self.bytes_sent: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
 

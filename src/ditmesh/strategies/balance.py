@@ -40,13 +40,18 @@ class Balance:
         shares: int | None = None,
         share: int | None = None,
     ) -> None:
-        self._link = link
+        self._link, self._setting = link, setting
         self._device = torch.device(device)
         self._measured = False
         self._shares = link.size if shares is None else shares
         self._share = link.rank if share is None else share
         self.weights: tuple[float, ...] = setting if isinstance(setting, tuple) else (1.0,) * self._shares
         self.wanted = setting == "auto"
+
+    def forget(self) -> None:
+        """Forget what was measured, on all ranks alike: the next call measures anew."""
+        if self._setting == "auto":
+            self.weights, self._measured, self.wanted = (1.0,) * self._shares, False, True
 
     def measure(self, work: Callable[[], Any]) -> None:
         """Time ``work``, which is as much on every rank, and set the weights. A collective call."""

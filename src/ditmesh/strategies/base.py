@@ -152,6 +152,12 @@ class Strategy:
             failed: it has raised; other ranks may be gone, and nothing may be asked of them.
         """
 
+    def forget(self) -> None:
+        """Links were renewed after a failure: forget what ranks have agreed on, as one may know what another does not.
+
+        On all ranks alike, after `begin_request`.
+        """
+
     def outside_request(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A transformer of a pipeline is called outside of any request: by another pipeline, or by hand.
 

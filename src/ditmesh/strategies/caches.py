@@ -105,3 +105,10 @@ class Caches(Strategy):
             caches = AgreedCaches(model.model, self.context.mesh.world)
             undo.callback(caches.close)
             undo.callback(model.chain.add(caches.around_call))
+
+    def forget(self) -> None:
+        """See `Strategy.forget`: what a request that was broken off has left in diffusers' caches."""
+        for model in self.context.models:
+            cached: Any = model.model
+            if getattr(cached, "is_cache_enabled", False):
+                cached._reset_stateful_cache()

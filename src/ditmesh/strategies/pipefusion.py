@@ -130,6 +130,10 @@ class PipeFusion:
             if not failed:
                 raise
 
+    def forget_plans(self) -> None:
+        """Look at every form of call anew, on all stages alike: looking takes the others, too."""
+        self._plans.clear()
+
     def _drain(self, timeout: timedelta | None) -> None:
         while self._expected:
             self._expected.pop(0).wait(timeout)
@@ -491,6 +495,11 @@ class PipeFusionCalls(Strategy):
         """See `Strategy.end_request`."""
         for pipe in self.pipes:
             pipe.end_request(failed)
+
+    def forget(self) -> None:
+        """See `Strategy.forget`."""
+        for pipe in self.pipes:
+            pipe.forget_plans()
 
     def result(self, value: Any) -> Any:
         """See `Strategy.result`: whole tensors in place of patches that have still to come."""

@@ -42,8 +42,8 @@ class VirtualLink(Link):
     def __init__(self, name: str, rank: int, size: int, traffic: Traffic) -> None:
         super().__init__(name, None, range(size), rank, traffic)
 
-    def exchange(
-        self, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
+    def _all_to_all(
+        self, kind: str, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
     ) -> list[list[Tensor]]:
         """See `Link.exchange`."""
         others = [part for peer, parts in enumerate(outgoing) if peer != self.rank for part in parts]

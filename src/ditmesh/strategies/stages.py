@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm import Link
+from ..comm import Link, PeerError
 from ..config import ParallelConfig
 from ..errors import ConfigError, InputError
 from ..layout import TokenLayout
 from ..mesh import Mesh
-from ..methods import replace_method
+from ..methods import refuse_calls, replace_method
 from .balance import Balance, mixed
 from .base import Strategy
 
@@ -148,17 +148,17 @@ class Stages:
     """
 
     def __init__(self, model: nn.Module, layout: TokenLayout, config: ParallelConfig, mesh: Mesh) -> None:
-        self.lengths = first_cut(model, layout, config)
+        self.lengths = self._first = first_cut(model, layout, config)
         self.kinds = kinds_of(model, layout)
-        self.costs = estimated_costs(model, layout)
+        self.costs = self._estimated = estimated_costs(model, layout)
         several = mesh.pipe.size > 1
         self.balance = Balance(
             config.weights if several else None, mesh.world, mesh.device, mesh.pipe.size, mesh.pipe.rank
         )
         self._config, self._mesh = config, mesh
         self._measured: list[float] | None = None
-        self.wanted = several and (config.stages == "measured" or config.weights == "auto")
-        self._weights = StageWeights(model, layout, self.lengths, mesh.pipe) if several else None
+        self.wanted = self._measuring = several and (config.stages == "measured" or config.weights == "auto")
+        self._weights = StageWeights(model, layout, self.lengths, mesh.pipe, mesh.device) if several else None
 
     def measured(self, seconds: Sequence[float]) -> None:
         """Cut anew by the time that this rank takes for a block of every kind, and move blocks. A collective call.
@@ -175,6 +175,16 @@ class Stages:
             self._weights.move(lengths)
             self.lengths = lengths
 
+    def forget(self) -> None:
+        """Forget what was measured, on all ranks alike, as one may have measured what another has not."""
+        if self._weights is None:
+            return
+        self._measured, self.wanted = None, self._measuring
+        self.costs, self.lengths = self._estimated, self._first
+        self.balance.forget()
+        # Blocks may have been on their way.
+        self._weights.move(self.lengths)
+
     def _agree_on_costs(self, seconds: Sequence[float]) -> None:
         world = self._mesh.world
         mine = torch.tensor([seconds], dtype=torch.float64, device=self._mesh.device)
@@ -187,7 +197,11 @@ class Stages:
         self.costs = [round(self._measured[kind] / min(self._measured), 2) for kind in self.kinds]
 
     def close(self) -> None:
-        """Give every rank all blocks again, bit for bit. A collective call."""
+        """Give every rank all blocks again, bit for bit. A collective call.
+
+        Raises:
+            PeerError: the other stages' blocks did not come; the model refuses its next call.
+        """
         if self._weights is not None:
             self._weights.close()
 
@@ -200,17 +214,25 @@ class StageWeights:
         layout: its block lists.
         lengths: blocks of every stage.
         link: the stages.
+        device: where tensors that are sent may lie.
     """
 
-    def __init__(self, model: nn.Module, layout: TokenLayout, lengths: Sequence[int], link: Link) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: TokenLayout,
+        lengths: Sequence[int],
+        link: Link,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.link = link
         self._blocks = [block for _, block in blocks_of(model, layout)]
-        self._stage = stage_of(lengths)
+        self._model, self._device = model, device
         self._undo: list[Callable[[], None]] = []
         # Shapes of what is given up here.
         self._shapes: dict[int, torch.Size] = {}
         self._kept = kept_parameters(model, layout)
-        for block, stage in zip(self._blocks, self._stage, strict=True):
+        for block, stage in zip(self._blocks, stage_of(lengths), strict=True):
             for parameter in block.parameters():
                 self._shapes[id(parameter)] = shape_of(parameter)
                 if stage != link.rank and parameter.numel() and id(parameter) not in self._kept:
@@ -224,47 +246,89 @@ class StageWeights:
                 self._undo.append(replace_method(model, name, _refuse_to(name)))
 
     def move(self, lengths: Sequence[int]) -> None:
-        """Let stages have other numbers of blocks: what changes hands is sent, block by block. A collective call.
+        """Let stages have other numbers of blocks: what changes hands is sent, weight by weight. A collective call.
+
+        A stage gives a weight up when all stages have what they were to get, so that one that raises half way loses
+        none: it can be called again.
 
         Args:
             lengths: blocks of every stage, as many in all as before.
         """
-        after = stage_of(lengths)
+        rank, stages = self.link.rank, stage_of(lengths)
+        # Adapters that came later are on every stage.
+        weights = [(stages[number], p) for number, p in self._parameters() if id(p) in self._shapes]
+        weights = [(stage, parameter) for stage, parameter in weights if id(parameter) not in self._kept]
+        held = self._held([parameter for _, parameter in weights])
         with torch.no_grad():
-            for block, old, new in zip(self._blocks, self._stage, after, strict=True):
-                for parameter in block.parameters() if old != new else ():
-                    if id(parameter) in self._kept:
-                        continue
-                    shape = self._shapes.setdefault(id(parameter), shape_of(parameter))
-                    # One at a time and in the same order everywhere: no two stages wait for one another.
-                    if self.link.rank == old:
-                        self.link.send([parameter.data], new).wait()
-                        _give_up(parameter)
-                    elif self.link.rank == new:
-                        (received,) = self.link.receive([parameter.data.new_empty(shape)], old).wait()
-                        # What arrives may lie in memory that is only lent.
-                        parameter.data = received.clone()
-                        if hasattr(parameter, ABSENT):
-                            delattr(parameter, ABSENT)
-        self._stage = after
+            for (stage, parameter), holders in zip(weights, held, strict=True):
+                # One at a time and in the same order everywhere: no two stages wait for one another.
+                if stage not in holders and rank == holders[0]:
+                    self.link.send([parameter.data], stage).wait()
+                elif stage not in holders and rank == stage:
+                    like = parameter.data.new_empty(self._shapes[id(parameter)])
+                    (received,) = self.link.receive([like], holders[0]).wait()
+                    # What arrives may lie in memory that is only lent.
+                    parameter.data = received.clone()
+                    delattr(parameter, ABSENT)
+            self._held([])
+            for stage, parameter in weights:
+                if rank != stage and not hasattr(parameter, ABSENT):
+                    _give_up(parameter)
 
     def close(self) -> None:
-        """Give every rank all blocks again, bit for bit. Collective over the link; needs room for all of them."""
+        """Give every rank all blocks again, bit for bit. Collective over the link; needs room for all of them.
+
+        Raises:
+            PeerError: the other stages' blocks did not come. Everything else is undone all the same, and the model
+                refuses its next call.
+        """
         while self._undo:
             self._undo.pop()()
-        with torch.no_grad():
-            for block, stage in zip(self._blocks, self._stage, strict=True):
-                for parameter in block.parameters():
-                    parameter.data = self._from(stage, parameter)
+        with whole_or_refused(self._model), torch.no_grad():
+            parameters = [parameter for _, parameter in self._parameters()]
+            for parameter, holders in zip(parameters, self._held(parameters), strict=True):
+                parameter.data = self._from(holders[0], parameter)
+                if hasattr(parameter, ABSENT):
+                    delattr(parameter, ABSENT)
+
+    def _parameters(self) -> list[tuple[int, nn.Parameter]]:
+        """Every parameter of the blocks, with the number of its block."""
+        return [(number, parameter) for number, block in enumerate(self._blocks) for parameter in block.parameters()]
+
+    def _held(self, parameters: Sequence[nn.Parameter]) -> list[list[int]]:
+        """The stages that have each parameter. A collective call, also of none: nobody returns before all have come.
+
+        Raises:
+            PeerError: no stage has one of them.
+        """
+        have = torch.tensor([[1, *(not hasattr(parameter, ABSENT) for parameter in parameters)]], dtype=torch.int8)
+        table = self.link.gather(have.to(self._device), (1,) * self.link.size, 0).bool().cpu()
+        if not table.any(0).all():
+            raise PeerError("no stage has some of the blocks any more")
+        return [column.nonzero().flatten().tolist() for column in table.t()[1:]]
 
     def _from(self, stage: int, parameter: nn.Parameter) -> Tensor:
-        shape = self._shapes.get(id(parameter), parameter.shape)
         mine = stage == self.link.rank
-        value = parameter.data if mine else parameter.data.new_empty(shape)
+        value = parameter.data if mine else parameter.data.new_empty(self._shapes.get(id(parameter), parameter.shape))
         received = self.link.broadcast(value.contiguous(), stage)
-        if hasattr(parameter, ABSENT):
-            delattr(parameter, ABSENT)
         return value if mine else received
+
+
+@contextmanager
+def whole_or_refused(model: nn.Module) -> Iterator[None]:
+    """Put a model's weights together again inside; if other ranks do not do their part, the model refuses its calls.
+
+    Raises:
+        PeerError: saying so.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        lost = PeerError(
+            f"the weights of {type(model).__name__} could not be put together again ({error}); load the model anew"
+        )
+        refuse_calls(model, lost)
+        raise lost from error
 
 
 def kept_parameters(model: nn.Module, layout: TokenLayout) -> set[int]:
@@ -350,6 +414,11 @@ class PipelineStages(Strategy):
         for model in self.context.models:
             stages = Stages(model.model, model.layout, self.context.config, self.context.mesh)
             undo.callback(model.add(stages).close)
+
+    def forget(self) -> None:
+        """See `Strategy.forget`."""
+        for model in self.context.models:
+            model.get(Stages).forget()
 
 
 def check_layout(layout: TokenLayout) -> None:

@@ -25,6 +25,7 @@ from .base import Strategy
 from .heads import check_heads, heads_of
 from .rules import Table
 from .slices import Plan, Site, base_of, norm_width, plan
+from .stages import whole_or_refused
 
 # What a rank with slices must not do on its own, and why.
 _WHOLE_ONLY = ("save_pretrained", "save_lora_adapter")
@@ -79,18 +80,24 @@ class TensorParallel:
         self._undo.append(handle.remove)
 
     def close(self) -> None:
-        """Make the model whole again, bit for bit, adapters included. Collective over the link."""
+        """Make the model whole again, bit for bit, adapters included. Collective over the link.
+
+        Raises:
+            PeerError: the other ranks' slices did not come. Everything else is undone all the same, and the model
+                refuses its next call.
+        """
         while self._undo:
             self._undo.pop()()
         for _, handle in self._epilogues.values():
             handle.remove()
         self._epilogues.clear()
-        self.gather_adapters()
-        with torch.no_grad():
-            for site in self.plan.sites:
-                base = self._base(site)
-                for name, parameter in _own_parameters(base):
-                    parameter.data = self._whole(parameter.data, site, name)
+        with whole_or_refused(self.model):
+            self.gather_adapters()
+            with torch.no_grad():
+                for site in self.plan.sites:
+                    base = self._base(site)
+                    for name, parameter in _own_parameters(base):
+                        parameter.data = self._whole(parameter.data, site, name)
 
     # --- weights -----------------------------------------------------------------------------------------
 

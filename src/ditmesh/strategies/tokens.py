@@ -31,6 +31,11 @@ class TokenStrategy(Strategy):
             hooks = ModelHooks(model.model, model.layout, handler, model.chain, self.cuts(self.context.config))
             undo.callback(model.add(hooks).close)
 
+    def forget(self) -> None:
+        """See `Strategy.forget`."""
+        for handler in self.handlers():
+            handler.balance.forget()
+
     def handlers(self) -> list[Any]:
         """Of every transformer, once applied."""
         return [model.get(ModelHooks).handler for model in self.context.models]

@@ -395,7 +395,7 @@ class Waiting:
     def __enter__(self) -> Waiting:
         from ..comm.link import Arriving, Link
 
-        moves = ("exchange", "share", "all_reduce", "shift", "send", "receive", "broadcast", "post")
+        moves = ("exchange", "gather", "share", "all_reduce", "shift", "send", "receive", "broadcast", "post")
         for owner, names in ((Link, moves), (Arriving, ("wait",))):
             for name in names:
                 self._time(owner, name)
