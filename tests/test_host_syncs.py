@@ -36,20 +36,6 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 # The adaptive warm-up decides by the drift of the step before.
 ALLOWED = {"displaced, adaptive": 1}
-# What there still is in a step, by mode: (sd3 with one batched call, flux with two calls). To be taken out here by
-# whoever takes it out there.
-KNOWN: dict[str, tuple[int, int]] = {
-    "cfg": (1, 8),
-    "displaced": (2, 4),
-    "displaced, int8": (2, 4),
-    "displaced, adaptive": (2, 4),
-    "displaced, cfg": (3, 12),
-    "naive": (2, 4),
-    "pipe": (1, 4),
-    "patches": (1, 4),
-    "reproducible, 1 rank": (168, 168),
-    "reproducible, 2 ranks": (72, 72),
-}
 
 
 def steady(family: str, config: dict[str, Any]) -> tuple[int, dict[str, int]]:
@@ -69,10 +55,7 @@ def steady(family: str, config: dict[str, Any]) -> tuple[int, dict[str, int]]:
 
 @pytest.mark.parametrize("family", MAKERS)
 @pytest.mark.parametrize("mode", MODES)
-def test_none_in_the_steady_state(ranks, request, mode, family):
-    known = KNOWN.get(mode, (0, 0))[list(MAKERS).index(family)]
-    if known:
-        request.applymarker(pytest.mark.xfail(strict=True, raises=AssertionError, reason=f"{known} a step"))
+def test_none_in_the_steady_state(ranks, mode, family):
     world, config = MODES[mode]
     for count, places in ranks(world).run(steady, family, config):
         assert count <= ALLOWED.get(mode, 0), places

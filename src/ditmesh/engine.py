@@ -103,7 +103,9 @@ class Engine:
                 # Before all others: they ask it which call this is.
                 self._undo.callback(self.clock.watch(model.model, timestep_of(model.model, model.layout)))
                 self._undo.callback(self._shared.watch(model.model))
-            self._undo.callback(self._shared.when_renewed(self._renewed))
+            # The mesh must not keep an engine alive that nobody has restored.
+            renewed = weakref.WeakMethod(self._renewed)
+            self._undo.callback(self._shared.when_renewed(lambda: (call := renewed()) and call()))
             # The first to be undone: nothing of a request stays under way.
             self._undo.callback(self.end_request, failed=True)
             if pipe is not None:
