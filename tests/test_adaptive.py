@@ -159,7 +159,7 @@ def test_budgets_at_both_ends(ranks):
 
 def on_its_own(config: dict[str, Any]) -> dict[str, Any]:
     """Every rank takes its own drift for that of all."""
-    with mock.patch.object(Link, "post_sum", lambda self, tensor: lambda timeout: tensor):
+    with mock.patch.object(Link, "all_reduce_async", lambda self, tensor: lambda timeout: tensor):
         return pipelined(config)
 
 

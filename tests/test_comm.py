@@ -22,7 +22,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool, 
 def opened(**settings):
     """A mesh with all ranks on the ring, and its ring link."""
     mesh = ditmesh.Mesh(ditmesh.ParallelConfig(ring=dist.get_world_size(), **settings), timeout=60)
-    assert mesh.ring.through == ("shared memory" if settings.get("shared_memory", True) else "gloo")
+    assert mesh.ring.transport == ("shared memory" if settings.get("shared_memory", True) else "gloo")
     return mesh, mesh.ring
 
 
@@ -40,12 +40,12 @@ def every_move(shared_memory: bool) -> dict:
         columns, nothing = wide[:, ::2], wide[:0]
         outgoing = [[columns[: peer + 1], nothing] if peer != me else [columns] for peer in range(size)]
         shapes = [[(me + 1, 2), (0, 4)] if peer != me else [(6, 2)] for peer in range(size)]
-        found["exchange", dtype] = [part.clone() for parts in link.exchange(outgoing, shapes) for part in parts]
+        found["exchange", dtype] = [part.clone() for parts in link.all_to_all(outgoing, shapes) for part in parts]
         lengths = list(range(1, size + 1))
-        found["gather", dtype] = link.gather(wide.t()[:, : me + 1], lengths, 1)
+        found["gather", dtype] = link.all_gather(wide.t()[:, : me + 1], lengths, 1)
         found["shift", dtype] = [t.clone() for t in link.shift((columns, wide.t()), [(6, 2), (4, 6)]).wait()]
         buffers = [[torch.empty(6, 2, dtype=dtype), nothing.clone()] for _ in range(size)]
-        posted = link.post([columns, nothing], buffers)
+        posted = link.all_gather_async([columns, nothing], buffers)
         found["post", dtype] = [t.clone() for t in posted.wait()]
         if me:
             sent = link.send([columns], to=0)
@@ -91,9 +91,9 @@ def kept_messages() -> tuple[bool, int, int]:
     """Messages that are kept while others come: are they left alone? And how many slots were made?"""
     mesh, link = opened()
     peer = 1 - link.rank
-    kept = [link.share([numbers(link.rank + n, 1000)], [[(1000,)]] * 2)[peer][0] for n in range(5)]
+    kept = [link.all_gather_list([numbers(link.rank + n, 1000)], [[(1000,)]] * 2)[peer][0] for n in range(5)]
     for n in range(50):
-        link.share([numbers(link.rank + n, 1000)], [[(1000,)]] * 2)
+        link.all_gather_list([numbers(link.rank + n, 1000)], [[(1000,)]] * 2)
     whole = all(torch.equal(t, numbers(peer + n, 1000)) for n, t in enumerate(kept))
     while_kept = sum(map(len, mesh._memory._slots.values()))
     # A part of a message keeps its memory as the whole does.
@@ -101,7 +101,7 @@ def kept_messages() -> tuple[bool, int, int]:
     kept.clear()
     gc.collect()
     for n in range(50):
-        link.share([numbers(link.rank + n, 1000)], [[(1000,)]] * 2)
+        link.all_gather_list([numbers(link.rank + n, 1000)], [[(1000,)]] * 2)
     whole = whole and torch.equal(part, numbers(peer, 1000).view(10, 100)[3])
     slots = sum(map(len, mesh._memory._slots.values()))
     mesh.close()
@@ -216,9 +216,9 @@ def files(closed: bool) -> list[int]:
     """Handles before a mesh is made, with one or many messages under way, and after it was closed or forgotten."""
     found = [handles()]
     mesh, link = opened()
-    kept = [link.share([torch.ones(3)], [[(3,)]] * 2)]
+    kept = [link.all_gather_list([torch.ones(3)], [[(3,)]] * 2)]
     found.append(handles())
-    kept += [link.share([torch.ones(3 * n)], [[(3 * n,)]] * 2) for n in range(1, 200)]
+    kept += [link.all_gather_list([torch.ones(3 * n)], [[(3 * n,)]] * 2) for n in range(1, 200)]
     found.append(handles())
     kept.clear()
     if closed:
@@ -239,7 +239,7 @@ def test_nothing_stays_open(ranks, closed):
 def written_to() -> bool:
     """What came from one rank is written to on two others."""
     mesh, link = opened()
-    parts = link.share([torch.zeros(64)], [[(64,)]] * link.size)
+    parts = link.all_gather_list([torch.zeros(64)], [[(64,)]] * link.size)
     whole = link.broadcast(torch.zeros(64), 0)
     dist.barrier()
     for part in (*(part for (part,) in parts), whole):
@@ -261,7 +261,7 @@ def large() -> bool:
     # Two of these do not fit in one region.
     shared.REGION = 1 << 20
     tensors = [numbers(link.rank + n, 600_000) for n in range(3)]
-    received = [link.share([tensor], [[(600_000,)]] * 2)[1 - link.rank][0] for tensor in tensors]
+    received = [link.all_gather_list([tensor], [[(600_000,)]] * 2)[1 - link.rank][0] for tensor in tensors]
     same = all(torch.equal(t, numbers(1 - link.rank + n, 600_000)) for n, t in enumerate(received))
     mesh.close()
     return same

@@ -190,11 +190,11 @@ def shapes(shared: bool) -> str:
     rows, link, how = 4 + 4 * mesh.rank, mesh.ring, "taken"
     try:
         with mesh.request():
-            link.exchange([[torch.ones(rows)]] * 2, [[(rows,)]] * 2)
+            link.all_to_all([[torch.ones(rows)]] * 2, [[(rows,)]] * 2)
     except ditmesh.PeerError as error:
         how = str(error)
     with mesh.request():
-        parts = link.exchange([[torch.full((2,), float(mesh.rank))]] * 2, [[(2,)]] * 2)
+        parts = link.all_to_all([[torch.full((2,), float(mesh.rank))]] * 2, [[(2,)]] * 2)
     assert parts[1 - mesh.rank][0].tolist() == [1.0 - mesh.rank] * 2
     mesh.close()
     return how

@@ -110,10 +110,10 @@ def ring_events(config):
     import torch.distributed as dist
 
     from ditmesh.attention import ring
-    from ditmesh.comm import Arriving, Link
+    from ditmesh.comm import Link, Transfer
 
     events = []
-    shift, wait, compute = Link.shift, Arriving.wait, ring.attend_with_lse
+    shift, wait, compute = Link.shift, Transfer.wait, ring.attend_with_lse
 
     def noted(name, function):
         def call(*args, **kwargs):
@@ -126,7 +126,7 @@ def ring_events(config):
     q = torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
     with (
         mock.patch.object(Link, "shift", noted("post", shift)),
-        mock.patch.object(Arriving, "wait", noted("wait", wait)),
+        mock.patch.object(Transfer, "wait", noted("wait", wait)),
         mock.patch.object(ring, "attend_with_lse", noted("compute", compute)),
     ):
         ring.ring_attention(mesh.ring, q, q, q, [8] * mesh.ring.size)

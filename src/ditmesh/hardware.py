@@ -178,8 +178,8 @@ def _measure(megabytes: Sequence[float], repeats: int) -> list[Transfer]:
     transfers, ways = [], set()
     for shared_memory in (True, False):
         mesh = Mesh(ParallelConfig(ring=dist.get_world_size(), shared_memory=shared_memory))
-        if mesh.ring.through not in ways:
-            ways.add(mesh.ring.through)
+        if mesh.ring.transport not in ways:
+            ways.add(mesh.ring.transport)
             transfers += [one for amount in megabytes for one in _transfers(mesh, amount, repeats)]
         mesh.close()
     return transfers
@@ -196,9 +196,9 @@ def _transfers(mesh: Mesh, megabytes: float, repeats: int) -> Iterator[Transfer]
     mine = torch.ones(part * size, device=mesh.device)
     parts, everything = [[piece] for piece in mine.split(part)], [part * size] * size
     moves: dict[str, tuple[float, Callable[[], object]]] = {
-        "all_to_all": ((size - 1) / size, lambda: link.exchange(parts, [[(part,)]] * size)),
+        "all_to_all": ((size - 1) / size, lambda: link.all_to_all(parts, [[(part,)]] * size)),
         "shift": (1.0, lambda: link.shift([mine], [(part * size,)]).wait()),
-        "all_gather": (float(size - 1), lambda: link.gather(mine, everything, 0)),
+        "all_gather": (float(size - 1), lambda: link.all_gather(mine, everything, 0)),
     }
     for name, (sent, move) in moves.items():
         seconds = []
@@ -214,7 +214,7 @@ def _transfers(mesh: Mesh, megabytes: float, repeats: int) -> Iterator[Transfer]
             if number >= 2:
                 seconds.append(time.perf_counter() - started)
         median = statistics.median(seconds)
-        yield Transfer(name, link.through, megabytes, median * 1e3, sent * mine.nbytes / median / 1e9)
+        yield Transfer(name, link.transport, megabytes, median * 1e3, sent * mine.nbytes / median / 1e9)
 
 
 def _attention_backends() -> list[str]:

@@ -151,12 +151,18 @@ def reference(name: str, size: Size, steps: int, ranks: int) -> list[Tensor]:
 @contextmanager
 def counted_waits() -> Iterator[list[str]]:
     """What happens on the wire, in order: ``post``, ``arrive``, ``exchange``, ``sum`` (whatever these consist of)."""
-    from ditmesh.comm import Arriving
+    from ditmesh.comm import Transfer
 
     events: list[str] = []
     inside: list[str] = []
-    post, wait, share, exchange, total = Link.post, Arriving.wait, Link.share, Link.exchange, Link.all_reduce
-    gather = Link.gather
+    post, wait, share, exchange, total = (
+        Link.all_gather_async,
+        Transfer.wait,
+        Link.all_gather_list,
+        Link.all_to_all,
+        Link.all_reduce,
+    )
+    gather = Link.all_gather
 
     def noted(name, function):
         def call(*args, **kwargs):
@@ -171,11 +177,11 @@ def counted_waits() -> Iterator[list[str]]:
         return call
 
     with (
-        mock.patch.object(Link, "post", noted("post", post)),
-        mock.patch.object(Arriving, "wait", noted("arrive", wait)),
-        mock.patch.object(Link, "gather", noted("exchange", gather)),
-        mock.patch.object(Link, "share", noted("exchange", share)),
-        mock.patch.object(Link, "exchange", noted("exchange", exchange)),
+        mock.patch.object(Link, "all_gather_async", noted("post", post)),
+        mock.patch.object(Transfer, "wait", noted("arrive", wait)),
+        mock.patch.object(Link, "all_gather", noted("exchange", gather)),
+        mock.patch.object(Link, "all_gather_list", noted("exchange", share)),
+        mock.patch.object(Link, "all_to_all", noted("exchange", exchange)),
         mock.patch.object(Link, "all_reduce", noted("sum", total)),
     ):
         yield events

@@ -94,7 +94,7 @@ def whole_keys(mask: Tensor, keys: Partition, link: Group) -> Tensor:
         )
     mask = mask[:, :1] if mask.stride(1) == 0 else mask
     parts = [
-        piece if block in keys.replicated else link.gather(piece, keys.blocks[block], dim=3)
+        piece if block in keys.replicated else link.all_gather(piece, keys.blocks[block], dim=3)
         for block, piece in enumerate(keys.split(mask, -1, link.rank))
     ]
     return torch.cat(parts, dim=-1)

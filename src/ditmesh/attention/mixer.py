@@ -201,7 +201,7 @@ def gather_keys(ring: Link, tensors: Sequence[Tensor], keys: Partition) -> list[
         [(*tensor.shape[:2], keys.blocks[block][rank], tensor.shape[3]) for tensor in tensors for block in travelling]
         for rank in range(ring.size)
     ]
-    received = ring.share([pieces[block] for pieces in split for block in travelling], shapes)
+    received = ring.all_gather_list([pieces[block] for pieces in split for block in travelling], shapes)
     slots = iter(zip(*received, strict=True))
     return [
         torch.cat(

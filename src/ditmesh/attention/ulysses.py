@@ -54,7 +54,7 @@ class HeadExchange:
                 for peer in range(size):
                     by_rank[peer].append(self._heads(mine, peer))
                     shapes[peer].append((batch, tokens.blocks[block][peer], self.head_counts[me], dim))
-        received = self.link.exchange(by_rank, shapes)
+        received = self.link.all_to_all(by_rank, shapes)
 
         whole: list[Tensor] = []
         slot = 0
@@ -85,7 +85,7 @@ class HeadExchange:
         shapes = [
             [(batch, lengths[me], self.head_counts[peer], dim) for lengths in tokens.blocks] for peer in range(size)
         ]
-        received = self.link.exchange(by_rank, shapes)
+        received = self.link.all_to_all(by_rank, shapes)
         rows = [torch.cat([received[peer][slot] for peer in range(size)], dim=2) for slot in range(len(shapes[me]))]
         return (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).transpose(1, 2)
 

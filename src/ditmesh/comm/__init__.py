@@ -1,13 +1,12 @@
 """The few collectives ditmesh uses: uneven, counted, safe on every backend."""
 
 from .compression import Cast, Codec, codec
-from .link import Arriving, Link
+from .link import Link, Transfer
 from .request import DesyncError, PeerError, RequestState
 from .shared import SharedChannel, SharedMemory
 from .traffic import Traffic
 
 __all__ = [
-    "Arriving",
     "Cast",
     "Codec",
     "DesyncError",
@@ -17,5 +16,6 @@ __all__ = [
     "SharedChannel",
     "SharedMemory",
     "Traffic",
+    "Transfer",
     "codec",
 ]

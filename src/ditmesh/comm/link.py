@@ -1,4 +1,4 @@
-"""One axis of the mesh as the strategies see it: exchange, gather, shift."""
+"""One axis of the mesh as the strategies see it: all_to_all, all_gather, shift, send."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .shared import SharedChannel
 from .traffic import Traffic
 
 
-class Arriving:
+class Transfer:
     """Tensors on their way from a neighbour.
 
     Holds every work handle and every buffer of the transfer until `wait`: gloo hangs when a send's handle is
@@ -109,7 +109,7 @@ class Link:
         self._channel = shared
         self._state = RequestState() if state is None else state
         # Transfers over the process group that may be under way.
-        self._transfers: weakref.WeakSet[Arriving] = weakref.WeakSet()
+        self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._others = [peer for peer in range(self.size) if peer != rank]
 
     @property
@@ -124,7 +124,7 @@ class Link:
         return self._group
 
     @property
-    def through(self) -> str:
+    def transport(self) -> str:
         """What tensors travel through: ``"shared memory"``, or the group's backend, such as ``"gloo"``."""
         return str(dist.get_backend(self.group)) if self._channel is None else "shared memory"
 
@@ -183,7 +183,7 @@ class Link:
         """Whether the process group tells messages apart by their tags."""
         return not torch.compiler.is_compiling() and dist.get_backend(self.group) == "gloo"
 
-    def exchange(
+    def all_to_all(
         self, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
     ) -> list[list[Tensor]]:
         """All-to-all with tensors of their own shapes for every pair of ranks.
@@ -245,7 +245,7 @@ class Link:
             for peer, (chunk, wanted) in enumerate(zip(receive.split(out_splits), shapes, strict=True))
         ]
 
-    def gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
+    def all_gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
         """Every rank's piece, in rank order, along ``dim``; the lengths may differ.
 
         Args:
@@ -262,7 +262,9 @@ class Link:
         parts = self._all_gather([piece], shapes)
         return torch.cat([part for (part,) in parts], dim=dim)
 
-    def share(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Tensor]]:
+    def all_gather_list(
+        self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[tuple[int, ...]]]
+    ) -> list[list[Tensor]]:
         """Every rank's tensors, on every rank.
 
         Args:
@@ -270,7 +272,7 @@ class Link:
             shapes: shapes of every rank's tensors.
 
         Returns:
-            What `exchange` returns when all ranks get the same. What came is this rank's alone, to be written to.
+            What `all_to_all` returns when all ranks get the same. What came is this rank's alone, to be written to.
         """
         parts = self._all_gather(tensors, shapes)
         if self._shared is None or self.size == 2:
@@ -323,7 +325,7 @@ class Link:
         self.traffic.add(self.name, 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size)
         return tensor
 
-    def post_sum(self, tensor: Tensor) -> Callable[[timedelta | None], Tensor]:
+    def all_reduce_async(self, tensor: Tensor) -> Callable[[timedelta | None], Tensor]:
         """The sum of all ranks' tensors, the same bits on every rank; returns at once. For small ones: all send to all.
 
         Args:
@@ -333,7 +335,7 @@ class Link:
             Waits for the other ranks' (how long for each; None: the group's deadline) and returns the sum. To be
             called once; with several under way, in the order in which they were posted.
         """
-        arriving = self.post([tensor], [[torch.empty_like(tensor)] for _ in range(self.size)])
+        arriving = self.all_gather_async([tensor], [[torch.empty_like(tensor)] for _ in range(self.size)])
 
         return lambda timeout: self._added_up(arriving.wait(timeout), tensor)
 
@@ -352,11 +354,11 @@ class Link:
         for peer, part in zip(self._others, arriving.wait(), strict=True):
             parts[peer].copy_(part)
 
-    def shift(self, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Arriving:
+    def shift(self, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Transfer:
         """Send ``tensors`` to the next rank of the ring, receive as many from the previous one; returns at once.
 
         Args:
-            tensors: any strides; they must not be written to before `Arriving.wait` returns.
+            tensors: any strides; they must not be written to before `Transfer.wait` returns.
             shapes: shapes of what the previous rank sends, in the same order; dtypes are those of ``tensors``.
         """
         self._enter("shift")
@@ -365,22 +367,22 @@ class Link:
         following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         return self._start("shift", [(tensors, [following])], [(received, previous)])
 
-    def send(self, tensors: Sequence[Tensor], to: int) -> Arriving:
+    def send(self, tensors: Sequence[Tensor], to: int) -> Transfer:
         """Send tensors to one rank of the group; returns at once.
 
         Args:
-            tensors: any strides, not to be written to before `Arriving.wait` returns. Empty ones are not sent.
+            tensors: any strides, not to be written to before `Transfer.wait` returns. Empty ones are not sent.
             to: rank in the group. It calls `receive` with the same shapes, in the same order.
         """
         self._enter("send")
         self.traffic.add(self.name, sum(t.nbytes for t in tensors))
         return self._start("send", [(tensors, [to])], [])
 
-    def receive(self, tensors: Sequence[Tensor], source: int) -> Arriving:
+    def receive(self, tensors: Sequence[Tensor], source: int) -> Transfer:
         """Receive what a rank of the group sends; returns at once.
 
         Args:
-            tensors: of the shapes and dtypes of what comes. They may take it: look at what `Arriving.wait` returns.
+            tensors: of the shapes and dtypes of what comes. They may take it: look at what `Transfer.wait` returns.
             source: rank in the group.
         """
         self._enter("receive")
@@ -409,11 +411,11 @@ class Link:
             self.traffic.add(self.name, (self.size - 1) * tensor.numel() * tensor.element_size())
         return tensor
 
-    def post(self, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Arriving:
+    def all_gather_async(self, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Transfer:
         """Send the same tensors to every other rank, receive theirs; returns at once.
 
         Args:
-            outgoing: any strides; they must not be written to before `Arriving.wait` returns.
+            outgoing: any strides; they must not be written to before `Transfer.wait` returns.
             incoming: for every rank of the group contiguous tensors of the shapes and dtypes that it gives for
                 ``outgoing``. They may take what it sends; this rank's own entry is not looked at.
 
@@ -424,7 +426,7 @@ class Link:
         self._enter("all_gather_async")
         return self._to_all("all_gather_async", outgoing, incoming)
 
-    def _to_all(self, kind: str, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Arriving:
+    def _to_all(self, kind: str, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Transfer:
         self.traffic.add(self.name, len(self._others) * sum(t.nbytes for t in outgoing))
         return self._start(kind, [(outgoing, self._others)], [(incoming[peer], peer) for peer in self._others])
 
@@ -433,7 +435,7 @@ class Link:
         kind: str,
         outgoing: Sequence[tuple[Sequence[Tensor], Sequence[int]]],
         incoming: Sequence[tuple[Sequence[Tensor], int]],
-    ) -> Arriving:
+    ) -> Transfer:
         """Messages between pairs of ranks, not counted; returns at once.
 
         Args:
@@ -448,7 +450,7 @@ class Link:
             for tensors, to in outgoing:
                 shared.send(kind, tensors, to)
             messages = [shared.expect(kind, [(tuple(t.shape), t.dtype) for t in like], peer) for like, peer in incoming]
-            return Arriving([], [], [], messages, self.name)
+            return Transfer([], [], [], messages, self.name)
         sent = [([tensor.contiguous() for tensor in tensors], to) for tensors, to in outgoing]
         # Empty tensors are not sent: both sides know the shapes, and not every backend carries zero bytes.
         operations = [
@@ -472,7 +474,7 @@ class Link:
                 works = [one.op(one.tensor, one.peer, self.group, one.tag) for one in operations]
         except RuntimeError as error:
             raise peer_error(self.name, error) from error
-        arriving = Arriving(
+        arriving = Transfer(
             [work for work in works if work is not None],
             [t for tensors, _ in incoming for t in tensors],
             [t for tensors, _ in sent for t in tensors],

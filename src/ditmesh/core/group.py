@@ -21,16 +21,16 @@ class Group(Protocol):
         """Number of ranks."""
         ...
 
-    def gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
-        """All ranks' pieces along ``dim``, in rank order, on every rank; see `ditmesh.comm.Link.gather`."""
+    def all_gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
+        """All ranks' pieces along ``dim``, in rank order, on every rank; see `ditmesh.comm.Link.all_gather`."""
         ...
 
 
 class ExchangeGroup(Group, Protocol):
     """A group whose ranks also send one another tensors of their own."""
 
-    def exchange(
+    def all_to_all(
         self, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
     ) -> list[list[Tensor]]:
-        """All-to-all; see `ditmesh.comm.Link.exchange`."""
+        """All-to-all; see `ditmesh.comm.Link.all_to_all`."""
         ...

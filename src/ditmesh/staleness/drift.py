@@ -17,7 +17,7 @@ class DriftMonitor:
 
     Args:
         post: begins to sum a float64 tensor over all ranks, the same bits on each, and returns what waits for the sum:
-            `Link.post_sum`; or, to sum it at once, `summed_by` of `Link.all_reduce`.
+            `Link.all_reduce_async`; or, to sum it at once, `summed_by` of `Link.all_reduce`.
         device: where the sums are kept.
 
     Attributes:

@@ -64,7 +64,7 @@ class Balance:
         all tokens about.
         """
         mine = torch.tensor([[self._share, 1 / seconds]], dtype=torch.float64, device=self._device)
-        found = self._link.gather(mine, (1,) * self._link.size, dim=0).tolist()
+        found = self._link.all_gather(mine, (1,) * self._link.size, dim=0).tolist()
         speeds = [min(speed for share, speed in found if int(share) == number) for number in range(self._shares)]
         fresh = [speed / sum(speeds) for speed in speeds]
         if self._measured:

@@ -343,7 +343,7 @@ def _batched(arguments: Arguments, batch: int, unbatched: tuple[str, ...], liste
 
 def _gathered(rows: Tensor, counts: tuple[int, ...], link: Link) -> Tensor:
     def gather(rows: Tensor) -> Tensor:
-        return link.gather(rows[: counts[link.rank]].contiguous(), counts, dim=0)
+        return link.all_gather(rows[: counts[link.rank]].contiguous(), counts, dim=0)
 
     if isinstance(rows, LazyPatches) and rows.settled is None:
         # Each patch is gathered when it is wanted, in the same order on all ranks; whose it is, now.
@@ -367,7 +367,7 @@ def _exchanged(output: Any, link: Link) -> list[Any]:
     def exchange(tensor: Tensor) -> Tensor:
         def parts_of(tensor: Tensor) -> list[Tensor]:
             tensor = tensor.contiguous()
-            parts = link.share([tensor], [[tuple(tensor.shape)]] * link.size)
+            parts = link.all_gather_list([tensor], [[tuple(tensor.shape)]] * link.size)
             # What a rank sends may be one piece of memory for all receivers, and pipelines may write to a result.
             return [part if rank == link.rank else part.clone() for rank, (part,) in enumerate(parts)]
 

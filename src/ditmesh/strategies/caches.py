@@ -73,7 +73,7 @@ class AgreedCaches:
             sums = torch.stack(
                 [(residual - before).abs().sum(dtype=torch.float64), before.abs().sum(dtype=torch.float64)]
             )
-            parts = self._link.gather(sums.unsqueeze(0), (1,) * self._link.size, dim=0)
+            parts = self._link.all_gather(sums.unsqueeze(0), (1,) * self._link.size, dim=0)
             change, size = parts.sum(dim=0).tolist()
             return change / size > hook.threshold
 

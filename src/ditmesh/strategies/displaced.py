@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..attention import masks
 from ..attention.mixer import AttentionCall
-from ..comm import Arriving, Codec, Link, codec
+from ..comm import Codec, Link, Transfer, codec
 from ..config import ParallelConfig
 from ..core.partition import Partition
 from ..mesh import Mesh
@@ -175,7 +175,7 @@ class _Buffer:
         self.mask: Tensor | None = None
         self._keys, self._rows = keys, rows
         self._ring = ring
-        self._arriving: Arriving | None = None
+        self._arriving: Transfer | None = None
         self._packer: Codec | None = None
         # Of every rank, its tokens' places; streams that all ranks hold whole are nobody's to send.
         places = [[self.whole.narrow(0, *place) for place in keys.places(rank)] for rank in range(ring.size)]
@@ -214,7 +214,7 @@ class _Buffer:
             [] if rank == self._ring.rank else self._like_received(slots, packer)
             for rank, slots in enumerate(self._slots)
         ]
-        self._arriving, self._packer = self._ring.post(outgoing, incoming), packer
+        self._arriving, self._packer = self._ring.all_gather_async(outgoing, incoming), packer
 
     def _like_received(self, slots: list[Tensor], packer: Codec | None) -> list[Tensor]:
         """Tensors that take what a rank sends for its slots."""

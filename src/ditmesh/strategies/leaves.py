@@ -73,7 +73,7 @@ def _neighbours_rows(x: Tensor, reach: int, link: ExchangeGroup) -> tuple[Tensor
         rows = [x[:, :, -reach:]] if peer == link.rank + 1 else [x[:, :, :reach]] if peer == link.rank - 1 else []
         outgoing.append([nothing] if peer == link.rank else rows)
         shapes.append([shape] * len(rows))
-    received = link.exchange(outgoing, shapes)
+    received = link.all_to_all(outgoing, shapes)
     above = received[link.rank - 1][0] if link.rank > 0 else nothing
     below = received[link.rank + 1][0] if link.rank < link.size - 1 else nothing
     return above, below
@@ -137,7 +137,7 @@ class _LinearAttention:
         q, k, v = F.relu(q).float(), F.relu(k).float(), v.float()
         # A column of ones under the values makes the normaliser part of the state.
         state = F.pad(v, (0, 1), value=1.0).transpose(-1, -2) @ k  # (B, H, D + 1, D)
-        state = self.link.gather(state.unsqueeze(0).contiguous(), (1,) * self.link.size, dim=0).sum(dim=0)
+        state = self.link.all_gather(state.unsqueeze(0).contiguous(), (1,) * self.link.size, dim=0).sum(dim=0)
         mixed = q @ state.transpose(-1, -2)  # (B, H, s, D + 1)
         out = mixed[..., :-1] / (mixed[..., -1:] + 1e-15)
         out = out.transpose(1, 2).flatten(2).to(hidden_states.dtype)

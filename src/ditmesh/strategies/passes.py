@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
-from ..comm.link import Arriving, Link
+from ..comm.link import Link, Transfer
 from ..doors import BlockSite
 from ..errors import InputError, LayoutError
 from ..layout import Region
@@ -274,7 +274,7 @@ class PatchPass(Pass):
         self.plan, self.memory = plan, memory
         self.patches, self.patch = patches, patch
         self.finishes = owner.link.rank == owner.link.size - 1
-        self._arriving: Arriving | None = None
+        self._arriving: Transfer | None = None
         self._arrived: list[str | int] = []
         self._received: dict[str | int, Tensor] = {}
         # Results of this stage's blocks that later stages are passed besides the streams.

@@ -151,14 +151,14 @@ class PatchLink:
 
     def patch_of(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
         """The patch's tokens from all sequence ranks."""
-        return self.sequence.gather(piece, [lengths[rank] for rank in self.group], dim)
+        return self.sequence.all_gather(piece, [lengths[rank] for rank in self.group], dim)
 
     def begin_attention(self, kept: Keys, keys: Partition) -> None:
         """The masks that are gathered from here on belong to this attention call."""
         self._keys = kept
         self._masked = [name for block, name in enumerate(keys.names) if block not in keys.replicated]
 
-    def gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
+    def all_gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
         """The whole mask of which this virtual rank has a piece: other patches' pieces are those they left."""
         kept = self._keys
         assert kept is not None
@@ -398,7 +398,7 @@ def _keep(kept: Keys, k: Tensor, v: Tensor, keys: Partition, link: PatchLink) ->
 
 
 def _keep_mask(kept: Keys, mask: Tensor, keys: Partition) -> None:
-    """Remember a whole key mask of a synchronous step, as `PatchLink.gather` would have put it together."""
+    """Remember a whole key mask of a synchronous step, as `PatchLink.all_gather` would have put it together."""
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     if mask.shape[-1] != keys.total:
         return

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ..alignment import aligned
-from ..comm.link import Arriving
+from ..comm.link import Transfer
 from ..config import ParallelConfig
 from ..core.clock import CallClock
 from ..core.partition import even_cut
@@ -90,8 +90,8 @@ class PipeFusion:
         self.stages = stages
         self._names = parameter_names(type(model).forward)
         self._plans: OrderedDict[Any, Plan] = OrderedDict()
-        self._sent: deque[Arriving] = deque()
-        self._expected: list[Arriving] = []
+        self._sent: deque[Transfer] = deque()
+        self._expected: list[Transfer] = []
         self.begin_request()
         self._forward: Callable[..., Any] = model.forward
         self._remove = chain.add(self._around_call)
@@ -248,7 +248,7 @@ class PipeFusion:
         """Send a patch's streams to the next stage."""
         self._keep_sent(self.link.send([tensor.contiguous() for tensor in tensors], self.link.rank + 1))
 
-    def _keep_sent(self, sent: Arriving) -> None:
+    def _keep_sent(self, sent: Transfer) -> None:
         self._sent.append(sent)
         while len(self._sent) > _STEPS_UNDER_WAY * self.patches:
             self._sent.popleft().wait()
@@ -428,7 +428,7 @@ class PipeFusion:
         except LayoutError:
             trial.failed = {region.blocks for region in lists}
         good = torch.tensor([[int(region.blocks not in trial.failed) for region in lists]], device=self.device)
-        good = self.back.gather(good, [1] * self.link.size, 0).amin(0).tolist()
+        good = self.back.all_gather(good, [1] * self.link.size, 0).amin(0).tolist()
         plan.text_along = {region.blocks for region, able in zip(lists, good, strict=True) if not able}
 
 

@@ -176,9 +176,9 @@ class SequenceParallel:
 
     def _gather(self, value: Tensor, tokens: Partition, stream: Stream) -> Tensor:
         if not stream.folded or self.link.size == 1:
-            return self.link.gather(value, tokens.lengths, stream.dim)
+            return self.link.all_gather(value, tokens.lengths, stream.dim)
         unfolded = value.unflatten(stream.dim, (-1, tokens.lengths[self.link.rank]))
-        return self.link.gather(unfolded, tokens.lengths, stream.dim + 1).flatten(stream.dim, stream.dim + 1)
+        return self.link.all_gather(unfolded, tokens.lengths, stream.dim + 1).flatten(stream.dim, stream.dim + 1)
 
     def _enter(self, site: BlockSite, arguments: Arguments) -> None:
         call, region = self._call, site.region

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..comm import Arriving, Link, Traffic
+from ..comm import Link, Traffic, Transfer
 from ..config import AXES, ParallelConfig
 from ..core.patching import Proceed
 from ..errors import ConfigError, LayoutError
@@ -45,7 +45,7 @@ class VirtualLink(Link):
     def _all_to_all(
         self, kind: str, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
     ) -> list[list[Tensor]]:
-        """See `Link.exchange`."""
+        """See `Link.all_to_all`."""
         others = [part for peer, parts in enumerate(outgoing) if peer != self.rank for part in parts]
         self.traffic.add(self.name, sum(part.numel() * part.element_size() for part in others))
         everyone: list[Any] = ask(("exchange", outgoing))
@@ -61,20 +61,20 @@ class VirtualLink(Link):
         self.traffic.add(self.name, 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size)
         return torch.stack(ask(("all_reduce", tensor))).sum(dim=0)
 
-    def shift(self, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Arriving:
+    def shift(self, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Transfer:
         """See `Link.shift`."""
         self.traffic.add(self.name, sum(t.numel() * t.element_size() for t in tensors))
         everyone: list[Any] = ask(("shift", tensors))
-        return Arriving([], [_copy(t) for t in everyone[self.rank - 1]], [])
+        return Transfer([], [_copy(t) for t in everyone[self.rank - 1]], [])
 
-    def post(self, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Arriving:
-        """See `Link.post`. What is sent is there at once: nobody may look before `Arriving.wait`."""
+    def all_gather_async(self, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Transfer:
+        """See `Link.all_gather_async`. What is sent is there at once: nobody may look before `Transfer.wait`."""
         self.traffic.add(self.name, (self.size - 1) * sum(t.numel() * t.element_size() for t in outgoing))
         # All have posted before anybody goes on, so nobody overwrites what another one has still to take.
         everyone: list[Any] = ask(("post", outgoing))
         received = [_copy(t) for peer, sent in enumerate(everyone) if peer != self.rank for t in sent]
         ask(("taken", None))
-        return Arriving([], received, [])
+        return Transfer([], received, [])
 
 
 class VirtualMesh(Mesh):
@@ -195,15 +195,15 @@ class _OwnLink:
         """How many there are."""
         return len(self._links)
 
-    def gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
+    def all_gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
         """See `Link.gather`."""
-        return self._links[self.rank].gather(piece, lengths, dim)
+        return self._links[self.rank].all_gather(piece, lengths, dim)
 
-    def exchange(
+    def all_to_all(
         self, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
     ) -> list[list[Tensor]]:
         """See `Link.exchange`."""
-        return self._links[self.rank].exchange(outgoing, shapes)
+        return self._links[self.rank].all_to_all(outgoing, shapes)
 
 
 class SimulatedExact(ExactSequence):

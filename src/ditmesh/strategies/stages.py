@@ -190,7 +190,7 @@ class Stages:
         mine = torch.tensor([seconds], dtype=torch.float64, device=self._mesh.device)
         # Relative to the whole model: how fast a rank is does not count here.
         shares = mine / mine[:, self.kinds].sum()
-        everybody = world.gather(shares, (1,) * world.size, dim=0)
+        everybody = world.all_gather(shares, (1,) * world.size, dim=0)
         fresh = everybody.quantile(0.5, dim=0).tolist()
         self._measured = fresh if self._measured is None else mixed(fresh, self._measured)
         # As with speeds: no more digits than a measurement is worth.
@@ -302,7 +302,7 @@ class StageWeights:
             PeerError: no stage has one of them.
         """
         have = torch.tensor([[1, *(not hasattr(parameter, ABSENT) for parameter in parameters)]], dtype=torch.int8)
-        table = self.link.gather(have.to(self._device), (1,) * self.link.size, 0).bool().cpu()
+        table = self.link.all_gather(have.to(self._device), (1,) * self.link.size, 0).bool().cpu()
         if not table.any(0).all():
             raise PeerError("no stage has some of the blocks any more")
         return [column.nonzero().flatten().tolist() for column in table.t()[1:]]

@@ -133,12 +133,12 @@ class TensorParallel:
 
     def _joined(self, part: Tensor, dim: int, cut: Partition) -> Tensor:
         lengths = cut.lengths
-        pieces = self.link.gather(part.contiguous(), lengths, dim).split(lengths, dim=dim)
+        pieces = self.link.all_gather(part.contiguous(), lengths, dim).split(lengths, dim=dim)
         return cut.join(pieces, dim)
 
     def _of_first(self, part: Tensor) -> Tensor:
         """The first rank's tensor, on every rank."""
-        parts = self.link.gather(part.contiguous()[None], [1] * self.link.size, 0)
+        parts = self.link.all_gather(part.contiguous()[None], [1] * self.link.size, 0)
         return parts[0].clone()
 
     # --- attributes, hooks -------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class TensorParallel:
             return link.all_reduce(output)
 
         def put_together(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-            return link.gather(output.contiguous(), lengths, output.dim() - 1)
+            return link.all_gather(output.contiguous(), lengths, output.dim() - 1)
 
         return add_up if site.kind == "row" else put_together
 

@@ -50,7 +50,7 @@ class StaleSteps(Strategy):
         mesh, policy = context.mesh, parse(config.warmup)
         if config.stages_or_patches:
             patches = config.patches or config.pipe
-            monitor = DriftMonitor(mesh.world.post_sum, mesh.device)
+            monitor = DriftMonitor(mesh.world.all_reduce_async, mesh.device)
             # A patch sees those before it fresh: of M - 1 others half, on average.
             share = (patches - 1) / (2 * patches)
             control = WarmupControl(policy, patches, monitor, context.clock, self._noise, lag=1, share=share)

@@ -393,10 +393,11 @@ class Waiting:
         self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> Waiting:
-        from ..comm.link import Arriving, Link
+        from ..comm.link import Link, Transfer
 
-        moves = ("exchange", "gather", "share", "all_reduce", "shift", "send", "receive", "broadcast", "post")
-        for owner, names in ((Link, moves), (Arriving, ("wait",))):
+        moves = ("all_to_all", "all_gather", "all_gather_list", "all_reduce", "shift", "send", "receive", "broadcast")
+        moves += ("all_gather_async", "all_reduce_async")
+        for owner, names in ((Link, moves), (Transfer, ("wait",))):
             for name in names:
                 self._time(owner, name)
         return self
