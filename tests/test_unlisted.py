@@ -11,6 +11,7 @@ from ditmesh.layout.probe import probe
 from support.made_up import MadeUpTransformer
 from support.models import relative_error, run
 from support.parity import NoExchange
+from support.unlisted import call_of, unlisted
 
 
 def arguments():
@@ -63,3 +64,39 @@ def test_a_convolution_is_refused_by_name():
     """Its tokens see their neighbours without attention: the picture would be wrong at every cut."""
     with pytest.raises(ditmesh.LayoutError, match=r"layers\.0: image token 8 changes image tokens \[7, 8, 9\]"):
         probe(MadeUpTransformer(convolution=True))
+
+
+# --- calls that the probe did not make -------------------------------------------------------------------------
+
+
+def call_in_parallel(name, forms, config, batch=2, layout=None):
+    """Error of each form of call, one after the other on one parallelised model, or what was refused."""
+    model, found = unlisted(name), []
+    calls = [call_of(name, form, batch) for form in forms]
+    truths = [run(model, call) for call in calls]
+    with ditmesh.parallelized(model, config, layout=layout):
+        for call, truth in zip(calls, truths, strict=True):
+            try:
+                found.append(relative_error(run(model, call), truth))
+            except (ditmesh.LayoutError, ditmesh.InputError) as error:
+                found.append(str(error))
+    assert all(torch.equal(run(model, call), truth) for call, truth in zip(calls, truths, strict=True))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "forms"),
+    [("Helios", ("plain", "history", "plain")), ("SkyReels", ("plain", "forcing"))],
+)
+@pytest.mark.parametrize(
+    "config", [{"ulysses": 2}, {"ring": 2, "text": "shard"}, {"ulysses": 2, "reproducible": True}], ids=str
+)
+def test_a_call_of_another_form_is_looked_at_anew(ranks, name, forms, config):
+    for errors in ranks(2).run(call_in_parallel, name, forms, config):
+        assert all(isinstance(error, float) and error <= 1e-5 for error in errors), errors
+
+
+def test_a_call_that_only_one_sample_can_make(ranks):
+    """The model adds frames' rates to timesteps in a way that fails for two samples, whoever calls."""
+    for (error,) in ranks(2).run(call_in_parallel, "SkyReels fps", ("forcing",), {"ulysses": 2}, 1):
+        assert error <= 1e-5

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -16,8 +17,10 @@ from torch.utils.hooks import RemovableHandle
 
 from .attention import door
 from .errors import InputError, LayoutError
-from .layout import Region, TokenLayout
+from .layout import Leaf, Region, TokenLayout
 from .layout.arguments import MISSING, Arguments, parameter_names
+from .layout.forms import Forms
+from .layout.probe import probe
 
 # Of the blocks in progress, outermost first, what leaving them undoes. Per context, as the attention door's handler
 # is: threads and coroutines that run blocks at the same time do not mix.
@@ -97,7 +100,7 @@ class Handler(door.AttentionHandler, Protocol):
         """Stand in for a block's forward, between the hooks, if need be; returns the undo."""
         ...
 
-    def adapt(self, site: BlockSite, rule: str, module: nn.Module) -> Callable[[], None]:
+    def adapt(self, site: BlockSite, leaf: Leaf, module: nn.Module) -> Callable[[], None]:
         """Make a module that mixes tokens without attention see those of other ranks; returns the undo."""
         ...
 
@@ -110,7 +113,8 @@ class ModelDoors:
         layout: where its tokens are.
         handler: who answers.
         cuts_tokens: whether the handler shares tokens out; only then are the arguments refused that the layout
-            does not cover.
+            does not cover, and calls of a form that a probed layout is not of are looked at anew.
+        fixed: what is set up by this layout, as in `Forms`.
 
     Attributes:
         tap: is shown what every block returns; None: nobody looks.
@@ -119,7 +123,9 @@ class ModelDoors:
         LayoutError: a block list of the layout is not in the model.
     """
 
-    def __init__(self, model: nn.Module, layout: TokenLayout, handler: Handler, cuts_tokens: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, layout: TokenLayout, handler: Handler, cuts_tokens: bool = True, fixed: str = ""
+    ) -> None:
         self.model = model
         self.layout = layout
         self.handler = handler
@@ -133,24 +139,12 @@ class ModelDoors:
         try:
             self._handles.append(model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True))
             self._handles.append(model.register_forward_hook(self._end))
-            names = [region.blocks for region in layout.regions]
-            for position, (region, blocks) in enumerate(lists):
-                feeds_next = position + 1 < len(lists) and lists[position + 1][0].chained
-                opens = not layout.alternating or position == 0
-                closes = not layout.alternating or position == len(lists) - 1
+            self._forms = Forms(layout, partial(probe, model), fixed)
+            self._of: dict[int, dict[str, BlockSite]] = {}
+            self._sites = self._sites_of(layout)
+            for region, blocks in lists:
                 for index, block in enumerate(blocks):
-                    site = BlockSite(
-                        model=layout.model,
-                        path=f"{region.blocks}.{index}",
-                        region=region,
-                        index=index,
-                        span=" and ".join(names) if layout.alternating else region.blocks,
-                        is_first=opens and index == 0,
-                        is_last=closes and index == len(blocks) - 1,
-                        fed_by_previous=region.chained and position > 0,
-                        feeds_next=feeds_next,
-                    )
-                    self._hang(block, site)
+                    self._hang(block, self._sites[f"{region.blocks}.{index}"])
         except BaseException:
             self.close()
             raise
@@ -164,6 +158,33 @@ class ModelDoors:
         while self._undo:
             self._undo.pop()()
 
+    def _sites_of(self, layout: TokenLayout) -> dict[str, BlockSite]:
+        """Every block's place by its path, as a layout has it."""
+        if id(layout) in self._of:
+            return self._of[id(layout)]
+        sites: dict[str, BlockSite] = {}
+        names = [region.blocks for region in layout.regions]
+        for position, region in enumerate(layout.regions):
+            blocks = _blocks(self.model, region)
+            feeds_next = position + 1 < len(names) and layout.regions[position + 1].chained
+            opens = not layout.alternating or position == 0
+            closes = not layout.alternating or position == len(names) - 1
+            for index in range(len(blocks)):
+                site = BlockSite(
+                    model=layout.model,
+                    path=f"{region.blocks}.{index}",
+                    region=region,
+                    index=index,
+                    span=" and ".join(names) if layout.alternating else region.blocks,
+                    is_first=opens and index == 0,
+                    is_last=closes and index == len(blocks) - 1,
+                    fed_by_previous=region.chained and position > 0,
+                    feeds_next=feeds_next,
+                )
+                sites[site.path] = site
+        self._of[id(layout)] = sites
+        return sites
+
     def _hang(self, block: nn.Module, site: BlockSite) -> None:
         names = parameter_names(type(block).forward)
         self._undo.append(self.handler.wrap(site, block))
@@ -174,21 +195,21 @@ class ModelDoors:
                 raise LayoutError(
                     f"{site.path} has no module {leaf.module!r}; its layout is of another version"
                 ) from None
-            self._undo.append(self.handler.adapt(site, leaf.rule, module))
+            self._undo.append(self.handler.adapt(site, leaf, module))
 
         def before(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             arguments = Arguments(names, args, kwargs)
-            self.handler.before_block(site, arguments)
+            self.handler.before_block(self._sites[site.path], arguments)
             _entered.set((*_entered.get(), door.enter(self.handler)))
             return tuple(arguments.args), arguments.kwargs
 
         def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
             if self.tap is not None:
-                for piece in self.handler.pieces(site, output):
+                for piece in self.handler.pieces(self._sites[site.path], output):
                     self.tap(site.path, piece)
-            return self.handler.after_block(site, output)
+            return self.handler.after_block(self._sites[site.path], output)
 
         def leave(*_: Any) -> None:
             if tokens := _entered.get():
@@ -208,6 +229,8 @@ class ModelDoors:
                 raise InputError(
                     f"{self.layout.model} was called with {path!r}, which cannot run in parallel: {reason}"
                 )
+        if self._cuts_tokens:
+            self._sites = self._sites_of(self._forms.layout_of(arguments))
         self.handler.begin_call()
 
     def _end(self, *_: Any) -> None:

@@ -119,7 +119,7 @@ class Engine:
                 handler = self._sequence(model, layout, f"{number}." if len(models) > 1 else "")
                 self.balances.append(stages[number].balance if stages else handler.balance)
                 cuts = mesh.sequence.size > 1 or config.reproducible or config.stages_or_patches
-                doors = ModelDoors(model, layout, handler, cuts)
+                doors = ModelDoors(model, layout, handler, cuts, _settled(config))
                 self.doors.append(doors)
                 self._undo.append(doors.close)
                 caches = AgreedCaches(model, mesh.world)
@@ -549,6 +549,13 @@ def check_pipe(config: ParallelConfig, models: Sequence[tuple[nn.Module, TokenLa
     for model, layout in models:
         check_layout(layout)
         first_cut(model, layout, config)
+
+
+def _settled(config: ParallelConfig) -> str:
+    """The settings that set themselves up by one layout, in words; empty when there are none."""
+    given = [f"{axis}={getattr(config, axis)}" for axis in ("data", "cfg", "tensor", "pipe", "patches")]
+    given = [text for text in given if text.split("=")[1] not in ("1", "None", "0")]
+    return " and ".join([*given, *["reproducible"] * config.reproducible])
 
 
 def _noise_of(target: Any) -> tuple[float, ...] | None:

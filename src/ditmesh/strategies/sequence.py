@@ -22,8 +22,9 @@ from ..attention.ulysses import HeadExchange
 from ..config import ParallelConfig
 from ..doors import BlockSite, Piece
 from ..errors import ConfigError, LayoutError
-from ..layout import Attention, Grid, Stream
+from ..layout import Attention, Count, Grid, Leaf, Region, Stream
 from ..layout.arguments import MISSING, Arguments, covers
+from ..layout.forms import dtype_class
 from ..mesh import Mesh
 from ..methods import replace_method
 from ..tiles import weighted_cut
@@ -116,7 +117,7 @@ class SequenceParallel:
         for counted in site.region.counts:
             value = arguments.get(counted.arg)
             if isinstance(value, int):
-                arguments.set(counted.arg, self._own_count(value, call.segments[counted.stream]))
+                arguments.set(counted.arg, self._own_count(site, counted, value))
         grid = site.region.grid
         if grid is not None:
             mine = call.segments[site.region.main.name].lengths[self.link.rank]
@@ -233,12 +234,18 @@ class SequenceParallel:
             )
         return rows, cols
 
-    def _own_count(self, count: int, segment: Segment) -> int:
-        """How many of a stream's first ``count`` tokens are this rank's."""
+    def _own_count(self, site: BlockSite, counted: Count, number: int) -> int:
+        """How many of the ``number`` tokens that an argument counts are this rank's."""
+        segment = self._call.segments[counted.stream]
+        if counted.part == "all" and number != segment.total:
+            raise LayoutError(
+                f"{site.path}: {counted.arg!r} is {number}, and the layout of {site.model} says that it counts all "
+                f"{segment.total} {counted.stream} tokens; which {number} of them it means is not known"
+            )
         if segment.replicated:
-            return count
+            return number
         start = sum(segment.lengths[: self.link.rank])
-        return min(max(count - start, 0), segment.lengths[self.link.rank])
+        return counted_here(counted, number, start, segment.lengths[self.link.rank], segment.total)
 
     def _cut(self, whole: Tensor, dim: int, tokens: tuple[str, ...], what: str, folded: bool = False) -> Tensor:
         """This rank's part of a per-token tensor; the same tensor is cut once per call."""
@@ -263,42 +270,34 @@ class SequenceParallel:
         return [self._call.segments[name] for name in tokens if name in self._call.segments]
 
     def _check(self, site: BlockSite, arguments: Arguments) -> None:
-        """Refuse an argument that follows the token count and is not in the layout."""
-        if self.link.size == 1:
+        """Refuse a tensor or an integer that the layout does not know; a probed one knows class and rank, too."""
+        if self.link.size == 1 and not self.config.reproducible:
             return
-        region, segments = site.region, self._call.segments
-        known = [stream.arg for stream in region.streams] + [*region.whole, *region.local]
-        known += [count.arg for count in region.counts]
-        known += [region.grid.rows, region.grid.cols] if region.grid else []
-
-        def planned(path: str, value: Any) -> bool:
-            return any(covers(name, path) for name in known) or any(
-                cut.arg == path and (cut.ndim is None or (isinstance(value, Tensor) and cut.ndim == value.dim()))
-                for cut in region.cuts
-            )
-
-        unknown = [(path, value) for path, value in arguments.leaves() if not planned(path, value)]
-        sizes = {segment.total: name for name, segment in segments.items()}
-        sizes[sum(segment.total for segment in segments.values())] = " + ".join(segments)
-        shapes = tuple((path, v.shape if isinstance(v, Tensor) else v) for path, v in unknown)
-        key = (region.blocks, tuple(sizes), shapes)
+        found = tuple((path, *_sort_of(value), value) for path, value in arguments.leaves())
+        key = (site.region.blocks, id(site.region), *(entry[:3] for entry in found))
         if key in self._checked:
             return
-        for path, value in unknown:
-            counts = value.shape if isinstance(value, Tensor) else (value,)
-            for count in counts:
-                if count in sizes and count > 1:
-                    what = (
-                        f"a tensor of shape {tuple(value.shape)}"
-                        if isinstance(value, Tensor)
-                        else f"the integer {value}"
-                    )
-                    raise LayoutError(
-                        f"{site.path}: argument {path!r} is {what}, and {count} is the number of {sizes[count]} "
-                        f"tokens, but the layout of {site.model} does not mention it. Add it to the layout's `cuts` "
-                        "(or to `whole`, if it does not follow the tokens), or pass strict=False to hand it on as it is"
-                    )
+        for path, kind, dims, value in found:
+            if not _knows(site.region, path, kind, dims):
+                raise LayoutError(self._unknown(site, path, value))
         self._checked.add(key)
+
+    def _unknown(self, site: BlockSite, path: str, value: Any) -> str:
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"the integer {value}"
+        sizes = {segment.total: name for name, segment in self._call.segments.items()}
+        sizes[sum(segment.total for segment in self._call.segments.values())] = " + ".join(self._call.segments)
+        counts = value.shape if isinstance(value, Tensor) else (value,)
+        follows = next((f", and {n} is the number of {sizes[n]} tokens" for n in counts if n in sizes and n > 1), "")
+        if site.region.known:
+            return (
+                f"{site.path}: argument {path!r} is {what}{follows}, which the probe of {site.model} has not seen; "
+                "write a layout that has it (see docs/layouts.md)"
+            )
+        return (
+            f"{site.path}: argument {path!r} is {what}{follows}, but the layout of {site.model} does not mention it. "
+            "Add it to the layout's `cuts` (or to `whole`, if it does not follow the tokens), or pass strict=False to "
+            "hand it on as it is"
+        )
 
     def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
         """Time the first block, on every rank at once, whenever the balance wants to know."""
@@ -319,11 +318,11 @@ class SequenceParallel:
 
     # --- modules that mix tokens without attention ---------------------------------------------------------
 
-    def adapt(self, site: BlockSite, rule: str, module: nn.Module) -> Callable[[], None]:
+    def adapt(self, site: BlockSite, leaf: Leaf, module: nn.Module) -> Callable[[], None]:
         """Apply a rule of `leaves` to a module of a block; returns what takes it off again."""
         if self.link.size == 1:
             return lambda: None
-        return leaves.RULES[rule](module, self.link, f"{site.path}: {type(module).__name__}")
+        return leaves.RULES[leaf.rule](module, self.link, f"{site.path}: {type(module).__name__}", leaf.processor)
 
     # --- attention ---------------------------------------------------------------------------------------
 
@@ -434,6 +433,30 @@ class SequenceParallel:
                 f"ulysses={self.mesh.ulysses.size} is more than the {q.shape[1]} heads of {site.path}; use ulysses <= "
                 f"{q.shape[1]} and ring for the rest"
             )
+
+
+def counted_here(counted: Count, number: int, start: int, length: int, total: int) -> int:
+    """How many of ``number`` counted tokens lie among the ``length`` from ``start`` on, of ``total`` in all."""
+    first = total - number if counted.part == "last" else 0
+    last = number if counted.part == "first" else total
+    return max(min(last, start + length) - max(first, start), 0)
+
+
+def _sort_of(value: Any) -> tuple[str, int]:
+    """Class and rank of a tensor or an integer, as `Region.known` has them."""
+    return (dtype_class(value.dtype), value.dim()) if isinstance(value, Tensor) else ("count", 0)
+
+
+def _knows(region: Region, path: str, kind: str, dims: int) -> bool:
+    """Whether the layout says what is to be done with an argument."""
+    if region.known:
+        return (path, kind, dims) in region.known
+    names = [stream.arg for stream in region.streams] + [*region.whole, *region.local]
+    names += [count.arg for count in region.counts]
+    names += [region.grid.rows, region.grid.cols] if region.grid else []
+    return any(covers(name, path) for name in names) or any(
+        cut.arg == path and cut.ndim in (None, dims) for cut in region.cuts
+    )
 
 
 def _true(arguments: Arguments, path: str) -> bool:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, InputError
+from ..layout import Table, known_tables
 from ..tiles import even_cut, offsets
-from .rules import ATTRIBUTES, NORMS, RULES, TABLES, Rule, Table
+from .rules import ATTRIBUTES, NORMS, RULES, Rule
 
 # Shares of a hidden width are multiples of this where possible: matrix kernels are slow on odd widths.
 ALIGNMENT = 16
@@ -193,7 +194,7 @@ def _apply(made: Plan, rule: Rule, path: str, module: nn.Module, degree: int, cl
                         "parallelism knows RMS norms there only. Use ulysses or ring for this model"
                     )
                 made.sites.append(Site(_join(attention_path, name), "norm", widths[width]))
-        for table in TABLES:
+        for table in known_tables():
             if table.kind == type(attention).__name__:
                 made.tables.append((attention_path, table, widths[table.width]))
         claimed.add(attention_path)

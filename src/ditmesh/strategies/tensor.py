@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm import Link
 from ..errors import InputError
+from ..layout import Table
 from ..layout.arguments import Arguments, covers, parameter_names
-from .rules import Table
 from .slices import Cut, Plan, Site, base_of, norm_width, plan
 
 # What a rank with slices must not do on its own, and why.

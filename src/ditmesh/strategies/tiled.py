@@ -26,12 +26,12 @@ from ..attention.segments import Segment, cut, local_length, total_length
 from ..config import ParallelConfig
 from ..doors import BlockSite
 from ..errors import ConfigError, LayoutError
-from ..layout import Stream
+from ..layout import Count, Stream
 from ..layout.arguments import Arguments, parameter_names
 from ..mesh import Mesh
 from ..methods import replace_method
 from ..tiles import even_cut, offsets, weighted_cut
-from .sequence import SequenceParallel, of_ranks, result_of, with_result
+from .sequence import SequenceParallel, counted_here, of_ranks, result_of, with_result
 from .virtual import ask, run_together
 
 # How many attention calls of the block in progress the tile has made; -1 outside of a block. Every coroutine has a
@@ -201,7 +201,7 @@ class TiledSequence(SequenceParallel):
         for counted in region.counts:
             value = arguments.get(counted.arg)
             if isinstance(value, int):
-                spread(counted.arg, self._own_counts(value, counted.stream))
+                spread(counted.arg, self._own_counts(value, counted))
         if region.grid is not None:
             mine = self._here([self._tiles.segments[region.main.name]])[0]
             cols = arguments.get(region.grid.cols)
@@ -250,13 +250,13 @@ class TiledSequence(SequenceParallel):
             self._tiles.cuts[key] = (part, self._split(part, dim, tokens, what))
         return self._tiles.cuts[key][1]
 
-    def _own_counts(self, count: int, stream: str) -> list[int]:
-        """How many of this rank's first ``count`` tokens are each tile's."""
-        (segment,) = self._here([self._tiles.segments[stream]])
+    def _own_counts(self, number: int, counted: Count) -> list[int]:
+        """How many of the ``number`` tokens of this rank that an argument counts are each tile's."""
+        (segment,) = self._here([self._tiles.segments[counted.stream]])
         if segment.replicated:
-            return [count] * len(segment.lengths)
-        starts = offsets(segment.lengths)
-        return [min(max(count - start, 0), length) for start, length in zip(starts, segment.lengths, strict=True)]
+            return [number] * len(segment.lengths)
+        places = zip(offsets(segment.lengths), segment.lengths, strict=True)
+        return [counted_here(counted, number, start, length, segment.total) for start, length in places]
 
     # --- attention ---------------------------------------------------------------------------------------------
 
