@@ -118,6 +118,8 @@ class ModelDoors:
 
     Attributes:
         tap: is shown what every block returns; None: nobody looks.
+        layout: that of the latest call.
+        followers: are told the layout of every call before it runs.
 
     Raises:
         LayoutError: a block list of the layout is not in the model.
@@ -130,6 +132,7 @@ class ModelDoors:
         self.layout = layout
         self.handler = handler
         self.tap: Tap | None = None
+        self.followers: list[Callable[[TokenLayout], None]] = []
         self._cuts_tokens = cuts_tokens
         self._handles: list[RemovableHandle] = []
         self._undo: list[Callable[[], None]] = []
@@ -230,7 +233,10 @@ class ModelDoors:
                     f"{self.layout.model} was called with {path!r}, which cannot run in parallel: {reason}"
                 )
         if self._cuts_tokens:
-            self._sites = self._sites_of(self._forms.layout_of(arguments))
+            self.layout = self._forms.layout_of(arguments)
+            self._sites = self._sites_of(self.layout)
+            for follow in self.followers:
+                follow(self.layout)
         self.handler.begin_call()
 
     def _end(self, *_: Any) -> None:

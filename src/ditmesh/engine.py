@@ -146,6 +146,7 @@ class Engine:
                         partial(self._before_rows, number),
                     )
                     self.rows.append(rows)
+                    self.doors[number].followers.append(rows.follow)
                     self._undo.append(rows.close)
                     begin.append(rows.begin_request)
                 vae = getattr(target, "vae", None)
@@ -552,10 +553,8 @@ def check_pipe(config: ParallelConfig, models: Sequence[tuple[nn.Module, TokenLa
 
 
 def _settled(config: ParallelConfig) -> str:
-    """The settings that set themselves up by one layout, in words; empty when there are none."""
-    given = [f"{axis}={getattr(config, axis)}" for axis in ("data", "cfg", "tensor", "pipe", "patches")]
-    given = [text for text in given if text.split("=")[1] not in ("1", "None", "0")]
-    return " and ".join([*given, *["reproducible"] * config.reproducible])
+    """The setting that sets itself up by one layout, in words; empty when there is none."""
+    return f"patches={config.patches or config.pipe}" if config.stages_or_patches else ""
 
 
 def _noise_of(target: Any) -> tuple[float, ...] | None:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..errors import LayoutError
 from .forms import kind_of
 
 # Config entries that hold the width of `encoder_hidden_states`, most specific first.
@@ -136,6 +137,11 @@ class Conventions:
                 return f"its forward wants the argument {name!r}, which the probe cannot make"
         return ""
 
+    def left_out(self, size: Size) -> list[str]:
+        """Arguments that are optional by the forward's signature, and are not made."""
+        made = self.inputs(size)
+        return [name for name, given in self.parameters.items() if given.default is None and name not in made]
+
     def _make(self, name: str, size: Size, generator: torch.Generator) -> Any:
         batch = size.batch
 
@@ -161,19 +167,19 @@ class Conventions:
             case "encoder_hidden_states_2" if width := self._first(("text_embed_2_dim",)):
                 return noise(batch, 2, width)
             case "encoder_hidden_states_t5" if width := self._first(("cross_attention_dim_t5",)):
-                return noise(batch, self.config.text_len_t5, width)
+                return noise(batch, self._need("text_len_t5"), width)
             case "encoder_hidden_states_image" if width := self._first(("image_dim",)):
                 return noise(batch, 4, width)
             case "image_embeds" if width := self._first(("image_embed_dim",)):
                 return noise(batch, 3, width)
             case "audio_hidden_states":
-                return noise(batch, size.audio, self.config.audio_in_channels)
+                return noise(batch, size.audio, self._need("audio_in_channels"))
             case "x" if self.way.form == "list":
                 patch = self._patch()
-                shape = (self.config.in_channels, size.frames, size.rows * patch, size.cols * patch)
+                shape = (self._need("in_channels"), size.frames, size.rows * patch, size.cols * patch)
                 return [noise(*shape) for _ in range(batch)]
             case "cap_feats" if self.way.form == "list":
-                return [noise(size.text, self.config.cap_feat_dim) for _ in range(batch)]
+                return [noise(size.text, self._need("cap_feat_dim")) for _ in range(batch)]
             case "pooled_projections":
                 width = self._first(("pooled_projection_dim",))
                 return noise(batch, width) if width else None
@@ -221,9 +227,9 @@ class Conventions:
             case "audio_num_frames":
                 return size.audio
             case "image_rotary_emb" if self.way.optional:
-                return self._rotary(size.image, self.config.attention_head_dim, generator)
+                return self._rotary(size.image, self._need("attention_head_dim"), generator)
             case "rotary_embedding":
-                return self._rotary(size.image + 1, self.config.attention_head_dim // 2, generator)
+                return self._rotary(size.image + 1, self._need("attention_head_dim") // 2, generator)
             case "padding_mask":
                 return full(0.0, 1, 1, size.rows * self._patch(), size.cols * self._patch())
             case "added_cond_kwargs":
@@ -231,9 +237,9 @@ class Conventions:
             case "return_dict":
                 return False
             case "text_embedding_mask":
-                return mask(self.config.text_len)
+                return mask(self._need("text_len"))
             case "text_embedding_mask_t5":
-                return mask(self.config.text_len_t5)
+                return mask(self._need("text_len_t5"))
             case "encoder_attention_mask_2" if self._first(("text_embed_2_dim",)):
                 return mask(2)
             case "encoder_attention_mask" | "encoder_hidden_states_mask" | "audio_encoder_attention_mask" if wanted:
@@ -281,6 +287,13 @@ class Conventions:
             "bcfhw": (batch, channels, size.frames, *plane),
             "bfchw": (batch, size.frames, channels, *plane),
         }[self.way.form]
+
+    def _need(self, name: str) -> Any:
+        """An entry of the config that inputs cannot be made without."""
+        value = getattr(self.config, name, None)
+        if value is None:
+            raise LayoutError(f"its config has no {name}, by which the probe makes inputs")
+        return value
 
     def _first(self, names: tuple[str, ...]) -> Any:
         return next((value for name in names if (value := getattr(self.config, name, None)) is not None), None)

@@ -185,19 +185,26 @@ def _first_way(model: nn.Module, name: str, call: Mapping[str, Any] | None) -> C
                 missing = missing or conventions.missing(size)
                 model(**conventions.inputs(size))
             return conventions
+        except LayoutError as error:
+            missing = missing or str(error)
         except _MISFITS as error:
             _misfit(error)
-            farthest = max(
-                farthest, (len(ran), f"{_first_line(error)} (with {conventions.way})"), key=lambda attempt: attempt[0]
-            )
+            if len(ran) > farthest[0]:
+                farthest = (len(ran), f"{_first_line(error)} ({_described(conventions, call is None)})")
         finally:
             watch.remove()
     if call is not None:
-        raise LayoutError(farthest[1] or "its latents have a form that the probe does not know")
+        raise LayoutError(missing or farthest[1] or "its latents have a form that the probe does not know")
     raise LayoutError(
         f"{name} has no reviewed token layout, and the probe could not run it: {missing or farthest[1]}. "
         "Write a layout (see docs/layouts.md) and pass it as parallelize(..., layout=...)"
     )
+
+
+def _described(conventions: Conventions, own: bool) -> str:
+    """How the model was called, for messages; with the probe's own arguments also what it left out."""
+    left = conventions.left_out(conventions.sizes["base"]) if own else []
+    return f"with {conventions.way}" + (f", without {', '.join(left)}" if left else "")
 
 
 def _attempts(model: nn.Module, call: Mapping[str, Any] | None) -> Iterator[Conventions]:

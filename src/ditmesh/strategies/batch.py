@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..alignment import ALIGNMENT
 from ..comm import Link
+from ..layout import TokenLayout
 from ..layout.arguments import Arguments, covers, parameter_names
 from ..methods import replace_method
 from ..staleness.clock import same
@@ -95,6 +96,10 @@ class BatchParallel:
         self._before = _Step()
         self._now = _Step()
         self._steps = 0
+
+    def follow(self, layout: TokenLayout) -> None:
+        """The layout of the call that is about to run: which of its arguments have rows."""
+        self.unbatched, self.listed = layout.unbatched, layout.listed
 
     def close(self) -> None:
         """Put the model's own forward back."""

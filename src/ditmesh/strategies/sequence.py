@@ -138,8 +138,10 @@ class SequenceParallel:
         for stream in site.region.streams:
             value = result_of(output, stream)
             segment = call.segments[stream.name]
-            if isinstance(value, Tensor) and stream.used_after and not segment.replicated:
-                output = with_result(output, stream, self._gather(value, segment, stream))
+            if isinstance(value, Tensor) and not segment.replicated:
+                # What nobody is to read, as the layout says, shows in the picture if it is read after all.
+                whole = self._gather(value, segment, stream) if stream.used_after else torch.full_like(value, torch.nan)
+                output = with_result(output, stream, whole)
         return output
 
     def pieces(self, site: BlockSite, output: Any) -> Iterator[Piece]:

@@ -144,7 +144,9 @@ class TiledSequence(SequenceParallel):
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._timing:
                 return restore.original(*args, **kwargs)
-            return self._run_block(site, restore.original, Arguments(names, args, kwargs))
+            # Where the block stands in the layout of this call, which need not be that of the first.
+            here = self._call.site or site
+            return self._run_block(here, restore.original, Arguments(names, args, kwargs))
 
         restore = replace_method(block, "forward", forward)
         met = [self._meet_at(module) for module in block.modules() if isinstance(module, nn.Linear)]
