@@ -114,7 +114,7 @@ def lumina():
 
 def test_a_refusal_names_what_is_missing():
     """One argument or width in one sentence, never an AttributeError of the probe itself."""
-    with pytest.raises(ditmesh.LayoutError, match="its forward wants the argument 'encoder_mask', which the probe"):
+    with pytest.raises(ditmesh.LayoutError, match="its config has no attention_head_dim, without which the probe"):
         probe(lumina())
     sound = tiny("StableAudio")
     for key in ("cross_attention_input_dim", "cross_attention_dim"):

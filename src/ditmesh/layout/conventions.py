@@ -292,7 +292,7 @@ class Conventions:
         """An entry of the config that inputs cannot be made without."""
         value = getattr(self.config, name, None)
         if value is None:
-            raise LayoutError(f"its config has no {name}, by which the probe makes inputs")
+            raise LayoutError(f"its config has no {name}, without which the probe cannot make its inputs")
         return value
 
     def _first(self, names: tuple[str, ...]) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -20,15 +21,18 @@ from .types import CallForm, Kind, TokenLayout
 # Arguments of a forward that decide how its result is wrapped, and nothing else.
 _OF_THE_RESULT = ("return_dict",)
 
-_CLASSES: dict[torch.dtype, str] = {}
 
-
+@cache
 def dtype_class(dtype: torch.dtype) -> str:
     """``"float"``, ``"complex"``, ``"bool"`` or ``"int"``: what decides how a model treats a tensor."""
-    if dtype not in _CLASSES:
-        special = "complex" if dtype.is_complex else "bool" if dtype is torch.bool else "int"
-        _CLASSES[dtype] = "float" if dtype.is_floating_point else special
-    return _CLASSES[dtype]
+    special = "complex" if dtype.is_complex else "bool" if dtype is torch.bool else "int"
+    return "float" if dtype.is_floating_point else special
+
+
+# Shapes repeat from step to step, and a call is to be recognised in microseconds.
+@lru_cache(maxsize=4096)
+def _kind_of_tensor(dtype: torch.dtype, shape: torch.Size) -> Kind:
+    return (dtype_class(dtype), len(shape), *(size == 1 for size in shape[1:]))
 
 
 def kind_of(value: Any) -> Kind:
@@ -38,7 +42,7 @@ def kind_of(value: Any) -> Kind:
     their type; items of a list are told apart by kind only, however many there are.
     """
     if isinstance(value, Tensor):
-        return (dtype_class(value.dtype), value.dim(), *(size == 1 for size in value.shape[1:]))
+        return _kind_of_tensor(value.dtype, value.shape)
     if isinstance(value, (bool, str)):
         return value
     if isinstance(value, dict):
@@ -61,7 +65,7 @@ def form_of(arguments: Arguments) -> CallForm:
     found += [
         (name, kind_of(value))
         for name, value in arguments.kwargs.items()
-        if value is not None and value != {} and name not in _OF_THE_RESULT
+        if not (value is None or name in _OF_THE_RESULT or (type(value) is dict and not value))
     ]
     return frozenset(found)
 
