@@ -76,7 +76,13 @@ def in_words(kind: Kind) -> str:
         return f"a {kind[0]} tensor of {kind[1]} dimension{'s' * (kind[1] != 1)}"
     if isinstance(kind, bool):
         return str(kind)
-    return f"a {kind[0]}" if isinstance(kind, tuple) else f"{kind!r}" if kind not in ("int", "float") else f"a {kind}"
+    return (
+        f"a {kind[0]}"
+        if isinstance(kind, tuple) and kind
+        else f"{kind!r}"
+        if kind not in ("int", "float")
+        else f"a {kind}"
+    )
 
 
 def news(form: CallForm, known: Iterable[CallForm]) -> str:

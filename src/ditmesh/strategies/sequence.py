@@ -138,7 +138,7 @@ class SequenceParallel:
         for stream in site.region.streams:
             value = result_of(output, stream)
             segment = call.segments[stream.name]
-            if isinstance(value, Tensor) and not segment.replicated:
+            if isinstance(value, Tensor) and self.link.size > 1 and not segment.replicated:
                 # What nobody is to read, as the layout says, shows in the picture if it is read after all.
                 whole = self._gather(value, segment, stream) if stream.used_after else torch.full_like(value, torch.nan)
                 output = with_result(output, stream, whole)
