@@ -138,10 +138,13 @@ class SequenceParallel:
         for stream in site.region.streams:
             value = result_of(output, stream)
             segment = call.segments[stream.name]
-            if isinstance(value, Tensor) and self.link.size > 1 and not segment.replicated:
+            if not isinstance(value, Tensor) or segment.replicated:
+                continue
+            if stream.used_after:
+                output = with_result(output, stream, self._gather(value, segment, stream))
+            elif self.link.size > 1:
                 # What nobody is to read, as the layout says, shows in the picture if it is read after all.
-                whole = self._gather(value, segment, stream) if stream.used_after else torch.full_like(value, torch.nan)
-                output = with_result(output, stream, whole)
+                output = with_result(output, stream, torch.full_like(value, torch.nan))
         return output
 
     def pieces(self, site: BlockSite, output: Any) -> Iterator[Piece]:
