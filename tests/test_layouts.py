@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
+import diffusers
 import pytest
 import torch
 from torch import nn
@@ -94,6 +96,45 @@ def test_a_model_that_cannot_be_probed_is_refused_with_reasons():
 
     with pytest.raises(ditmesh.LayoutError, match=r"Strange has no reviewed token layout.*secret.*Write a layout"):
         ditmesh.parallelize(Strange(), {})
+
+
+def lumina():
+    return diffusers.LuminaNextDiT2DModel(
+        sample_size=16,
+        patch_size=2,
+        in_channels=4,
+        hidden_size=48,
+        num_layers=2,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        multiple_of=16,
+        cross_attention_dim=16,
+    )
+
+
+def test_a_refusal_names_what_is_missing():
+    """One argument or width in one sentence, never an AttributeError of the probe itself."""
+    with pytest.raises(ditmesh.LayoutError, match="its config has no attention_head_dim, without which the probe"):
+        probe(lumina())
+    sound = tiny("StableAudio")
+    for key in ("cross_attention_input_dim", "cross_attention_dim"):
+        assert key in sound.config
+    with (
+        mock.patch("ditmesh.layout.conventions.TEXT_WIDTHS", ("no_such_width",)),
+        pytest.raises(
+            ditmesh.LayoutError, match=r"no width for the argument 'encoder_hidden_states' \(none of no_such_width\)"
+        ),
+    ):
+        probe(sound)
+
+
+def test_a_full_memory_is_no_refusal():
+    """What says nothing of the inputs is not taken for a model that cannot be probed."""
+    with (
+        mock.patch.object(type(tiny("DiT")), "forward", side_effect=torch.OutOfMemoryError("full")),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        probe(tiny("DiT"))
 
 
 def test_a_model_without_blocks_is_refused():

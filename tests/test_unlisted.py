@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import timeit
+
 import pytest
 import torch
 
 import ditmesh
-from ditmesh.layout import LOCAL, Cut, Stream, joint
+from ditmesh.layout import LOCAL, Count, Cut, Stream, joint
+from ditmesh.layout.arguments import Arguments
+from ditmesh.layout.forms import form_of, news
 from ditmesh.layout.probe import probe
 from support.made_up import MadeUpTransformer
-from support.models import relative_error, run
+from support.models import relative_error, run, tiny
 from support.parity import NoExchange
+from support.unlisted import call_of, unlisted
 
 
 def arguments():
@@ -63,3 +68,111 @@ def test_a_convolution_is_refused_by_name():
     """Its tokens see their neighbours without attention: the picture would be wrong at every cut."""
     with pytest.raises(ditmesh.LayoutError, match=r"layers\.0: image token 8 changes image tokens \[7, 8, 9\]"):
         probe(MadeUpTransformer(convolution=True))
+
+
+# --- calls that the probe did not make -------------------------------------------------------------------------
+
+
+def call_in_parallel(name, forms, config, batch=2, layout=None):
+    """Error of each form of call, one after the other on one parallelised model, or what was refused."""
+    model, found = unlisted(name), []
+    calls = [call_of(name, form, batch) for form in forms]
+    truths = [run(model, call) for call in calls]
+    with ditmesh.parallelized(model, config, layout=layout):
+        for call, truth in zip(calls, truths, strict=True):
+            try:
+                found.append(relative_error(run(model, call), truth))
+            except (ditmesh.LayoutError, ditmesh.InputError) as error:
+                found.append(str(error))
+    assert all(torch.equal(run(model, call), truth) for call, truth in zip(calls, truths, strict=True))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "forms"),
+    [("Helios", ("plain", "history", "plain")), ("SkyReels", ("plain", "forcing"))],
+)
+@pytest.mark.parametrize(
+    "config", [{"ulysses": 2}, {"ring": 2, "text": "shard"}, {"ulysses": 2, "reproducible": True}], ids=str
+)
+def test_a_call_of_another_form_is_looked_at_anew(ranks, name, forms, config):
+    for errors in ranks(2).run(call_in_parallel, name, forms, config):
+        assert all(isinstance(error, float) and error <= 1e-5 for error in errors), errors
+
+
+def test_a_call_that_only_one_sample_can_make(ranks):
+    """The model adds frames' rates to timesteps in a way that fails for two samples, whoever calls."""
+    for (error,) in ranks(2).run(call_in_parallel, "SkyReels fps", ("forcing",), {"ulysses": 2}, 1):
+        assert error <= 1e-5
+
+
+class Choosy(MadeUpTransformer):
+    """May be told how many tokens to expect, or be given a bias for every one of them."""
+
+    def forward(self, hidden_states, encoder_hidden_states, timestep, expected=None, bias=None):
+        if expected is not None and hidden_states[0, 0].numel() != expected:
+            raise ValueError(f"{hidden_states[0, 0].numel()} tokens are not {expected}")
+        if bias is not None:
+            encoder_hidden_states = encoder_hidden_states + bias.mean(dim=1, keepdim=True)
+        return super().forward(hidden_states, encoder_hidden_states, timestep)
+
+
+def choosy(extra):
+    model, call = Choosy().eval(), {**arguments(), **extra}
+    truth = run(model, call)
+    with ditmesh.parallelized(model, {"ulysses": 2}):
+        try:
+            return relative_error(run(model, call), truth)
+        except ditmesh.LayoutError as error:
+            return str(error)
+
+
+def test_a_call_that_cannot_be_looked_at_is_refused_by_name(ranks):
+    for message in ranks(2).run(choosy, {"expected": 63}):
+        assert "Choosy was called with 'expected' (a int)" in message
+        assert "16 tokens are not 63" in message
+        assert "write a layout" in message
+
+
+def test_an_argument_nobody_knows_is_cut_down_with_the_call(ranks):
+    assert max(ranks(2).run(choosy, {"bias": torch.ones(2, 63, 10)})) <= 1e-5
+
+
+def test_a_known_form_is_recognised_in_microseconds():
+    call = Arguments((), (), call_of("Helios", "history"))
+    once = min(timeit.repeat(lambda: form_of(call), number=100, repeat=20)) / 100
+    assert once < 1e-4  # 5 µs on an idle core
+
+
+def test_forms_tell_apart_what_a_model_may():
+    base = call_of("SkyReels", "plain")
+
+    def form(**changes):
+        return form_of(Arguments((), (), {**base, **changes}))
+
+    same = [
+        {"return_dict": True},
+        {"fps": None},
+        {"attention_kwargs": {}},
+        {"hidden_states": torch.zeros(5, 4, 2, 6, 6)},
+    ]
+    assert all(form(**changes) == form() for changes in same)
+    other = [
+        {"timestep": torch.zeros(2, 3)},
+        {"timestep": torch.zeros(2)},
+        {"enable_diffusion_forcing": True},
+        {"fps": [1, 0]},
+        {"hidden_states": torch.zeros(2, 4, 1, 10, 14)},
+    ]
+    assert len({form(), *(form(**changes) for changes in other)}) == len(other) + 1
+    assert news(form(fps=[1, 0], timestep=torch.zeros(2, 3)), [form()]) == (
+        "'fps' (a list), 'timestep' (a float tensor of 2 dimensions)"
+    )
+
+
+def test_a_count_is_probed_from_both_ends():
+    """Helios' blocks count the last tokens, HunyuanVideo's those of the first frame."""
+    for call in (None, call_of("Helios", "history")):
+        (region,) = probe(unlisted("Helios"), call).regions
+        assert region.counts == (Count("original_context_length", "image", part="last"),)
+    assert {c.part for r in probe(tiny("HunyuanVideo I2V")).regions for c in r.counts} == {"first"}

@@ -34,6 +34,7 @@ from .strategies.hooks import ModelHooks
 from .strategies.pipefusion import PipeFusion
 from .strategies.simulation import SimulatedExact, SimulatedStale, VirtualMesh
 from .strategies.stages import Stages
+from .strategies.tokens import KnownForms
 from .strategies.warmup import StaleSteps
 
 __all__ = ["Engine", "check_heads", "engine_of", "heads_of", "parallelize", "parallelized", "restore", "simulate"]
@@ -417,7 +418,7 @@ def _share(target: Any, models: list[nn.Module], config: ConfigLike) -> None:
 
 
 # What is simulated: token strategies of virtual ranks.
-SIMULATION: Recipe = (StaleSteps, SimulatedExact, SimulatedStale)
+SIMULATION: Recipe = (StaleSteps, SimulatedExact, SimulatedStale, KnownForms)
 
 
 def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None) -> T:

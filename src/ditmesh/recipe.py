@@ -25,6 +25,7 @@ from .strategies.sequence import ExactSequence
 from .strategies.stages import PipelineStages
 from .strategies.tensor import TensorSlices
 from .strategies.tiled import ReproducibleSequence
+from .strategies.tokens import KnownForms
 from .strategies.warmup import StaleSteps
 
 Recipe = tuple[type[Strategy], ...]
@@ -42,6 +43,7 @@ RECIPE: Recipe = (
     Caches,  # inside the patches and rows of a call: they skip blocks, whose tokens are cut by then
     PipeFusionCalls,  # one call becomes a call for every patch: inside the rows, around the blocks
     Rows,  # rows and branches of guidance: around everything that is to see one branch
+    KnownForms,  # outside the rows: a call of a new form is looked at whole
     DecodedRows,  # the decoder sees whole latents, so its rows are shared out anew
     FixedArithmetic,  # around all arithmetic of the ranks
     SameInputs,  # around everything: the rest of a request may rely on equal inputs

@@ -1,7 +1,7 @@
 """Which tensors of a transformer hold which tokens: the data type, the reviewed table, the probe."""
 
-from .table import known_models, layout_of
-from .types import LOCAL, Attention, Count, Cut, Grid, Leaf, Region, Stream, TokenLayout, joint
+from .table import known_models, known_tables, layout_of
+from .types import LOCAL, Attention, Count, Cut, Grid, Leaf, Region, Stream, Table, TokenLayout, joint
 
 __all__ = [
     "LOCAL",
@@ -12,8 +12,10 @@ __all__ = [
     "Leaf",
     "Region",
     "Stream",
+    "Table",
     "TokenLayout",
     "joint",
     "known_models",
+    "known_tables",
     "layout_of",
 ]

@@ -7,13 +7,16 @@ and say their widths in their config. That is enough to call most of them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from ..errors import LayoutError
+from .forms import kind_of
 
 # Config entries that hold the width of `encoder_hidden_states`, most specific first.
 TEXT_WIDTHS = (
@@ -25,6 +28,10 @@ TEXT_WIDTHS = (
     "cross_attention_dim",
     "text_dim",
     "cap_feat_dim",
+    "context_in_dim",
+    "cond_token_dim",
+    "condition_dim",
+    "dit_text_dim",
 )
 
 # How latents lie: pictures, packed tokens, videos (channels or frames first), sounds, a list of (C, F, H, W).
@@ -112,6 +119,29 @@ class Conventions:
         made = {name: self._make(name, size, generator) for name in self.parameters}
         return {name: value for name, value in made.items() if value is not None}
 
+    @property
+    def fits(self) -> bool:
+        """Whether this way of calling can be that of the call to be made."""
+        return True
+
+    def missing(self, size: Size) -> str:
+        """What the model wants and cannot be made: an argument, or a width in the config; empty for none."""
+        made = self.inputs(size)
+        for name, parameter in self.parameters.items():
+            variadic = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+            if name in made or name == "self" or variadic:
+                continue
+            if name in ("encoder_hidden_states", "cap_feats"):
+                return f"its config has no width for the argument {name!r} (none of {', '.join(TEXT_WIDTHS)})"
+            if parameter.default is inspect.Parameter.empty:
+                return f"its forward wants the argument {name!r}, which the probe cannot make"
+        return ""
+
+    def left_out(self, size: Size) -> list[str]:
+        """Arguments that are optional by the forward's signature, and are not made."""
+        made = self.inputs(size)
+        return [name for name, given in self.parameters.items() if given.default is None and name not in made]
+
     def _make(self, name: str, size: Size, generator: torch.Generator) -> Any:
         batch = size.batch
 
@@ -137,19 +167,19 @@ class Conventions:
             case "encoder_hidden_states_2" if width := self._first(("text_embed_2_dim",)):
                 return noise(batch, 2, width)
             case "encoder_hidden_states_t5" if width := self._first(("cross_attention_dim_t5",)):
-                return noise(batch, self.config.text_len_t5, width)
+                return noise(batch, self._need("text_len_t5"), width)
             case "encoder_hidden_states_image" if width := self._first(("image_dim",)):
                 return noise(batch, 4, width)
             case "image_embeds" if width := self._first(("image_embed_dim",)):
                 return noise(batch, 3, width)
             case "audio_hidden_states":
-                return noise(batch, size.audio, self.config.audio_in_channels)
+                return noise(batch, size.audio, self._need("audio_in_channels"))
             case "x" if self.way.form == "list":
                 patch = self._patch()
-                shape = (self.config.in_channels, size.frames, size.rows * patch, size.cols * patch)
+                shape = (self._need("in_channels"), size.frames, size.rows * patch, size.cols * patch)
                 return [noise(*shape) for _ in range(batch)]
             case "cap_feats" if self.way.form == "list":
-                return [noise(size.text, self.config.cap_feat_dim) for _ in range(batch)]
+                return [noise(size.text, self._need("cap_feat_dim")) for _ in range(batch)]
             case "pooled_projections":
                 width = self._first(("pooled_projection_dim",))
                 return noise(batch, width) if width else None
@@ -184,6 +214,8 @@ class Conventions:
             case "position_ids":
                 zeros = torch.zeros(size.text, self._id_columns(), device=self.device, dtype=self.dtype)
                 return torch.cat([zeros, self._image_ids(size)])
+            case "fps" if self._first(("inject_sample_info",)):
+                return [0] * batch
             case "img_shapes":
                 return [[(size.frames, size.rows, size.cols)]] * batch
             case "num_frames":
@@ -195,9 +227,9 @@ class Conventions:
             case "audio_num_frames":
                 return size.audio
             case "image_rotary_emb" if self.way.optional:
-                return self._rotary(size.image, self.config.attention_head_dim, generator)
+                return self._rotary(size.image, self._need("attention_head_dim"), generator)
             case "rotary_embedding":
-                return self._rotary(size.image + 1, self.config.attention_head_dim // 2, generator)
+                return self._rotary(size.image + 1, self._need("attention_head_dim") // 2, generator)
             case "padding_mask":
                 return full(0.0, 1, 1, size.rows * self._patch(), size.cols * self._patch())
             case "added_cond_kwargs":
@@ -205,9 +237,9 @@ class Conventions:
             case "return_dict":
                 return False
             case "text_embedding_mask":
-                return mask(self.config.text_len)
+                return mask(self._need("text_len"))
             case "text_embedding_mask_t5":
-                return mask(self.config.text_len_t5)
+                return mask(self._need("text_len_t5"))
             case "encoder_attention_mask_2" if self._first(("text_embed_2_dim",)):
                 return mask(2)
             case "encoder_attention_mask" | "encoder_hidden_states_mask" | "audio_encoder_attention_mask" if wanted:
@@ -256,8 +288,108 @@ class Conventions:
             "bfchw": (batch, size.frames, channels, *plane),
         }[self.way.form]
 
+    def _need(self, name: str) -> Any:
+        """An entry of the config that inputs cannot be made without."""
+        value = getattr(self.config, name, None)
+        if value is None:
+            raise LayoutError(f"its config has no {name}, without which the probe cannot make its inputs")
+        return value
+
     def _first(self, names: tuple[str, ...]) -> Any:
         return next((value for name in names if (value := getattr(self.config, name, None)) is not None), None)
+
+
+class LiveConventions(Conventions):
+    """Makes arguments of the form of a call that was made.
+
+    An argument that the conventions make of the same kind is theirs; any other is the call's own tensor, cut down
+    (or repeated) along the dimensions whose size is that of the call's batch, plane, image or text tokens. Flags,
+    texts and numbers are the call's.
+
+    Args:
+        model: see `Conventions`.
+        way: how the latents lie.
+        call: the arguments that came, by name, without those that are None.
+        batch: samples.
+    """
+
+    def __init__(self, model: nn.Module, way: Way, call: Mapping[str, Any], batch: int = 2) -> None:
+        super().__init__(model, way)
+        self.call = call
+        self.batch = batch
+        main = call.get("hidden_states")
+        self.main: Tensor | None = main if isinstance(main, Tensor) else None
+        text = next((call[name] for name in ("encoder_hidden_states", "cap_feats") if name in call), None)
+        self.text = text.shape[-2] if isinstance(text, Tensor) and text.dim() >= 3 else 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the call's latents lie in this way."""
+        channels = self._first(("in_channels",))
+        if self.main is None:
+            return self.way.form == "list"
+        shape, places = self.main.shape, {"bchw": 1, "bcfhw": 1, "bcs": 1, "bsc": 2, "bfchw": 2}
+        return self.main.dim() == len(self.way.form) and channels in (None, shape[places[self.way.form]])
+
+    @property
+    def sizes(self) -> dict[str, Size]:
+        """As in `Conventions`, with the frames of the call: some models treat one frame otherwise."""
+        axis = self.way.form.find("f")
+        changes = {"batch": self.batch}
+        if self.main is not None and axis >= 0:
+            changes["frames"] = self.main.shape[axis]
+        return {name: replace(size, **changes) for name, size in super().sizes.items()}
+
+    def inputs(self, size: Size, seed: int = 0) -> dict[str, Any]:
+        """See `Conventions`."""
+        made = super().inputs(size, seed)
+        return {
+            name: made[name] if name in made and kind_of(made[name]) == kind_of(value) else self._resized(value, size)
+            for name, value in self.call.items()
+        }
+
+    def missing(self, size: Size) -> str:
+        """Nothing: all arguments are the call's."""
+        return ""
+
+    def _resized(self, value: Any, size: Size) -> Any:
+        if isinstance(value, Tensor):
+            for dim in range(value.dim()):
+                wanted = self._wanted(value, dim, size)
+                if wanted != value.shape[dim]:
+                    value = value.index_select(dim, torch.arange(wanted, device=value.device) % value.shape[dim])
+            return value
+        if isinstance(value, dict):
+            return {key: self._resized(item, size) for key, item in value.items()}
+        if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+            items = [self._resized(item, size) for item in value]
+            batch = None if self.main is None else self.main.shape[0]
+            if isinstance(value, list) and len(items) == batch and items:
+                items = [items[index % len(items)] for index in range(size.batch)]
+            return items if isinstance(value, list) else tuple(items)
+        return value
+
+    def _wanted(self, value: Tensor, dim: int, size: Size) -> int:
+        """The size that a dimension of one of the call's tensors is to have."""
+        if self.main is None:
+            return value.shape[dim]
+        here, main, patch = value.shape[dim], self.main.shape, self._patch()
+        if dim == 0 and here == main[0]:
+            return size.batch
+        planes = self.way.form.endswith("hw")
+        if planes and value.dim() >= 4 and value.shape[-2:] == main[-2:] and dim >= value.dim() - 2:
+            return (size.rows if dim == value.dim() - 2 else size.cols) * patch
+        # The last dimension of numbers in three dimensions holds channels.
+        if dim == 0 or here == 1 or (value.is_floating_point() and value.dim() >= 3 and dim == value.dim() - 1):
+            return here
+        image = main[self.way.form.find("s")] if "s" in self.way.form else _product(main[-2:]) // patch**2
+        image *= size.frames if planes and "f" in self.way.form else 1
+        tokens = {image: size.image, self.text: size.text, image + self.text: size.image + size.text}
+        return tokens.get(here, here) if here else here
+
+
+def _product(sizes: torch.Size) -> int:
+    return sizes[0] * sizes[1]
 
 
 def ways(model: nn.Module) -> Iterator[Way]:

@@ -9,7 +9,8 @@ after its blocks, and which arguments follow the tokens when every token has a t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import combinations, groupby, pairwise
 from typing import Any
@@ -20,8 +21,21 @@ from torch import Tensor, nn
 from ..attention import door
 from ..errors import LayoutError
 from .arguments import Arguments, covers, parameter_names
-from .conventions import Conventions, Size, Way, ways
+from .conventions import Conventions, LiveConventions, Size, Way, ways
+from .forms import dtype_class, form_of
 from .types import LOCAL, Attention, Count, Cut, Region, Stream, TokenLayout
+
+# What a model raises when inputs do not fit it. Lost ranks and full memory are RuntimeErrors, too: see `_misfit`.
+_MISFITS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    NameError,
+    AssertionError,
+    ArithmeticError,
+)
 
 # How a size depends on the inputs: its value in the base run, and its growth along every axis (image, text …).
 Form = tuple[int, ...]
@@ -65,22 +79,41 @@ class _Recorder:
 
 
 class _Replay:
-    """Attention handler that answers with what the same block's attention gave before, whatever is asked."""
+    """Attention handler that answers with what the same block's attention gave before, whatever is asked.
 
-    def __init__(self, run: _BlockRun) -> None:
-        self.outputs = iter([out for _, _, out in run.attention])
+    Args:
+        run: the block as it ran.
+        local: per attention call, whether it is computed after all: each of its queries sees the same keys, so that
+            it mixes no tokens.
+
+    Attributes:
+        asked: queries, keys and values of every call that was answered from memory.
+    """
+
+    def __init__(self, run: _BlockRun, local: tuple[bool, ...] = ()) -> None:
+        self._run, self._local = run, local
+        self._calls = 0
+        self.asked: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def attend(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
-        return next(self.outputs)
+        call, self._calls = self._calls, self._calls + 1
+        if call < len(self._local) and self._local[call]:
+            return door.sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
+        if call >= len(self._run.attention):
+            raise LayoutError("a block makes more attention calls when one of its tokens changes")
+        self.asked.append((q_bhsd, k_bhsd, v_bhsd))
+        return self._run.attention[call][2]
 
 
-def probe(model: nn.Module) -> TokenLayout:
+def probe(model: nn.Module, call: Mapping[str, Any] | None = None) -> TokenLayout:
     """The token layout of a transformer, derived by running it on tiny inputs.
 
     Args:
         model: a diffusers transformer with its weights (random ones will do), in memory. It is not changed.
+        call: arguments of a call that was made, by name; the layout is then that of calls of this form. What the
+            probe knows how to make is made as always, the rest is the call's own, cut down to the probe's sizes.
 
     Raises:
         LayoutError: the model cannot be called by diffusers' conventions, or its tensors cannot be explained
@@ -90,39 +123,108 @@ def probe(model: nn.Module) -> TokenLayout:
     training = model.training
     model.eval()
     try:
-        with torch.no_grad():
-            first = _Probe(model, name, _first_way(model, name))
+        with torch.no_grad(), _bare(model):
+            conventions = _first_way(model, name, call)
+            first = _Probe(model, name, conventions)
             layout = first.layout()
-            return _joined(layout, _with_timestep_per_token(model, name, first.conventions.way))
+            if call is None:
+                layout = _joined(layout, _with_timestep_per_token(model, name, conventions.way))
+            return layout
+    except LayoutError:
+        raise
+    except _MISFITS as error:
+        _misfit(error)
+        raise LayoutError(
+            f"the probe of {name} cannot follow its blocks ({_first_line(error)}); write a layout "
+            "(see docs/layouts.md) and pass it as parallelize(..., layout=...)"
+        ) from error
     finally:
         model.train(training)
 
 
-def _first_way(model: nn.Module, name: str) -> Way:
+@contextmanager
+def _bare(model: nn.Module) -> Iterator[None]:
+    """The model without hooks and without replaced forwards: whoever has put them there is not to see the probe."""
+    kinds = [name for name in vars(model) if name.startswith(("_forward_hooks", "_forward_pre_hooks"))]
+    saved = [(module, {name: vars(module)[name] for name in kinds}) for module in model.modules()]
+    forwards = [(module, vars(module)["forward"]) for module in model.modules() if "forward" in vars(module)]
+    for module, hooks in saved:
+        vars(module).update({name: type(held)() for name, held in hooks.items()})
+    for module, _ in forwards:
+        del vars(module)["forward"]
+    try:
+        yield
+    finally:
+        for module, hooks in saved:
+            vars(module).update(hooks)
+        for module, forward in forwards:
+            vars(module)["forward"] = forward
+
+
+def _misfit(error: BaseException) -> None:
+    """Raise again what says nothing of the inputs: a full memory, a rank that has gone."""
+    if isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError)):
+        raise error
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _first_way(model: nn.Module, name: str, call: Mapping[str, Any] | None) -> Conventions:
     """The most informative way to call the model that works."""
     if not _block_lists(model):
         raise LayoutError(f"{name} has no ModuleList of blocks, so there is nothing to parallelise")
-    problems: dict[str, Way] = {}
-    for way in ways(model):
-        conventions = Conventions(model, way)
+    # How far an attempt got (modules that ran), and what went wrong.
+    farthest, missing = (-1, ""), ""
+    for conventions in _attempts(model, call):
+        ran: list[None] = []
+        watch = nn.modules.module.register_module_forward_hook(lambda *_, ran=ran: ran.append(None))
         try:
             for size in conventions.sizes.values():
+                missing = missing or conventions.missing(size)
                 model(**conventions.inputs(size))
-            return way
-        except Exception as error:
-            problems.setdefault(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", way)
-    reasons = "; ".join(f"{way}: {problem}" for problem, way in problems.items())
+            return conventions
+        except LayoutError as error:
+            missing = missing or str(error)
+        except _MISFITS as error:
+            _misfit(error)
+            if len(ran) > farthest[0]:
+                farthest = (len(ran), f"{_first_line(error)} ({_described(conventions, call is None)})")
+        finally:
+            watch.remove()
+    if call is not None:
+        raise LayoutError(missing or farthest[1] or "its latents have a form that the probe does not know")
     raise LayoutError(
-        f"{name} has no reviewed token layout, and the probe could not run it: {reasons}. "
+        f"{name} has no reviewed token layout, and the probe could not run it: {missing or farthest[1]}. "
         "Write a layout (see docs/layouts.md) and pass it as parallelize(..., layout=...)"
     )
+
+
+def _described(conventions: Conventions, own: bool) -> str:
+    """How the model was called, for messages; with the probe's own arguments also what it left out."""
+    left = conventions.left_out(conventions.sizes["base"]) if own else []
+    return f"with {conventions.way}" + (f", without {', '.join(left)}" if left else "")
+
+
+def _attempts(model: nn.Module, call: Mapping[str, Any] | None) -> Iterator[Conventions]:
+    """Ways to make inputs; those of a call with two samples first, of which more can be seen than of one."""
+    if call is None:
+        yield from (Conventions(model, way) for way in ways(model))
+        return
+    for batch in (2, 1):
+        for way in ways(model):
+            conventions = LiveConventions(model, way, call, batch)
+            if conventions.fits:
+                yield conventions
 
 
 def _with_timestep_per_token(model: nn.Module, name: str, way: Way) -> TokenLayout | None:
     """The layout of calls with a timestep per token, for models that take one."""
     try:
-        return _Probe(model, name, replace(way, per_token=True)).layout()
-    except Exception:
+        return _Probe(model, name, Conventions(model, replace(way, per_token=True))).layout()
+    except (LayoutError, *_MISFITS) as error:
+        _misfit(error)
         # Most models take one timestep per sample, and say no to more in many ways.
         return None
 
@@ -132,18 +234,22 @@ def _joined(layout: TokenLayout, other: TokenLayout | None) -> TokenLayout:
     if other is None or [r.blocks for r in other.regions] != [r.blocks for r in layout.regions]:
         return layout
     regions = [
-        replace(region, cuts=(*region.cuts, *(cut for cut in more.cuts if cut not in region.cuts)))
+        replace(
+            region,
+            cuts=(*region.cuts, *(cut for cut in more.cuts if cut not in region.cuts)),
+            known=tuple(dict.fromkeys((*region.known, *more.known))),
+        )
         for region, more in zip(layout.regions, other.regions, strict=True)
     ]
-    return replace(layout, regions=tuple(regions))
+    return replace(layout, regions=tuple(regions), calls=tuple(dict.fromkeys((*layout.calls, *other.calls))))
 
 
 class _Probe:
-    def __init__(self, model: nn.Module, name: str, way: Way) -> None:
+    def __init__(self, model: nn.Module, name: str, conventions: Conventions) -> None:
         self.model = model
         self.name = name
         self.lists = _block_lists(model)
-        self.conventions = Conventions(model, way)
+        self.conventions = conventions
         sizes = self.conventions.sizes
         self.size = sizes.pop("base")
         self.base = self._run(self.size)
@@ -173,6 +279,8 @@ class _Probe:
             regions=tuple(self._what_is_read_after(r, chained[i + 1 :]) for i, r in enumerate(chained)),
             unbatched=unbatched,
             listed=listed,
+            timestep=next((name for name in ("timestep", "t") if name in self.conventions.parameters), None),
+            calls=(tuple(sorted(form_of(Arguments((), (), self.conventions.inputs(self.size))), key=repr)),),
             source="probed",
         )
 
@@ -251,7 +359,9 @@ class _Probe:
         streams = tuple(
             replace(s, used_after=last[s.out or 0] is not None, replicate=s.name in ragged) for s in streams
         )
-        return Region(path, streams, attention, cuts, whole, local=local, counts=counts)
+        counts = tuple(self._whose(count, sites, streams, attention) for count in counts)
+        known = {_sort(path, value): None for site in sites for path, value in self.base.blocks[site].leaves.items()}
+        return Region(path, streams, attention, cuts, whole, local=local, counts=counts, known=tuple(known))
 
     def _streams(self, site: str) -> tuple[Stream, ...]:
         """Arguments that come back with the same shape and grow with the image or the text."""
@@ -313,13 +423,7 @@ class _Probe:
             token = tokens.select(stream.dim, middle)
             token += torch.linspace(-1, 1, token.shape[-1], device=token.device, dtype=token.dtype)
             arguments.set(stream.arg, tokens)
-            door.open_door()
-            handed = door.enter(_Replay(run))
-            try:
-                output = block(*arguments.args, **arguments.kwargs)
-            finally:
-                door.leave(handed)
-                door.close_door()
+            output = _run_block(block, arguments, _Replay(run))
             results = [output] if isinstance(output, Tensor) else list(output)
             for other in streams:
                 new, old = results[other.out or 0], run.results[other.out or 0]
@@ -334,6 +438,63 @@ class _Probe:
                         "attention without a softmax …), which the probe cannot follow; write a layout with `leaves` "
                         "(see docs/layouts.md)"
                     )
+
+    def _whose(
+        self, count: Count, sites: list[str], streams: tuple[Stream, ...], attention: tuple[Attention, ...]
+    ) -> Count:
+        """Which tokens an integer counts: one less of them, with attention's answers held fixed, changes one token.
+
+        Where the integer is all tokens and blocks only shape their tensors by it, no number but that is understood.
+        """
+        stream = next(stream for stream in streams if stream.name == count.stream)
+        local = tuple(call == LOCAL for call in attention)
+        found: set[str] = set()
+        for site in sites:
+            run = self.base.blocks[site]
+            number = run.leaves.get(count.arg)
+            if not isinstance(number, int) or number < 1:
+                continue
+            total = run.leaves[stream.arg].shape[stream.dim]
+            try:
+                changed = self._changed_by(site, count.arg, number - 1, stream, local)
+            except _MISFITS as error:
+                _misfit(error)
+                changed = None
+            if changed == [number - 1]:
+                found.add("first")
+            elif changed == [total - number]:
+                found.add("last")
+            elif number == total and not changed:
+                found.add("all")
+            elif changed != []:
+                raise LayoutError(
+                    f"{site}: the integer argument {count.arg!r} counts {count.stream} tokens ({number} of {total}), "
+                    "and which ones cannot be told by passing one less; write a layout with `counts` (docs/layouts.md)"
+                )
+        # Blocks that only take the number for all of them agree with any that say which.
+        told = found - {"all"} or found or {"first"}
+        if len(told) > 1:
+            raise LayoutError(f"{sites[0]}: blocks count other tokens by the integer argument {count.arg!r}")
+        part: Any = told.pop()
+        return replace(count, part=part)
+
+    def _changed_by(self, site: str, arg: str, number: int, stream: Stream, local: tuple[bool, ...]) -> list[int]:
+        """Tokens of a stream that another integer changes, in what attention is asked or in the block's result."""
+        block, run = self.model.get_submodule(site), self.base.blocks[site]
+        total, changed = run.leaves[stream.arg].shape[stream.dim], set()
+        seen = []
+        for value in (run.leaves[arg], number):
+            arguments = Arguments(parameter_names(type(block).forward), run.args, run.kwargs)
+            arguments.set(arg, value)
+            replay = _Replay(run, local)
+            output = _run_block(block, arguments, replay)
+            asked = [(tensor, 2) for call in replay.asked for tensor in call if tensor.shape[2] == total]
+            result = output if stream.out is None else output[stream.out]
+            seen.append([*asked, (result, stream.dim)])
+        for (old, dim), (new, _) in zip(*seen, strict=True):
+            others = tuple(d for d in range(new.dim()) if d != dim)
+            changed |= set(((new - old).abs().amax(dim=others) > 0).nonzero().flatten().tolist())
+        return sorted(changed)
 
     def _made_by_earlier_blocks(self, sites: list[str], streams: tuple[Stream, ...]) -> tuple[str, ...]:
         """Arguments besides the streams that are the very tensors an earlier block of the list returned."""
@@ -429,7 +590,6 @@ class _Probe:
         """Arguments of the forward without a batch dimension, and those that are lists of samples."""
         larger = replace(self.size, batch=self.size.batch + 1)
         few, many = (self.conventions.inputs(size) for size in (self.size, larger))
-        self.model(**many)
         listed = [
             name
             for name, value in few.items()
@@ -544,6 +704,22 @@ def _recording_hooks(
         return edit_output(output) if edit_output is not None else None
 
     return before, after
+
+
+def _run_block(block: nn.Module, arguments: Arguments, handler: door.AttentionHandler) -> Any:
+    """A block alone, its attention answered by ``handler``."""
+    door.open_door()
+    handed = door.enter(handler)
+    try:
+        return block(*arguments.args, **arguments.kwargs)
+    finally:
+        door.leave(handed)
+        door.close_door()
+
+
+def _sort(path: str, value: Any) -> tuple[str, str, int]:
+    """An argument as `Region.known` has it."""
+    return (path, dtype_class(value.dtype), value.dim()) if isinstance(value, Tensor) else (path, "count", 0)
 
 
 def _block_lists(model: nn.Module) -> list[str]:

@@ -7,7 +7,7 @@ import pkgutil
 from functools import cache
 
 from . import models
-from .types import TokenLayout
+from .types import Table, TokenLayout
 
 
 @cache
@@ -18,6 +18,12 @@ def known_models() -> dict[str, TokenLayout]:
         for module in pkgutil.iter_modules(models.__path__)
     )
     return {layout.model: layout for layout in layouts}
+
+
+@cache
+def known_tables() -> tuple[Table, ...]:
+    """Positional tables of all models: they go by the class of an attention, which several models may share."""
+    return tuple(dict.fromkeys(table for layout in known_models().values() for table in layout.tables))
 
 
 def layout_of(model: object) -> TokenLayout | None:

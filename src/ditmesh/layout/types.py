@@ -7,7 +7,14 @@ image or text tokens, along which dimension, in which order they join, and which
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Literal
+
+# What an argument is, as far as a model may treat it otherwise for it (`ditmesh.layout.forms.kind_of`).
+Kind = Hashable
+# Name and kind of every argument of one call of a transformer.
+CallForm = frozenset[tuple[str, Kind]]
 
 
 @dataclass(frozen=True)
@@ -60,17 +67,20 @@ class Cut:
 
 @dataclass(frozen=True)
 class Count:
-    """An integer argument that counts the first tokens of a stream: so many tokens of the first frame.
+    """An integer argument that counts tokens of a stream: so many tokens of the first frame.
 
     A rank gets the number of those tokens that are its own.
 
     Attributes:
         arg: the argument, ``"num_tokens"``.
-        stream: whose first tokens it counts, ``"image"``.
+        stream: whose tokens it counts, ``"image"``.
+        part: which of them: the ``"first"`` so many, the ``"last"`` so many (those behind a film's history), or
+            ``"all"``; then another number is refused.
     """
 
     arg: str
     stream: str
+    part: Literal["first", "last", "all"] = "first"
 
 
 @dataclass(frozen=True)
@@ -94,10 +104,31 @@ class Leaf:
         module: its path in the block, ``"ff.conv_depth"``.
         rule: name of a rule of `ditmesh.strategies.leaves`: ``"conv_rows"`` (convolution over a grid that is
             cut between rows), ``"linear_attention"`` (attention through a state summed over all tokens).
+        processor: class of the attention processor that the rule stands in for; a module with another one is refused.
     """
 
     module: str
     rule: str
+    processor: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A positional table that tensor parallelism cuts: one per channel or head, applied inside the attention.
+
+    Attributes:
+        kind: class of the attention module that takes it.
+        argument: its name; a tensor or a tuple of tensors.
+        ndim: number of dimensions of the tensors meant.
+        dim: the dimension that follows ``width``.
+        width: ``"queries"`` (channels) or ``"heads"``, as in `ditmesh.strategies.rules.Rule`.
+    """
+
+    kind: str
+    argument: str
+    ndim: int
+    dim: int
+    width: str
 
 
 @dataclass(frozen=True)
@@ -147,6 +178,8 @@ class Region:
         leaves: modules that mix tokens without attention.
         chained: the streams come from the region before exactly as its last block returned them, so nothing
             has to be gathered between the two.
+        known: tensor and integer arguments of the blocks that the probe saw, as (path, class, number of dimensions);
+            any other is refused. Empty for a layout that was written: its paths alone are compared.
     """
 
     blocks: str
@@ -159,6 +192,7 @@ class Region:
     counts: tuple[Count, ...] = ()
     grid: Grid | None = None
     leaves: tuple[Leaf, ...] = ()
+    known: tuple[tuple[str, str, int], ...] = ()
 
     def stream(self, name: str) -> Stream:
         """The stream of that name."""
@@ -168,6 +202,10 @@ class Region:
     def main(self) -> Stream:
         """The first stream: the image, whose tokens decide how many ranks can share the work."""
         return self.streams[0]
+
+
+# How diffusers' blocks call what works on no image token.
+BESIDE_IMAGE = ("norm", "ada", "mod", "context", "add_", "txt", "text", "temb", "time", "to_k_ip", "to_v_ip")
 
 
 @dataclass(frozen=True)
@@ -188,6 +226,12 @@ class TokenLayout:
             the first block of the first list to the last block of the last.
         kept: modules inside blocks that the model also calls outside of them, as paths in the model: every stage of
             PipeFusion keeps their weights.
+        timestep: argument of the transformer's forward that holds the timestep; None when it takes none.
+        beside_image: parts of a parameter's path, in lower case, that mark work on a vector or on the short text
+            stream, not on the image's tokens; what a block costs is estimated without those parameters.
+        tables: positional tables that tensor parallelism cuts with the heads.
+        calls: forms of call that a probed layout was derived from, each as sorted (name, kind); a call of another
+            form is looked at anew. Empty for a layout that was written: it holds for every call.
         source: ``"reviewed"`` for the table that ships, ``"probed"`` for a layout derived on the spot.
     """
 
@@ -198,4 +242,8 @@ class TokenLayout:
     listed: tuple[str, ...] = ()
     alternating: bool = False
     kept: tuple[str, ...] = ()
+    timestep: str | None = "timestep"
+    beside_image: tuple[str, ...] = BESIDE_IMAGE
+    tables: tuple[Table, ...] = ()
+    calls: tuple[tuple[tuple[str, Kind], ...], ...] = ()
     source: str = "reviewed"

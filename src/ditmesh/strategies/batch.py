@@ -25,6 +25,7 @@ from ..core.partition import even_cut, offsets
 from ..core.patching import CallChain, Patch, Proceed
 from ..core.values import Seen, seen
 from ..errors import InputError
+from ..layout import TokenLayout
 from ..layout.arguments import Arguments, covers, parameter_names
 from .base import Context, Request, Strategy
 from .lazy import LazyPatches, Owners
@@ -92,6 +93,10 @@ class BatchParallel:
         self._forward: Callable[..., Any] = model.forward
         self.close = chain.add(self._call)
         self.begin_request()
+
+    def follow(self, layout: TokenLayout) -> None:
+        """The layout of the call that is about to run: which of its arguments have rows."""
+        self.unbatched, self.listed = layout.unbatched, layout.listed
 
     def begin_request(self) -> None:
         """A new request starts: what the branches of the last one were is forgotten.

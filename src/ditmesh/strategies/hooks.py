@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 from ..attention import door as intercept
 from ..core.patching import CallChain, Proceed
 from ..errors import InputError, LayoutError
-from ..layout import Region, TokenLayout
+from ..layout import Leaf, Region, TokenLayout
 from ..layout.arguments import MISSING, Arguments, parameter_names
+from ..layout.forms import Forms
+from ..layout.probe import probe
 from .balance import Balance
 
 
@@ -101,7 +104,7 @@ class Handler(intercept.AttentionHandler, Protocol):
         """Stand in for a block's forward, between the hooks, if need be; returns the undo."""
         ...
 
-    def adapt(self, site: BlockSite, rule: str, module: nn.Module) -> Callable[[], None]:
+    def adapt(self, site: BlockSite, leaf: Leaf, module: nn.Module) -> Callable[[], None]:
         """Make a module that mixes tokens without attention see those of other ranks; returns the undo."""
         ...
 
@@ -114,24 +117,25 @@ class ModelHooks:
         layout: where its tokens are.
         handler: receives the callbacks of calls, blocks and attention.
         chain: what wraps the model's forward; the hooks on the call become its next layer.
-        cuts_tokens: whether the handler shares tokens out; only then are the arguments refused that the layout
-            does not cover.
+        fixed: what is set up by this layout, as in `Forms`.
 
     Attributes:
         tap: is shown what every block returns; None: nobody looks.
+        layout: that of the latest call.
+        followers: are told the layout of every call before it runs.
 
     Raises:
         LayoutError: a block list of the layout is not in the model.
     """
 
     def __init__(
-        self, model: nn.Module, layout: TokenLayout, handler: Handler, chain: CallChain, cuts_tokens: bool = True
+        self, model: nn.Module, layout: TokenLayout, handler: Handler, chain: CallChain, fixed: str = ""
     ) -> None:
         self.model = model
         self.layout = layout
         self.handler = handler
         self.tap: Tap | None = None
-        self._cuts_tokens = cuts_tokens
+        self.followers: list[Callable[[TokenLayout], None]] = []
         self._names = parameter_names(type(model).forward)
         self._undo = ExitStack()
         lists = [(region, _blocks(model, region)) for region in layout.regions]
@@ -140,24 +144,12 @@ class ModelHooks:
         self._undo.callback(weakref.finalize(self, intercept.close_door))
         try:
             self._undo.callback(chain.add(self._around_call))
-            names = [region.blocks for region in layout.regions]
-            for position, (region, blocks) in enumerate(lists):
-                feeds_next = position + 1 < len(lists) and lists[position + 1][0].chained
-                opens = not layout.alternating or position == 0
-                closes = not layout.alternating or position == len(lists) - 1
+            self._forms = Forms(layout, partial(probe, model), fixed)
+            self._of: dict[int, dict[str, BlockSite]] = {}
+            self._sites = self._sites_of(layout)
+            for region, blocks in lists:
                 for index, block in enumerate(blocks):
-                    site = BlockSite(
-                        model=layout.model,
-                        path=f"{region.blocks}.{index}",
-                        region=region,
-                        index=index,
-                        span=" and ".join(names) if layout.alternating else region.blocks,
-                        is_first=opens and index == 0,
-                        is_last=closes and index == len(blocks) - 1,
-                        fed_by_previous=region.chained and position > 0,
-                        feeds_next=feeds_next,
-                    )
-                    self._hook(block, site)
+                    self._hook(block, self._sites[f"{region.blocks}.{index}"])
         except BaseException:
             self.close()
             raise
@@ -177,30 +169,28 @@ class ModelHooks:
                 raise LayoutError(
                     f"{site.path} has no module {leaf.module!r}; its layout is of another version"
                 ) from None
-            self._undo.callback(handler.adapt(site, leaf.rule, module))
+            self._undo.callback(handler.adapt(site, leaf, module))
 
         def before(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             arguments = Arguments(names, args, kwargs)
-            handler.before_block(site, arguments)
+            handler.before_block(self._sites[site.path], arguments)
             intercept.handle(handler)
             return tuple(arguments.args), arguments.kwargs
 
         def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
             intercept.handle(None)
             if self.tap is not None:
-                for piece in handler.pieces(site, output):
+                for piece in handler.pieces(self._sites[site.path], output):
                     self.tap(site.path, piece)
-            return handler.after_block(site, output)
+            return handler.after_block(self._sites[site.path], output)
 
         # Around what others put on the block's forward: a cache sees tokens that are cut already.
         self._undo.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
         self._undo.callback(block.register_forward_hook(after).remove)
 
     def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
-        if self._cuts_tokens and self.layout.refused:
-            self._check(Arguments(self._names, args, kwargs))
         self.handler.begin_call()
         try:
             output = proceed(*args, **kwargs)
@@ -210,13 +200,51 @@ class ModelHooks:
         self.handler.end_call()
         return output
 
-    def _check(self, arguments: Arguments) -> None:
+    def around_whole_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        """A layer that looks at a call before anything shares it out, where tokens are cut.
+
+        Arguments that the layout does not cover are refused, and a call of a form that a probed layout is not of is
+        looked at anew.
+        """
+        arguments = Arguments(self._names, args, kwargs)
         for path, reason in self.layout.refused.items():
             value = arguments.get(path)
             if value is not MISSING and value is not None:
                 raise InputError(
                     f"{self.layout.model} was called with {path!r}, which cannot run in parallel: {reason}"
                 )
+        self.layout = self._forms.layout_of(arguments)
+        self._sites = self._sites_of(self.layout)
+        for follow in self.followers:
+            follow(self.layout)
+        return proceed(*args, **kwargs)
+
+    def _sites_of(self, layout: TokenLayout) -> dict[str, BlockSite]:
+        """Every block's place by its path, as a layout has it."""
+        if id(layout) in self._of:
+            return self._of[id(layout)]
+        sites: dict[str, BlockSite] = {}
+        names = [region.blocks for region in layout.regions]
+        for position, region in enumerate(layout.regions):
+            blocks = _blocks(self.model, region)
+            feeds_next = position + 1 < len(names) and layout.regions[position + 1].chained
+            opens = not layout.alternating or position == 0
+            closes = not layout.alternating or position == len(names) - 1
+            for index in range(len(blocks)):
+                site = BlockSite(
+                    model=layout.model,
+                    path=f"{region.blocks}.{index}",
+                    region=region,
+                    index=index,
+                    span=" and ".join(names) if layout.alternating else region.blocks,
+                    is_first=opens and index == 0,
+                    is_last=closes and index == len(blocks) - 1,
+                    fed_by_previous=region.chained and position > 0,
+                    feeds_next=feeds_next,
+                )
+                sites[site.path] = site
+        self._of[id(layout)] = sites
+        return sites
 
 
 def _blocks(model: nn.Module, region: Region) -> list[nn.Module]:

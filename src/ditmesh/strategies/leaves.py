@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ..core.group import ExchangeGroup
 from ..errors import ConfigError, LayoutError
 
-Rule = Callable[[nn.Module, ExchangeGroup, str], Callable[[], None]]
+Rule = Callable[..., Callable[[], None]]
 
 
-def conv_rows(module: nn.Module, link: ExchangeGroup, what: str) -> Callable[[], None]:
+def conv_rows(module: nn.Module, link: ExchangeGroup, what: str, processor: str = "") -> Callable[[], None]:
     """A 2-D convolution over a grid (B, C, rows, columns) that is cut between rows.
 
     Each rank lends its neighbours as many rows as the kernel reaches over the edge (the halo), computes with
@@ -79,25 +79,24 @@ def _neighbours_rows(x: Tensor, reach: int, link: ExchangeGroup) -> tuple[Tensor
     return above, below
 
 
-# Processors of diffusers that compute softmax-free attention as `_LinearAttention` does.
-LINEAR_PROCESSORS = ("SanaLinearAttnProcessor2_0",)
-
-
-def linear_attention(module: nn.Module, link: ExchangeGroup, what: str) -> Callable[[], None]:
+def linear_attention(module: nn.Module, link: ExchangeGroup, what: str, processor: str = "") -> Callable[[], None]:
     """Attention with the kernel relu(q) relu(k)ᵀ instead of a softmax, over tokens on several ranks.
 
     Katharopoulos et al. 2020, arXiv:2006.16236, equation 6: queries meet all keys and values through the state
     Σ relu(k) vᵀ and the normaliser Σ relu(k), sums over tokens. Each rank sums over its own, and the
     (D + 1) × D sums of every head are added up in rank order: the same bits on every rank.
 
+    Args:
+        processor: class of the processor this stands in for; the layout knows it.
+
     Raises:
-        LayoutError: the module's processor computes something else.
+        LayoutError: the module has another processor, which may compute something else.
     """
     original = getattr(module, "processor", None)
-    if type(original).__name__ not in LINEAR_PROCESSORS:
+    if type(original).__name__ != processor:
         raise LayoutError(
-            f"{what}: the rule linear_attention stands in for {' or '.join(LINEAR_PROCESSORS)}, but the processor is "
-            f"{type(original).__name__}"
+            f"{what}: the layout's rule linear_attention stands in for {processor or 'no processor'}, but the "
+            f"processor is {type(original).__name__}"
         )
     # Any: to a type checker an attribute of a module is a tensor or a module, and a processor is neither.
     attention: Any = module

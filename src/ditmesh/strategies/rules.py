@@ -47,25 +47,6 @@ class Rule:
         )
 
 
-@dataclass(frozen=True)
-class Table:
-    """A positional table that is applied per channel or per head, before or after the heads are split.
-
-    Attributes:
-        kind: class of the attention module that takes it.
-        argument: its name; a tensor or a tuple of tensors.
-        ndim: number of dimensions of the tensors meant.
-        dim: the dimension that follows ``width``.
-        width: as in `Rule`.
-    """
-
-    kind: str
-    argument: str
-    ndim: int
-    dim: int
-    width: str
-
-
 _PROJECTIONS = {
     "to_q": ("queries",),
     "to_k": ("keys",),
@@ -206,13 +187,3 @@ ATTRIBUTES: Mapping[str, str] = {
     "out_dim": "queries",
     "mlp_hidden_dim": "hidden",
 }
-
-# Rotary tables that are applied per channel before the heads are split, or that hold one angle per head.
-TABLES: tuple[Table, ...] = (
-    Table("LTXAttention", "image_rotary_emb", ndim=3, dim=2, width="queries"),
-    Table("LTX2Attention", "query_rotary_emb", ndim=3, dim=2, width="queries"),
-    Table("LTX2Attention", "key_rotary_emb", ndim=3, dim=2, width="queries"),
-    Table("LTX2Attention", "query_rotary_emb", ndim=4, dim=1, width="heads"),
-    Table("LTX2Attention", "key_rotary_emb", ndim=4, dim=1, width="heads"),
-    Table("MochiAttention", "image_rotary_emb", ndim=3, dim=1, width="heads"),
-)

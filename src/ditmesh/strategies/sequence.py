@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from ..attention import masks
@@ -21,8 +22,9 @@ from ..core.group import Group
 from ..core.partition import Partition, weighted_cut
 from ..doors import BlockSite, Piece
 from ..errors import ConfigError, LayoutError
-from ..layout import Attention, Grid, Stream, TokenLayout
+from ..layout import Attention, Count, Grid, Leaf, Region, Stream, TokenLayout
 from ..layout.arguments import MISSING, Arguments, covers
+from ..layout.forms import dtype_class
 from ..mesh import Mesh
 from ..methods import replace_method
 from . import leaves
@@ -128,7 +130,7 @@ class SequenceParallel:
         for counted in site.region.counts:
             value = arguments.get(counted.arg)
             if isinstance(value, int):
-                arguments.set(counted.arg, call.tokens.select((counted.stream,)).first(value, self.link.rank))
+                arguments.set(counted.arg, self._own_count(site, counted, value))
         grid = site.region.grid
         if grid is not None:
             mine = call.tokens.select((site.region.main.name,)).lengths[self.link.rank]
@@ -154,8 +156,13 @@ class SequenceParallel:
         for stream in site.region.streams:
             value = result_of(output, stream)
             tokens = call.tokens.select((stream.name,))
-            if isinstance(value, Tensor) and stream.used_after and not tokens.replicated:
+            if not isinstance(value, Tensor) or tokens.replicated:
+                continue
+            if stream.used_after:
                 output = with_result(output, stream, self._gather(value, tokens, stream))
+            elif self.link.size > 1:
+                # What nobody is to read, as the layout says, shows in the picture if it is read after all.
+                output = with_result(output, stream, torch.full_like(value, torch.nan))
         return output
 
     def _check_coverage(self, site: BlockSite) -> None:
@@ -254,6 +261,16 @@ class SequenceParallel:
             )
         return rows, cols
 
+    def _own_count(self, site: BlockSite, counted: Count, number: int) -> int:
+        """How many of the ``number`` tokens that an argument counts are this rank's."""
+        tokens = self._call.tokens.select((counted.stream,))
+        if counted.part == "all" and number != tokens.total:
+            raise LayoutError(
+                f"{site.path}: {counted.arg!r} is {number}, and the layout of {site.model} says that it counts all "
+                f"{tokens.total} {counted.stream} tokens; which {number} of them it means is not known"
+            )
+        return counted_here(counted, number, tokens, self.link.rank)
+
     def _cut(self, whole: Tensor, dim: int, tokens: tuple[str, ...], what: str, folded: bool = False) -> Tensor:
         """This rank's part of a per-token tensor; the same tensor is cut once per call."""
         if whole.shape[dim] == 1 or self.link.size == 1:
@@ -274,42 +291,35 @@ class SequenceParallel:
         return self._call.cuts[key][1]
 
     def _check(self, site: BlockSite, arguments: Arguments) -> None:
-        """Refuse an argument that follows the token count and is not in the layout."""
-        if self.link.size == 1:
+        """Refuse a tensor or an integer that the layout does not know; a probed one knows class and rank, too."""
+        if self.link.size == 1 and not self.config.reproducible:
             return
-        region, tokens = site.region, self._call.tokens
-        known = [stream.arg for stream in region.streams] + [*region.whole, *region.local]
-        known += [count.arg for count in region.counts]
-        known += [region.grid.rows, region.grid.cols] if region.grid else []
-
-        def planned(path: str, value: Any) -> bool:
-            return any(covers(name, path) for name in known) or any(
-                cut.arg == path and (cut.ndim is None or (isinstance(value, Tensor) and cut.ndim == value.dim()))
-                for cut in region.cuts
-            )
-
-        unknown = [(path, value) for path, value in arguments.leaves() if not planned(path, value)]
-        sizes = dict(zip(tokens.totals, tokens.names, strict=True))
-        sizes[tokens.total] = " + ".join(tokens.names)
-        shapes = tuple((path, v.shape if isinstance(v, Tensor) else v) for path, v in unknown)
-        key = (region.blocks, tuple(sizes), shapes)
+        found = tuple((path, *_sort_of(value), value) for path, value in arguments.leaves())
+        key = (site.region.blocks, id(site.region), *(entry[:3] for entry in found))
         if key in self._checked:
             return
-        for path, value in unknown:
-            counts = value.shape if isinstance(value, Tensor) else (value,)
-            for count in counts:
-                if count in sizes and count > 1:
-                    what = (
-                        f"a tensor of shape {tuple(value.shape)}"
-                        if isinstance(value, Tensor)
-                        else f"the integer {value}"
-                    )
-                    raise LayoutError(
-                        f"{site.path}: argument {path!r} is {what}, and {count} is the number of {sizes[count]} "
-                        f"tokens, but the layout of {site.model} does not mention it. Add it to the layout's `cuts` "
-                        "(or to `whole`, if it does not follow the tokens), or pass strict=False to hand it on as it is"
-                    )
+        for path, kind, dims, value in found:
+            if not _knows(site.region, path, kind, dims):
+                raise LayoutError(self._unknown(site, path, value))
         self._checked.add(key)
+
+    def _unknown(self, site: BlockSite, path: str, value: Any) -> str:
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"the integer {value}"
+        tokens = self._call.tokens
+        sizes = dict(zip(tokens.totals, tokens.names, strict=True))
+        sizes[tokens.total] = " + ".join(tokens.names)
+        counts = value.shape if isinstance(value, Tensor) else (value,)
+        follows = next((f", and {n} is the number of {sizes[n]} tokens" for n in counts if n in sizes and n > 1), "")
+        if site.region.known:
+            return (
+                f"{site.path}: argument {path!r} is {what}{follows}, which the probe of {site.model} has not seen; "
+                "write a layout that has it (see docs/layouts.md)"
+            )
+        return (
+            f"{site.path}: argument {path!r} is {what}{follows}, but the layout of {site.model} does not mention it. "
+            "Add it to the layout's `cuts` (or to `whole`, if it does not follow the tokens), or pass strict=False to "
+            "hand it on as it is"
+        )
 
     def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
         """Time the first block, on every rank at once, whenever the balance wants to know."""
@@ -331,11 +341,13 @@ class SequenceParallel:
 
     # --- modules that mix tokens without attention ---------------------------------------------------------
 
-    def adapt(self, site: BlockSite, rule: str, module: nn.Module) -> Callable[[], None]:
+    def adapt(self, site: BlockSite, leaf: Leaf, module: nn.Module) -> Callable[[], None]:
         """Apply a rule of `leaves` to a module of a block; returns what takes it off again."""
         if self.link.size == 1:
             return lambda: None
-        return leaves.RULES[rule](module, self.mesh.sequence, f"{site.path}: {type(module).__name__}")
+        return leaves.RULES[leaf.rule](
+            module, self.mesh.sequence, f"{site.path}: {type(module).__name__}", leaf.processor
+        )
 
     # --- attention ---------------------------------------------------------------------------------------
 
@@ -398,6 +410,32 @@ class SequenceParallel:
                 f"ulysses={self.mesh.ulysses.size} is more than the {q.shape[1]} heads of {site.path}; use ulysses <= "
                 f"{q.shape[1]} and ring for the rest"
             )
+
+
+def counted_here(counted: Count, number: int, tokens: Partition, part: int) -> int:
+    """How many of the ``number`` tokens of a stream that an argument counts a part holds."""
+    if tokens.replicated:
+        return number
+    if counted.part == "last":
+        return tokens.lengths[part] - tokens.first(tokens.total - number, part)
+    return tokens.first(number, part)
+
+
+def _sort_of(value: Any) -> tuple[str, int]:
+    """Class and rank of a tensor or an integer, as `Region.known` has them."""
+    return (dtype_class(value.dtype), value.dim()) if isinstance(value, Tensor) else ("count", 0)
+
+
+def _knows(region: Region, path: str, kind: str, dims: int) -> bool:
+    """Whether the layout says what is to be done with an argument."""
+    if region.known:
+        return (path, kind, dims) in region.known
+    names = [stream.arg for stream in region.streams] + [*region.whole, *region.local]
+    names += [count.arg for count in region.counts]
+    names += [region.grid.rows, region.grid.cols] if region.grid else []
+    return any(covers(name, path) for name in names) or any(
+        cut.arg == path and cut.ndim in (None, dims) for cut in region.cuts
+    )
 
 
 def _true(arguments: Arguments, path: str) -> bool:

@@ -20,6 +20,7 @@ from ..comm import Link, Traffic, Transfer
 from ..config import AXES, ParallelConfig
 from ..core.patching import Proceed
 from ..errors import ConfigError, LayoutError
+from ..layout import Leaf
 from ..layout.arguments import Arguments
 from ..mesh import Mesh
 from ..staleness.control import WarmupControl
@@ -152,10 +153,10 @@ class SimulatedSequence:
         """See `AttentionHandler`."""
         return self._mine().attend(q_bhsd, k_bhsd, v_bhsd, mask, scale)
 
-    def adapt(self, site: BlockSite, rule: str, module: nn.Module) -> Callable[[], None]:
+    def adapt(self, site: BlockSite, leaf: Leaf, module: nn.Module) -> Callable[[], None]:
         """See `Handler`."""
         links = _OwnLink([handler.mesh.sequence for handler in self.handlers])
-        return leaves.RULES[rule](module, links, f"{site.path}: {type(module).__name__}")
+        return leaves.RULES[leaf.rule](module, links, f"{site.path}: {type(module).__name__}", leaf.processor)
 
     def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
         """See `Handler`. Virtual ranks are equally fast."""

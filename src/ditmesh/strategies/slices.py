@@ -15,7 +15,8 @@ from torch import nn
 
 from ..core.partition import Partition, even_cut
 from ..errors import ConfigError, InputError
-from .rules import ATTRIBUTES, NORMS, RULES, TABLES, Rule, Table
+from ..layout import Table, known_tables
+from .rules import ATTRIBUTES, NORMS, RULES, Rule
 
 # Shares of a hidden width are multiples of this where possible: matrix kernels are slow on odd widths.
 ALIGNMENT = 16
@@ -144,7 +145,7 @@ def _apply(made: Plan, rule: Rule, path: str, module: nn.Module, degree: int, cl
                         "parallelism knows RMS norms there only. Use ulysses or ring for this model"
                     )
                 made.sites.append(Site(_join(attention_path, name), "norm", widths[width]))
-        for table in TABLES:
+        for table in known_tables():
             if table.kind == type(attention).__name__:
                 made.tables.append((attention_path, table, widths[table.width]))
         claimed.add(attention_path)

@@ -22,9 +22,6 @@ from ..methods import refuse_calls, replace_method
 from .balance import Balance, mixed
 from .base import Strategy
 
-# Parts of a parameter's path that mark work on a vector or on the short text stream, not on the image's tokens.
-_NOT_IMAGE = ("norm", "ada", "mod", "context", "add_", "txt", "text", "temb", "time", "to_k_ip", "to_v_ip")
-
 
 def balanced(costs: Sequence[float], stages: int, speeds: Sequence[float] | None = None) -> tuple[int, ...]:
     """Cut a row of blocks into consecutive stages so that the slowest is as fast as possible.
@@ -80,7 +77,7 @@ def estimated_costs(model: nn.Module, layout: TokenLayout) -> list[float]:
     for _, block in blocks_of(model, layout):
         shapes = [(path, shape_of(parameter)) for path, parameter in block.named_parameters()]
         weights = [(path, shape.numel()) for path, shape in shapes if len(shape) >= 2]
-        work = sum(count for path, count in weights if not any(mark in path.lower() for mark in _NOT_IMAGE))
+        work = sum(count for path, count in weights if not any(mark in path.lower() for mark in layout.beside_image))
         costs.append(float(work or sum(count for _, count in weights) or 1))
     return costs
 

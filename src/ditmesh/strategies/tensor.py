@@ -19,11 +19,10 @@ from ..comm import Link
 from ..config import ParallelConfig
 from ..core.partition import Partition
 from ..errors import InputError
-from ..layout import TokenLayout
+from ..layout import Table, TokenLayout
 from ..layout.arguments import Arguments, covers, parameter_names
 from .base import Strategy
 from .heads import check_heads, heads_of
-from .rules import Table
 from .slices import Plan, Site, base_of, norm_width, plan
 from .stages import whole_or_refused
 

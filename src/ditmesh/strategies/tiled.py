@@ -34,7 +34,7 @@ from ..methods import replace_method
 from .base import ParallelModel
 from .heads import check_heads, heads_of
 from .hooks import Handler
-from .sequence import SequenceParallel, only, replicated, result_of, shared, with_result
+from .sequence import SequenceParallel, counted_here, only, replicated, result_of, shared, with_result
 from .tokens import TokenStrategy
 from .virtual import ask, run_together
 
@@ -154,7 +154,9 @@ class TiledSequence(SequenceParallel):
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._timing:
                 return restore.original(*args, **kwargs)
-            return self._run_block(site, restore.original, Arguments(names, args, kwargs))
+            # Where the block stands in the layout of this call, which need not be that of the first.
+            here = self._call.site or site
+            return self._run_block(here, restore.original, Arguments(names, args, kwargs))
 
         restore = replace_method(block, "forward", forward)
         met = [self._meet_at(module) for module in block.modules() if isinstance(module, nn.Linear)]
@@ -213,7 +215,7 @@ class TiledSequence(SequenceParallel):
             value = arguments.get(counted.arg)
             if isinstance(value, int):
                 own = here.select((counted.stream,))
-                spread(counted.arg, [own.first(value, tile) for tile in range(count)])
+                spread(counted.arg, [counted_here(counted, value, own, tile) for tile in range(count)])
         if region.grid is not None:
             cols = arguments.get(region.grid.cols)
             spread(region.grid.rows, [length // cols for length in here.select((region.main.name,)).lengths])

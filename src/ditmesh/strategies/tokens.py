@@ -7,6 +7,7 @@ from typing import Any
 
 from ..config import ParallelConfig
 from .base import ParallelModel, Strategy
+from .batch import BatchParallel
 from .hooks import Handler, ModelHooks
 
 
@@ -17,18 +18,16 @@ class TokenStrategy(Strategy):
         """The handler of one transformer's blocks and attention; its ``around_call``, if any, becomes a layer."""
         raise NotImplementedError
 
-    @staticmethod
-    def cuts(config: ParallelConfig) -> bool:
-        """Whether a block sees a part of the tokens only."""
-        return config.sequence > 1 or config.reproducible or config.stages_or_patches
-
     def apply(self, undo: ExitStack) -> None:
         """See `Strategy.apply`."""
+        config = self.context.config
         for model in self.context.models:
             handler = model.add(self.handler(model))
             if around := getattr(handler, "around_call", None):
                 undo.callback(model.chain.add(around))
-            hooks = ModelHooks(model.model, model.layout, handler, model.chain, self.cuts(self.context.config))
+            # What PipeFusion sets itself up by does not change from call to call.
+            fixed = f"patches={config.patches or config.pipe}" if config.stages_or_patches else ""
+            hooks = ModelHooks(model.model, model.layout, handler, model.chain, fixed)
             undo.callback(model.add(hooks).close)
 
     def forget(self) -> None:
@@ -39,3 +38,22 @@ class TokenStrategy(Strategy):
     def handlers(self) -> list[Any]:
         """Of every transformer, once applied."""
         return [model.get(ModelHooks).handler for model in self.context.models]
+
+
+class KnownForms(Strategy):
+    """Only calls that the layout was made for: of another form, they are looked at anew or refused."""
+
+    name = "layouts"
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`: where a block sees a part of the tokens only."""
+        return config.sequence > 1 or config.reproducible or config.stages_or_patches
+
+    def apply(self, undo: ExitStack) -> None:
+        """See `Strategy.apply`."""
+        for model in self.context.models:
+            hooks, rows = model.get(ModelHooks), model.find(BatchParallel)
+            if rows is not None:
+                hooks.followers.append(rows.follow)
+            undo.callback(model.chain.add(hooks.around_whole_call))

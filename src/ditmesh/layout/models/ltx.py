@@ -1,6 +1,6 @@
 """LTX-Video (HaCohen et al. 2024, arXiv:2501.00103): text by cross-attention; a timestep per token in I2V."""
 
-from ..types import LOCAL, Cut, Region, Stream, TokenLayout, joint
+from ..types import LOCAL, Cut, Region, Stream, Table, TokenLayout, joint
 
 LAYOUT = TokenLayout(
     model="LTXVideoTransformer3DModel",
@@ -17,4 +17,5 @@ LAYOUT = TokenLayout(
             whole=("encoder_hidden_states", "encoder_attention_mask"),
         ),
     ),
+    tables=(Table("LTXAttention", "image_rotary_emb", ndim=3, dim=2, width="queries"),),
 )

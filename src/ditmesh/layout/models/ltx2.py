@@ -3,7 +3,7 @@
 Spatio-temporal guidance leaves the self-attention of some blocks out.
 """
 
-from ..types import LOCAL, Attention, Cut, Region, Stream, TokenLayout
+from ..types import LOCAL, Attention, Cut, Region, Stream, Table, TokenLayout
 
 LAYOUT = TokenLayout(
     model="LTX2VideoTransformer3DModel",
@@ -54,6 +54,13 @@ LAYOUT = TokenLayout(
                 "temb_prompt_audio",
             ),
         ),
+    ),
+    tables=(
+        # One angle per channel before the heads are split, or one table per head.
+        Table("LTX2Attention", "query_rotary_emb", ndim=3, dim=2, width="queries"),
+        Table("LTX2Attention", "key_rotary_emb", ndim=3, dim=2, width="queries"),
+        Table("LTX2Attention", "query_rotary_emb", ndim=4, dim=1, width="heads"),
+        Table("LTX2Attention", "key_rotary_emb", ndim=4, dim=1, width="heads"),
     ),
     refused={
         "video_self_attention_mask": "a mask over pairs of video tokens is not cut",

@@ -1,6 +1,6 @@
 """Mochi 1 (Genmo 2024): joint attention with the valid text tokens only, one call for every sample."""
 
-from ..types import Attention, Cut, Region, Stream, TokenLayout
+from ..types import Attention, Cut, Region, Stream, Table, TokenLayout
 
 LAYOUT = TokenLayout(
     model="MochiTransformer3DModel",
@@ -20,4 +20,5 @@ LAYOUT = TokenLayout(
             whole=("temb",),
         ),
     ),
+    tables=(Table("MochiAttention", "image_rotary_emb", ndim=3, dim=1, width="heads"),),
 )

@@ -16,7 +16,10 @@ LAYOUT = TokenLayout(
             cuts=(Cut("attention_mask", dim=2, tokens=("image",)),),
             whole=("encoder_hidden_states", "encoder_attention_mask", "timestep"),
             grid=Grid(rows="height", cols="width"),
-            leaves=(Leaf("attn1", "linear_attention"), Leaf("ff.conv_depth", "conv_rows")),
+            leaves=(
+                Leaf("attn1", "linear_attention", processor="SanaLinearAttnProcessor2_0"),
+                Leaf("ff.conv_depth", "conv_rows"),
+            ),
         ),
     ),
     refused={"controlnet_block_samples": "ControlNet residuals are added between blocks to whole sequences"},

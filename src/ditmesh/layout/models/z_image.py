@@ -30,6 +30,7 @@ LAYOUT = TokenLayout(
         ),
     ),
     listed=("x", "cap_feats"),
+    timestep="t",
     refused={
         "controlnet_block_samples": "ControlNet residuals are added between blocks to whole sequences",
         "siglip_feats": "sequences of several pictures are not in the layout",

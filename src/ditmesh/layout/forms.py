@@ -1,0 +1,151 @@
+"""Forms of a call: which arguments came, and of what kind; a layout holds for the forms it was derived from.
+
+The probe notes the forms of its own calls. A call of another form (another argument, a tensor of another rank or
+class of dtype, another flag) may take another way through the model: nothing that the probe found need be true of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import LayoutError
+from .arguments import Arguments
+from .types import CallForm, Kind, TokenLayout
+
+# Arguments of a forward that decide how its result is wrapped, and nothing else.
+_OF_THE_RESULT = ("return_dict",)
+
+
+@cache
+def dtype_class(dtype: torch.dtype) -> str:
+    """``"float"``, ``"complex"``, ``"bool"`` or ``"int"``: what decides how a model treats a tensor."""
+    special = "complex" if dtype.is_complex else "bool" if dtype is torch.bool else "int"
+    return "float" if dtype.is_floating_point else special
+
+
+# Shapes repeat from step to step, and a call is to be recognised in microseconds.
+@lru_cache(maxsize=4096)
+def _kind_of_tensor(dtype: torch.dtype, shape: torch.Size) -> Kind:
+    return (dtype_class(dtype), len(shape), *(size == 1 for size in shape[1:]))
+
+
+def kind_of(value: Any) -> Kind:
+    """The kind of an argument: of a tensor its class of dtype and, per dimension but the first, whether it has size 1.
+
+    The first is mostly the batch, which may have any size. Flags and texts are of the kind of their value, numbers of
+    their type; items of a list are told apart by kind only, however many there are.
+    """
+    if isinstance(value, Tensor):
+        return _kind_of_tensor(value.dtype, value.shape)
+    if isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, dict):
+        return ("dict", tuple(sorted((str(key), kind_of(item)) for key, item in value.items() if item is not None)))
+    if isinstance(value, list):
+        return ("list", tuple(sorted({kind_of(item) for item in value}, key=repr)))
+    if isinstance(value, tuple):
+        return ("tuple", tuple(kind_of(item) for item in value))
+    return type(value).__name__
+
+
+def form_of(arguments: Arguments) -> CallForm:
+    """The form of one call of a transformer's forward: name and kind of every argument that is not None."""
+    names = arguments.names
+    found = [
+        (names[position] if position < len(names) else f"*{position}", kind_of(value))
+        for position, value in enumerate(arguments.args)
+        if value is not None
+    ]
+    found += [
+        (name, kind_of(value))
+        for name, value in arguments.kwargs.items()
+        if not (value is None or name in _OF_THE_RESULT or (type(value) is dict and not value))
+    ]
+    return frozenset(found)
+
+
+def in_words(kind: Kind) -> str:
+    """A kind as a message names it."""
+    if isinstance(kind, tuple) and len(kind) > 1 and isinstance(kind[1], int):
+        return f"a {kind[0]} tensor of {kind[1]} dimension{'s' * (kind[1] != 1)}"
+    if isinstance(kind, bool):
+        return str(kind)
+    return (
+        f"a {kind[0]}"
+        if isinstance(kind, tuple) and kind
+        else f"{kind!r}"
+        if kind not in ("int", "float")
+        else f"a {kind}"
+    )
+
+
+def news(form: CallForm, known: Iterable[CallForm]) -> str:
+    """What a form has that the most similar known one has not, in words: ``"'fps' (a list)"``."""
+    nearest = max(known, key=lambda other: len(form & other), default=frozenset())
+    named = dict(form)
+    fresh = [f"{name!r} ({in_words(named[name])})" for name, _ in sorted(form - nearest, key=lambda item: item[0])]
+    gone = [f"no {name!r}" for name, _ in sorted(nearest - form, key=lambda item: item[0]) if name not in named]
+    return ", ".join([*fresh, *gone])
+
+
+class Forms:
+    """The layouts of one transformer, a layout per form of call; forms that are new are looked at when they come.
+
+    Args:
+        layout: the layout at hand. One that was reviewed holds for all calls that its `refused` does not name.
+        look: derives the layout of a call, given its arguments by name.
+        fixed: what has been set up by the layout at hand, so that no call may need another one: ``"pipe=2"``; empty
+            when nothing has.
+    """
+
+    def __init__(self, layout: TokenLayout, look: Callable[[dict[str, Any]], TokenLayout], fixed: str = "") -> None:
+        self._layout = layout
+        self._look = look
+        self._fixed = fixed
+        self._known = {frozenset(form): layout for form in layout.calls}
+
+    def layout_of(self, arguments: Arguments) -> TokenLayout:
+        """The layout that holds for a call.
+
+        Raises:
+            LayoutError: the call is of a new form, and looking at it failed or found what cannot be done now; names
+                the arguments that are new.
+        """
+        if not self._layout.calls:
+            return self._layout
+        form = form_of(arguments)
+        found = self._known.get(form)
+        if found is None:
+            found = self._known[form] = self._looked_at(form, arguments)
+        return found
+
+    def _looked_at(self, form: CallForm, arguments: Arguments) -> TokenLayout:
+        what = (
+            f"{self._layout.model} was called with {news(form, self._known)}, and its probed layout is of other calls"
+        )
+        way_out = "write a layout (see docs/layouts.md) and pass it as parallelize(..., layout=...)"
+        try:
+            named = dict(zip(arguments.names, arguments.args, strict=False)) | arguments.kwargs
+            found = self._look({name: value for name, value in named.items() if value is not None})
+        except LayoutError as error:
+            raise LayoutError(f"{what}; to look at this one failed ({error}); {way_out}") from error
+        lists = [[region.blocks for region in layout.regions] for layout in (found, self._layout)]
+        if lists[0] != lists[1]:
+            raise LayoutError(
+                f"{what}; in this one other block lists carry the picture ({', '.join(lists[0])}); {way_out}"
+            )
+        if self._fixed and _essence(found) != _essence(self._layout):
+            raise LayoutError(f"{what}; this one needs another, which {self._fixed} cannot take up any more; {way_out}")
+        return found
+
+
+def _essence(layout: TokenLayout) -> tuple[Any, ...]:
+    """What strategies set themselves up by."""
+    regions = tuple(replace(region, known=()) for region in layout.regions)
+    return regions, layout.unbatched, layout.listed
