@@ -15,7 +15,7 @@ from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
 from ditmesh.errors import ConfigError, InputError
 from ditmesh.receipt import Receipt, read_receipt, write_png
-from ditmesh.replaying import changes_of, compare, config_for, job_of, model_of, place_of
+from ditmesh.replaying import changes_of, compare, job_of, model_of, place_of
 from support.tiny import save_tiny_sd3
 
 # A receipt of the first version, as it stands in pictures.
@@ -210,7 +210,7 @@ def test_a_reproducible_picture_is_drawn_alone_a_fast_one_with_its_neighbours(tm
 
 def test_the_nearest_configuration_for_other_devices():
     def near(devices: int, **settings: Any) -> ParallelConfig:
-        return config_for(ParallelConfig(**settings), devices, 8)
+        return ParallelConfig(**settings).resized(devices, keep="strategy", heads=8)
 
     assert near(2, cfg=2) == ParallelConfig(cfg=2)
     assert near(4, cfg=2) == ParallelConfig(ulysses=4)
@@ -222,7 +222,7 @@ def test_the_nearest_configuration_for_other_devices():
         pipe=2, patches=4, reproducible=True
     )
     assert near(2, pipe=4) == ParallelConfig(pipe=2, patches=4)
-    assert config_for(ParallelConfig(), 3, None) == ParallelConfig(ring=3)
+    assert ParallelConfig().resized(3, keep="strategy") == ParallelConfig(ring=3)
     with pytest.raises(ConfigError, match="cannot share tiles=2"):
         near(4, ring=2, reproducible=True, tiles=2)
 

@@ -16,8 +16,8 @@ import ditmesh
 from ditmesh.cli.main import main
 from ditmesh.cli.values import config_of
 from ditmesh.config import ParallelConfig
-from ditmesh.drawing import Job
 from ditmesh.errors import ConfigError
+from ditmesh.job import Job
 from ditmesh.model_info import find_model
 from ditmesh.quality.metrics import token_digests
 from ditmesh.strategies.sequence import SequenceParallel

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import InputError
-from .options import AsJson, Guidance, PromptsFile, Size
+from .options import AsJson, Device, DType, Guidance, PromptsFile, RankOptions, Seed, Size, Steps, at_least
+from .show import bar, emit
 from .values import download, embedded_or, parse_size, read_prompts
 
 if TYPE_CHECKING:
@@ -41,12 +41,24 @@ def study(
         str,
         typer.Option(metavar="NAMES", help="Such as ddim,dpm for a DDPM model, euler,heun for a flow; own: its own."),
     ] = "own",
-    images: Annotated[int, typer.Option(help="Pictures of every prompt, each with a seed of its own.")] = 1,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps.", show_default="the model's, or 20")] = None,
+    images: Annotated[
+        int,
+        typer.Option(
+            help="Pictures of every prompt, each with a seed of its own.",
+            callback=at_least(1, "--images {value} draws nothing; use 1 or more"),
+        ),
+    ] = 1,
+    steps: Steps = None,
     guidance: Guidance = None,
     size: Size = None,
-    seed: Annotated[int, typer.Option(help="Seed of the first picture.")] = 0,
-    batch: Annotated[int, typer.Option(help="Pictures drawn in one request, at most.")] = 8,
+    seed: Seed = 0,
+    batch: Annotated[
+        int,
+        typer.Option(
+            help="Pictures of one call of the pipeline, at most.",
+            callback=at_least(1, "--batch {value} draws nothing; use 1 or more"),
+        ),
+    ] = 8,
     which_steps: Annotated[
         bool,
         typer.Option(
@@ -62,14 +74,23 @@ def study(
     ] = False,
     target: Annotated[
         float | None,
-        typer.Option(metavar="DB", help="PSNR the rule for the warm-up is for.", show_default="what all N reach"),
+        typer.Option(
+            metavar="DB",
+            help="PSNR the rule for the warm-up is for.",
+            show_default="what all N reach",
+            callback=at_least(0, "--target {value} is no PSNR in dB; use one such as 30"),
+        ),
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Processes that run cells at the same time, one thread each.")] = 1,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Type of the weights.")] = "float32",
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What the model runs on.")] = "auto",
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder; what is finished there is not run again.")] = Path(
-        "study"
-    ),
+    jobs: Annotated[
+        int,
+        typer.Option(
+            help="Processes that run cells at the same time, one thread each.",
+            callback=at_least(1, "--jobs {value} runs nothing; use 1 or more"),
+        ),
+    ] = 1,
+    dtype: DType = "float32",
+    device: Device = "auto",
+    out: Annotated[str, typer.Option(metavar="DIR", help="Folder; what is finished there is not run again.")] = "study",
     as_json: AsJson = False,
 ) -> None:
     """Measure what stale strategies cost in quality, for devices x warm-up x sampler x strategy.
@@ -84,15 +105,14 @@ def study(
     ditmesh study fox owl --model emoji-dit-s --sampler ddim,dpm --warmup "0,2,4,adaptive(0.05)" --images 4
     """
     from .. import zoo
-    from ..drawing import check_layout, class_numbers
-    from ..launch import from_torchrun, resolve_device
+    from ..job import check_folder, check_layout, class_numbers
+    from ..launch import from_torchrun
     from ..model_info import find_model
     from ..study import plan as planning
 
     if from_torchrun():
         raise InputError("ditmesh study simulates its devices; leave torchrun out")
-    if jobs < 1:
-        raise InputError(f"--jobs {jobs} runs nothing; use 1 or more")
+    check_folder(out)
     info, steps, guidance, text_tokens = embedded_or(
         str(zoo.path(model)) if model in zoo.EMBEDDED else model, steps, guidance
     )
@@ -106,7 +126,8 @@ def study(
     wanted = parse_size(size)
     if wanted is not None:
         info.check_size(*wanted)
-    kind = resolve_device(device, 1)
+    ranks = RankOptions(device, dtype)
+    kind = ranks.kind(1)
     setup = planning.Setup(
         model=str(info.files),
         name=model,
@@ -115,7 +136,7 @@ def study(
         guidance=guidance,
         size=wanted,
         max_sequence_length=text_tokens,
-        dtype=dtype,
+        dtype=ranks.dtype_on("cpu"),
         device=kind,
     )
     plan = planning.make_plan(
@@ -135,38 +156,30 @@ def study(
         real=real,
     )
     check_layout(info)
-    result = _run(plan, out, jobs, target)
-    if as_json:
-        print(json.dumps(result, indent=1, allow_nan=False))
-    else:
-        _say(result)
+    emit(_run(plan, Path(out), jobs, target), as_json, _say)
 
 
 def _run(plan: Plan, out: Path, jobs: int, target: float | None) -> dict[str, Any]:
     """Run what is missing and write everything."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from ..study.analysis import Results
     from ..study.page import write
     from ..study.store import Store
     from ..study.work import run_cells
 
     store = Store(out)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("loading", total=len(plan.cells))
+    with bar() as progress:
+        task = progress.add_task("loading", total=len(plan.cells))
         there = sum(store.get(cell, plan.setup) is not None for cell in plan.cells)
-        progress.update(bar, completed=there)
+        progress.update(task, completed=there)
 
         def on_cell(cell: Cell | None, total: int) -> None:
             if cell is None:
-                progress.advance(bar)
+                progress.advance(task)
             else:
-                progress.update(bar, description=cell.describe())
+                progress.update(task, description=cell.describe())
 
         ran = run_cells(plan, store, jobs, on_cell)
-        progress.update(bar, description="writing")
+        progress.update(task, description="writing")
         cells = [found for cell in plan.cells if (found := store.get(cell, plan.setup)) is not None]
         data = write(Results(plan, cells), out, target)
     return {
