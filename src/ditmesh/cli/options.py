@@ -230,9 +230,11 @@ def _numbers(name: str, text: str) -> Any:
     try:
         return tuple(float(word) for word in text.split(","))
     except ValueError:
+        form = (setting(name).form or "").partition("|")[0]
+        each = "rank" if name == "weights" else "stage"
         raise ConfigError(
-            f"{name} {text!r} are not numbers; write them as {setting(name).form} (one for each rank), "
-            f"or {' or '.join(words)}{did_you_mean(text, words)}"
+            f"{name} {text!r} are not numbers; write them as {form} (one for each {each}), or {' or '.join(words)}"
+            f"{did_you_mean(text, words)}"
         ) from None
 
 
