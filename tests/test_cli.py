@@ -279,7 +279,6 @@ FOX = "a red fox"
         bad(FOX, "--negative", "\ud83e", says=("the negative prompt is not Unicode",), name="half a negative"),
         bad("x" * 200_000, says=("prompt 1 has 200000 characters", "100000"), name="prompt without end"),
         bad(FOX, "--model", "m" * 5000, says=("cannot be a folder", "File name too long"), name="long model name"),
-        bad(FOX, "--model", "a\0b", says=("cannot be a folder", "null"), name="model name with a zero"),
         bad(FOX, "--model", "FLAT", says=("patch_size=0", "transformer/config.json"), name="patch size 0"),
         bad(FOX, "--device", "2", says=("--device '2'", "--devices 2"), name="device is a number"),
         bad(FOX, "--dtype", "flaot16", says=("--dtype 'flaot16'", "did you mean 'float16'"), name="dtype"),

@@ -418,8 +418,9 @@ class ParallelConfig(BaseModel):
             return self
         settings = self.model_dump() | dict.fromkeys(self.degrees, 1) | {"weights": None}
         if self.stages_or_patches:
-            settings |= {"patches": self.patches or self.pipe, "stages": "estimated"}
-            if 1 < devices <= settings["patches"]:
+            patches = self.patches or self.pipe
+            settings |= {"patches": patches, "stages": "estimated"}
+            if 1 < devices <= patches:
                 return ParallelConfig(**{**settings, "pipe": devices})
         elif self.exchange != "exact":
             if devices > 1:

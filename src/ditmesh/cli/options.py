@@ -238,13 +238,21 @@ def _numbers(name: str, text: str) -> Any:
         ) from None
 
 
-# The settings of `ParallelConfig`, each an option; ``settings()`` has those that were given.
-ConfigOptions: Any = make_dataclass(
-    "ConfigOptions",
-    [_config_option(name) for name in ParallelConfig.model_fields if setting(name).option],
-    frozen=True,
-    namespace={"settings": _settings},
-)
+if TYPE_CHECKING:
+
+    class ConfigOptions:
+        """The settings of `ParallelConfig`, each an option."""
+
+        def settings(self) -> dict[str, Any]:
+            """Those that were given, by name."""
+            ...
+else:
+    ConfigOptions = make_dataclass(
+        "ConfigOptions",
+        [_config_option(name) for name in ParallelConfig.model_fields if setting(name).option],
+        frozen=True,
+        namespace={"settings": _settings},
+    )
 
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
