@@ -436,6 +436,8 @@ def test_a_model_that_cannot_be_loaded_is_one_sentence(model: Path, tmp_path: Pa
         (("study", "fox", "--jobs", "0"), "--jobs 0 runs nothing"),
         (("study", "fox", "--out", ""), "--out names no folder"),
         (("verify", ""), "the configuration '' says nothing"),
+        (("verify", "ulysses=1"), "'1 device' compares one device with itself"),
+        (("verify", "reproducible"), "compares one device with itself"),
         (("verify", "ulysses=2", "--html", "/proc/x/y.html"), "choose another one with --html"),
         (("verify", "ulysses=2", "--trace-dir", ""), "--trace-dir names no folder"),
         (("verify", "ulysses=2", "--num-images", "2000"), "use 1024 at most"),

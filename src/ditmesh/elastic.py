@@ -139,6 +139,7 @@ class _Progress:
         self.steps_of_each = 0
         self._job, self._report = job, report
         self._again = 0
+        self._first = 0
         self._started: float | None = None
         self._ended = 0.0
 
@@ -149,8 +150,9 @@ class _Progress:
     @property
     def request(self) -> int:
         """The first call of the pipeline with pictures that are not on disk."""
-        missing = (index for index in range(self._job.total) if index not in self.done)
-        return self._job.call_of(next(missing, 0))
+        while self._first in self.done:
+            self._first += 1
+        return self._job.call_of(self._first) if self._first < self._job.total else 0
 
     @property
     def seconds(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,12 +19,52 @@ from .values import configs_of, fetched, picture_job, read_prompts
 if TYPE_CHECKING:
     from ..config import ParallelConfig
     from ..job import Job
+    from ..model_info import ModelInfo
     from ..verification.runs import Run, Task
     from ..verification.verdicts import Verdict
 
 
+@dataclass(frozen=True)
+class CompareOptions:
+    """What is compared, and how."""
+
+    all_of: Annotated[
+        int | None,
+        typer.Option(
+            "--all",
+            metavar="N",
+            help="Every sensible configuration of N devices.",
+            callback=at_least(2, "--all {value} compares nothing; use --all 2 or more"),
+        ),
+    ] = (None,)
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="Largest relative difference of latents and pictures.",
+            show_default="float32 1e-4, float16 0.02, bfloat16 0.1; none for stale strategies",
+            callback=at_least(0, "a tolerance of {value} is not possible; use 0 or more, such as 1e-4"),
+        ),
+    ] = (None,)
+    trace_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Folder for what one device computes, while this runs.", show_default="TMPDIR"
+        ),
+    ] = (None,)
+    trace_gb: Annotated[
+        float,
+        typer.Option(
+            metavar="GB",
+            help="Room for it, and no more than half of what is free; of a large model some channels are kept.",
+            callback=at_least(1e-3, "--trace-gb {value} has room for nothing; use 0.001 or more"),
+        ),
+    ] = (4.0,)
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page with pictures and curves.")] = (None,)
+
+
 @with_groups
 def verify(
+    comparing: CompareOptions,
     pictures: PictureOptions,
     ranks: RankOptions,
     configs: Annotated[
@@ -34,15 +74,6 @@ def verify(
     more_configs: Annotated[
         list[str] | None, typer.Option("--configs", metavar="CONFIG", help="The same, as an option.")
     ] = None,
-    all_of: Annotated[
-        int | None,
-        typer.Option(
-            "--all",
-            metavar="N",
-            help="Every sensible configuration of N devices.",
-            callback=at_least(2, "--all {value} compares nothing; use --all 2 or more"),
-        ),
-    ] = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="What to draw; may be given again.", show_default="a red fox, if embedded")
     ] = None,
@@ -50,29 +81,6 @@ def verify(
         str | None,
         typer.Option(help="Folder or hub id of a diffusers pipeline.", show_default="the embedded model"),
     ] = None,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            help="Largest relative difference of latents and pictures.",
-            show_default="float32 1e-4, float16 0.02, bfloat16 0.1; none for stale strategies",
-            callback=at_least(0, "a tolerance of {value} is not possible; use 0 or more, such as 1e-4"),
-        ),
-    ] = None,
-    trace_dir: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="Folder for what one device computes, while this runs.", show_default="TMPDIR"
-        ),
-    ] = None,
-    trace_gb: Annotated[
-        float,
-        typer.Option(
-            metavar="GB",
-            help="Room for it, and no more than half of what is free; of a large model some channels are kept.",
-            callback=at_least(1e-3, "--trace-gb {value} has room for nothing; use 0.001 or more"),
-        ),
-    ] = 4.0,
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page with pictures and curves.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Draw on one device and on several, and say whether, by how much, and where first they differ.
@@ -86,43 +94,53 @@ def verify(
 
     ditmesh verify --all 4 --steps 8 --html verify.html
     """
-    from ..job import check_config, check_folder, check_job
+    from ..job import check_folder, check_job
     from ..launch import from_torchrun
     from ..receipt import MOST_TOGETHER
-    from ..support import check as check_support
-    from ..verification.runs import sensible
 
     if from_torchrun():
         raise InputError("ditmesh verify starts ranks of its own; leave torchrun out")
     asked = configs_of([*(more_configs or []), *(configs or [])])
-    if not asked and all_of is None:
+    if not asked and comparing.all_of is None:
         raise InputError('there is no configuration to verify; write one, such as "ulysses=2", or say --all 2')
     if pictures.num_images > MOST_TOGETHER:
         raise InputError(f"--num-images {pictures.num_images}: verify compares one call's; use {MOST_TOGETHER} at most")
-    page_at = _page_at(html)
-    room = trace_dir if trace_dir is not None else tempfile.gettempdir()
+    page_at = _page_at(comparing.html)
+    room = comparing.trace_dir if comparing.trace_dir is not None else tempfile.gettempdir()
     check_folder(room, "--trace-dir")
     default = ["a red fox"] if model is None and pictures.prompts_file is None else None
     prompts = read_prompts(prompt or default, pictures.prompts_file)
     job, info = picture_job(model, prompts, pictures, ranks.timeout, room, per_call=pictures.num_images)
-    largest = max([config.world_size for config in asked] + [all_of or 1])
+    largest = max([config.world_size for config in asked] + [comparing.all_of or 1])
     check_job(job, info, largest)
-    for config in asked:
-        check_config(config, info, config.world_size, job.size)
-        check_support(info.transformer_class, config)
-    offered = []
-    if all_of is not None:
-        guided = job.guidance is None or job.guidance > 1
-        offered = [c for c in sensible(all_of, info, job.images, guided, job.size) if c not in asked]
+    offered = _checked(job, info, asked, comparing.all_of)
     kind = ranks.kind(largest)
     job = fetched(replace(job, dtype=ranks.dtype_on(kind)), info)
-    result, page = _verify(job, asked, offered, kind, ranks.threads, tolerance, trace_gb * 1e9, page_at is not None)
+    result, page = _verify(job, asked, offered, kind, ranks.threads, comparing)
     if page_at is not None and page is not None:
         page.write(page_at)
         result["html"] = str(page_at)
     emit(result, as_json, _say)
     if not result["passed"]:
         raise typer.Exit(1)
+
+
+def _checked(job: Job, info: ModelInfo, asked: Sequence[ParallelConfig], all_of: int | None) -> list[ParallelConfig]:
+    """Refuse configurations that say nothing or do not fit; the others that are to be verified."""
+    from ..config import ParallelConfig
+    from ..job import check_config
+    from ..support import check as check_support
+    from ..verification.runs import reference_of, sensible
+
+    for config in asked:
+        if config == (reference_of(config) or ParallelConfig()):
+            raise ConfigError(f"{config.describe()!r} compares one device with itself; write such as 'ulysses=2'")
+        check_config(config, info, config.world_size, job.size)
+        check_support(info.transformer_class, config)
+    if all_of is None:
+        return []
+    guided = job.guidance is None or job.guidance > 1
+    return [config for config in sensible(all_of, info, job.images, guided, job.size) if config not in asked]
 
 
 def _page_at(html: str | None) -> Path | None:
@@ -143,15 +161,12 @@ def _verify(
     offered: Sequence[ParallelConfig],
     kind: Literal["cpu", "cuda"],
     threads: int | None,
-    tolerance: float | None,
-    room: float,
-    with_page: bool,
+    comparing: CompareOptions,
 ) -> tuple[dict[str, Any], Any]:
     """Run everything; the result as data, and the page when one is wanted."""
     from ..launch import RankPool, default_threads
     from ..quality import perceptual
-    from ..receipt import library_versions
-    from ..verification.runs import Task, budget_of, name_of, reference_of
+    from ..verification.runs import Task, budget_of, name_of, reference_of, run_tasks
     from ..verification.verdicts import judge
 
     configs = [*asked, *offered]
@@ -166,15 +181,13 @@ def _verify(
         tempfile.TemporaryDirectory(prefix="ditmesh-verify-", dir=job.out) as folder,
         _Progress(len(references) + len(configs)) as bar,
     ):
-        budget = budget_of(folder, len(references), room)
+        budget = budget_of(folder, len(references), comparing.trace_gb * 1e9)
         for number, reference in enumerate(references):
             traces[reference] = str(Path(folder) / f"trace-{number}")
             os.mkdir(traces[reference])
 
         def run(devices: int, tasks: Sequence[Task]) -> list[list[Run]]:
             """For each task every rank's run."""
-            from ..verification.runs import run_tasks
-
             bar.say(f"starting {count(devices, 'rank')}")
             with RankPool(devices, kind, threads, job.timeout) as pool:
                 every = pool.run(run_tasks, job, tasks, on_message=lambda _, began: bar.begin(began.what))
@@ -192,19 +205,32 @@ def _verify(
             done = run(devices, [Task(config, traces[reference_of(config)]) for config in mine]) if mine else []
             runs |= {name_of(config): of_ranks for config, of_ranks in zip(mine, done, strict=True)}
         bar.say("comparing")
+        learned = perceptual.available()
         for config in configs:
             name, reference = name_of(config), reference_of(config)
             single = alone[name_of(reference)]
             # What one device refuses, several do not have to be asked.
             found = judge(
-                job, config, runs.get(name, [single]), single, traces[reference], tolerance, perceptual.available()
+                job, config, runs.get(name, [single]), single, traces[reference], comparing.tolerance, learned
             )
             if found.refused and config in asked:
                 raise ConfigError(f"{name}: {found.refused}")
             verdicts[name] = found
-    drawn = [verdict for verdict in verdicts.values() if not verdict.refused]
+    rank_0 = {name: of_ranks[0] for name, of_ranks in runs.items()}
+    where = {"device": kind, "threads": threads}
+    return _result(job, list(verdicts.values()), alone, where, rank_0 if comparing.html is not None else None)
+
+
+def _result(
+    job: Job, verdicts: list[Verdict], alone: dict[str, Run], where: dict[str, Any], rank_0: dict[str, Run] | None
+) -> tuple[dict[str, Any], Any]:
+    """The verdicts as data; and the page, when the runs of rank 0 are given."""
+    from ..receipt import library_versions
+    from ..verification.page import page_of
+
+    drawn = [verdict for verdict in verdicts if not verdict.refused]
     if not drawn:
-        raise InputError(f"none of the {len(verdicts)} configurations can run: {next(iter(verdicts.values())).refused}")
+        raise InputError(f"none of the {len(verdicts)} configurations can run: {verdicts[0].refused}")
     facts = {
         "model": job.name,
         "prompts": list(job.prompts),
@@ -214,8 +240,7 @@ def _verify(
         "size": list(job.size) if job.size else None,
         "images": job.images,
         "dtype": job.dtype,
-        "device": kind,
-        "threads": threads,
+        **where,
         "versions": library_versions(),
         "one_device": [
             {"config": name, "seconds": one.seconds, "repeats": one.repeats, "channel_stride": one.stride}
@@ -223,20 +248,10 @@ def _verify(
             if not one.refused
         ],
     }
-    result = {
-        **facts,
-        "configs": [
-            verdict.as_data() | {"outcome": verdict.outcome, "judged": verdict.judged} for verdict in verdicts.values()
-        ],
-        "passed": all(verdict.passed for verdict in drawn),
-    }
-    page = None
-    if with_page:
-        from ..verification.page import page_of
-
-        rank_0 = {name: of_ranks[0] for name, of_ranks in runs.items()}
-        page = page_of(job, list(verdicts.values()), rank_0, alone, {k: v for k, v in facts.items() if v is not None})
-    return result, page
+    said = [verdict.as_data() | {"outcome": verdict.outcome, "judged": verdict.judged} for verdict in verdicts]
+    result = {**facts, "configs": said, "passed": all(verdict.passed for verdict in drawn)}
+    known = {name: value for name, value in facts.items() if value is not None}
+    return result, page_of(job, verdicts, rank_0, alone, known) if rank_0 is not None else None
 
 
 class _Progress:
