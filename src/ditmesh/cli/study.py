@@ -37,52 +37,52 @@ PROMPTS = 4
 class StudyOptions:
     """What is combined with what, and how it is measured."""
 
-    prompts_file: PromptsFile = (None,)
-    devices: Annotated[str, typer.Option(metavar="2,4,8", help="Numbers of devices.")] = ("2,4",)
+    prompts_file: PromptsFile = None
+    devices: Annotated[str, typer.Option(metavar="2,4,8", help="Numbers of devices.")] = "2,4"
     warmup: Annotated[
         str,
         typer.Option(
             metavar="0,4,sqrt(2)", help="Warm-up policies; a number is so many synchronous steps at the beginning."
         ),
-    ] = ("0,1,2,4",)
+    ] = "0,1,2,4"
     strategy: Annotated[str, typer.Option(metavar="NAMES", help="Of displaced, pipefusion and naive.")] = (
-        "displaced,naive",
+        "displaced,naive"
     )
     sampler: Annotated[
         str,
         typer.Option(metavar="NAMES", help="Such as ddim,dpm for a DDPM model, euler,heun for a flow; own: its own."),
-    ] = ("own",)
+    ] = "own"
     images: Annotated[
         int,
         typer.Option(
             help="Pictures of every prompt, each with a seed of its own.",
             callback=at_least(1, "--images {value} draws nothing; use 1 or more"),
         ),
-    ] = (1,)
-    steps: Steps = (None,)
-    guidance: Guidance = (None,)
-    size: Size = (None,)
-    seed: Seed = (0,)
+    ] = 1
+    steps: Steps = None
+    guidance: Guidance = None
+    size: Size = None
+    seed: Seed = 0
     batch: Annotated[
         int,
         typer.Option(
             help="Pictures of one call of the pipeline, at most.",
             callback=at_least(1, "--batch {value} draws nothing; use 1 or more"),
         ),
-    ] = (8,)
+    ] = 8
     which_steps: Annotated[
         bool,
         typer.Option(
             "--which-steps", help="Also make each single step synchronous, and each stale (first strategy and N)."
         ),
-    ] = (False,)
+    ] = False
     detail: Annotated[
         bool,
         typer.Option(help="In the first request of each combination: errors of attention, and on the same latents."),
-    ] = (True,)
+    ] = True
     real: Annotated[
         bool, typer.Option("--real", help="Also run the first request of each combination on real ranks, timed.")
-    ] = (False,)
+    ] = False
     target: Annotated[
         float | None,
         typer.Option(
@@ -91,19 +91,17 @@ class StudyOptions:
             show_default="what all N reach",
             callback=at_least(0, "--target {value} is no PSNR in dB; use one such as 30"),
         ),
-    ] = (None,)
+    ] = None
     jobs: Annotated[
         int,
         typer.Option(
             help="Processes that run cells at the same time, one thread each.",
             callback=at_least(1, "--jobs {value} runs nothing; use 1 or more"),
         ),
-    ] = (1,)
-    dtype: DType = ("float32",)
-    device: Device = ("auto",)
-    out: Annotated[str, typer.Option(metavar="DIR", help="Folder; what is finished there is not run again.")] = (
-        "study",
-    )
+    ] = 1
+    dtype: DType = "float32"
+    device: Device = "auto"
+    out: Annotated[str, typer.Option(metavar="DIR", help="Folder; what is finished there is not run again.")] = "study"
 
 
 @with_groups

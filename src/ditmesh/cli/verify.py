@@ -36,7 +36,7 @@ class CompareOptions:
             help="Every sensible configuration of N devices.",
             callback=at_least(2, "--all {value} compares nothing; use --all 2 or more"),
         ),
-    ] = (None,)
+    ] = None
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -44,13 +44,13 @@ class CompareOptions:
             show_default="float32 1e-4, float16 0.02, bfloat16 0.1; none for stale strategies",
             callback=at_least(0, "a tolerance of {value} is not possible; use 0 or more, such as 1e-4"),
         ),
-    ] = (None,)
+    ] = None
     trace_dir: Annotated[
         str | None,
         typer.Option(
             metavar="DIR", help="Folder for what one device computes, while this runs.", show_default="TMPDIR"
         ),
-    ] = (None,)
+    ] = None
     trace_gb: Annotated[
         float,
         typer.Option(
@@ -58,8 +58,8 @@ class CompareOptions:
             help="Room for it, and no more than half of what is free; of a large model some channels are kept.",
             callback=at_least(1e-3, "--trace-gb {value} has room for nothing; use 0.001 or more"),
         ),
-    ] = (4.0,)
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page with pictures and curves.")] = (None,)
+    ] = 4.0
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page with pictures and curves.")] = None
 
 
 @with_groups
