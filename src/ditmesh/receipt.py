@@ -27,7 +27,7 @@ CHUNK = "ditmesh"
 # those pictures together, characters of a prompt; bytes of the receipt itself.
 MOST_STEPS = 10_000
 MOST_TOGETHER = 1024
-MOST_PIXELS = 2**28
+MOST_PIXELS = 2**27
 LONGEST_PROMPT = 100_000
 LARGEST = 2**22
 
