@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from .errors import InputError
@@ -235,10 +236,13 @@ def load_pipeline(model: str, name: str, dtype: str, device: torch.device | str)
         raise
     except Exception as error:
         # Somebody else's files: what is wrong with them can come out as anything.
-        said = " ".join(str(error).split()) or type(error).__name__
-        what = "" if isinstance(error, (OSError, ValueError, ImportError)) else f"{type(error).__name__}: "
+        said = " ".join(str(error).split())[:400] or type(error).__name__
+        if isinstance(error, UnpicklingError):
+            said = "a file of weights is a pickled program and not only tensors, and is not run"
+        elif not isinstance(error, (OSError, ValueError, ImportError)):
+            said = f"{type(error).__name__}: {said}"
         raise InputError(
-            f"model {name!r} cannot be loaded ({what}{said[:400]}); check its files, or save the pipeline again"
+            f"model {name!r} cannot be loaded ({said}); check its files, or save the pipeline again"
         ) from error
     pipe.to(device)
     pipe.set_progress_bar_config(disable=True)
