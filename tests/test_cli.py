@@ -432,7 +432,7 @@ def test_a_model_that_cannot_be_loaded_is_one_sentence(model: Path, tmp_path: Pa
     ("arguments", "says"),
     [
         (("study", "fox", "--target", "nan"), "--target nan is no PSNR"),
-        (("study", "fox", "--steps", "-3"), "-3 steps draw nothing"),
+        (("study", "fox", "--steps", "-3"), "--steps -3 draws nothing"),
         (("study", "fox", "--jobs", "0"), "--jobs 0 runs nothing"),
         (("study", "fox", "--out", ""), "--out names no folder"),
         (("verify", ""), "the configuration '' says nothing"),

@@ -301,6 +301,17 @@ def check_config(config: ParallelConfig, model: ModelInfo, devices: int, size: t
             )
 
 
+def check_named(out: str | Path, option: str = "--out") -> None:
+    """Refuse the name of a folder that is none.
+
+    Raises:
+        InputError: naming the option.
+    """
+    if not str(out):
+        raise InputError(f"{option} names no folder; write {option} . for the one you are in")
+    check_unicode(str(out), option)
+
+
 def check_folder(out: str | Path, option: str = "--out") -> None:
     """Make the folder and refuse one that cannot be written to.
 
@@ -311,9 +322,7 @@ def check_folder(out: str | Path, option: str = "--out") -> None:
     Raises:
         InputError: naming the folder and the reason.
     """
-    if not str(out):
-        raise InputError(f"{option} names no folder; write {option} . for the one you are in")
-    check_unicode(str(out), option)
+    check_named(out, option)
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)

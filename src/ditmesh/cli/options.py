@@ -68,7 +68,7 @@ Steps = Annotated[
         help="Denoising steps.",
         show_default="the pipeline's",
         rich_help_panel=PICTURES,
-        callback=at_least(1, "{value} steps draw nothing; use --steps 1 or more"),
+        callback=at_least(1, "--steps {value} draws nothing: {value} steps; use --steps 1 or more"),
     ),
 ]
 Guidance = Annotated[
@@ -90,7 +90,7 @@ Seed = Annotated[
     typer.Option(
         help="Seed of the first picture; picture i has seed + i.",
         rich_help_panel=PICTURES,
-        callback=at_least(0, "seed {value} is below 0, and stands for no random one; use --seed 0 or more"),
+        callback=at_least(0, "--seed {value} is out of range; use --seed 0 or more"),
     ),
 ]
 if TYPE_CHECKING:

@@ -126,12 +126,12 @@ def study(
 
     ditmesh study fox owl --model emoji-dit-s --sampler ddim,dpm --warmup "0,2,4,adaptive(0.05)" --images 4
     """
-    from ..job import check_folder, check_layout
+    from ..job import check_layout, check_named
     from ..launch import from_torchrun
 
     if from_torchrun():
         raise InputError("ditmesh study simulates its devices; leave torchrun out")
-    check_folder(options.out)
+    check_named(options.out)
     plan, info = _plan(options, prompts, model)
     check_layout(info)
     emit(_run(plan, Path(options.out), options.jobs, options.target), as_json, _say)
