@@ -83,7 +83,7 @@ TABLES = [
 def plan_of(table: Table, rounds: int) -> Any:
     """The study's plan; that of fewer rounds is the beginning of that of more."""
     from ditmesh import zoo
-    from ditmesh.drawing import class_numbers
+    from ditmesh.job import class_numbers
     from ditmesh.model_info import find_model
     from ditmesh.study import plan
 

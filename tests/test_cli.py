@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -198,6 +199,30 @@ def test_a_rank_that_dies_is_reported_and_pictures_are_kept(
     assert all(read_receipt(path).prompt == "fox" for path in tmp_path.glob("*.png"))
 
 
+def test_no_file_is_replaced_and_pictures_come_in_batches(
+    model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two runs into one folder that holds a file of somebody else under one of the names."""
+    out = tmp_path / "out"
+    out.mkdir()
+    names = [f"000{number}-a-red-fox-seed{number}.png" for number in range(3)]
+    (out / names[1]).write_text("not ours")
+    common = ["generate", FOX, "--model", model, "--steps", "1", "--threads", "1", "--num-images", "3", "--out", out]
+    assert run(*common, "--batch", "2", "--overwrite", "--json") == 0
+    pictures = json.loads(capfd.readouterr().out)["pictures"]
+    # Pictures 0 and 1 in one call, 2 in another; ditmesh's own may be replaced, somebody else's not.
+    assert [(one["together"], one["place"], one["seed"]) for one in pictures] == [(2, 0, 0), (2, 1, 1), (1, 0, 2)]
+    assert [Path(one["path"]).name for one in pictures] == [names[0], "0001-a-red-fox-seed1-2.png", names[2]]
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert run(*common, "--json") == 0
+    pictures = json.loads(capfd.readouterr().out)["pictures"]
+    assert [one["together"] for one in pictures] == [3, 3, 3]
+    # One number for all pictures of a run.
+    assert [Path(one["path"]).name for one in pictures] == [name.replace(".png", "-3.png") for name in names]
+    assert {name: (out / name).read_bytes() for name in before} == before
+    assert before[names[1]] == b"not ours"
+
+
 # ---- what is refused
 
 
@@ -242,6 +267,23 @@ FOX = "a red fox"
         bad(FOX, "--model", "UNET", says=("SomePipeline has no transformer", "unet", "Flux"), name="not a DiT"),
         bad(FOX, "--model", "CLASSES", says=(f"{FOX!r}", "draws classes", "'fox'"), name="no such class"),
         bad("fox", "--model", "CLASSES", "--size", "8x8", says=("size 8x8", "one size"), name="size of classes"),
+        bad(FOX, "--guidance", "nan", says=("guidance nan", "--guidance 3.5"), name="guidance nan"),
+        bad(FOX, "--guidance", "inf", says=("guidance inf",), name="guidance infinite"),
+        bad(FOX, "--timeout", "nan", says=("timeout of nan seconds",), name="timeout nan"),
+        bad(FOX, "--seed", "-1", says=("seed -1", "--seed 0"), name="seed below 0"),
+        bad(FOX, "--out", "", says=("--out names no folder", "--out ."), name="out empty"),
+        bad(FOX, "--num-images", "1000000", says=("1000000 pictures", "100000"), name="a million pictures"),
+        bad(FOX, "--steps", str(10**30), says=("more than any sampler", "--steps 10000"), name="steps without end"),
+        bad(FOX, "--batch", "5000", says=("5000 pictures in one call", "--batch 1 to 1024"), name="too large a batch"),
+        bad("half \ud83e", says=("prompt 1 is not Unicode", "character 6"), name="half a character"),
+        bad(FOX, "--negative", "\ud83e", says=("the negative prompt is not Unicode",), name="half a negative"),
+        bad("x" * 200_000, says=("prompt 1 has 200000 characters", "100000"), name="prompt without end"),
+        bad(FOX, "--model", "m" * 5000, says=("cannot be a folder", "File name too long"), name="long model name"),
+        bad(FOX, "--model", "FLAT", says=("patch_size=0", "transformer/config.json"), name="patch size 0"),
+        bad(FOX, "--device", "2", says=("--device '2'", "--devices 2"), name="device is a number"),
+        bad(FOX, "--dtype", "flaot16", says=("--dtype 'flaot16'", "did you mean 'float16'"), name="dtype"),
+        bad(FOX, "--config", "WRONG", says=("'ulises'", "did you mean 'ulysses'"), name="config key, nearly"),
+        bad(FOX, "--tiles", "1000000000", "--reproducible", says=("tiles=1000000000",), name="tiles without end"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence_before_ranks_start(
@@ -263,6 +305,9 @@ def test_bad_input_is_refused_in_one_sentence_before_ranks_start(
     shutil.copytree(facts_only, classes)
     index = json.loads((classes / "model_index.json").read_text())
     (classes / "model_index.json").write_text(json.dumps({**index, "id2label": {"0": "fox, red fox", "1": "bird"}}))
+    shutil.copytree(facts_only, tmp_path / "flat")
+    part = tmp_path / "flat" / "transformer" / "config.json"
+    part.write_text(json.dumps({**json.loads(part.read_text()), "patch_size": 0}))
     for name, text in {
         "blank.txt": " \n\n",
         "broken.yaml": "ulysses: [",
@@ -281,6 +326,7 @@ def test_bad_input_is_refused_in_one_sentence_before_ranks_start(
         "FOLDER": ".",
         "UNET": "unet",
         "CLASSES": "classes",
+        "FLAT": "flat",
     }
     arguments = [str(tmp_path / names[word]) if word in names else word for word in arguments]
     if "--model" not in arguments:
@@ -360,6 +406,83 @@ def test_a_model_without_weights_is_refused(
 ) -> None:
     assert run("generate", FOX, "--model", facts_only, "--device", "cpu", "--threads", "1", "--out", tmp_path) == 2
     assert f"model '{facts_only}' cannot be loaded" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("broken", ["class", "pickle"])
+def test_a_model_that_cannot_be_loaded_is_one_sentence(model: Path, tmp_path: Path, broken: str) -> None:
+    """A pipeline class that diffusers does not have, and weights that are somebody's pickled program."""
+    from ditmesh.errors import InputError
+    from ditmesh.generation import load_pipeline
+
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+    if broken == "class":
+        index = json.loads((copy / "model_index.json").read_text())
+        (copy / "model_index.json").write_text(json.dumps({**index, "_class_name": "NobodysPipeline"}))
+    else:
+        (weights,) = (copy / "text_encoder").glob("*.safetensors")
+        weights.unlink()
+        (copy / "text_encoder" / "pytorch_model.bin").write_bytes(pickle.dumps(Path("somewhere")))
+    with pytest.raises(InputError, match=r"model 'a model' cannot be loaded \(") as caught:
+        load_pipeline(str(copy), "a model", "float32", "cpu")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("study", "fox", "--target", "nan"), "--target nan is no PSNR"),
+        (("study", "fox", "--steps", "-3"), "--steps -3 draws nothing"),
+        (("study", "fox", "--jobs", "0"), "--jobs 0 runs nothing"),
+        (("study", "fox", "--out", ""), "--out names no folder"),
+        (("verify", ""), "the configuration '' says nothing"),
+        (("verify", "ulysses=1"), "'1 device' compares one device with itself"),
+        (("verify", "reproducible"), "compares one device with itself"),
+        (("verify", "ulysses=2", "--html", "/proc/x/y.html"), "choose another one with --html"),
+        (("verify", "ulysses=2", "--trace-dir", ""), "--trace-dir names no folder"),
+        (("verify", "ulysses=2", "--num-images", "2000"), "use 1024 at most"),
+        (("doctor", "--device", "gpu"), "--device 'gpu' is none of auto, cpu, cuda"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_what_other_commands_refuse(
+    arguments: tuple[str, ...],
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("something was run")
+
+    monkeypatch.setattr("ditmesh.launch.RankPool.__init__", start)
+    monkeypatch.setattr("ditmesh.cli.study._run", start)
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("ditmesh: ")
+    assert says in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    """The options are made from the fields, so that a new setting is one there as well."""
+    from ditmesh.cli.options import ConfigOptions
+    from ditmesh.config import ParallelConfig, setting
+
+    options = ConfigOptions(ring=2, stages="5,7", weights="auto", shared_memory=False, compile="eager")
+    assert options.settings() == {
+        "ring": 2,
+        "stages": (5, 7),
+        "weights": "auto",
+        "shared_memory": False,
+        "compile": "eager",
+    }
+    assert all(setting(name).help for name in ParallelConfig.model_fields)
+    assert run("generate", "-h") == 0
+    said = capsys.readouterr().out
+    for name in ParallelConfig.model_fields:
+        assert (f"--{name.replace('_', '-')}" in said) == setting(name).option
 
 
 # ---- the others

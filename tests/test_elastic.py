@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from ditmesh import journal, zoo
 from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
-from ditmesh.drawing import Drawn, Job, Stepped
-from ditmesh.elastic import Restarted, check_elastic, draw_elastically, smaller
+from ditmesh.elastic import Restarted, check_elastic, generate_elastically
 from ditmesh.errors import ConfigError, JournalError, RankFailed
+from ditmesh.job import Generated, Job, Stepped
 from ditmesh.journal import Journal
 from ditmesh.launch import RankPool, _lost_device
 from ditmesh.receipt import read_receipt
@@ -229,16 +229,17 @@ def test_a_request_goes_on_at_any_call_on_any_number_of_ranks(ranks: Ranks, tmp_
     ],
 )
 def test_the_smaller_configuration(config: dict[str, Any], survivors: Any, expected: dict[str, Any]) -> None:
-    found = smaller(ParallelConfig(**config, reproducible=True), list(survivors))
+    before = ParallelConfig(**config, reproducible=True)
+    found = before.resized(len(survivors), lost=set(range(before.world_size)) - set(survivors))
     assert found == ParallelConfig(**expected, reproducible=True)
 
 
 def test_no_configuration_for_nobody_or_for_half_the_weights() -> None:
     with pytest.raises(ConfigError, match="no rank of ulysses=2 is left"):
-        smaller(ParallelConfig(ulysses=2), [])
+        ParallelConfig(ulysses=2).resized(0, lost=[0, 1])
     with pytest.raises(ConfigError, match="tensor=2 needs 2 ranks, and 1 is left"):
-        smaller(ParallelConfig(tensor=2), [0])
-    assert smaller(ParallelConfig(tensor=2, ulysses=2), [0, 1, 3]) == ParallelConfig(tensor=2)
+        ParallelConfig(tensor=2).resized(1, lost=[1])
+    assert ParallelConfig(tensor=2, ulysses=2).resized(3, lost=[2]) == ParallelConfig(tensor=2)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -327,7 +328,7 @@ class Watched:
         self.error: RankFailed | None = None
         draw = partial(on_rank.draw_and_lose, log=str(self.log), plan=plan)
         try:
-            self.restarts, self.seconds = draw_elastically(
+            self.restarts, self.seconds = generate_elastically(
                 job_, job_.config.world_size, "cpu", 1, self.messages.append, draw
             )
         except RankFailed as error:
@@ -371,7 +372,7 @@ def test_one_of_two_is_killed_in_the_second_picture(
     assert [pixels(path) for path in paths] == pictures
     # Only what was left was computed: two of four steps of the second picture, nothing of the first.
     assert watched.forwards(1) == 2 * (STEPS - 2)
-    assert [message.receipt.index for message in watched.of(Drawn)] == [0, 1]
+    assert [message.receipt.index for message in watched.of(Generated)] == [0, 1]
     # Every step is reported once.
     assert sum(message.steps for message in watched.of(Stepped)) == 2 * STEPS
     # And it is said.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from ditmesh.errors import InputError
-from ditmesh.receipt import CHUNK, Receipt, library_versions, read_receipt, write_png
+from ditmesh.receipt import CHUNK, Receipt, holds_receipt, library_versions, read_receipt, write_png
 
 
 def receipt(**changes: Any) -> Receipt:
@@ -88,3 +92,81 @@ def test_files_without_a_receipt_are_refused_clearly(tmp_path: Path) -> None:
             read_receipt(tmp_path / name)
         assert said in str(caught.value)
         assert name in str(caught.value)
+
+
+def test_a_file_that_is_there_is_kept_when_asked(tmp_path: Path) -> None:
+    path = write_png(picture(), tmp_path / "a.png", receipt(index=1), replace=False)
+    with pytest.raises(FileExistsError):
+        write_png(picture(), path, receipt(index=2), replace=False)
+    assert read_receipt(path).index == 1
+    assert [one.name for one in tmp_path.iterdir()] == ["a.png"]
+    picture().save(tmp_path / "plain.png")
+    (tmp_path / "text.png").write_text("not a picture")
+    assert [holds_receipt(tmp_path / name) for name in ("a.png", "plain.png", "text.png", "none")] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def with_text(path: Path, text: str, compressed: bool = False) -> Path:
+    """A picture with any text where the receipt stands."""
+    info = PngInfo()
+    info.add_itxt(CHUNK, text, zip=compressed)
+    picture().save(path, pnginfo=info)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"place": 7}, "place 7 is none of 1 pictures"),
+        ({"together": 10**6}, "together"),
+        ({"together": 1000, "width": 1024, "height": 1024}, "too much for one call"),
+        ({"steps": 10**9}, "steps"),
+        ({"steps": 10**30}, "steps"),
+        ({"seed": 10**30}, "seed"),
+        ({"dtype": "__class__"}, "dtype"),
+        ({"device": "mps:0"}, "device"),
+        ({"devices": 10**9}, "devices"),
+        ({"guidance": float("nan")}, "guidance"),
+        ({"seconds": float("inf")}, "seconds"),
+        ({"max_sequence_length": 10**9}, "max_sequence_length"),
+        ({"width": 0}, "width"),
+        ({"prompt": "x" * 200_000}, "prompt"),
+    ],
+    ids=str,
+)
+def test_a_receipt_is_somebody_elses_data(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    path = with_text(tmp_path / "a.png", json.dumps({**receipt().model_dump(), **changes}))
+    with pytest.raises(InputError, match=says) as caught:
+        read_receipt(path)
+    assert len(str(caught.value)) < 1000
+
+
+def test_pictures_that_would_fill_the_memory_are_refused(tmp_path: Path) -> None:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 20_000, 20_000, 8, 2, 0, 0, 0)
+    data = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    (tmp_path / "wide.png").write_bytes(b"\x89PNG\r\n\x1a\n" + data)
+    with pytest.raises(InputError, match="larger than any picture"):
+        read_receipt(tmp_path / "wide.png")
+    with pytest.raises(InputError, match="cannot read"):
+        read_receipt(with_text(tmp_path / "bomb.png", "x" * 2**26, compressed=True))
+    with pytest.raises(InputError, match=r"cannot read|ditmesh wrote none so long"):
+        read_receipt(with_text(tmp_path / "long.png", "x" * (2**26 + 1)))
+    with pytest.raises(InputError, match="ditmesh wrote none so long"):
+        read_receipt(with_text(tmp_path / "longer.png", "x" * 2**23))
+    deep = with_text(tmp_path / "deep.png", "[" * 100_000)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_receipt(deep)
+    # Cut off, or with a bit changed, anywhere: a sentence, or a receipt.
+    whole = write_png(picture(), tmp_path / "whole.png", receipt()).read_bytes()
+    for place in range(0, len(whole), 7):
+        for damaged in (whole[:place], whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :]):
+            (tmp_path / "damaged.png").write_bytes(damaged)
+            with contextlib.suppress(InputError):
+                read_receipt(tmp_path / "damaged.png")

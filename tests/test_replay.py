@@ -14,8 +14,9 @@ from ditmesh import zoo
 from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
 from ditmesh.errors import ConfigError, InputError
+from ditmesh.model_info import find_model
 from ditmesh.receipt import Receipt, read_receipt, write_png
-from ditmesh.replaying import changes_of, compare, config_for, job_of, model_of, place_of
+from ditmesh.replaying import changes_of, compare, job_of, model_of, place_of
 from support.tiny import save_tiny_sd3
 
 # A receipt of the first version, as it stands in pictures.
@@ -210,7 +211,7 @@ def test_a_reproducible_picture_is_drawn_alone_a_fast_one_with_its_neighbours(tm
 
 def test_the_nearest_configuration_for_other_devices():
     def near(devices: int, **settings: Any) -> ParallelConfig:
-        return config_for(ParallelConfig(**settings), devices, 8)
+        return ParallelConfig(**settings).resized(devices, keep="strategy", heads=8)
 
     assert near(2, cfg=2) == ParallelConfig(cfg=2)
     assert near(4, cfg=2) == ParallelConfig(ulysses=4)
@@ -222,7 +223,7 @@ def test_the_nearest_configuration_for_other_devices():
         pipe=2, patches=4, reproducible=True
     )
     assert near(2, pipe=4) == ParallelConfig(pipe=2, patches=4)
-    assert config_for(ParallelConfig(), 3, None) == ParallelConfig(ring=3)
+    assert ParallelConfig().resized(3, keep="strategy") == ParallelConfig(ring=3)
     with pytest.raises(ConfigError, match="cannot share tiles=2"):
         near(4, ring=2, reproducible=True, tiles=2)
 
@@ -243,6 +244,11 @@ def test_the_nearest_configuration_for_other_devices():
         (["good.png", "--threads", "0"], ("0 threads",)),
         (["good.png", "--timeout", "0"], ("timeout of 0",)),
         (["good.png", "--out", "plain.png"], ("cannot write to folder",)),
+        (["good.png", "--out", ""], ("--out names no folder",)),
+        (["good.png", "--timeout", "nan"], ("timeout of nan",)),
+        (["hub.png"], ("'somebody/else'", "not on this machine", "--model somebody/else")),
+        (["many.png"], ("5000 ranks", "--devices")),
+        (["self.png"], ("'self'", "ParallelConfig")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -262,6 +268,16 @@ def test_bad_input_is_refused_in_one_sentence_before_ranks_start(
     write_png(picture(), "good.png", Receipt(**OLD))
     write_png(picture(), "lost.png", receipt(model="./gone"))
     write_png(picture(), "odd.png", receipt(config={"warp": 9}))
+    write_png(picture(), "hub.png", receipt(model="somebody/else"))
+    write_png(picture(), "many.png", receipt(devices=5000))
+    write_png(picture(), "self.png", receipt(config={"self": 1}))
+
+    def fetch(*_: object, **__: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    # A picture names what it likes: that is no reason to ask anybody.
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    monkeypatch.setattr("ditmesh.model_info._hub_answers", fetch)
     assert command("replay", *arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -275,3 +291,18 @@ def test_another_model_can_be_named(model: Path):
     assert model_of(receipt(model="./gone"), str(model)).files == model
     with pytest.raises(InputError, match=r"no such folder"):
         model_of(receipt(), "./nowhere")
+
+
+def test_an_embedded_model_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not by the folder where it is installed, and not by a folder of that name that happens to be there."""
+    assert find_model(zoo.path("emoji-dit-s")).name == "emoji-dit-s"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "emoji-sd3").mkdir()
+    info = model_of(receipt(model="emoji-sd3"))
+    assert (info.name, info.files) == ("emoji-sd3", zoo.path("emoji-sd3"))
+
+
+def test_a_hub_model_is_taken_from_the_cache(model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(model / "model_index.json"))
+    info = model_of(receipt(model="somebody/else"))
+    assert (info.name, info.files, info.local) == ("somebody/else", model, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,13 @@ import ditmesh
 from ditmesh.cli.main import main
 from ditmesh.cli.values import config_of
 from ditmesh.config import ParallelConfig
-from ditmesh.drawing import Job
-from ditmesh.errors import ConfigError
+from ditmesh.errors import ConfigError, InputError
+from ditmesh.job import Job
 from ditmesh.model_info import find_model
 from ditmesh.quality.metrics import token_digests
 from ditmesh.strategies.sequence import SequenceParallel
 from ditmesh.strategies.tiled import TiledSequence
-from ditmesh.verification.runs import Run, Task, name_of, promise_of, reference_of, run_tasks, sensible
+from ditmesh.verification.runs import Run, Task, budget_of, name_of, promise_of, reference_of, run_tasks, sensible
 from ditmesh.verification.tracing import Recorder, Spot, Trace, TraceComparer, TraceWriter, merge, watch_blocks
 from ditmesh.verification.verdicts import Verdict, judge
 from support import pipelines
@@ -402,6 +403,30 @@ def test_a_trace_keeps_to_its_budget_and_still_sees_every_bit(tmp_path):
     assert not other.equal
     assert other.error == float("inf")
     assert [spot.step for spot in comparer.unknown] == [9]
+
+
+def test_a_trace_takes_no_more_than_half_of_what_is_free(tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**12, 0, 10**9))
+    assert budget_of(tmp_path, 2) == 0.25e9
+    assert budget_of(tmp_path, 2, 1e6) == 1e6
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**12, 0, 10**7))
+    with pytest.raises(InputError, match=r"10 MB free.*--trace-dir"):
+        budget_of(tmp_path, 1)
+
+
+def test_a_trace_that_fails_is_closed(tmp_path, monkeypatch):
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ditmesh.verification.tracing._append", full)
+    writer = TraceWriter(tmp_path, 1e6, 1)
+    files = [value for value in vars(writer).values() if hasattr(value, "fileno")]
+    writer.take(Spot(0, 1, 1, "blocks.0", "image"), torch.zeros(1, 2, 4), 0, 1, 0)
+    with pytest.raises(OSError, match="No space left"):
+        writer.close()
+    assert len(files) == 2
+    assert all(file.closed for file in files)
 
 
 # ---- promises, references, combinations

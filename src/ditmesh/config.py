@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -14,7 +17,6 @@ from .errors import ConfigError
 from .staleness.policy import forms as warmup_forms
 from .staleness.policy import parse as parse_warmup
 
-Degree = int
 TextPolicy = Literal["auto", "shard", "replicate"]
 InputPolicy = Literal["broadcast", "per-data-rank", "strict", "trust"]
 Exchange = Literal["exact", "displaced", "naive"]
@@ -23,6 +25,39 @@ Compression = Literal["fp16", "bf16", "int8"]
 # Mesh axes from the slowest-varying to the fastest: neighbours on the last axes sit on neighbouring ranks,
 # because those axes exchange most often and profit most from the nearest links.
 AXES = ("data", "cfg", "pipe", "ring", "ulysses", "tensor")
+
+# Most ranks of an axis, patches or tiles: nobody has more, and a number that somebody else wrote fills no memory.
+MOST = 2**16
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is to be known of a field of `ParallelConfig` besides its type; the command line is made from it.
+
+    Attributes:
+        help: one line.
+        decides: whether it decides the bits of a reproducible picture; the others say only who computes what.
+        form: how a value is written on the command line, where the type does not tell.
+        usual: the default, in words.
+        option: whether commands have an option for it.
+    """
+
+    help: str
+    decides: bool = False
+    form: str | None = None
+    usual: str | None = None
+    option: bool = True
+
+
+def setting(name: str) -> Setting:
+    """What is to be known of a field of `ParallelConfig`."""
+    return next(item for item in ParallelConfig.model_fields[name].metadata if isinstance(item, Setting))
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """``"; did you mean 'ulysses'?"`` when one of ``words`` is nearly ``word``, else nothing."""
+    near = difflib.get_close_matches(word, list(words), 1, 0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 class ParallelConfig(BaseModel):
@@ -85,28 +120,56 @@ class ParallelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    data: Degree = Field(default=1, ge=1)
-    cfg: Degree = Field(default=1, ge=1)
-    ring: Degree = Field(default=1, ge=1)
-    ulysses: Degree = Field(default=1, ge=1)
-    tensor: Degree = Field(default=1, ge=1)
-    pipe: Degree = Field(default=1, ge=1)
-    exchange: Exchange = "exact"
-    patches: int | None = Field(default=None, ge=1)
-    stages: tuple[int, ...] | Literal["estimated", "measured"] = "estimated"
-    warmup: str = "fixed(4)"
-    compress: Compression | None = None
-    weights: tuple[float, ...] | Literal["auto"] | None = None
-    reproducible: bool = False
-    tiles: int = Field(default=8, ge=1)
-    text: TextPolicy = "auto"
-    inputs: InputPolicy = "broadcast"
-    compile: str | None = None
-    attention: str = "native"
-    shared_memory: bool = True
-    strict: bool = True
+    data: Annotated[int, Setting("Ranks that share the pictures of a prompt.")] = Field(default=1, ge=1, le=MOST)
+    cfg: Annotated[int, Setting("Ranks that share the guidance branches.")] = Field(default=1, ge=1, le=MOST)
+    ring: Annotated[int, Setting("Degree of ring attention.")] = Field(default=1, ge=1, le=MOST)
+    ulysses: Annotated[int, Setting("Degree of Ulysses sequence parallelism.")] = Field(default=1, ge=1, le=MOST)
+    tensor: Annotated[int, Setting("Degree of tensor parallelism.")] = Field(default=1, ge=1, le=MOST)
+    pipe: Annotated[int, Setting("Stages of PipeFusion: each has some of the blocks.")] = Field(
+        default=1, ge=1, le=MOST
+    )
+    exchange: Annotated[
+        Exchange, Setting("How ring ranks share keys: before every attention, a step late, or never.", decides=True)
+    ] = "exact"
+    patches: Annotated[
+        int | None, Setting("Patches of the picture in PipeFusion; they decide the result.", usual="stages")
+    ] = Field(default=None, ge=1, le=MOST)
+    stages: Annotated[
+        tuple[int, ...] | Literal["estimated", "measured"], Setting("Blocks of every stage.", form="5,7|measured")
+    ] = "estimated"
+    warmup: Annotated[
+        str,
+        Setting('Exact steps of a stale strategy: "fixed(4)", "adaptive(0.05)".', decides=True, form="POLICY"),
+    ] = "fixed(4)"
+    compress: Annotated[Compression | None, Setting("What displaced keys travel as.", decides=True)] = None
+    weights: Annotated[
+        tuple[float, ...] | Literal["auto"] | None,
+        Setting("Relative speeds of the sequence ranks, or of the stages of --pipe.", form="2,1|auto"),
+    ] = None
+    reproducible: Annotated[bool, Setting("The same bits on any number of devices; slower.", decides=True)] = False
+    tiles: Annotated[
+        int, Setting("Pieces of the picture in reproducible mode; they decide the bits.", decides=True)
+    ] = Field(default=8, ge=1, le=MOST)
+    text: Annotated[TextPolicy, Setting("Whether ranks share the text as they share the picture.", decides=True)] = (
+        "auto"
+    )
+    inputs: Annotated[InputPolicy, Setting("What is done about inputs that differ between ranks.", option=False)] = (
+        "broadcast"
+    )
+    compile: Annotated[
+        str | None, Setting("Compile the blocks with this backend of torch.compile.", form="BACKEND", usual="not")
+    ] = None
+    attention: Annotated[str, Setting("Kernel that computes attention in the blocks.", decides=True, form="NAME")] = (
+        "native"
+    )
+    shared_memory: Annotated[
+        bool, Setting("Tensors travel between ranks on the CPUs of one host through memory they share.")
+    ] = True
+    strict: Annotated[bool, Setting("Refuse arguments of blocks that follow the token count and are in no layout.")] = (
+        True
+    )
 
-    def __init__(self, **data: Any) -> None:
+    def __init__(self, /, **data: Any) -> None:
         try:
             super().__init__(**data)
         except ValidationError as error:
@@ -119,6 +182,13 @@ class ParallelConfig(BaseModel):
         Raises:
             ConfigError: naming both, and the way out.
         """
+        self._check_weights()
+        self._check_stages()
+        self._check_stale()
+        if self.reproducible:
+            self._check_reproducible()
+
+    def _check_weights(self) -> None:
         if isinstance(self.weights, tuple):
             if any(not isfinite(weight) or weight <= 0 for weight in self.weights):
                 raise ConfigError(f"weights={list(self.weights)}: every weight must be above 0; leave a slow rank out")
@@ -137,6 +207,8 @@ class ParallelConfig(BaseModel):
                 f"weights={self.weights!r} have nothing to share out with patches={self.patches} and one stage: a "
                 "patch is cut evenly over its sequence ranks; use pipe=2 or more, or leave weights out"
             )
+
+    def _check_stages(self) -> None:
         if isinstance(self.stages, tuple):
             if len(self.stages) != self.pipe or min(self.stages) < 1:
                 raise ConfigError(
@@ -147,6 +219,8 @@ class ParallelConfig(BaseModel):
                 raise ConfigError(
                     f"stages={list(self.stages)} leave weights={self.weights!r} nothing to decide; leave one out"
                 )
+
+    def _check_stale(self) -> None:
         parse_warmup(self.warmup)
         if self.exchange != "exact" and self.ulysses > 1:
             raise ConfigError(
@@ -166,43 +240,48 @@ class ParallelConfig(BaseModel):
             raise ConfigError(
                 f"patches={self.patches} leave some of pipe={self.pipe} stages idle; use patches >= {self.pipe}"
             )
-        if self.reproducible:
-            if self.tensor > 1:
-                raise ConfigError(
-                    f"tensor={self.tensor} adds partial sums in an order that depends on the degree, so it cannot be "
-                    "reproducible; use ulysses or ring instead"
-                )
-            if self.compile is not None:
-                raise ConfigError(
-                    f"compile={self.compile!r} chooses kernels by itself, so it cannot be reproducible; leave one out"
-                )
-            if self.exchange != "exact":
-                raise ConfigError(
-                    f"exchange={self.exchange!r} gives another picture for every number of ranks, so it cannot be "
-                    "reproducible; use exchange='exact', or pipe with a fixed number of patches"
-                )
-            if self.stages_or_patches and self.sequence > 1:
-                raise ConfigError(
-                    f"ring={self.ring} x ulysses={self.ulysses} ranks would cut the patches of pipe={self.pipe}, "
-                    f"patches={self.patches or self.pipe} again, and the bits would depend on how many there are; with "
-                    "reproducible=True use more stages (pipe) or data for these ranks, or leave pipe and patches out"
-                )
-            if self.stages_or_patches and self.cfg > 1:
-                raise ConfigError(
-                    f"with pipe or patches cfg={self.cfg} makes exact steps that one device would not: a branch that "
-                    "is shared out anew has no keys of the step before; with reproducible=True use more stages (pipe) "
-                    "or data for these ranks, or leave pipe and patches out"
-                )
-            if self.stages_or_patches and getattr(parse_warmup(self.warmup), "reads_drift", True):
-                raise ConfigError(
-                    f"warmup={self.warmup!r} decides by the drift of all pictures of a call, so that a picture would "
-                    f"depend on those beside it; with reproducible=True use {warmup_forms(reads_drift=False)}"
-                )
-            if self.sequence > self.tiles:
-                raise ConfigError(
-                    f"{self.sequence} sequence ranks cannot share tiles={self.tiles}; use tiles={self.sequence} or "
-                    "more (another number of tiles gives other bits)"
-                )
+
+    def _check_reproducible(self) -> None:
+        if self.tensor > 1:
+            raise ConfigError(
+                f"tensor={self.tensor} adds partial sums in an order that depends on the degree, so it cannot be "
+                "reproducible; use ulysses or ring instead"
+            )
+        if self.compile is not None:
+            raise ConfigError(
+                f"compile={self.compile!r} chooses kernels by itself, so it cannot be reproducible; leave one out"
+            )
+        if self.exchange != "exact":
+            raise ConfigError(
+                f"exchange={self.exchange!r} gives another picture for every number of ranks, so it cannot be "
+                "reproducible; use exchange='exact', or pipe with a fixed number of patches"
+            )
+        if self.stages_or_patches:
+            self._check_reproducible_patches()
+        if self.sequence > self.tiles:
+            raise ConfigError(
+                f"{self.sequence} sequence ranks cannot share tiles={self.tiles}; use tiles={self.sequence} or "
+                "more (another number of tiles gives other bits)"
+            )
+
+    def _check_reproducible_patches(self) -> None:
+        if self.sequence > 1:
+            raise ConfigError(
+                f"ring={self.ring} x ulysses={self.ulysses} ranks would cut the patches of pipe={self.pipe}, "
+                f"patches={self.patches or self.pipe} again, and the bits would depend on how many there are; with "
+                "reproducible=True use more stages (pipe) or data for these ranks, or leave pipe and patches out"
+            )
+        if self.cfg > 1:
+            raise ConfigError(
+                f"with pipe or patches cfg={self.cfg} makes exact steps that one device would not: a branch that "
+                "is shared out anew has no keys of the step before; with reproducible=True use more stages (pipe) "
+                "or data for these ranks, or leave pipe and patches out"
+            )
+        if getattr(parse_warmup(self.warmup), "reads_drift", True):
+            raise ConfigError(
+                f"warmup={self.warmup!r} decides by the drift of all pictures of a call, so that a picture would "
+                f"depend on those beside it; with reproducible=True use {warmup_forms(reads_drift=False)}"
+            )
 
     @property
     def stages_or_patches(self) -> bool:
@@ -246,6 +325,117 @@ class ParallelConfig(BaseModel):
         if self.reproducible:
             parts.append("reproducible")
         return " ".join(parts)
+
+    def resized(
+        self,
+        devices: int,
+        keep: Literal["bits", "strategy"] = "bits",
+        *,
+        lost: Collection[int] | None = None,
+        heads: int | None = None,
+    ) -> ParallelConfig:
+        """The configuration for another number of devices that comes closest to this one.
+
+        What decides the bits of a reproducible picture stays in either case: tiles, patches, the tensor degree.
+
+        Args:
+            devices: number of ranks that are there.
+            keep: ``"bits"``: as many of the devices as can be used, shared among the axes much as they are. Among
+                those for equally many the pictures' axis (data) shrinks first, then the branches' (cfg), then the
+                stages' (pipe), then the tokens' (ring and ulysses together, which grow only where that uses more
+                ranks). ``"strategy"``: all devices, for PipeFusion or a stale exchange as far as it can use them, the
+                other axes given up for ring and ulysses.
+            lost: with ``"bits"``: ranks of this configuration that are gone. The others keep their weights and become
+                ranks 0, 1, … in their order, the last ones perhaps without work; sequence ranks that several of them
+                share have the slowest one's weight. None: the devices are others, and the weights are not kept.
+            heads: with ``"strategy"``: attention heads of the model, when known.
+
+        Returns:
+            With ``"bits"`` a configuration for ``world_size <= devices`` ranks, else for ``devices``.
+
+        Raises:
+            ConfigError: not even the smallest fits (nobody is left, or fewer than share the weights), or the settings
+                that stay do not fit the devices.
+        """
+        if keep == "strategy":
+            return self._with_strategy(devices, heads)
+        if devices < self.tensor:
+            raise ConfigError(
+                f"tensor={self.tensor} needs {self.tensor} ranks, and {devices} {'is' if devices == 1 else 'are'} left"
+                if devices
+                else f"no rank of {self.describe()} is left"
+            )
+        degrees = self._closest_degrees(devices)
+        changed: dict[str, Any] = dict(degrees)
+        if self.pipe > 1 and self.patches is None:
+            # As many patches as there were stages.
+            changed["patches"] = self.pipe
+        if lost is None or (degrees["pipe"] != self.pipe and isinstance(self.stages, tuple)):
+            # Other stages: how their blocks are cut is decided anew.
+            changed["stages"] = "estimated"
+        if lost is None or (self.pipe > 1 and (degrees["pipe"] == 1 or isinstance(self.weights, tuple))):
+            # Those of stages, or of ranks, that are no more.
+            changed["weights"] = None
+        elif isinstance(self.weights, tuple):
+            survivors = [rank for rank in range(self.world_size) if rank not in lost]
+            changed["weights"] = self._weights_of(self.weights, survivors, degrees)
+        return ParallelConfig(**{**self.model_dump(), **changed})
+
+    def _closest_degrees(self, devices: int) -> dict[str, int]:
+        """Degrees of all axes but tensor, for as many of the devices as can be used (see `resized`)."""
+        limit = self.tiles if self.reproducible else devices
+
+        def closeness(degrees: tuple[int, ...]) -> tuple[int, ...]:
+            data, cfg, pipe, ring, ulysses = degrees
+            sequence = ring * ulysses
+            grown = max(0, sequence - self.sequence)
+            return (data * cfg * pipe * sequence, -grown, sequence, ulysses, pipe, cfg, data)
+
+        # A ring takes any number of ranks; Ulysses no more than the model has heads, of which the old degree is a
+        # proof.
+        most = (self.data, self.cfg, self.pipe, max(devices, self.ring), self.ulysses)
+        choices = product(*(range(1, min(degree, devices) + 1) for degree in most))
+        fitting = [
+            degrees
+            for degrees in choices
+            if prod(degrees) * self.tensor <= devices and degrees[3] * degrees[4] <= limit
+        ]
+        return dict(zip(("data", "cfg", "pipe", "ring", "ulysses"), max(fitting, key=closeness), strict=True))
+
+    def _weights_of(
+        self, weights: tuple[float, ...], survivors: Sequence[int], degrees: Mapping[str, int]
+    ) -> tuple[float, ...] | None:
+        """Weights of the new sequence ranks, from those of the ranks that take their places."""
+        sequence, shared = degrees["ring"] * degrees["ulysses"], self.tensor
+        if sequence == 1:
+            return None
+        speeds = [weights[rank // shared % self.sequence] for rank in survivors]
+        replicas = degrees["data"] * degrees["cfg"] * degrees["pipe"]
+        return tuple(
+            min(
+                speeds[(replica * sequence + place) * shared + part]
+                for replica in range(replicas)
+                for part in range(shared)
+            )
+            for place in range(sequence)
+        )
+
+    def _with_strategy(self, devices: int, heads: int | None) -> ParallelConfig:
+        """All devices for the stale strategy, or for ring and ulysses (see `resized`)."""
+        if devices == self.world_size:
+            return self
+        settings = self.model_dump() | dict.fromkeys(self.degrees, 1) | {"weights": None}
+        if self.stages_or_patches:
+            patches = self.patches or self.pipe
+            settings |= {"patches": patches, "stages": "estimated"}
+            if 1 < devices <= patches:
+                return ParallelConfig(**{**settings, "pipe": devices})
+        elif self.exchange != "exact":
+            if devices > 1:
+                return ParallelConfig(**{**settings, "ring": devices})
+            settings |= {"exchange": "exact", "compress": None}
+        exact = ParallelConfig.auto(devices, heads) if heads is not None else ParallelConfig(ring=devices)
+        return ParallelConfig(**{**settings, "ulysses": exact.ulysses, "ring": exact.ring})
 
     def check_world_size(self, world_size: int) -> None:
         """Refuse when the degrees do not multiply to ``world_size`` ranks.
@@ -304,7 +494,8 @@ def _explain(error: ValidationError) -> str:
     for problem in error.errors():
         name = ".".join(str(part) for part in problem["loc"]) or "configuration"
         if problem["type"] == "extra_forbidden":
-            sentences.append(f"{name!r} is not a setting of ParallelConfig; known settings: {fields}")
+            near = did_you_mean(name, ParallelConfig.model_fields)
+            sentences.append(f"{name!r} is not a setting of ParallelConfig; known settings: {fields}{near}")
         else:
             sentences.append(f"{name}={problem['input']!r} is not possible: {problem['msg'].lower()}")
     return "; ".join(sentences)

@@ -18,6 +18,26 @@ from .errors import InputError
 
 # Seconds to find out whether the hub can be reached at all.
 HUB_LIMIT = 5.0
+HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
+
+# Numbers of a configuration that are sizes, and their bounds: a model's folder is somebody else's data.
+COUNTS = (
+    "patch_size",
+    "sample_size",
+    "num_attention_heads",
+    "num_heads",
+    "n_heads",
+    "in_channels",
+    "latent_channels",
+    "z_dim",
+    "pos_embed_max_size",
+    "spatial_compression_ratio",
+    "scale_factor_spatial",
+    "block_out_channels",
+    "encoder_block_out_channels",
+)
+LARGEST_COUNT = 2**20
+LONGEST_LIST = 64
 
 
 @dataclass(frozen=True)
@@ -25,7 +45,7 @@ class ModelInfo:
     """A diffusers pipeline as its folder describes it.
 
     Attributes:
-        name: as the user gave it, a folder or a hub id.
+        name: as the user gave it, a folder or a hub id; of an embedded model its name.
         files: folder that holds ``model_index.json`` and the configurations of the parts.
         local: whether ``files`` holds the weights too; a hub model that was never loaded has none here yet.
         index: ``model_index.json``.
@@ -161,13 +181,18 @@ def find_model(model: str | Path) -> ModelInfo:
     """
     name = str(model)
     folder = Path(name).expanduser()
-    if folder.exists():
+    if _exists(folder, name):
         local, files = True, folder
         if not (folder / "model_index.json").is_file():
             what = "has no model_index.json" if folder.is_dir() else "is a file"
             raise InputError(f"model {name!r} {what}; give the folder that pipe.save_pretrained(...) wrote")
     else:
         files, local = (zoo.path(name), True) if name in zoo.EMBEDDED else _from_hub(name)
+    if zoo.embedded(files) is not None:
+        # Where it is installed is nobody's business, and another place on the next machine.
+        name = files.resolve().name
+    elif name in zoo.EMBEDDED:
+        name = f"./{name}"
     index = _read_json(files / "model_index.json", name)
     if not _is_part(index, "transformer"):
         kind = index.get("_class_name", "it")
@@ -177,7 +202,7 @@ def find_model(model: str | Path) -> ModelInfo:
             f"give a Diffusion Transformer pipeline, such as Flux, Stable Diffusion 3 or PixArt"
         )
     vae = files / "vae" / "config.json"
-    return ModelInfo(
+    info = ModelInfo(
         name,
         files,
         local,
@@ -185,6 +210,56 @@ def find_model(model: str | Path) -> ModelInfo:
         _read_json(files / "transformer" / "config.json", name),
         _read_json(vae, name) if vae.is_file() else {},
     )
+    _check_counts(info)
+    return info
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a model's name is one of a hub, ``owner/name``, and not that of a folder that is there."""
+    return re.fullmatch(HUB_ID, name) is not None and not Path(name).exists()
+
+
+def cached(name: str) -> Path | None:
+    """Folder of a hub model in the hub's cache, when its transformer's weights are there; asks no network."""
+    from huggingface_hub import try_to_load_from_cache
+
+    index = try_to_load_from_cache(name, "model_index.json")
+    if not isinstance(index, str):
+        return None
+    folder = Path(index).parent
+    weights = (file for file in (folder / "transformer").glob("*") if file.suffix in {".safetensors", ".bin"})
+    return folder if any(weights) else None
+
+
+def _exists(folder: Path, name: str) -> bool:
+    try:
+        return folder.exists()
+    except (OSError, ValueError) as error:
+        # Too long for a file's name, or with a zero in it.
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"model {name[:60]!r}{'…' if len(name) > 60 else ''} cannot be a folder ({reason}); give the folder that "
+            "pipe.save_pretrained(...) wrote"
+        ) from None
+
+
+def _check_counts(info: ModelInfo) -> None:
+    """Refuse configurations whose numbers cannot be sizes.
+
+    Raises:
+        InputError: naming file, key and value.
+    """
+    for part, config in (("transformer", info.transformer), ("vae", info.vae)):
+        for key in COUNTS:
+            value = config.get(key)
+            numbers = value if isinstance(value, list) else [value]
+            if len(numbers) > LONGEST_LIST:
+                raise InputError(f"model {info.name!r}: {key} in {part}/config.json has {len(numbers)} numbers")
+            if any(isinstance(number, int) and not 1 <= number <= LARGEST_COUNT for number in numbers):
+                raise InputError(
+                    f"model {info.name!r}: {key}={value} in {part}/config.json is not possible; it must be from 1 to "
+                    f"{LARGEST_COUNT}"
+                )
 
 
 def _is_part(index: dict[str, Any], key: str) -> bool:
@@ -208,7 +283,7 @@ def _read_json(path: Path, model: str) -> dict[str, Any]:
 def _from_hub(name: str) -> tuple[Path, bool]:
     """Folder of the model's JSON files, and whether its weights are there too."""
     # A missing "./my-model" is a wrong path; the hub knows only "owner/name".
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
+    if not re.fullmatch(HUB_ID, name):
         raise InputError(
             f"model {name!r}: no such folder ({Path(name).expanduser().absolute()} was tried), and it is not a hub id "
             f"such as owner/name; give the folder that pipe.save_pretrained(...) wrote, or an embedded model "

@@ -1,25 +1,22 @@
-"""A picture drawn again from its receipt, and what is different this time."""
+"""A picture generated again from its receipt, and what is different this time."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from . import zoo
-from .config import ParallelConfig
-from .drawing import Dtype, Job, class_numbers
+from .config import ParallelConfig, setting
 from .errors import InputError
-from .model_info import ModelInfo, find_model
+from .job import Job, job_for
+from .model_info import ModelInfo, cached, find_model, is_hub_id
 from .quality import metrics
 from .receipt import Receipt
-
-# Settings that decide the bits of a reproducible picture; the others say only who computes what.
-DECIDING = ("reproducible", "tiles", "exchange", "warmup", "compress", "text")
 
 
 @dataclass(frozen=True)
@@ -67,20 +64,29 @@ class Replay:
 def model_of(receipt: Receipt, model: str | None = None) -> ModelInfo:
     """The model of a receipt, or another one in its place.
 
-    A model embedded in ditmesh is found wherever ditmesh is installed.
+    A model embedded in ditmesh is found wherever ditmesh is installed. A picture is somebody else's: a hub model that
+    it names is taken from the hub's cache, and never fetched because a picture says so.
 
     Raises:
         InputError: it is not there.
     """
+    if model is not None:
+        return find_model(model)
     named = Path(receipt.model)
-    if model is None and named.parent.name == "zoo" and named.name in zoo.EMBEDDED:
+    if receipt.model in zoo.EMBEDDED or (named.parent.name == "zoo" and named.name in zoo.EMBEDDED):
         return find_model(zoo.path(named.name))
+    if is_hub_id(receipt.model):
+        folder = cached(receipt.model)
+        if folder is None:
+            raise InputError(
+                f"the receipt names the hub model {receipt.model!r}, which is not on this machine; to fetch it say "
+                f"--model {receipt.model}, or give a folder"
+            )
+        return replace(find_model(folder), name=receipt.model)
     try:
-        return find_model(model or receipt.model)
+        return find_model(receipt.model)
     except InputError as error:
-        raise InputError(
-            f"{error}" + ("" if model else "; the receipt says so: say where it is now with --model")
-        ) from None
+        raise InputError(f"{error}; the receipt says so: say where it is now with --model") from None
 
 
 def config_of(receipt: Receipt) -> ParallelConfig:
@@ -89,31 +95,7 @@ def config_of(receipt: Receipt) -> ParallelConfig:
     Raises:
         ConfigError: it holds a setting that this version does not know.
     """
-    return ParallelConfig(**receipt.config)
-
-
-def config_for(config: ParallelConfig, devices: int, heads: int | None) -> ParallelConfig:
-    """The nearest configuration for another number of devices.
-
-    What decides a reproducible picture stays. A stale strategy stays what it is, as far as the devices allow.
-
-    Raises:
-        ConfigError: the settings that stay do not fit the devices.
-    """
-    if devices == config.world_size:
-        return config
-    settings = config.model_dump() | dict.fromkeys(config.degrees, 1)
-    settings["weights"] = None
-    exact = ParallelConfig.auto(devices, heads) if heads is not None else ParallelConfig(ring=devices)
-    if config.stages_or_patches:
-        settings["patches"], settings["stages"] = config.patches or config.pipe, "estimated"
-        if 1 < devices <= settings["patches"]:
-            return ParallelConfig(**{**settings, "pipe": devices})
-    elif config.exchange != "exact":
-        if devices > 1:
-            return ParallelConfig(**{**settings, "ring": devices})
-        settings |= {"exchange": "exact", "compress": None}
-    return ParallelConfig(**{**settings, "ulysses": exact.ulysses, "ring": exact.ring})
+    return ParallelConfig.read(receipt.config)
 
 
 def job_of(receipt: Receipt, model: ModelInfo, config: ParallelConfig, out: str | Path, timeout: float) -> Job:
@@ -123,14 +105,12 @@ def job_of(receipt: Receipt, model: ModelInfo, config: ParallelConfig, out: str 
     """
     parameters = _parameters(model)
     alone = config.reproducible
-    return Job(
-        model=str(model.files) if model.local else model.name,
-        name=model.name,
-        pipeline_class=model.pipeline_class,
-        prompts=(receipt.prompt,),
-        out=str(out),
+    return job_for(
+        model,
+        (receipt.prompt,),
+        out,
+        (receipt.label,) if receipt.label is not None else None,
         config=config,
-        labels=(receipt.label,) if receipt.label is not None else class_numbers([receipt.prompt], model),
         negative=receipt.negative_prompt,
         steps=receipt.steps,
         # A pipeline that takes none has got none: receipts name 0 then.
@@ -140,7 +120,8 @@ def job_of(receipt: Receipt, model: ModelInfo, config: ParallelConfig, out: str 
         max_sequence_length=receipt.max_sequence_length,
         seed=receipt.seed if alone else receipt.seed - receipt.place,
         images=1 if alone else receipt.together,
-        dtype=cast(Dtype, receipt.dtype),
+        per_call=receipt.together,
+        dtype=receipt.dtype,
         timeout=timeout,
     )
 
@@ -201,8 +182,9 @@ def changes_of(was: Receipt, now: Receipt) -> list[Change]:
         look(name.replace("_", " "), getattr(was, name), getattr(now, name), True, repr)
     look("size", (was.width, was.height), (now.width, now.height), True, lambda size: "x".join(map(str, size)))
     old, new = config_of(was), config_of(now)
-    for name in DECIDING:
-        look(name, getattr(old, name), getattr(new, name), True)
+    for name in ParallelConfig.model_fields:
+        if setting(name).decides:
+            look(name, getattr(old, name), getattr(new, name), True)
     look("patches", _patches(old), _patches(new), True)
     look("devices", was.devices, now.devices, False)
     look("configuration", old.describe(), new.describe(), False)

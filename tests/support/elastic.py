@@ -14,7 +14,8 @@ from unittest import mock
 import torch
 
 import ditmesh
-from ditmesh.drawing import Job, Kept, draw
+from ditmesh.generation import generate
+from ditmesh.job import Job, Kept
 from ditmesh.journal import Journal
 from support.reproducible import digest, latents, made
 
@@ -26,10 +27,10 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def draw_and_lose(job: Job, kept: Kept | None = None, *, report: Any = None, log: str, plan: dict[int, Any]) -> float:
-    """`draw`, with a note of every forward and every decoded latent, and an end for some ranks.
+    """`generate`, with a note of every forward and every decoded latent, and an end for some ranks.
 
     Args:
-        job, kept, report: of `draw`.
+        job, kept, report: of `generate`.
         log: folder; ``forwards-W-R`` has a byte for every forward of rank R of W, ``latents-W-R`` the digests.
         plan: by number of ranks: the rank that is lost, before which of its forwards (from 1), and how.
     """
@@ -38,7 +39,7 @@ def draw_and_lose(job: Job, kept: Kept | None = None, *, report: Any = None, log
     with counting(Path(log), size, rank) as count:
         if rank == victim:
             count.append(lambda number: number == last and lose(how))
-        return draw(job, kept, report=report)
+        return generate(job, kept, report=report)
 
 
 def lose(how: str) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from ..errors import InputError
-from .options import AsJson
+from .options import AsJson, Device, at_least
+from .show import emit
 
 
 def doctor(
-    devices: Annotated[int, typer.Option(help="Ranks to measure between; 1 measures nothing.")] = 2,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="What the ranks run on; auto: GPUs if there is one for each.")
-    ] = "auto",
+    devices: Annotated[
+        int,
+        typer.Option(
+            help="Ranks to measure between; 1 measures nothing.",
+            callback=at_least(1, "{value} devices are not possible; use --devices 1 or more"),
+        ),
+    ] = 2,
+    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Show versions, devices and backends, measure transfers between ranks, and say what is missing.
@@ -27,8 +31,6 @@ def doctor(
     from ..hardware import as_data, describe_machine, measure_links, missing
     from ..launch import RankPool, from_torchrun
 
-    if devices < 1:
-        raise InputError(f"{devices} devices are not possible; use --devices 1 or more")
     if from_torchrun():
         raise InputError("ditmesh doctor starts ranks of its own; leave torchrun out and say --devices")
     facts = describe_machine()
@@ -41,10 +43,7 @@ def doctor(
         with RankPool(devices, device, threads=1, timeout=120.0, preload=("torch", "torch.distributed")) as pool:
             facts["device"] = pool.device
             facts["transfers"] = as_data(measure_links(pool))
-    if as_json:
-        print(json.dumps(facts, indent=1))
-    else:
-        _show(facts)
+    emit(facts, as_json, _show)
 
 
 def _show(facts: dict[str, Any]) -> None:

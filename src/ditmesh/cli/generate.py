@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
@@ -16,89 +15,55 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import InputError, RankFailed
-from .options import AsJson, Device, DType, Guidance, Negative, NumImages, PromptsFile, Seed, Size, Steps, Timeout
-from .values import embedded_or, fetched, parallel_config, parse_size, parse_stages, parse_weights, read_prompts
+from .options import AsJson, ConfigOptions, Devices, Overwrite, PictureOptions, RankOptions, at_least, with_groups
+from .show import bar, count, emit
+from .values import fetched, parallel_config, picture_job, read_prompts
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..config import ParallelConfig
-    from ..drawing import Drawn, Job
+    from ..job import Generated, Job
     from ..launch import RankPool, Report
 
+# Fields of receipts that are the same in most pictures of a job.
+SHARED = ("config", "versions", "environment")
 
+
+@with_groups
 def generate(
+    pictures: PictureOptions,
+    parallel: ConfigOptions,
+    ranks: RankOptions,
     prompts: Annotated[
         list[str] | None,
         typer.Argument(metavar="PROMPT...", help="What to draw; several prompts draw several pictures."),
     ] = None,
-    prompts_file: PromptsFile = None,
     model: Annotated[
         str | None,
         typer.Option(help="Folder or hub id of a diffusers pipeline, or an embedded model.", show_default="emoji-sd3"),
     ] = None,
-    devices: Annotated[
-        int | None, typer.Option(help="Number of ranks, each with a device of its own.", show_default="1")
-    ] = None,
-    ulysses: Annotated[int | None, typer.Option(help="Degree of Ulysses sequence parallelism.")] = None,
-    ring: Annotated[int | None, typer.Option(help="Degree of ring attention.")] = None,
-    cfg: Annotated[int | None, typer.Option(help="Ranks that share the guidance branches.")] = None,
-    data: Annotated[int | None, typer.Option(help="Ranks that share the pictures of a prompt.")] = None,
-    tensor: Annotated[int | None, typer.Option(help="Degree of tensor parallelism.")] = None,
-    pipe: Annotated[int | None, typer.Option(help="Stages of PipeFusion: each has some of the blocks.")] = None,
-    patches: Annotated[
+    devices: Devices = None,
+    config: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="The configuration, as YAML.")] = None,
+    batch: Annotated[
         int | None,
-        typer.Option(help="Patches of the picture in PipeFusion; they decide the result.", show_default="stages"),
-    ] = None,
-    stages: Annotated[
-        str | None,
-        typer.Option(metavar="5,7|measured", help="Blocks of every stage.", show_default="estimated"),
-    ] = None,
-    reproducible: Annotated[
-        bool, typer.Option("--reproducible", help="The same bits on any number of devices; slower.")
-    ] = False,
-    tiles: Annotated[
-        int | None,
-        typer.Option(help="Pieces of the picture in reproducible mode; they decide the bits.", show_default="8"),
-    ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(metavar="2,1|auto", help="Relative speeds of the sequence ranks, or of the stages of --pipe."),
+        typer.Option(
+            help="Pictures of one call of the pipeline, at most.",
+            show_default="64, fewer if they are large",
+            callback=at_least(1, "{value} pictures in one call are not possible; use --batch 1 or more"),
+        ),
     ] = None,
     elastic: Annotated[
         bool, typer.Option("--elastic", help="When devices are lost, go on with the others (with --reproducible).")
     ] = False,
-    exchange: Annotated[
-        Literal["exact", "displaced", "naive"] | None,
-        typer.Option(help="How ring ranks share keys: before every attention, a step late, or never."),
-    ] = None,
-    warmup: Annotated[
-        str | None,
-        typer.Option(metavar="POLICY", help='Exact steps of a stale strategy: "fixed(4)", "adaptive(0.05)".'),
-    ] = None,
-    compress: Annotated[
-        Literal["fp16", "bf16", "int8"] | None, typer.Option(help="What displaced keys travel as.")
-    ] = None,
-    config: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="The configuration, as YAML.")] = None,
-    steps: Steps = None,
-    guidance: Guidance = None,
-    negative: Negative = None,
-    size: Size = None,
-    seed: Seed = 0,
-    num_images: NumImages = 1,
-    dtype: DType = None,
-    device: Device = "auto",
-    threads: Annotated[
-        int | None, typer.Option(help="Threads of each rank.", show_default="the cores shared out")
-    ] = None,
-    timeout: Timeout = 600.0,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the PNGs.")] = Path("pictures"),
+    out: Annotated[str, typer.Option(metavar="DIR", help="Folder for the PNGs.")] = "pictures",
+    overwrite: Overwrite = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Draw the same on one device too; say how much faster, how different.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Draw pictures from prompts on N devices. Each PNG says how it was drawn.
+
+    A file that is there already is kept: the new ones get a number.
 
     [bold]Examples[/bold]
 
@@ -109,31 +74,18 @@ def generate(
     torchrun --nproc-per-node 4 -m ditmesh generate "a red fox" --model ./my-flux
     """
     from ..config import ParallelConfig
-    from ..drawing import Job, check_job, class_numbers
     from ..elastic import check_elastic
-    from ..launch import from_torchrun, resolve_device
+    from ..generation import with_free_names
+    from ..job import check_job
+    from ..launch import from_torchrun
 
-    wanted = parse_size(size)
-    asked = read_prompts(prompts, prompts_file)
-    info, steps, guidance, text_tokens = embedded_or(model, steps, guidance)
-    world_size, chosen = parallel_config(
-        devices,
-        config,
-        {"ulysses": ulysses, "ring": ring, "cfg": cfg, "data": data, "tensor": tensor, "pipe": pipe},
-        info.heads,
-        {
-            "reproducible": reproducible or None,
-            "tiles": tiles,
-            "weights": parse_weights(weights),
-            "patches": patches,
-            "stages": parse_stages(stages),
-            "exchange": exchange,
-            "warmup": warmup,
-            "compress": compress,
-        },
-    )
-    if tiles is not None and not reproducible:
-        raise InputError(f"--tiles {tiles} counts in reproducible mode only; add --reproducible")
+    asked = read_prompts(prompts, pictures.prompts_file)
+    settings = parallel.settings()
+    if "tiles" in settings and "reproducible" not in settings:
+        raise InputError(f"--tiles {settings['tiles']} counts in reproducible mode only; add --reproducible")
+    more: dict[str, Any] = {} if batch is None else {"per_call": batch}
+    job, info = picture_job(model, asked, pictures, ranks.timeout, out, overwrite=overwrite, **more)
+    world_size, chosen = parallel_config(devices, config, settings, info.heads)
     if elastic:
         if from_torchrun():
             raise InputError(
@@ -141,42 +93,19 @@ def generate(
                 "--devices"
             )
         check_elastic(chosen or ParallelConfig(), world_size)
-    job = Job(
-        model=str(info.files) if info.local else info.name,
-        name=info.name,
-        pipeline_class=info.pipeline_class,
-        prompts=tuple(asked),
-        out=str(out),
-        config=chosen or "auto",
-        labels=class_numbers(asked, info),
-        negative=negative,
-        steps=steps,
-        guidance=guidance,
-        size=wanted,
-        max_sequence_length=text_tokens,
-        seed=seed,
-        images=num_images,
-        timeout=timeout,
-    )
+    job = replace(job, config=chosen or "auto")
     check_job(job, info, world_size)
-    if timeout <= 0:
-        raise InputError(f"a timeout of {timeout:g} seconds lets no rank answer; use more than 0")
-    if threads is not None and threads < 1:
-        raise InputError(f"{threads} threads compute nothing; use --threads 1 or more")
     if compare and from_torchrun():
         raise InputError("--compare starts ranks of its own; leave torchrun out and say --devices")
     if compare and world_size == 1:
         raise InputError("--compare with 1 device compares nothing; use --devices 2 or more")
-    kind = resolve_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
-    job = replace(job, dtype=dtype or ("bfloat16" if kind == "cuda" else "float32"))
-    job = fetched(job, info)
-    result = _in_torchrun(job, kind) if from_torchrun() else _in_pool(job, world_size, kind, threads, compare, elastic)
-    if result is None:
-        return
-    if as_json:
-        print(json.dumps(result, indent=1))
-    else:
-        _say(result)
+    kind = ranks.kind(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    job = with_free_names(fetched(replace(job, dtype=ranks.dtype_on(kind)), info))
+    result = (
+        _in_torchrun(job, kind) if from_torchrun() else _in_pool(job, world_size, kind, ranks.threads, compare, elastic)
+    )
+    if result is not None:
+        emit(result, as_json, _say)
 
 
 def _in_pool(
@@ -188,22 +117,21 @@ def _in_pool(
     # The same for one device and for N: the ratio is then one of devices.
     threads = threads or default_threads(world_size, kind)
     if elastic:
-        drawn, facts = _draw_elastically(job, world_size, kind, threads)
+        drawn, facts = _elastically(job, world_size, kind, threads)
     else:
         with RankPool(world_size, kind, threads, job.timeout) as pool:
-            drawn, facts = _draw(job, pool)
+            drawn, facts = _on_pool(job, pool)
     result: dict[str, Any] = {
-        "pictures": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in drawn],
-        "out": job.out,
+        **_described(job, drawn),
         "devices": world_size,
         "device": kind,
         "threads": threads,
-        "config": job.config.model_dump() if not isinstance(job.config, str) else drawn[0].receipt.config,
         **facts,
     }
     if compare:
         with TemporaryDirectory(prefix="ditmesh-compare-") as folder, RankPool(1, kind, threads, job.timeout) as pool:
-            alone, facts = _draw(replace(job, config=_alone(job), out=folder), pool, "one device")
+            alone_job = replace(job, config=_alone(job), out=folder, number=1)
+            alone, facts = _on_pool(alone_job, pool, "one device")
             difference = _largest_difference(drawn, alone)
         result["compare"] = {
             "one_device_seconds": facts["seconds"],
@@ -216,47 +144,42 @@ def _in_pool(
 def _alone(job: Job) -> ParallelConfig:
     """What the job is compared with: one device, in the same mode."""
     from ..config import ParallelConfig
-    from ..elastic import smaller
 
     if isinstance(job.config, str) or not job.config.reproducible:
         return ParallelConfig()
-    return smaller(job.config, [0])
+    return job.config.resized(1)
 
 
-def _draw(job: Job, pool: RankPool, what: str = "drawing") -> tuple[list[Drawn], dict[str, Any]]:
+def _described(job: Job, drawn: list[Generated]) -> dict[str, Any]:
+    """Pictures and configuration, as plain data."""
+    return {
+        "pictures": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in drawn],
+        "out": job.out,
+        "config": job.config.model_dump() if not isinstance(job.config, str) else drawn[0].receipt.config,
+    }
+
+
+def _on_pool(job: Job, pool: RankPool, what: str = "drawing") -> tuple[list[Generated], dict[str, Any]]:
     """The pictures, and the seconds it took."""
-    from ..drawing import draw
+    from ..generation import generate
 
     started = time.perf_counter()
     with progress(job, what) as (report, drawn, facts):
-        try:
-            seconds = pool.run(draw, job, on_message=lambda _, message: report(message))
-        except RankFailed:
-            _say_kept(job, drawn)
-            raise
+        seconds = pool.run(generate, job, on_message=lambda _, message: report(message))
     return drawn, {**facts, "seconds": max(seconds), "total_seconds": time.perf_counter() - started}
 
 
-def _draw_elastically(
+def _elastically(
     job: Job, world_size: int, kind: Literal["cpu", "cuda"], threads: int
-) -> tuple[list[Drawn], dict[str, Any]]:
+) -> tuple[list[Generated], dict[str, Any]]:
     """The pictures, the seconds it took, and the restarts."""
-    from ..elastic import draw_elastically
+    from ..elastic import generate_elastically
 
     started = time.perf_counter()
     with progress(job, "drawing") as (report, drawn, facts):
-        try:
-            restarts, seconds = draw_elastically(job, world_size, kind, threads, report)
-        except RankFailed:
-            _say_kept(job, drawn)
-            raise
+        restarts, seconds = generate_elastically(job, world_size, kind, threads, report)
     facts |= {"seconds": seconds, "total_seconds": time.perf_counter() - started}
     return drawn, {**facts, "restarts": [past.plain() for past in restarts]}
-
-
-def _say_kept(job: Job, drawn: list[Drawn]) -> None:
-    if drawn:
-        print(f"{len(drawn)} of {job.total} pictures were drawn before: {job.out}", file=sys.stderr)
 
 
 def _in_torchrun(job: Job, kind: Literal["cpu", "cuda"]) -> dict[str, Any] | None:
@@ -264,7 +187,7 @@ def _in_torchrun(job: Job, kind: Literal["cpu", "cuda"]) -> dict[str, Any] | Non
     import torch
     import torch.distributed as dist
 
-    from ..drawing import draw
+    from ..generation import generate
     from ..launch import init_from_environment
 
     started = time.perf_counter()
@@ -272,19 +195,17 @@ def _in_torchrun(job: Job, kind: Literal["cpu", "cuda"]) -> dict[str, Any] | Non
     rank, world_size = dist.get_rank(), dist.get_world_size()
     try:
         if rank > 0:
-            draw(job)
+            generate(job)
             return None
         with progress(job, "drawing") as (report, drawn, facts):
-            seconds = draw(job, report=report)
+            seconds = generate(job, report=report)
     finally:
         dist.destroy_process_group()
     return {
-        "pictures": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in drawn],
-        "out": job.out,
+        **_described(job, drawn),
         "devices": world_size,
         "device": kind,
         "threads": torch.get_num_threads(),
-        "config": drawn[0].receipt.config,
         **facts,
         "seconds": seconds,
         "total_seconds": time.perf_counter() - started,
@@ -292,50 +213,53 @@ def _in_torchrun(job: Job, kind: Literal["cpu", "cuda"]) -> dict[str, Any] | Non
 
 
 @contextlib.contextmanager
-def progress(job: Job, what: str) -> Iterator[tuple[Report, list[Drawn], dict[str, Any]]]:
-    """One bar for the whole job, fed by rank 0's reports; collects what was drawn, and facts such as times."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+def progress(job: Job, what: str) -> Iterator[tuple[Report, list[Generated], dict[str, Any]]]:
+    """One bar for the whole job, fed by rank 0's reports; collects what was generated, and facts such as times.
 
-    from ..drawing import Drawn, Loaded, Stepped
+    When the job is broken off it is said what there is.
+    """
+    from rich.progress import TextColumn, TimeRemainingColumn
+
     from ..elastic import Restarted
+    from ..job import Generated, Loaded, Stepped
 
-    drawn: list[Drawn] = []
+    drawn: list[Generated] = []
     facts: dict[str, Any] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=_stderr()) as progress:
-        bar = progress.add_task("loading", total=None)
+    try:
+        with bar(TextColumn("steps"), TimeRemainingColumn()) as progress:
+            task = progress.add_task("loading", total=None)
 
-        def report(message: Any) -> None:
-            if isinstance(message, Loaded):
-                facts.setdefault("load_seconds", message.seconds)
-                progress.update(bar, description=what, total=message.steps * job.total)
-            elif isinstance(message, Stepped):
-                progress.update(bar, description=f"{what}, {message.note}" if message.note else what)
-                progress.advance(bar, message.pictures * message.steps)
-            elif isinstance(message, Drawn):
-                drawn.append(message)
-            elif isinstance(message, Restarted):
-                # One line, above the bar.
-                progress.console.print(f"ditmesh: {message}", markup=False, highlight=False, soft_wrap=True)
-                progress.update(bar, description="loading")
+            def report(message: Any) -> None:
+                if isinstance(message, Loaded):
+                    facts.setdefault("load_seconds", message.seconds)
+                    progress.update(task, description=what, total=message.steps * job.total)
+                elif isinstance(message, Stepped):
+                    progress.update(task, description=f"{what}, {message.note}" if message.note else what)
+                    progress.advance(task, message.pictures * message.steps)
+                elif isinstance(message, Generated):
+                    drawn.append(_lean(message, drawn))
+                elif isinstance(message, Restarted):
+                    # One line, above the bar.
+                    progress.console.print(f"ditmesh: {message}", markup=False, highlight=False, soft_wrap=True)
+                    progress.update(task, description="loading")
 
-        yield report, drawn, facts
-
-
-def _stderr() -> Console:
-    from rich.console import Console
-
-    return Console(stderr=True)
+            yield report, drawn, facts
+    except (RankFailed, KeyboardInterrupt):
+        if drawn:
+            print(f"{len(drawn)} of {job.total} pictures were drawn before: {job.out}", file=sys.stderr)
+        raise
 
 
-def _largest_difference(drawn: list[Drawn], alone: list[Drawn]) -> int:
+def _lean(message: Generated, drawn: list[Generated]) -> Generated:
+    """The message, without copies of what all pictures of a job have in common: there may be many."""
+    if not drawn:
+        return message
+    ours, first = message.receipt, drawn[0].receipt
+    same = {name: value for name in SHARED if (value := getattr(first, name)) == getattr(ours, name)}
+    return replace(message, receipt=ours.model_copy(update=same))
+
+
+def _largest_difference(drawn: list[Generated], alone: list[Generated]) -> int:
     """Largest difference of any channel of any pixel, of 255."""
     import numpy
     from PIL import Image
@@ -357,14 +281,12 @@ def _say(result: dict[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for picture in result["pictures"]:
         console.print(picture["path"], markup=False)
-    count = len(result["pictures"])
     config = ParallelConfig(**result["config"]).describe()
-    devices = f"{result['devices']} {'device' if result['devices'] == 1 else 'devices'}"
-    threads = f"{result['threads']} {'thread' if result['threads'] == 1 else 'threads'}"
+    devices, threads = count(result["devices"], "device"), count(result["threads"], "thread")
     on_cpu = result["device"] == "cpu"
     where = f"{config}, {result['device']}{f', {threads} each' if on_cpu else ''}"
     console.print(
-        f"{count} {'picture' if count == 1 else 'pictures'} in {result['out']}: "
+        f"{count(len(result['pictures']), 'picture')} in {result['out']}: "
         f"{result['seconds']:.2f} s on {devices} ({where}), "
         f"{result['load_seconds']:.1f} s to load, {result['total_seconds']:.1f} s in all",
         markup=False,

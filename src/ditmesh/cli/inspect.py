@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import AsJson
+from .options import AsJson, Size
+from .show import emit
 from .values import parse_size
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 def inspect(
     model: Annotated[str, typer.Argument(help="Folder or hub id of a diffusers pipeline, or an embedded model.")] = "",
-    size: Annotated[str | None, typer.Option(help="Picture size, WIDTHxHEIGHT in pixels.")] = None,
+    size: Size = None,
     check: Annotated[
         bool, typer.Option("--check", help="Probe the class and compare with the reviewed layout.")
     ] = False,
@@ -56,10 +57,7 @@ def inspect(
     if check:
         facts["probed"] = as_data(probed) if probed else None
         facts["differences"] = differences
-    if as_json:
-        print(json.dumps(facts, indent=1))
-    else:
-        _show(facts, layout, check)
+    emit(facts, as_json, partial(_show, layout=layout, check=check))
     if differences:
         raise typer.Exit(1)
 

@@ -22,7 +22,7 @@ app = typer.Typer(
     name="ditmesh",
     help="Parallel inference for diffusers' Diffusion Transformers: the same picture from N devices.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )

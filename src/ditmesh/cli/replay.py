@@ -1,8 +1,7 @@
-"""`ditmesh replay`: draw a picture again from the receipt inside it."""
+"""`ditmesh replay`: a picture generated again from the receipt inside it."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 from dataclasses import asdict
@@ -12,20 +11,24 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import InputError
-from .options import AsJson, Timeout
+from ..files import free_names, written_whole
+from .options import AsJson, Device, Devices, Overwrite, Threads, Timeout, with_groups
+from .show import emit
 from .values import config_of as config_of_words
 from .values import fetched
 
 if TYPE_CHECKING:
-    from ..drawing import Drawn, Job
+    from ..job import Generated, Job
     from ..receipt import Receipt
 
+# Ranks that are started on the CPU because a receipt says so, however few cores there are.
+UNASKED = 8
 
+
+@with_groups
 def replay(
     image: Annotated[Path, typer.Argument(metavar="IMAGE.png", help="A picture that ditmesh drew.")],
-    devices: Annotated[
-        int | None, typer.Option(help="Number of ranks.", show_default="as in the receipt, or as many as there are")
-    ] = None,
+    devices: Devices = None,
     config: Annotated[
         str | None,
         typer.Option(
@@ -37,17 +40,17 @@ def replay(
     model: Annotated[
         str | None, typer.Option(help="Folder or hub id of the model.", show_default="the receipt's")
     ] = None,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="What the ranks run on; auto: as in the receipt, if there.")
-    ] = "auto",
-    threads: Annotated[
-        int | None, typer.Option(help="Threads of each rank.", show_default="as in the receipt, if there are as many")
-    ] = None,
+    device: Device = "auto",
+    threads: Threads = None,
     timeout: Timeout = 600.0,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the new picture.")] = Path("replayed"),
+    out: Annotated[str, typer.Option(metavar="DIR", help="Folder for the new picture.")] = "replayed",
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Draw a picture again from its receipt, compare the pixels, and say what is different.
+
+    Ranks, type of device and threads are those of the receipt where nothing else is said and they are there. A model
+    that the receipt names is fetched from a hub only when --model says so, too.
 
     A picture drawn in reproducible mode has the same pixels again, on any number of devices, where nothing else that
     decides bits has changed; exits with code 1 when it has not. Any other picture is compared, and nothing is promised.
@@ -58,37 +61,27 @@ def replay(
     """
     from PIL import Image
 
-    from ..drawing import check_folder, check_job
+    from ..job import check_folder, check_job
     from ..launch import from_torchrun
     from ..receipt import read_receipt
-    from ..replaying import compare, config_for, config_of, job_of, model_of, place_of
+    from ..replaying import compare, config_of, job_of, model_of, place_of
 
     if from_torchrun():
         raise InputError("ditmesh replay starts ranks of its own; leave torchrun out and say --devices")
-    if devices is not None and devices < 1:
-        raise InputError(f"{devices} devices draw nothing; use --devices 1 or more")
-    if timeout <= 0:
-        raise InputError(f"a timeout of {timeout:g} seconds lets no rank answer; use more than 0")
-    if threads is not None and threads < 1:
-        raise InputError(f"{threads} threads compute nothing; use --threads 1 or more")
     was = read_receipt(image)
     info = model_of(was, model)
     own = config_of(was)
     chosen = config_of_words(config) if config is not None else None
     kind, there = _where(was, device, devices or (chosen.world_size if chosen else was.devices), devices, chosen)
-    chosen = chosen or config_for(own, there, info.heads)
+    chosen = chosen or own.resized(there, keep="strategy", heads=info.heads)
     check_folder(out)
     with tempfile.TemporaryDirectory(prefix="ditmesh-replay-") as folder:
         job = job_of(was, info, chosen, folder, timeout)
         check_job(job, info, there)
         job = fetched(job, info)
         number = threads or _threads(was, there, kind)
-        drawn = _draw(job, there, kind, number)[place_of(was, chosen)]
-        path = out / f"{image.stem}-replayed.png"
-        try:
-            shutil.copyfile(drawn.path, path)
-        except OSError as error:
-            raise InputError(f"cannot write {str(path)!r} ({error.strerror or error}); choose another --out") from None
+        drawn = _generated(job, there, kind, number)[place_of(was, chosen)]
+        path = _copied(Path(drawn.path), Path(out) / f"{image.stem}-replayed.png", overwrite)
     with Image.open(image) as before, Image.open(path) as after:
         found = compare(before, after, was, drawn.receipt)
     result = {
@@ -106,29 +99,49 @@ def replay(
         "config": chosen.model_dump(mode="json"),
         "seconds": drawn.receipt.seconds,
     }
-    if as_json:
-        print(json.dumps(result, indent=1, allow_nan=False))
-    else:
-        _say(result)
+    emit(result, as_json, _say)
     if found.promised and not found.equal:
         raise typer.Exit(1)
 
 
+def _copied(source: Path, path: Path, overwrite: bool) -> Path:
+    """Copy the new picture to the first of its names that is free."""
+    from ..receipt import holds_receipt
+
+    for free in free_names(path):
+        try:
+            with written_whole(free, overwrite and holds_receipt(free)) as temporary:
+                shutil.copyfile(source, temporary)
+            return free
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise InputError(f"cannot write {str(free)!r} ({error.strerror or error}); choose another --out") from None
+    raise AssertionError("names do not end")
+
+
 def _where(
-    was: Receipt, device: Literal["auto", "cpu", "cuda"], wanted: int, devices: int | None, config: Any
+    was: Receipt, device: Device, wanted: int, devices: int | None, config: Any
 ) -> tuple[Literal["cpu", "cuda"], int]:
     """What to run on, and how many of it: as in the receipt, or what is there."""
     import torch
 
-    from ..launch import resolve_device
+    from ..launch import physical_cores, resolve_device
 
     if config is not None:
         config.check_world_size(wanted)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
         device = "cuda" if was.device == "cuda" and gpus else "cpu"
-    if device == "cuda" and devices is None and config is None and 0 < gpus < wanted:
-        wanted = gpus
+    if devices is None and config is None:
+        if device == "cuda" and 0 < gpus < wanted:
+            wanted = gpus
+        limit = max(UNASKED, physical_cores())
+        if device == "cpu" and wanted > limit:
+            raise InputError(
+                f"the receipt names {wanted} ranks, and this machine has {physical_cores()} cores; say how many with "
+                "--devices"
+            )
     return resolve_device(device, wanted), wanted
 
 
@@ -141,13 +154,13 @@ def _threads(was: Receipt, devices: int, kind: Literal["cpu", "cuda"]) -> int:
     return default_threads(devices, kind)
 
 
-def _draw(job: Job, devices: int, kind: Literal["cpu", "cuda"], threads: int) -> list[Drawn]:
-    from ..drawing import draw
+def _generated(job: Job, devices: int, kind: Literal["cpu", "cuda"], threads: int) -> list[Generated]:
+    from ..generation import generate
     from ..launch import RankPool
     from .generate import progress
 
     with RankPool(devices, kind, threads, job.timeout) as pool, progress(job, "drawing") as (report, drawn, _):
-        pool.run(draw, job, on_message=lambda _, message: report(message))
+        pool.run(generate, job, on_message=lambda _, message: report(message))
     return drawn
 
 

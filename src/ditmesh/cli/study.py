@@ -2,74 +2,117 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import InputError
-from .options import AsJson, Guidance, PromptsFile, Size
+from .options import (
+    AsJson,
+    Device,
+    DType,
+    Guidance,
+    PromptsFile,
+    RankOptions,
+    Seed,
+    Size,
+    Steps,
+    at_least,
+    with_groups,
+)
+from .show import bar, emit
 from .values import download, embedded_or, parse_size, read_prompts
 
 if TYPE_CHECKING:
+    from ..model_info import ModelInfo
     from ..study.plan import Cell, Plan
 
 # Captions that an embedded model is asked for when there are no prompts.
 PROMPTS = 4
 
 
-def study(
-    prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT...", help="What to draw; captions of an embedded model.")
-    ] = None,
-    prompts_file: PromptsFile = None,
-    model: Annotated[
-        str, typer.Option(help="Folder or hub id of a diffusers pipeline, or the name of an embedded model.")
-    ] = "emoji-sd3",
-    devices: Annotated[str, typer.Option(metavar="2,4,8", help="Numbers of devices.")] = "2,4",
+@dataclass(frozen=True)
+class StudyOptions:
+    """What is combined with what, and how it is measured."""
+
+    prompts_file: PromptsFile = None
+    devices: Annotated[str, typer.Option(metavar="2,4,8", help="Numbers of devices.")] = "2,4"
     warmup: Annotated[
         str,
         typer.Option(
             metavar="0,4,sqrt(2)", help="Warm-up policies; a number is so many synchronous steps at the beginning."
         ),
-    ] = "0,1,2,4",
-    strategy: Annotated[
-        str, typer.Option(metavar="NAMES", help="Of displaced, pipefusion and naive.")
-    ] = "displaced,naive",
+    ] = "0,1,2,4"
+    strategy: Annotated[str, typer.Option(metavar="NAMES", help="Of displaced, pipefusion and naive.")] = (
+        "displaced,naive"
+    )
     sampler: Annotated[
         str,
         typer.Option(metavar="NAMES", help="Such as ddim,dpm for a DDPM model, euler,heun for a flow; own: its own."),
-    ] = "own",
-    images: Annotated[int, typer.Option(help="Pictures of every prompt, each with a seed of its own.")] = 1,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps.", show_default="the model's, or 20")] = None,
-    guidance: Guidance = None,
-    size: Size = None,
-    seed: Annotated[int, typer.Option(help="Seed of the first picture.")] = 0,
-    batch: Annotated[int, typer.Option(help="Pictures drawn in one request, at most.")] = 8,
+    ] = "own"
+    images: Annotated[
+        int,
+        typer.Option(
+            help="Pictures of every prompt, each with a seed of its own.",
+            callback=at_least(1, "--images {value} draws nothing; use 1 or more"),
+        ),
+    ] = 1
+    steps: Steps = None
+    guidance: Guidance = None
+    size: Size = None
+    seed: Seed = 0
+    batch: Annotated[
+        int,
+        typer.Option(
+            help="Pictures of one call of the pipeline, at most.",
+            callback=at_least(1, "--batch {value} draws nothing; use 1 or more"),
+        ),
+    ] = 8
     which_steps: Annotated[
         bool,
         typer.Option(
             "--which-steps", help="Also make each single step synchronous, and each stale (first strategy and N)."
         ),
-    ] = False,
+    ] = False
     detail: Annotated[
         bool,
         typer.Option(help="In the first request of each combination: errors of attention, and on the same latents."),
-    ] = True,
+    ] = True
     real: Annotated[
         bool, typer.Option("--real", help="Also run the first request of each combination on real ranks, timed.")
-    ] = False,
+    ] = False
     target: Annotated[
         float | None,
-        typer.Option(metavar="DB", help="PSNR the rule for the warm-up is for.", show_default="what all N reach"),
+        typer.Option(
+            metavar="DB",
+            help="PSNR the rule for the warm-up is for.",
+            show_default="what all N reach",
+            callback=at_least(0, "--target {value} is no PSNR in dB; use one such as 30"),
+        ),
+    ] = None
+    jobs: Annotated[
+        int,
+        typer.Option(
+            help="Processes that run cells at the same time, one thread each.",
+            callback=at_least(1, "--jobs {value} runs nothing; use 1 or more"),
+        ),
+    ] = 1
+    dtype: DType = "float32"
+    device: Device = "auto"
+    out: Annotated[str, typer.Option(metavar="DIR", help="Folder; what is finished there is not run again.")] = "study"
+
+
+@with_groups
+def study(
+    options: StudyOptions,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT...", help="What to draw; captions of an embedded model.")
     ] = None,
-    jobs: Annotated[int, typer.Option(help="Processes that run cells at the same time, one thread each.")] = 1,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Type of the weights.")] = "float32",
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="What the model runs on.")] = "auto",
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder; what is finished there is not run again.")] = Path(
-        "study"
-    ),
+    model: Annotated[
+        str, typer.Option(help="Folder or hub id of a diffusers pipeline, or the name of an embedded model.")
+    ] = "emoji-sd3",
     as_json: AsJson = False,
 ) -> None:
     """Measure what stale strategies cost in quality, for devices x warm-up x sampler x strategy.
@@ -83,90 +126,89 @@ def study(
 
     ditmesh study fox owl --model emoji-dit-s --sampler ddim,dpm --warmup "0,2,4,adaptive(0.05)" --images 4
     """
-    from .. import zoo
-    from ..drawing import check_layout, class_numbers
-    from ..launch import from_torchrun, resolve_device
-    from ..model_info import find_model
-    from ..study import plan as planning
+    from ..job import check_layout, check_named
+    from ..launch import from_torchrun
 
     if from_torchrun():
         raise InputError("ditmesh study simulates its devices; leave torchrun out")
-    if jobs < 1:
-        raise InputError(f"--jobs {jobs} runs nothing; use 1 or more")
+    check_named(options.out)
+    plan, info = _plan(options, prompts, model)
+    check_layout(info)
+    emit(_run(plan, Path(options.out), options.jobs, options.target), as_json, _say)
+
+
+def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple[Plan, ModelInfo]:
+    """What is asked for, checked; and what the model's files say."""
+    from .. import zoo
+    from ..job import class_numbers
+    from ..model_info import find_model
+    from ..study import plan as planning
+
     info, steps, guidance, text_tokens = embedded_or(
-        str(zoo.path(model)) if model in zoo.EMBEDDED else model, steps, guidance
+        str(zoo.path(model)) if model in zoo.EMBEDDED else model, options.steps, options.guidance
     )
     if not info.local:
         info = find_model(download(info.name))
     asked = prompts
-    if not prompts and prompts_file is None and zoo.embedded(info.files) is not None:
+    if not prompts and options.prompts_file is None and zoo.embedded(info.files) is not None:
         asked = zoo.captions(info.files.name)[:PROMPTS]
-    words = read_prompts(asked, prompts_file)
+    words = read_prompts(asked, options.prompts_file)
     steps = 20 if steps is None else steps
-    wanted = parse_size(size)
-    if wanted is not None:
-        info.check_size(*wanted)
-    kind = resolve_device(device, 1)
+    size = parse_size(options.size)
+    if size is not None:
+        info.check_size(*size)
+    ranks = RankOptions(options.device, options.dtype)
     setup = planning.Setup(
         model=str(info.files),
         name=model,
         weights=planning.weights_digest(info.files),
         steps=steps,
         guidance=guidance,
-        size=wanted,
+        size=size,
         max_sequence_length=text_tokens,
-        dtype=dtype,
-        device=kind,
+        dtype=ranks.dtype_on("cpu"),
+        device=ranks.kind(1),
     )
     plan = planning.make_plan(
         setup,
         info,
-        devices=planning.read_devices(devices),
-        warmups=planning.read_warmups(warmup, steps),
-        samplers=planning.split_list(sampler, "--sampler"),
-        strategies=planning.read_strategies(strategy),
+        devices=planning.read_devices(options.devices),
+        warmups=planning.read_warmups(options.warmup, steps),
+        samplers=planning.split_list(options.sampler, "--sampler"),
+        strategies=planning.read_strategies(options.strategy),
         prompts=words,
         labels=class_numbers(words, info),
-        images=images,
-        seed=seed,
-        batch=batch,
-        which=which_steps,
-        detail=detail,
-        real=real,
+        images=options.images,
+        seed=options.seed,
+        batch=options.batch,
+        which=options.which_steps,
+        detail=options.detail,
+        real=options.real,
     )
-    check_layout(info)
-    result = _run(plan, out, jobs, target)
-    if as_json:
-        print(json.dumps(result, indent=1, allow_nan=False))
-    else:
-        _say(result)
+    return plan, info
 
 
 def _run(plan: Plan, out: Path, jobs: int, target: float | None) -> dict[str, Any]:
     """Run what is missing and write everything."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from ..study.analysis import Results
     from ..study.page import write
     from ..study.store import Store
     from ..study.work import run_cells
 
     store = Store(out)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("loading", total=len(plan.cells))
+    with bar() as progress:
+        task = progress.add_task("loading", total=len(plan.cells))
         there = sum(store.get(cell, plan.setup) is not None for cell in plan.cells)
-        progress.update(bar, completed=there)
+        progress.update(task, completed=there)
 
         def on_cell(cell: Cell | None, total: int) -> None:
             if cell is None:
-                progress.advance(bar)
+                progress.advance(task)
             else:
-                progress.update(bar, description=cell.describe())
+                progress.update(task, description=cell.describe())
 
         ran = run_cells(plan, store, jobs, on_cell)
-        progress.update(bar, description="writing")
+        progress.update(task, description="writing")
         cells = [found for cell in plan.cells if (found := store.get(cell, plan.setup)) is not None]
         data = write(Results(plan, cells), out, target)
     return {

@@ -7,17 +7,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ..config import ParallelConfig
+from ..config import AXES, ParallelConfig
 from ..errors import ConfigError, InputError
 from ..launch import from_torchrun
 
 if TYPE_CHECKING:
-    from ..drawing import Job
+    from ..job import Job
     from ..model_info import ModelInfo
+    from .options import PictureOptions
 
 
 def parse_size(text: str | None) -> tuple[int, int] | None:
@@ -56,42 +57,16 @@ def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     return found
 
 
-def parse_weights(text: str | None) -> tuple[float, ...] | Literal["auto"] | None:
-    """``"2,1"`` to numbers; ``"auto"`` and None stay what they are.
-
-    Raises:
-        InputError: the text is neither.
-    """
-    if text is None or text == "auto":
-        return text
-    try:
-        return tuple(float(word) for word in text.split(","))
-    except ValueError:
-        raise InputError(f"weights {text!r} are not numbers; write them as 2,1 (one for each rank), or auto") from None
-
-
-def parse_stages(text: str | None) -> tuple[int, ...] | str | None:
-    """``"5,7"`` to numbers; words and None stay what they are."""
-    if text is None or re.fullmatch(r"\d+(,\d+)*", text) is None:
-        return text
-    return tuple(int(word) for word in text.split(","))
-
-
 def parallel_config(
-    devices: int | None,
-    file: Path | None,
-    degrees: dict[str, int | None],
-    heads: int | None,
-    settings: Mapping[str, Any] | None = None,
+    devices: int | None, file: Path | None, settings: Mapping[str, Any], heads: int | None
 ) -> tuple[int, ParallelConfig | None]:
-    """Number of ranks and their configuration, from whichever of the four was given.
+    """Number of ranks and their configuration, from whichever of the three was given.
 
     Args:
         devices: number of ranks; None: what the configuration multiplies to, or what torchrun has started.
         file: YAML file of a `ParallelConfig`.
-        degrees: degrees of axes; those not given are None.
+        settings: those of `ParallelConfig` that were given.
         heads: attention heads of the model, when known.
-        settings: other settings of `ParallelConfig`; those not given are None.
 
     Returns:
         The ranks, and the configuration; None when only the engine can choose it.
@@ -99,12 +74,9 @@ def parallel_config(
     Raises:
         ConfigError: they contradict one another.
     """
-    given = {axis: degree for axis, degree in degrees.items() if degree is not None}
-    more = {name: value for name, value in (settings or {}).items() if value is not None}
-    if devices is None and not given and isinstance(more.get("weights"), tuple) and not from_torchrun():
-        devices = len(more["weights"])
-    if devices is not None and devices < 1:
-        raise ConfigError(f"{devices} devices draw nothing; use --devices 1 or more")
+    degrees = any(name in AXES for name in settings)
+    if devices is None and not degrees and isinstance(settings.get("weights"), tuple) and not from_torchrun():
+        devices = len(settings["weights"])
     if from_torchrun():
         started = int(os.environ["WORLD_SIZE"])
         if devices not in (None, started):
@@ -113,18 +85,18 @@ def parallel_config(
                 f"{devices} with torchrun --nproc-per-node {devices}"
             )
         devices = started
-    if file is not None and (given or more):
-        options = ", ".join(f"--{name}" for name in (*given, *more))
+    if file is not None and settings:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in settings)
         raise ConfigError(f"--config {str(file)!r} and {options} both configure; write all of it into the file")
-    if file is None and not given:
+    if file is None and not degrees:
         devices = devices or 1
-        if heads is None and not more:
+        if heads is None and not settings:
             return devices, None
         # Of a model that does not tell its heads one is sure.
-        stale = more.get("exchange", "exact") != "exact"
+        stale = settings.get("exchange", "exact") != "exact"
         auto = ParallelConfig(ring=devices) if stale else ParallelConfig.auto(devices, heads or 1)
-        return devices, ParallelConfig(**{**auto.model_dump(), **more})
-    config = ParallelConfig.read(file) if file is not None else ParallelConfig(**given, **more)
+        return devices, ParallelConfig(**{**auto.model_dump(), **settings})
+    config = ParallelConfig.read(file) if file is not None else ParallelConfig(**settings)
     devices = devices or config.world_size
     config.check_world_size(devices)
     return devices, config
@@ -137,6 +109,8 @@ def config_of(text: str) -> ParallelConfig:
         ConfigError: it is neither, or not possible.
     """
     words = re.findall(r"(?:[^\s(]|\([^)]*\))+", text)
+    if not words:
+        raise ConfigError(f"the configuration {text!r} says nothing; write words such as 'ulysses=2 ring=2'")
     if len(words) == 1 and "=" not in words[0] and (words[0].endswith((".yaml", ".yml")) or Path(words[0]).is_file()):
         return ParallelConfig.read(words[0])
     settings: dict[str, Any] = {}
@@ -191,6 +165,44 @@ def embedded_or(
         own.guidance_scale if guidance is None else guidance,
         own.max_sequence_length,
     )
+
+
+def picture_job(
+    model: str | None, prompts: Sequence[str], pictures: PictureOptions, timeout: float, out: str, **more: Any
+) -> tuple[Job, ModelInfo]:
+    """What the options ask for, but for the parallel configuration and the type of the weights.
+
+    Args:
+        model: as the user named it; None: the embedded one.
+        prompts: what to generate.
+        pictures: the options.
+        timeout, out: of the job.
+        more: other fields of the job.
+
+    Returns:
+        The job, and what the model's files say.
+    """
+    from ..job import PER_CALL, job_for
+    from ..receipt import MOST_PIXELS
+
+    size = parse_size(pictures.size)
+    info, steps, guidance, text_tokens = embedded_or(model, pictures.steps, pictures.guidance)
+    width, height = size or info.default_size or (1, 1)
+    job = job_for(
+        info,
+        prompts,
+        out,
+        negative=pictures.negative,
+        steps=steps,
+        guidance=guidance,
+        size=size,
+        max_sequence_length=text_tokens,
+        seed=pictures.seed,
+        images=pictures.num_images,
+        timeout=timeout,
+        **{"per_call": max(1, min(PER_CALL, MOST_PIXELS // (width * height))), **more},
+    )
+    return job, info
 
 
 def fetched(job: Job, info: ModelInfo) -> Job:

@@ -2,29 +2,71 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ..errors import ConfigError, InputError
-from .options import AsJson, Device, DType, Guidance, Negative, NumImages, PromptsFile, Seed, Size, Steps, Timeout
-from .values import configs_of, embedded_or, fetched, parse_size, read_prompts
+from .options import AsJson, PictureOptions, RankOptions, at_least, with_groups
+from .show import bar, count, emit
+from .values import configs_of, fetched, picture_job, read_prompts
 
 if TYPE_CHECKING:
     from ..config import ParallelConfig
-    from ..drawing import Job
+    from ..job import Job
+    from ..model_info import ModelInfo
     from ..verification.runs import Run, Task
     from ..verification.verdicts import Verdict
 
 
+@dataclass(frozen=True)
+class CompareOptions:
+    """What is compared, and how."""
+
+    all_of: Annotated[
+        int | None,
+        typer.Option(
+            "--all",
+            metavar="N",
+            help="Every sensible configuration of N devices.",
+            callback=at_least(2, "--all {value} compares nothing; use --all 2 or more"),
+        ),
+    ] = None
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="Largest relative difference of latents and pictures.",
+            show_default="float32 1e-4, float16 0.02, bfloat16 0.1; none for stale strategies",
+            callback=at_least(0, "a tolerance of {value} is not possible; use 0 or more, such as 1e-4"),
+        ),
+    ] = None
+    trace_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Folder for what one device computes, while this runs.", show_default="TMPDIR"
+        ),
+    ] = None
+    trace_gb: Annotated[
+        float,
+        typer.Option(
+            metavar="GB",
+            help="Room for it, and no more than half of what is free; of a large model some channels are kept.",
+            callback=at_least(1e-3, "--trace-gb {value} has room for nothing; use 0.001 or more"),
+        ),
+    ] = 4.0
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page with pictures and curves.")] = None
+
+
+@with_groups
 def verify(
+    comparing: CompareOptions,
+    pictures: PictureOptions,
+    ranks: RankOptions,
     configs: Annotated[
         list[str] | None,
         typer.Argument(metavar="CONFIG...", help='What to verify: words such as "ulysses=2 cfg=2", or a YAML file.'),
@@ -32,38 +74,13 @@ def verify(
     more_configs: Annotated[
         list[str] | None, typer.Option("--configs", metavar="CONFIG", help="The same, as an option.")
     ] = None,
-    all_of: Annotated[
-        int | None, typer.Option("--all", metavar="N", help="Every sensible configuration of N devices.")
-    ] = None,
     prompt: Annotated[
         list[str] | None, typer.Option(help="What to draw; may be given again.", show_default="a red fox, if embedded")
     ] = None,
-    prompts_file: PromptsFile = None,
     model: Annotated[
         str | None,
         typer.Option(help="Folder or hub id of a diffusers pipeline.", show_default="the embedded model"),
     ] = None,
-    steps: Steps = None,
-    guidance: Guidance = None,
-    negative: Negative = None,
-    size: Size = None,
-    seed: Seed = 0,
-    num_images: NumImages = 1,
-    dtype: DType = None,
-    device: Device = "auto",
-    threads: Annotated[
-        int | None,
-        typer.Option(help="Threads of each rank, and of the one device.", show_default="the cores shared out"),
-    ] = None,
-    timeout: Timeout = 600.0,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            help="Largest relative difference of latents and pictures.",
-            show_default="float32 1e-4, float16 0.02, bfloat16 0.1; none for stale strategies",
-        ),
-    ] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with pictures and curves.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Draw on one device and on several, and say whether, by how much, and where first they differ.
@@ -77,70 +94,65 @@ def verify(
 
     ditmesh verify --all 4 --steps 8 --html verify.html
     """
-    from ..drawing import Job, check_config, check_folder, check_job, class_numbers
-    from ..launch import from_torchrun, resolve_device
-    from ..support import check as check_support
-    from ..verification.runs import sensible
+    from ..job import check_folder, check_job
+    from ..launch import from_torchrun
+    from ..receipt import MOST_TOGETHER
 
     if from_torchrun():
         raise InputError("ditmesh verify starts ranks of its own; leave torchrun out")
     asked = configs_of([*(more_configs or []), *(configs or [])])
-    if not asked and all_of is None:
+    if not asked and comparing.all_of is None:
         raise InputError('there is no configuration to verify; write one, such as "ulysses=2", or say --all 2')
-    if all_of is not None and all_of < 2:
-        raise InputError(f"--all {all_of} compares nothing; use --all 2 or more")
-    if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
-        raise InputError(f"a tolerance of {tolerance:g} is not possible; use 0 or more, such as 1e-4")
-    if timeout <= 0:
-        raise InputError(f"a timeout of {timeout:g} seconds lets no rank answer; use more than 0")
-    if threads is not None and threads < 1:
-        raise InputError(f"{threads} threads compute nothing; use --threads 1 or more")
-    if html is not None:
-        check_folder(html.parent)
-        if html.is_dir():
-            raise InputError(f"--html {str(html)!r} is a folder; give the name of a file in it")
-    wanted = parse_size(size)
-    info, steps, guidance, text_tokens = embedded_or(model, steps, guidance)
-    prompts = read_prompts(prompt or (["a red fox"] if model is None and prompts_file is None else None), prompts_file)
-    job = Job(
-        model=str(info.files) if info.local else info.name,
-        name=info.name,
-        pipeline_class=info.pipeline_class,
-        prompts=tuple(prompts),
-        out=tempfile.gettempdir(),
-        config="auto",
-        labels=class_numbers(prompts, info),
-        negative=negative,
-        steps=steps,
-        guidance=guidance,
-        size=wanted,
-        max_sequence_length=text_tokens,
-        seed=seed,
-        images=num_images,
-        timeout=timeout,
-    )
-    largest = max([config.world_size for config in asked] + [all_of or 1])
+    if pictures.num_images > MOST_TOGETHER:
+        raise InputError(f"--num-images {pictures.num_images}: verify compares one call's; use {MOST_TOGETHER} at most")
+    page_at = _page_at(comparing.html)
+    room = comparing.trace_dir if comparing.trace_dir is not None else tempfile.gettempdir()
+    check_folder(room, "--trace-dir")
+    default = ["a red fox"] if model is None and pictures.prompts_file is None else None
+    prompts = read_prompts(prompt or default, pictures.prompts_file)
+    job, info = picture_job(model, prompts, pictures, ranks.timeout, room, per_call=pictures.num_images)
+    largest = max([config.world_size for config in asked] + [comparing.all_of or 1])
     check_job(job, info, largest)
-    for config in asked:
-        check_config(config, info, config.world_size, wanted)
-        check_support(info.transformer_class, config)
-    offered = []
-    if all_of is not None:
-        guided = guidance is None or guidance > 1
-        offered = [c for c in sensible(all_of, info, num_images, guided, wanted) if c not in asked]
-    kind = resolve_device(device, largest)
-    job = replace(job, dtype=dtype or ("bfloat16" if kind == "cuda" else "float32"))
-    job = fetched(job, info)
-    result, page = _verify(job, asked, offered, kind, threads, tolerance, html is not None)
-    if html is not None and page is not None:
-        page.write(html)
-        result["html"] = str(html)
-    if as_json:
-        print(json.dumps(result, indent=1, allow_nan=False))
-    else:
-        _say(result)
+    offered = _checked(job, info, asked, comparing.all_of)
+    kind = ranks.kind(largest)
+    job = fetched(replace(job, dtype=ranks.dtype_on(kind)), info)
+    result, page = _verify(job, asked, offered, kind, ranks.threads, comparing)
+    if page_at is not None and page is not None:
+        page.write(page_at)
+        result["html"] = str(page_at)
+    emit(result, as_json, _say)
     if not result["passed"]:
         raise typer.Exit(1)
+
+
+def _checked(job: Job, info: ModelInfo, asked: Sequence[ParallelConfig], all_of: int | None) -> list[ParallelConfig]:
+    """Refuse configurations that say nothing or do not fit; the others that are to be verified."""
+    from ..config import ParallelConfig
+    from ..job import check_config
+    from ..support import check as check_support
+    from ..verification.runs import reference_of, sensible
+
+    for config in asked:
+        if config == (reference_of(config) or ParallelConfig()):
+            raise ConfigError(f"{config.describe()!r} compares one device with itself; write such as 'ulysses=2'")
+        check_config(config, info, config.world_size, job.size)
+        check_support(info.transformer_class, config)
+    if all_of is None:
+        return []
+    guided = job.guidance is None or job.guidance > 1
+    return [config for config in sensible(all_of, info, job.images, guided, job.size) if config not in asked]
+
+
+def _page_at(html: str | None) -> Path | None:
+    """Where the page goes, if it can be written there."""
+    from ..job import check_folder
+
+    if html is None:
+        return None
+    if not html or Path(html).is_dir():
+        raise InputError(f"--html {html!r} is a folder; give the name of a file in it")
+    check_folder(Path(html).parent, "--html")
+    return Path(html)
 
 
 def _verify(
@@ -149,14 +161,12 @@ def _verify(
     offered: Sequence[ParallelConfig],
     kind: Literal["cpu", "cuda"],
     threads: int | None,
-    tolerance: float | None,
-    with_page: bool,
+    comparing: CompareOptions,
 ) -> tuple[dict[str, Any], Any]:
     """Run everything; the result as data, and the page when one is wanted."""
     from ..launch import RankPool, default_threads
     from ..quality import perceptual
-    from ..receipt import library_versions
-    from ..verification.runs import Task, name_of, reference_of
+    from ..verification.runs import Task, budget_of, name_of, reference_of, run_tasks
     from ..verification.verdicts import judge
 
     configs = [*asked, *offered]
@@ -168,23 +178,22 @@ def _verify(
     traces: dict[ParallelConfig | None, str] = {}
     verdicts: dict[str, Verdict] = {}
     with (
-        tempfile.TemporaryDirectory(prefix="ditmesh-verify-") as folder,
+        tempfile.TemporaryDirectory(prefix="ditmesh-verify-", dir=job.out) as folder,
         _Progress(len(references) + len(configs)) as bar,
     ):
+        budget = budget_of(folder, len(references), comparing.trace_gb * 1e9)
         for number, reference in enumerate(references):
             traces[reference] = str(Path(folder) / f"trace-{number}")
             os.mkdir(traces[reference])
 
         def run(devices: int, tasks: Sequence[Task]) -> list[list[Run]]:
             """For each task every rank's run."""
-            from ..verification.runs import run_tasks
-
-            bar.say(f"starting {devices} {'rank' if devices == 1 else 'ranks'}")
+            bar.say(f"starting {count(devices, 'rank')}")
             with RankPool(devices, kind, threads, job.timeout) as pool:
                 every = pool.run(run_tasks, job, tasks, on_message=lambda _, began: bar.begin(began.what))
             return [list(of_ranks) for of_ranks in zip(*every, strict=True)]
 
-        tasks = [Task(reference, traces[reference], writes=True) for reference in references]
+        tasks = [Task(reference, traces[reference], writes=True, budget=budget) for reference in references]
         for reference, (done,) in zip(references, run(1, tasks), strict=True):
             alone[name_of(reference)] = done
         for devices in sorted({config.world_size for config in configs}):
@@ -196,19 +205,32 @@ def _verify(
             done = run(devices, [Task(config, traces[reference_of(config)]) for config in mine]) if mine else []
             runs |= {name_of(config): of_ranks for config, of_ranks in zip(mine, done, strict=True)}
         bar.say("comparing")
+        learned = perceptual.available()
         for config in configs:
             name, reference = name_of(config), reference_of(config)
             single = alone[name_of(reference)]
             # What one device refuses, several do not have to be asked.
             found = judge(
-                job, config, runs.get(name, [single]), single, traces[reference], tolerance, perceptual.available()
+                job, config, runs.get(name, [single]), single, traces[reference], comparing.tolerance, learned
             )
             if found.refused and config in asked:
                 raise ConfigError(f"{name}: {found.refused}")
             verdicts[name] = found
-    drawn = [verdict for verdict in verdicts.values() if not verdict.refused]
+    rank_0 = {name: of_ranks[0] for name, of_ranks in runs.items()}
+    where = {"device": kind, "threads": threads}
+    return _result(job, list(verdicts.values()), alone, where, rank_0 if comparing.html is not None else None)
+
+
+def _result(
+    job: Job, verdicts: list[Verdict], alone: dict[str, Run], where: dict[str, Any], rank_0: dict[str, Run] | None
+) -> tuple[dict[str, Any], Any]:
+    """The verdicts as data; and the page, when the runs of rank 0 are given."""
+    from ..receipt import library_versions
+    from ..verification.page import page_of
+
+    drawn = [verdict for verdict in verdicts if not verdict.refused]
     if not drawn:
-        raise InputError(f"none of the {len(verdicts)} configurations can run: {next(iter(verdicts.values())).refused}")
+        raise InputError(f"none of the {len(verdicts)} configurations can run: {verdicts[0].refused}")
     facts = {
         "model": job.name,
         "prompts": list(job.prompts),
@@ -218,8 +240,7 @@ def _verify(
         "size": list(job.size) if job.size else None,
         "images": job.images,
         "dtype": job.dtype,
-        "device": kind,
-        "threads": threads,
+        **where,
         "versions": library_versions(),
         "one_device": [
             {"config": name, "seconds": one.seconds, "repeats": one.repeats, "channel_stride": one.stride}
@@ -227,31 +248,17 @@ def _verify(
             if not one.refused
         ],
     }
-    result = {
-        **facts,
-        "configs": [
-            verdict.as_data() | {"outcome": verdict.outcome, "judged": verdict.judged} for verdict in verdicts.values()
-        ],
-        "passed": all(verdict.passed for verdict in drawn),
-    }
-    page = None
-    if with_page:
-        from ..verification.page import page_of
-
-        rank_0 = {name: of_ranks[0] for name, of_ranks in runs.items()}
-        page = page_of(job, list(verdicts.values()), rank_0, alone, {k: v for k, v in facts.items() if v is not None})
-    return result, page
+    said = [verdict.as_data() | {"outcome": verdict.outcome, "judged": verdict.judged} for verdict in verdicts]
+    result = {**facts, "configs": said, "passed": all(verdict.passed for verdict in drawn)}
+    known = {name: value for name, value in facts.items() if value is not None}
+    return result, page_of(job, verdicts, rank_0, alone, known) if rank_0 is not None else None
 
 
 class _Progress:
     """A bar that counts runs, and says what is running."""
 
     def __init__(self, runs: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=Console(stderr=True))
+        self._progress = bar()
         self._bar = self._progress.add_task("starting", total=runs)
         self._begun = 0
 
@@ -280,8 +287,8 @@ def _say(result: dict[str, Any]) -> None:
     console = Console(highlight=False)
     single = ", ".join(f"{one['config']} {one['seconds']:.2f} s" for one in result["one_device"])
     console.print(
-        f"{_count(len(result['prompts']), 'prompt')}, {result['dtype']} on {result['device']}, "
-        f"{_count(result['threads'], 'thread')} a rank; compared with: {single}",
+        f"{count(len(result['prompts']), 'prompt')}, {result['dtype']} on {result['device']}, "
+        f"{count(result['threads'], 'thread')} a rank; compared with: {single}",
         markup=False,
         soft_wrap=True,
     )
@@ -354,7 +361,3 @@ def _lines(verdict: dict[str, Any]) -> list[str]:
 def _error(value: float | None) -> str:
     """JSON has no infinity: it has null."""
     return "infinite" if value is None else f"{value:.1e}" if value else "0"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"

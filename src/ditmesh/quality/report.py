@@ -13,8 +13,6 @@ Light or dark as the reader's system is. Every picture has a text of its own, ev
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..files import written_whole
 from .figures import Chart, picture_source
 
 STYLE = (
@@ -158,15 +157,11 @@ class Page:
             InputError: the file cannot be written.
         """
         path = Path(path)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
-            temporary.write_text(self.html(), encoding="utf-8")
-            temporary.replace(path)
+            with written_whole(path) as temporary:
+                temporary.write_text(self.html(), encoding="utf-8")
         except OSError as error:
             raise InputError(f"cannot write {str(path)!r} ({error.strerror or error}); choose another file") from None
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
         return path
 
 

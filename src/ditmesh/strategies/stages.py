@@ -46,7 +46,10 @@ def balanced(costs: Sequence[float], stages: int, speeds: Sequence[float] | None
     speeds = (1.0,) * stages if speeds is None else speeds
     blocks = len(costs)
     if stages > blocks:
-        raise ConfigError(f"{blocks} blocks cannot be shared by pipe={stages} stages; use pipe <= {blocks}")
+        way = f"pipe={blocks} or less" if blocks > 1 else "pipe=1"
+        raise ConfigError(
+            f"{blocks} {'block' if blocks == 1 else 'blocks'} cannot be shared by pipe={stages} stages; use {way}"
+        )
     sums = [0.0, *accumulate(costs)]
     # best[k][n]: (slowest, squares, minus the lengths) of the best cut of the first n blocks into k stages
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}

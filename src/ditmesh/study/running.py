@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..files import written_whole
 from .plan import SYNCHRONOUS, Cell, Setup
 
 if TYPE_CHECKING:
@@ -50,9 +50,8 @@ class Runner:
         if cell.strategy == SYNCHRONOUS:
             pictures, predictions = draw(pipe, self.setup, cell)
             kept = {"predictions": torch.stack(predictions), "pictures": torch.from_numpy(pictures)}
-            temporary = self.folder / f".{key}.{os.getpid()}.tmp"
-            torch.save(kept, temporary)
-            temporary.replace(self.folder / f"{key}{SUFFIX}")
+            with written_whole(self.folder / f"{key}{SUFFIX}") as temporary:
+                torch.save(kept, temporary)
         elif cell.real:
             pictures, result["ranks"] = draw_on_ranks(self.setup, cell)
             predictions = []
@@ -128,7 +127,7 @@ def load(setup: Setup) -> Any:
     """The pipeline of a study, quiet, on its device."""
     import diffusers
 
-    from ..drawing import load_pipeline, quieten
+    from ..generation import load_pipeline, quieten
 
     quieten()
     diffusers.utils.logging.set_verbosity_error()
@@ -139,7 +138,7 @@ def draw(pipe: Any, setup: Setup, cell: Cell) -> tuple[np.ndarray, list[Tensor]]
     """The pictures of a cell (n, h, w, 3), float32, and what the sampler was given in every evaluation."""
     import torch
 
-    from ..drawing import call_parameters, sizes
+    from ..generation import call_parameters, sizes
     from ..methods import replace_method
     from ..strategies.lazy import whole_of
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..files import finite
 from .plan import SYNCHRONOUS, Cell, Setup
 from .running import SUFFIX
 
@@ -27,7 +27,7 @@ class Store:
     """
 
     def __init__(self, folder: Path) -> None:
-        from ..drawing import check_folder
+        from ..job import check_folder
 
         check_folder(folder)
         check_folder(folder / PICTURES)
@@ -63,17 +63,8 @@ class Store:
 
     def add(self, result: dict[str, Any]) -> None:
         """Keep a finished cell. On disk when this returns."""
-        line = json.dumps(_finite(result), allow_nan=False)
+        line = json.dumps(finite(result), allow_nan=False)
         with self._file.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         # As it will be read back: the keys of objects are text.
         self._cells[result["key"]] = json.loads(line)
-
-
-def _finite(value: Any) -> Any:
-    """None in the place of numbers that JSON cannot hold: errors of a run that went astray."""
-    if isinstance(value, dict):
-        return {str(name): _finite(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not isfinite(value) else value

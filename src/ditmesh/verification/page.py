@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..drawing import Job
+from ..job import Job
 from ..quality import curves, figures, perceptual
 from ..quality.report import Cell, Page, Shown
 from .runs import Run

@@ -6,17 +6,22 @@ watched, each rank comparing its own part with the trace, and once unwatched, ag
 
 from __future__ import annotations
 
+import shutil
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from errno import ENOSPC
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..config import ParallelConfig
-from ..drawing import Job, call_arguments, check_config, device_of_rank, load
 from ..errors import ConfigError, InputError, LayoutError, UntestedWarning
+from ..generation import call_arguments, device_of_rank, load
+from ..job import Job, check_config
 from ..launch import Report
 from ..quality import metrics
 
@@ -26,8 +31,9 @@ if TYPE_CHECKING:
     from ..model_info import ModelInfo
     from .tracing import Part, Recorder, Spot
 
-# Bytes that the values of one trace may take on disk.
+# Bytes that the values of one trace may take on disk, and those without which a trace is not begun.
 TRACE_BUDGET = 4e9
+LEAST_BUDGET = 64e6
 
 Promise = Literal["bits", "tolerance", "none"]
 
@@ -37,13 +43,10 @@ Promise = Literal["bits", "tolerance", "none"]
 
 
 def promise_of(config: ParallelConfig) -> Promise:
-    """What a configuration promises: the same ``"bits"``, a difference within ``"tolerance"``, or nothing.
+    """What the strategies of a configuration promise, see `ditmesh.recipe.promise_of`."""
+    from ..recipe import promise_of
 
-    Stale strategies promise nothing about any one picture.
-    """
-    if config.reproducible:
-        return "bits"
-    return "none" if config.exchange != "exact" or config.stages_or_patches else "tolerance"
+    return promise_of(config)
 
 
 def reference_of(config: ParallelConfig) -> ParallelConfig | None:
@@ -51,12 +54,7 @@ def reference_of(config: ParallelConfig) -> ParallelConfig | None:
 
     Of a reproducible configuration: the same settings on one device.
     """
-    if not config.reproducible:
-        return None
-    settings = config.model_dump() | dict.fromkeys(config.degrees, 1)
-    if config.stages_or_patches:
-        settings["patches"], settings["stages"] = config.patches or config.pipe, "estimated"
-    return ParallelConfig(**{**settings, "weights": None})
+    return config.resized(1) if config.reproducible else None
 
 
 def name_of(config: ParallelConfig | None) -> str:
@@ -162,18 +160,36 @@ class Task:
         config: None: nothing parallelised.
         trace: folder of one device's trace: written by the one device, read by all others.
         writes: whether this run is the one device.
+        budget: bytes that the values of the trace may take, about.
     """
 
     config: ParallelConfig | None
     trace: str
     writes: bool = False
+    budget: float = TRACE_BUDGET
+
+
+def budget_of(folder: str | Path, traces: int, wanted: float = TRACE_BUDGET) -> float:
+    """Bytes that the values of each of ``traces`` traces may take in a folder: at most half of what is free there.
+
+    Raises:
+        InputError: there is no room for traces.
+    """
+    free = shutil.disk_usage(folder).free
+    budget = min(wanted, free / 2 / traces)
+    if budget < min(wanted, LEAST_BUDGET):
+        raise InputError(
+            f"{str(folder)!r} has {free / 1e6:.0f} MB free, too little to keep what one device computes; name another "
+            "folder with --trace-dir"
+        )
+    return budget
 
 
 def run_tasks(job: Job, tasks: Sequence[Task], *, report: Report | None = None) -> list[Run]:
     """Make several runs with one loaded pipeline. Every rank calls this; what they return belongs together.
 
     Args:
-        job: what to draw; its own configuration does not count.
+        job: what to generate; its own configuration does not count.
         tasks: the runs, in order.
         report: takes a `Began` from rank 0 before every run.
 
@@ -222,15 +238,24 @@ def _run(job: Job, pipe: Any, task: Task, rank: int, grouped: bool) -> Run:
     from .tracing import Recorder, Trace, TraceComparer, TraceWriter
 
     steps = call_arguments(job, pipe, 0)["num_inference_steps"]
-    if task.writes:
-        # Guidance calls the transformer once or twice a step.
-        sink: Any = TraceWriter(task.trace, TRACE_BUDGET, steps * len(job.prompts) * 2)
-    else:
-        sink = TraceComparer(Trace(task.trace), rank)
-    with Recorder(pipe, sink) as recorder:
-        watched = [_draw(job, pipe, number, recorder) for number in range(len(job.prompts))]
-    if task.writes:
-        sink.close()
+    with ExitStack() as files:
+        if task.writes:
+            # Guidance calls the transformer once or twice a step.
+            sink: Any = TraceWriter(task.trace, task.budget, steps * len(job.prompts) * 2)
+            files.callback(sink.close)
+        else:
+            sink = TraceComparer(Trace(task.trace), rank)
+        try:
+            with Recorder(pipe, sink) as recorder:
+                watched = [_draw(job, pipe, number, recorder) for number in range(job.calls)]
+        except OSError as error:
+            if error.errno != ENOSPC:
+                raise
+            files.pop_all()
+            raise InputError(
+                f"no space is left in {str(Path(task.trace).parent)!r} for what one device computes; name another "
+                "folder with --trace-dir, or keep less with --trace-gb"
+            ) from error
     traffic = engine_of(pipe).mesh.traffic if task.config is not None else None
     if traffic is not None:
         traffic.reset()
@@ -238,7 +263,7 @@ def _run(job: Job, pipe: Any, task: Task, rank: int, grouped: bool) -> Run:
         # The clock starts when all are here.
         dist.barrier()
     started = time.perf_counter()
-    pictures = [_draw(job, pipe, number) for number in range(len(job.prompts))]
+    pictures = [_draw(job, pipe, number) for number in range(job.calls)]
     seconds = time.perf_counter() - started
     digests = tuple(map(metrics.digest, pictures))
     return Run(

@@ -325,9 +325,8 @@ class TraceWriter:
 
     def close(self) -> None:
         """Finish the files."""
-        self.end_call()
-        self._values.close()
-        self._digests.close()
+        with self._values, self._digests:
+            self.end_call()
         index = [asdict(entry) for entry in self._entries]
         (self.folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from ..config import ParallelConfig
-from ..drawing import Job
+from ..files import finite
+from ..job import Job
 from ..quality import metrics
 from .runs import Promise, Run, name_of, promise_of, reference_of
 from .tracing import SCHEDULER, Compared, Trace, merge
@@ -139,7 +140,7 @@ class Verdict:
 
     def as_data(self) -> dict[str, Any]:
         """As JSON can hold it: infinite differences are null."""
-        return _finite(asdict(self))
+        return finite(asdict(self))
 
 
 def judge(
@@ -259,13 +260,3 @@ def _heat(compared: Sequence[Compared]) -> dict[str, dict[int, float]]:
             row = heat.setdefault(one.spot.path, {})
             row[one.spot.step] = max(row.get(one.spot.step, 0.0), one.error)
     return heat
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value

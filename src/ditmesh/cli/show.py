@@ -1,0 +1,34 @@
+"""What commands print: one JSON object or words on stdout, a bar on stderr."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..files import finite
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+def emit(result: dict[str, Any], as_json: bool, say: Callable[[dict[str, Any]], None]) -> None:
+    """Print a command's result."""
+    if as_json:
+        print(json.dumps(finite(result), indent=1, allow_nan=False))
+    else:
+        say(result)
+
+
+def bar(*more: Any) -> Progress:
+    """A bar on stderr: what is done, how far it is, ``more`` columns, the time."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *more, TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True))
+
+
+def count(number: int, what: str) -> str:
+    """Such as ``1 rank``, ``2 ranks``."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,0 +1,60 @@
+"""Files that appear whole or not at all, and data that JSON can hold."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from itertools import count
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+
+@contextlib.contextmanager
+def written_whole(path: str | Path, replace: bool = True) -> Iterator[Path]:
+    """A temporary file beside ``path`` to write to; when the block ends without an error it takes that name.
+
+    Args:
+        path: where the file goes.
+        replace: a file of that name is replaced; False: it stays, whoever makes it and whenever.
+
+    Raises:
+        FileExistsError: there is such a file, and ``replace`` is False.
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{os.getpid()}-{os.urandom(4).hex()}.tmp")
+    try:
+        yield temporary
+        if replace:
+            temporary.replace(path)
+            return
+        try:
+            # Unlike a rename, a link never takes the name of another file.
+            os.link(temporary, path)
+        except FileExistsError:
+            raise
+        except OSError:
+            # File systems without hard links.
+            if path.exists():
+                raise FileExistsError(17, "File exists", str(path)) from None
+            temporary.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def free_names(path: str | Path, start: int = 1) -> Iterator[Path]:
+    """The names that a file may have, in order: ``a.png``, ``a-2.png``, ``a-3.png``, …, from number ``start`` on."""
+    path = Path(path)
+    return (path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(start))
+
+
+def finite(value: Any) -> Any:
+    """The same data with None in the place of numbers that JSON cannot hold, lists for tuples, and text for keys."""
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
