@@ -14,14 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from . import journal
 from .config import ParallelConfig
 from .drawing import Drawn, Job, Kept, Loaded, Restart, Stepped, draw
 from .errors import ConfigError, RankFailed
-from .launch import RankPool
+from .launch import guarded_folder, launcher
 
 
 def check_elastic(config: ParallelConfig, devices: int) -> None:
@@ -177,12 +176,12 @@ def draw_elastically(
     restarts: list[Restart] = []
     gpus = list(range(world_size))
     reached = (-1, -1)
-    with TemporaryDirectory(prefix="ditmesh-journal-") as folder:
+    with guarded_folder("ditmesh-journal-") as folder:
         while True:
             ranks = len(gpus)
             progress.begin()
             try:
-                with RankPool(ranks, device, threads, job.timeout, gpus=gpus, folders=(folder,)) as pool:
+                with launcher(None, ranks, device, threads, job.timeout, gpus=gpus) as pool:
                     kept = Kept(folder, frozenset(progress.drawn), tuple(restarts))
                     pool.run(draw, job, kept, on_message=lambda _, message: progress.hear(message))
                 break

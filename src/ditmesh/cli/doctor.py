@@ -25,12 +25,10 @@ def doctor(
     ditmesh doctor --devices 4
     """
     from ..hardware import as_data, describe_machine, measure_links, missing
-    from ..launch import RankPool, from_torchrun
+    from ..launch import launcher
 
     if devices < 1:
         raise InputError(f"{devices} devices are not possible; use --devices 1 or more")
-    if from_torchrun():
-        raise InputError("ditmesh doctor starts ranks of its own; leave torchrun out and say --devices")
     facts = describe_machine()
     facts["missing"] = missing(facts)
     facts["devices"] = devices
@@ -38,7 +36,8 @@ def doctor(
     if devices > 1:
         if device == "auto" and len(facts["gpus"]) < devices:
             device = "cpu"
-        with RankPool(devices, device, threads=1, timeout=120.0, preload=("torch", "torch.distributed")) as pool:
+        quick = ("torch", "torch.distributed")
+        with launcher(None, devices, device, threads=1, timeout=120.0, preload=quick) as pool:
             facts["device"] = pool.device
             facts["transfers"] = as_data(measure_links(pool))
     if as_json:

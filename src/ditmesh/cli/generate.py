@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -24,7 +22,11 @@ if TYPE_CHECKING:
 
     from ..config import ParallelConfig
     from ..drawing import Drawn, Job
-    from ..launch import RankPool, Report
+    from ..launch import Launcher, Report
+
+
+# As many pictures are named when a job is broken off.
+NAMED = 8
 
 
 def generate(
@@ -111,8 +113,9 @@ def generate(
     from ..config import ParallelConfig
     from ..drawing import Job, check_job, class_numbers
     from ..elastic import check_elastic
-    from ..launch import from_torchrun, resolve_device
+    from ..launch import check_timeout, resolve_device, torchrun_rank
 
+    there = torchrun_rank()
     wanted = parse_size(size)
     asked = read_prompts(prompts, prompts_file)
     info, steps, guidance, text_tokens = embedded_or(model, steps, guidance)
@@ -135,7 +138,7 @@ def generate(
     if tiles is not None and not reproducible:
         raise InputError(f"--tiles {tiles} counts in reproducible mode only; add --reproducible")
     if elastic:
-        if from_torchrun():
+        if there is not None:
             raise InputError(
                 "--elastic starts ranks anew, and those of torchrun are not ours to start; leave torchrun out and say "
                 "--devices"
@@ -159,18 +162,18 @@ def generate(
         timeout=timeout,
     )
     check_job(job, info, world_size)
-    if timeout <= 0:
-        raise InputError(f"a timeout of {timeout:g} seconds lets no rank answer; use more than 0")
+    check_timeout(timeout)
     if threads is not None and threads < 1:
         raise InputError(f"{threads} threads compute nothing; use --threads 1 or more")
-    if compare and from_torchrun():
+    if compare and there is not None:
         raise InputError("--compare starts ranks of its own; leave torchrun out and say --devices")
     if compare and world_size == 1:
         raise InputError("--compare with 1 device compares nothing; use --devices 2 or more")
-    kind = resolve_device(device, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    kind = resolve_device(device, world_size if there is None else there.local_size)
     job = replace(job, dtype=dtype or ("bfloat16" if kind == "cuda" else "float32"))
     job = fetched(job, info)
-    result = _in_torchrun(job, kind) if from_torchrun() else _in_pool(job, world_size, kind, threads, compare, elastic)
+    # Where torchrun has started ranks, this process is one of them.
+    result = _on_ranks(job, there and "torchrun", world_size, kind, threads, compare, elastic)
     if result is None:
         return
     if as_json:
@@ -179,19 +182,31 @@ def generate(
         _say(result)
 
 
-def _in_pool(
-    job: Job, world_size: int, kind: Literal["cpu", "cuda"], threads: int | None, compare: bool, elastic: bool
-) -> dict[str, Any]:
-    """Draw on ranks started here, and once more on one rank when ``compare``."""
-    from ..launch import RankPool, default_threads
+def _on_ranks(
+    job: Job,
+    name: str | None,
+    world_size: int,
+    kind: Literal["cpu", "cuda"],
+    threads: int | None,
+    compare: bool,
+    elastic: bool,
+) -> dict[str, Any] | None:
+    """Draw on ranks of the launcher of that name, and once more on one rank when ``compare``.
 
-    # The same for one device and for N: the ratio is then one of devices.
-    threads = threads or default_threads(world_size, kind)
+    What to say about it; None: another process says it.
+    """
+    from ..launch import default_threads, guarded_folder, launcher
+
     if elastic:
+        threads = threads or default_threads(world_size, kind)
         drawn, facts = _draw_elastically(job, world_size, kind, threads)
     else:
-        with RankPool(world_size, kind, threads, job.timeout) as pool:
-            drawn, facts = _draw(job, pool)
+        with launcher(name, world_size, kind, threads, job.timeout) as ranks:
+            drawn, facts = _draw(job, ranks)
+            # The same for one device and for N: the ratio is then one of devices.
+            threads = ranks.threads
+            if not ranks.speaks:
+                return None
     result: dict[str, Any] = {
         "pictures": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in drawn],
         "out": job.out,
@@ -202,8 +217,8 @@ def _in_pool(
         **facts,
     }
     if compare:
-        with TemporaryDirectory(prefix="ditmesh-compare-") as folder, RankPool(1, kind, threads, job.timeout) as pool:
-            alone, facts = _draw(replace(job, config=_alone(job), out=folder), pool, "one device")
+        with guarded_folder("ditmesh-compare-") as folder, launcher(name, 1, kind, threads, job.timeout) as ranks:
+            alone, facts = _draw(replace(job, config=_alone(job), out=folder), ranks, "one device")
             difference = _largest_difference(drawn, alone)
         result["compare"] = {
             "one_device_seconds": facts["seconds"],
@@ -223,15 +238,15 @@ def _alone(job: Job) -> ParallelConfig:
     return smaller(job.config, [0])
 
 
-def _draw(job: Job, pool: RankPool, what: str = "drawing") -> tuple[list[Drawn], dict[str, Any]]:
+def _draw(job: Job, ranks: Launcher, what: str = "drawing") -> tuple[list[Drawn], dict[str, Any]]:
     """The pictures, and the seconds it took."""
     from ..drawing import draw
 
     started = time.perf_counter()
-    with progress(job, what) as (report, drawn, facts):
+    with progress(job, what, ranks.speaks) as (report, drawn, facts):
         try:
-            seconds = pool.run(draw, job, on_message=lambda _, message: report(message))
-        except RankFailed:
+            seconds = ranks.run(draw, job, on_message=lambda _, message: report(message))
+        except (RankFailed, KeyboardInterrupt):
             _say_kept(job, drawn)
             raise
     return drawn, {**facts, "seconds": max(seconds), "total_seconds": time.perf_counter() - started}
@@ -247,7 +262,7 @@ def _draw_elastically(
     with progress(job, "drawing") as (report, drawn, facts):
         try:
             restarts, seconds = draw_elastically(job, world_size, kind, threads, report)
-        except RankFailed:
+        except (RankFailed, KeyboardInterrupt):
             _say_kept(job, drawn)
             raise
     facts |= {"seconds": seconds, "total_seconds": time.perf_counter() - started}
@@ -255,44 +270,15 @@ def _draw_elastically(
 
 
 def _say_kept(job: Job, drawn: list[Drawn]) -> None:
+    """Name the pictures that are complete on disk."""
     if drawn:
-        print(f"{len(drawn)} of {job.total} pictures were drawn before: {job.out}", file=sys.stderr)
-
-
-def _in_torchrun(job: Job, kind: Literal["cpu", "cuda"]) -> dict[str, Any] | None:
-    """Draw as one of the ranks that torchrun has started; what to say about it, on rank 0."""
-    import torch
-    import torch.distributed as dist
-
-    from ..drawing import draw
-    from ..launch import init_from_environment
-
-    started = time.perf_counter()
-    init_from_environment(job.timeout, kind)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    try:
-        if rank > 0:
-            draw(job)
-            return None
-        with progress(job, "drawing") as (report, drawn, facts):
-            seconds = draw(job, report=report)
-    finally:
-        dist.destroy_process_group()
-    return {
-        "pictures": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in drawn],
-        "out": job.out,
-        "devices": world_size,
-        "device": kind,
-        "threads": torch.get_num_threads(),
-        "config": drawn[0].receipt.config,
-        **facts,
-        "seconds": seconds,
-        "total_seconds": time.perf_counter() - started,
-    }
+        names = [picture.path for picture in drawn[:NAMED]]
+        more = f" and {len(drawn) - NAMED} more in {job.out}" if len(drawn) > NAMED else ""
+        print(f"{len(drawn)} of {job.total} pictures were drawn before: {', '.join(names)}{more}", file=sys.stderr)
 
 
 @contextlib.contextmanager
-def progress(job: Job, what: str) -> Iterator[tuple[Report, list[Drawn], dict[str, Any]]]:
+def progress(job: Job, what: str, shown: bool = True) -> Iterator[tuple[Report, list[Drawn], dict[str, Any]]]:
     """One bar for the whole job, fed by rank 0's reports; collects what was drawn, and facts such as times."""
     from rich.progress import (
         BarColumn,
@@ -309,7 +295,9 @@ def progress(job: Job, what: str) -> Iterator[tuple[Report, list[Drawn], dict[st
     drawn: list[Drawn] = []
     facts: dict[str, Any] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"))
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=_stderr()) as progress:
+    with Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=_stderr(), disable=not shown
+    ) as progress:
         bar = progress.add_task("loading", total=None)
 
         def report(message: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -59,16 +58,13 @@ def replay(
     from PIL import Image
 
     from ..drawing import check_folder, check_job
-    from ..launch import from_torchrun
+    from ..launch import check_timeout, guarded_folder
     from ..receipt import read_receipt
     from ..replaying import compare, config_for, config_of, job_of, model_of, place_of
 
-    if from_torchrun():
-        raise InputError("ditmesh replay starts ranks of its own; leave torchrun out and say --devices")
     if devices is not None and devices < 1:
         raise InputError(f"{devices} devices draw nothing; use --devices 1 or more")
-    if timeout <= 0:
-        raise InputError(f"a timeout of {timeout:g} seconds lets no rank answer; use more than 0")
+    check_timeout(timeout)
     if threads is not None and threads < 1:
         raise InputError(f"{threads} threads compute nothing; use --threads 1 or more")
     was = read_receipt(image)
@@ -78,7 +74,7 @@ def replay(
     kind, there = _where(was, device, devices or (chosen.world_size if chosen else was.devices), devices, chosen)
     chosen = chosen or config_for(own, there, info.heads)
     check_folder(out)
-    with tempfile.TemporaryDirectory(prefix="ditmesh-replay-") as folder:
+    with guarded_folder("ditmesh-replay-") as folder:
         job = job_of(was, info, chosen, folder, timeout)
         check_job(job, info, there)
         job = fetched(job, info)
@@ -143,10 +139,10 @@ def _threads(was: Receipt, devices: int, kind: Literal["cpu", "cuda"]) -> int:
 
 def _draw(job: Job, devices: int, kind: Literal["cpu", "cuda"], threads: int) -> list[Drawn]:
     from ..drawing import draw
-    from ..launch import RankPool
+    from ..launch import launcher
     from .generate import progress
 
-    with RankPool(devices, kind, threads, job.timeout) as pool, progress(job, "drawing") as (report, drawn, _):
+    with launcher(None, devices, kind, threads, job.timeout) as pool, progress(job, "drawing") as (report, drawn, _):
         pool.run(draw, job, on_message=lambda _, message: report(message))
     return drawn
 

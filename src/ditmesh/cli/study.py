@@ -85,12 +85,10 @@ def study(
     """
     from .. import zoo
     from ..drawing import check_layout, class_numbers
-    from ..launch import from_torchrun, resolve_device
+    from ..launch import resolve_device
     from ..model_info import find_model
     from ..study import plan as planning
 
-    if from_torchrun():
-        raise InputError("ditmesh study simulates its devices; leave torchrun out")
     if jobs < 1:
         raise InputError(f"--jobs {jobs} runs nothing; use 1 or more")
     info, steps, guidance, text_tokens = embedded_or(

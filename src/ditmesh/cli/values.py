@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ import yaml
 
 from ..config import ParallelConfig
 from ..errors import ConfigError, InputError
-from ..launch import from_torchrun
+from ..launch import torchrun_rank
 
 if TYPE_CHECKING:
     from ..drawing import Job
@@ -101,18 +100,18 @@ def parallel_config(
     """
     given = {axis: degree for axis, degree in degrees.items() if degree is not None}
     more = {name: value for name, value in (settings or {}).items() if value is not None}
-    if devices is None and not given and isinstance(more.get("weights"), tuple) and not from_torchrun():
+    there = torchrun_rank()
+    if devices is None and not given and isinstance(more.get("weights"), tuple) and there is None:
         devices = len(more["weights"])
     if devices is not None and devices < 1:
         raise ConfigError(f"{devices} devices draw nothing; use --devices 1 or more")
-    if from_torchrun():
-        started = int(os.environ["WORLD_SIZE"])
-        if devices not in (None, started):
+    if there is not None:
+        if devices not in (None, there.world_size):
             raise ConfigError(
-                f"--devices {devices}, but torchrun has started {started} ranks; leave --devices out, or start "
-                f"{devices} with torchrun --nproc-per-node {devices}"
+                f"--devices {devices}, but torchrun has started {there.world_size} ranks; leave --devices out, or "
+                f"start {devices} with torchrun --nproc-per-node {devices}"
             )
-        devices = started
+        devices = there.world_size
     if file is not None and (given or more):
         options = ", ".join(f"--{name}" for name in (*given, *more))
         raise ConfigError(f"--config {str(file)!r} and {options} both configure; write all of it into the file")

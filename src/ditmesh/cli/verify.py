@@ -78,12 +78,10 @@ def verify(
     ditmesh verify --all 4 --steps 8 --html verify.html
     """
     from ..drawing import Job, check_config, check_folder, check_job, class_numbers
-    from ..launch import from_torchrun, resolve_device
+    from ..launch import check_timeout, resolve_device
     from ..support import check as check_support
     from ..verification.runs import sensible
 
-    if from_torchrun():
-        raise InputError("ditmesh verify starts ranks of its own; leave torchrun out")
     asked = configs_of([*(more_configs or []), *(configs or [])])
     if not asked and all_of is None:
         raise InputError('there is no configuration to verify; write one, such as "ulysses=2", or say --all 2')
@@ -91,8 +89,7 @@ def verify(
         raise InputError(f"--all {all_of} compares nothing; use --all 2 or more")
     if tolerance is not None and not (math.isfinite(tolerance) and tolerance >= 0):
         raise InputError(f"a tolerance of {tolerance:g} is not possible; use 0 or more, such as 1e-4")
-    if timeout <= 0:
-        raise InputError(f"a timeout of {timeout:g} seconds lets no rank answer; use more than 0")
+    check_timeout(timeout)
     if threads is not None and threads < 1:
         raise InputError(f"{threads} threads compute nothing; use --threads 1 or more")
     if html is not None:
@@ -153,7 +150,7 @@ def _verify(
     with_page: bool,
 ) -> tuple[dict[str, Any], Any]:
     """Run everything; the result as data, and the page when one is wanted."""
-    from ..launch import RankPool, default_threads
+    from ..launch import default_threads, guarded_folder, launcher
     from ..quality import perceptual
     from ..receipt import library_versions
     from ..verification.runs import Task, name_of, reference_of
@@ -168,7 +165,7 @@ def _verify(
     traces: dict[ParallelConfig | None, str] = {}
     verdicts: dict[str, Verdict] = {}
     with (
-        tempfile.TemporaryDirectory(prefix="ditmesh-verify-") as folder,
+        guarded_folder("ditmesh-verify-") as folder,
         _Progress(len(references) + len(configs)) as bar,
     ):
         for number, reference in enumerate(references):
@@ -180,7 +177,7 @@ def _verify(
             from ..verification.runs import run_tasks
 
             bar.say(f"starting {devices} {'rank' if devices == 1 else 'ranks'}")
-            with RankPool(devices, kind, threads, job.timeout) as pool:
+            with launcher(None, devices, kind, threads, job.timeout) as pool:
                 every = pool.run(run_tasks, job, tasks, on_message=lambda _, began: bar.begin(began.what))
             return [list(of_ranks) for of_ranks in zip(*every, strict=True)]
 
