@@ -427,7 +427,7 @@ def test_a_job_that_kills_its_ranks_at_the_same_place_ends(tmp_path: Path, monke
     assert [pool.world_size for pool in watched.pools] == [3, 2]
 
 
-def test_the_folders_of_a_killed_owner_are_removed(tmp_path: Path) -> None:
+def test_the_folders_of_a_killed_owner_are_removed(tmp_path: Path, temporary: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(
         "import time\nfrom ditmesh.launch import RankPool, guarded_folder\nif __name__ == '__main__':\n"
@@ -435,13 +435,13 @@ def test_the_folders_of_a_killed_owner_are_removed(tmp_path: Path) -> None:
         "        print(folder, flush=True)\n        time.sleep(600)\n"
     )
     mark, environment = processes.marked(
-        {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": str(tmp_path)}
+        {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": str(temporary)}
     )
     owner = subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     try:
         folder = Path(owner.stdout.readline().strip())
-        assert folder.parent == tmp_path
+        assert folder.parent == temporary
         for number in range(5000):  # Removing them takes longer than a rank needs to end.
             (folder / str(number)).touch()
     finally:
@@ -450,7 +450,7 @@ def test_the_folders_of_a_killed_owner_are_removed(tmp_path: Path) -> None:
         owner.stdout.close()
     assert processes.wait_until_gone(mark, 10) == []
     # Nor is anything else left: not what the ranks met by, nor the fork server's socket.
-    assert list(tmp_path.iterdir()) == [script]
+    assert list(temporary.iterdir()) == []
 
 
 # --------------------------------------------------------------------------------------------------

@@ -233,7 +233,7 @@ def test_what_an_interactive_session_defines_can_be_run() -> None:
     """It has no main module that ranks could import; functions, classes and exceptions come back as they are."""
     mark, environment = processes.marked({"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
     done = subprocess.run(
-        [sys.executable, "-"], input=SESSION, env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", SESSION], env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.stdout == "done\n", done.stderr
     assert processes.wait_until_gone(mark, 10) == []
