@@ -7,7 +7,6 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
 import threading
 from dataclasses import dataclass
@@ -111,7 +110,6 @@ def _follow_owner(settings: Settings) -> None:
     owner = multiprocessing.parent_process()
     assert owner is not None
     owner.join()
-    shutil.rmtree(settings.folder, ignore_errors=True)
     # Whoever has another parent by now is not the server's any more, and its number may be another process's.
     if settings.server is not None and os.getppid() == settings.server:
         # The fork server has nobody left to serve. By itself it would take torch apart before it ends.
