@@ -122,7 +122,7 @@ class RankPool:
             self._guard = Guard(str(self._folder))
             self._start(preload)
             limit = time.monotonic() + START_LIMIT
-            self._collect(limit, f"started within {START_LIMIT:g} s", None, starting=True)
+            self._collect(limit, f"started within {START_LIMIT:g} s", None, joining=True)
         except BaseException as error:
             self._end(
                 f"a rank could not start: {error}" if isinstance(error, RankFailed) else "the start was broken off"
@@ -284,7 +284,7 @@ class RankPool:
     # ---- answers and failures
 
     def _collect(
-        self, limit: float | None, expected: str, on_message: OnMessage | None, starting: bool = False
+        self, limit: float | None, expected: str, on_message: OnMessage | None, joining: bool = False
     ) -> list[Any]:
         """Wait for one answer of every rank; pass messages on meanwhile.
 
@@ -292,7 +292,7 @@ class RankPool:
             limit: time on the monotonic clock; None: wait for ever, but not for ranks that are stopped.
             expected: what a rank that misses the limit has failed to do.
             on_message: receiver of the messages.
-            starting: whether a failure ends all ranks, however it comes.
+            joining: whether the ranks are about to join a process group: without one they can do nothing else.
         """
         answers: dict[int, Any] = {}
         failed: list[Failure] = []
@@ -325,7 +325,7 @@ class RankPool:
         silent = [r for r in range(self.world_size) if r not in answers and r not in {f.rank for f in failed}]
         if failed:
             stalled = self._whereabouts(silent) if failed[0].weight > 0 else dict.fromkeys(silent, "")
-            stay = not starting and failures.settled(failed, len(answers), self.world_size)
+            stay = not joining and failures.settled(failed, len(answers), self.world_size)
             stay = stay and (failures.alike(failed, self.world_size) or self._join_anew())
             raise failures.rank_failed(failed, stalled, self.world_size, stay)
         if stops.too_long:
@@ -340,7 +340,8 @@ class RankPool:
         try:
             for channel, settings in zip(self._channels, self._settings, strict=True):
                 channel.send(encode((rank_.join_group, (settings, name), {}, False)))
-            self._collect(time.monotonic() + JOIN_LIMIT, f"joined a new process group within {JOIN_LIMIT:g} s", None)
+            limit = time.monotonic() + JOIN_LIMIT
+            self._collect(limit, f"joined a new process group within {JOIN_LIMIT:g} s", None, joining=True)
         except RankFailed:
             return False
         return True
