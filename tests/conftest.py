@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,13 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     yield get
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder for a program's temporary files; its name is short, as names of sockets have to be."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        yield Path(folder)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -117,10 +118,16 @@ def test_torchrun_ranks_are_used_and_none_started(model: Path, tmp_path: Path) -
     assert processes.wait_until_gone(mark, 10) == []
 
 
-def test_ctrl_c_keeps_what_is_drawn_and_leaves_no_process(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "says"),
+    [(signal.SIGINT, 130, "ditmesh: stopped by Ctrl-C\n"), (signal.SIGTERM, 143, "ditmesh: stopped by SIGTERM\n")],
+)
+def test_ctrl_c_and_sigterm_keep_what_is_drawn_and_leave_nothing_else(
+    model: Path, tmp_path: Path, temporary: Path, number: int, code: int, says: str
+) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"picture number {number}\n" for number in range(100_000)))
-    mark, environment = processes.marked({"PYTHONPATH": TEST_PATH})
+    mark, environment = processes.marked({"PYTHONPATH": TEST_PATH, "TMPDIR": str(temporary)})
     command = [sys.executable, "-m", "ditmesh.cli.main", "generate", "--prompts", str(prompts), "--model", str(model)]
     command += ["--devices", "2", "--threads", "1", "--steps", "1", "--out", str(tmp_path / "out")]
     owner = processes.interruptible(command, environment)
@@ -130,17 +137,23 @@ def test_ctrl_c_keeps_what_is_drawn_and_leaves_no_process(model: Path, tmp_path:
             time.sleep(0.1)
         # The command, the fork server and two ranks at least.
         assert len(processes.family(mark)) >= 4
-        owner.send_signal(signal.SIGINT)
+        owner.send_signal(number)
         limit = time.monotonic() + 10
         _, said = owner.communicate(timeout=10)
-        assert owner.returncode == 130
+        assert owner.returncode == code
         assert "Traceback" not in said
+        assert said.endswith(says)
         assert processes.wait_until_gone(mark, limit - time.monotonic()) == []
     finally:
         owner.kill()
         owner.wait(10)
     drawn = sorted((tmp_path / "out").iterdir())
     assert drawn
+    assert list(temporary.iterdir()) == []
+    # The pictures are named: those that were reported, which may be all but the last.
+    named = int(re.search(r"(\d+) of 100000 pictures were drawn before: ", said)[1])
+    assert len(drawn) - 1 <= named <= len(drawn)
+    assert f"were drawn before: {', '.join(map(str, drawn[: min(named, 8)]))}" in said
     for path in drawn:
         assert path.suffix == ".png"
         assert read_receipt(path).prompt.startswith("picture number")
@@ -154,8 +167,8 @@ def test_ctrl_c_in_a_terminal_while_ranks_start_says_nothing(facts_only: Path, t
     owner = processes.interruptible(command, environment, start_new_session=True)
     try:
         limit = time.monotonic() + 120
-        # The command, Python's resource tracker, the fork server.
-        while len(processes.family(mark)) < 3 and time.monotonic() < limit and owner.poll() is None:
+        # The command, the guard of its folder, Python's resource tracker, the fork server.
+        while len(processes.family(mark)) < 4 and time.monotonic() < limit and owner.poll() is None:
             time.sleep(0.01)
         os.killpg(owner.pid, signal.SIGINT)
         limit = time.monotonic() + 10
@@ -259,6 +272,8 @@ FOX = "a red fox"
         bad(FOX, "--steps", "0", says=("0 steps", "--steps 1"), name="steps"),
         bad(FOX, "--num-images", "0", says=("0 images", "--num-images 1"), name="images"),
         bad(FOX, "--threads", "0", says=("0 threads", "--threads 1"), name="threads"),
+        bad(FOX, "--timeout", "nan", says=("timeout of nan seconds",), name="timeout that is no number"),
+        bad(FOX, "--timeout", "inf", says=("timeout of inf seconds",), name="endless timeout"),
         bad(FOX, "--timeout", "0", says=("timeout of 0 seconds",), name="timeout"),
         bad(FOX, "--compare", says=("--compare with 1 device", "--devices 2"), name="compare nothing"),
         bad(FOX, "--model", "./nowhere", says=("'./nowhere'", "no such folder", "save_pretrained"), name="no model"),

@@ -26,7 +26,8 @@ from ditmesh.elastic import Restarted, check_elastic, generate_elastically
 from ditmesh.errors import ConfigError, JournalError, RankFailed
 from ditmesh.job import Generated, Job, Stepped
 from ditmesh.journal import Journal
-from ditmesh.launch import RankPool, _lost_device
+from ditmesh.launch import RankPool
+from ditmesh.launch.failures import lost_device
 from ditmesh.receipt import read_receipt
 from support import elastic as on_rank
 from support import processes
@@ -258,7 +259,7 @@ def test_no_configuration_for_nobody_or_for_half_the_weights() -> None:
     ],
 )
 def test_a_failed_gpu_is_told_from_a_failed_job(error: Exception, lost: bool) -> None:
-    assert _lost_device(error) is lost
+    assert lost_device(error) is lost
 
 
 @pytest.mark.parametrize(
@@ -427,28 +428,30 @@ def test_a_job_that_kills_its_ranks_at_the_same_place_ends(tmp_path: Path, monke
     assert [pool.world_size for pool in watched.pools] == [3, 2]
 
 
-def test_the_folders_of_a_killed_owner_are_removed(tmp_path: Path) -> None:
+def test_the_folders_of_a_killed_owner_are_removed(tmp_path: Path, temporary: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(
-        "import sys, time\nfrom ditmesh.launch import RankPool\nif __name__ == '__main__':\n"
-        "    pool = RankPool(1, threads=1, preload=('torch',), folders=(sys.argv[1],))\n"
-        "    print('ready', flush=True)\n    time.sleep(600)\n"
+        "import time\nfrom ditmesh.launch import RankPool, guarded_folder\nif __name__ == '__main__':\n"
+        "    with guarded_folder('journal-') as folder, RankPool(1, threads=1, preload=('torch',)):\n"
+        "        print(folder, flush=True)\n        time.sleep(600)\n"
     )
-    folder = tmp_path / "journal"
-    folder.mkdir()
-    for number in range(5000):  # Removing them takes longer than a rank needs to end.
-        (folder / str(number)).touch()
-    mark, environment = processes.marked({"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
-    owner = subprocess.Popen([sys.executable, script, folder], env=environment, stdout=subprocess.PIPE, text=True)
+    mark, environment = processes.marked(
+        {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": str(temporary)}
+    )
+    owner = subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     try:
-        assert owner.stdout.readline() == "ready\n"
+        folder = Path(owner.stdout.readline().strip())
+        assert folder.parent == temporary
+        for number in range(5000):  # Removing them takes longer than a rank needs to end.
+            (folder / str(number)).touch()
     finally:
         owner.kill()
         owner.wait(10)
         owner.stdout.close()
     assert processes.wait_until_gone(mark, 10) == []
-    assert not folder.exists()
+    # Nor is anything else left: not what the ranks met by, nor the fork server's socket.
+    assert list(temporary.iterdir()) == []
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,15 +15,17 @@ from pathlib import Path
 
 import pytest
 
+from ditmesh.cli.main import main
 from ditmesh.errors import ConfigError, RankFailed
 from ditmesh.launch import (
     RankPool,
-    _ctrl_c_waits,
     default_threads,
     from_torchrun,
     init_from_environment,
+    launcher,
     resolve_device,
 )
+from ditmesh.launch.processes import ctrl_c_waits
 from support import processes
 from support import rank_functions as on_rank
 
@@ -120,7 +124,7 @@ def test_ctrl_c_is_heard_once_a_program_has_started() -> None:
     said = []
 
     def both() -> None:
-        with _ctrl_c_waits():
+        with ctrl_c_waits():
             # To this thread: any other one would pass it on at once.
             signal.pthread_kill(threading.get_ident(), signal.SIGINT)
             said.append(subprocess.check_output([sys.executable, "-c", code]))
@@ -157,6 +161,10 @@ def test_a_collective_has_a_deadline_of_its_own() -> None:
         # The rank that waited in vain, and where the other one was instead.
         assert "Timed out" in str(caught.value)
         assert "rank 1 was here" in str(caught.value)
+        # Which one that is, and where, comes first.
+        first = str(caught.value).split("\n", 1)[0]
+        assert first.startswith("rank 1 of 2 stalled at File ")
+        assert first.endswith("in stay_away: rank 0 waited for it in vain")
         assert_gone(pool)
 
 
@@ -169,14 +177,200 @@ def test_a_rank_that_dies_between_calls_is_noticed(pool: RankPool) -> None:
 
 def test_what_cannot_be_sent_leaves_the_pool_open(ranks: Ranks) -> None:
     with pytest.raises(TypeError, match="importable module"):
-        ranks(2).run(lambda: None)
+        ranks(2).run(identity_of(threading.Lock()))
     assert ranks(2).run(on_rank.identity) == [(0, 2, None), (1, 2, None)]
 
 
 def test_an_answer_that_cannot_be_sent_is_a_failure_of_its_rank(pool: RankPool) -> None:
     with pytest.raises(RankFailed, match="pickle"):
-        pool.run(on_rank.answer_with_a_function)
+        pool.run(on_rank.answer_with_a_lock)
+
+
+def identity_of(value: object) -> Callable[[], object]:
+    return lambda: value
+
+
+def test_functions_without_a_name_travel_by_value(ranks: Ranks) -> None:
+    answers = ranks(2).run(identity_of([1, 2]))
+    assert answers == [[1, 2]] * 2
+    assert [answer(3) for answer in ranks(2).run(lambda: lambda x: x + 1)] == [4, 4]
+
+
+SESSION = """
+from dataclasses import dataclass
+from ditmesh.launch import RankPool
+
+OFFSET = 10
+
+@dataclass
+class Pair:
+    rank: int
+    offset: int
+
+class Odd(Exception):
+    pass
+
+def job(first, fails=False):
+    import torch.distributed as dist
+    if fails:
+        raise Odd(first)
+    return Pair(first.rank + dist.get_rank(), OFFSET)
+
+with RankPool(2, threads=1, preload=("torch",)) as pool:
+    assert pool.run(job, Pair(5, 0)) == [Pair(5, 10), Pair(6, 10)]
+    OFFSET = 20
+    assert pool.run(job, first=Pair(5, 0)) == [Pair(5, 20), Pair(6, 20)]
+    try:
+        pool.run(job, "odd", True)
+    except RuntimeError as error:
+        assert isinstance(error.__cause__, Odd), error
+        assert error.pool_open
+print("done")
+"""
+
+
+def test_what_an_interactive_session_defines_can_be_run() -> None:
+    """It has no main module that ranks could import; functions, classes and exceptions come back as they are."""
+    mark, environment = processes.marked({"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    done = subprocess.run(
+        [sys.executable, "-c", SESSION], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.stdout == "done\n", done.stderr
+    assert processes.wait_until_gone(mark, 10) == []
+
+
+# ---- a failed call, and the next one
+
+
+def test_what_all_ranks_raise_alike_leaves_the_pool_open(pool: RankPool) -> None:
+    pids = pool.pids
+    pool.run(on_rank.keep, "a model")
+    for _ in range(2):
+        with pytest.raises(RankFailed, match="not like this") as caught:
+            pool.run(on_rank.refuse)
+        assert caught.value.pool_open
+        assert pool.run(on_rank.keep) == [["a model"]] * 3
+    assert [float(result) for result in pool.run(on_rank.total, 1.0)] == [6.0] * 3
+    assert pool.pids == pids
+
+
+def test_what_one_rank_raises_while_the_others_answer_leaves_the_pool_open(pool: RankPool) -> None:
+    pool.run(on_rank.keep, "a model")
+    with pytest.raises(RankFailed, match="rank 2 of 3 raised ValueError: rank 2 had enough") as caught:
+        pool.run(on_rank.raise_on, 2)
+    assert caught.value.pool_open
+    assert pool.run(on_rank.keep) == [["a model"]] * 3
+    assert [float(result) for result in pool.run(on_rank.total, 1.0)] == [6.0] * 3
+
+
+def test_a_message_of_a_failed_call_is_not_taken_for_a_later_one(pool: RankPool) -> None:
+    with pytest.raises(RankFailed, match="not taken") as caught:
+        pool.run(on_rank.leave_a_message)
+    assert caught.value.pool_open
+    assert pool.run(on_rank.pass_on, 2.0) == [2.0] * 3
+
+
+def test_ranks_that_wait_for_the_one_that_raised_end_the_pool(pool: RankPool) -> None:
+    with pytest.raises(RankFailed) as caught:
+        pool.run(on_rank.fail, 1, "raise")
+    assert not caught.value.pool_open
     assert_gone(pool)
+
+
+# ---- ranks that are stopped
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_stopped_ranks_are_a_failure_within_the_timeout(size: int) -> None:
+    """All of them: nobody is left to whom a collective's deadline could pass."""
+    with RankPool(size, threads=1, timeout=1.5) as pool:
+        started = time.monotonic()
+        with pytest.raises(RankFailed) as caught:
+            pool.run(on_rank.nap, on_message=lambda rank, _: os.kill(pool.pids[rank], signal.SIGSTOP))
+        assert time.monotonic() - started < 8
+        assert caught.value.lost == tuple(range(size))
+        assert "gone on for 1.5 s, the timeout, after it was stopped by a signal such as SIGSTOP" in str(caught.value)
+        assert_gone(pool)
+
+
+def test_a_rank_that_stops_in_the_middle_of_a_message_is_a_failure() -> None:
+    with RankPool(1, threads=1, timeout=1.5) as pool:
+        with pytest.raises(RankFailed, match="after it was stopped"):
+            pool.run(on_rank.stop_in_the_middle_of_a_message, on_message=lambda rank, _: None)
+        assert_gone(pool)
+
+
+def test_a_call_that_a_stopped_rank_does_not_take_is_a_failure() -> None:
+    with RankPool(1, threads=1, timeout=1.5) as pool:
+        os.kill(pool.pids[0], signal.SIGSTOP)
+        with pytest.raises(RankFailed, match="after it was stopped"):
+            pool.run(on_rank.size_of, bytes(50_000_000))
+        assert_gone(pool)
+
+
+def test_ranks_that_compute_for_long_are_not_stopped() -> None:
+    with RankPool(1, threads=1, timeout=0.5) as pool:
+        assert pool.run(on_rank.hold_everything, 2.0) == [2.0]
+        assert pool.run(on_rank.size_of, bytes(50_000_000)) == [50_000_000]
+
+
+def test_a_stopped_rank_that_others_wait_for_is_named_first() -> None:
+    with RankPool(2, threads=1, timeout=1.5) as pool:
+        os.kill(pool.pids[1], signal.SIGSTOP)
+        with pytest.raises(RankFailed) as caught:
+            pool.run(on_rank.total, 1.0)
+        assert caught.value.lost == (1,)
+        first = str(caught.value).split("\n", 1)[0]
+        assert first.startswith("rank 1 of 2 ")
+        assert "stopped by a signal such as SIGSTOP" in first
+
+
+def test_only_the_fork_server_that_a_rank_comes_from_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """When that has died, its number may be another process's, and the parent is somebody who takes in orphans."""
+    from ditmesh.launch import rank
+
+    killed: list[int] = []
+    owner = threading.Thread()
+    owner.start()
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: owner)
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append(pid))
+    monkeypatch.setattr(os, "_exit", lambda code: None)
+    for server, parent in ((4321, 1), (None, 1), (4321, 4321)):
+        monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
+        rank._follow_owner(rank.Settings(0, 1, "cpu", 0, 1, 1.0, str(tmp_path), server))
+    assert killed == [4321]
+
+
+# ---- launchers
+
+
+def test_a_launcher_of_another_package_runs_a_job(tmp_path: Path) -> None:
+    """By name, through the command."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment |= {"DITMESH_LAUNCHER": "support.launchers:InThisProcess", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "ditmesh", "generate", "a red fox", "--steps", "1", "--json", "--device", "cpu"]
+    command += ["--threads", "1", "--out", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    (picture,) = json.loads(done.stdout)["pictures"]
+    assert Path(picture["path"]).is_file()
+    assert "one rank, in this process" in done.stderr
+    refused = subprocess.run([*command, "--devices", "2"], env=environment, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert refused.stderr == "ditmesh: this launcher has one rank, and 2 are asked for; use --devices 1\n"
+
+
+@pytest.mark.parametrize("name", ["rya", "nowhere.to.be:Found", "support.launchers:Nothing"])
+def test_a_launcher_that_is_not_there_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"there is no launcher '{name}'.*package.module:Class"):
+        launcher(name, 1)
+
+
+def test_the_usual_launcher_is_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(RankPool, "__init__", lambda self, *arguments: made.append(arguments))
+    assert type(launcher(None, 2, "cpu")) is RankPool
+    assert made == [(2, "cpu")]
 
 
 def test_a_receiver_that_raises_ends_the_ranks(pool: RankPool) -> None:
@@ -202,7 +396,9 @@ def test_closing_ends_the_ranks_and_is_harmless_twice() -> None:
     [
         ({"world_size": 0}, "0 ranks"),
         ({"world_size": 1, "threads": 0}, "0 threads"),
-        ({"world_size": 1, "timeout": 0.0}, "timeout of 0.0"),
+        ({"world_size": 1, "timeout": 0.0}, "timeout of 0 seconds"),
+        ({"world_size": 1, "timeout": float("nan")}, "timeout of nan seconds is not possible"),
+        ({"world_size": 1, "timeout": float("inf")}, "timeout of inf seconds is not possible"),
         ({"world_size": 1, "device": "tpu"}, "device 'tpu' is unknown"),
     ],
 )
@@ -234,6 +430,62 @@ def test_ranks_of_torchrun_start_no_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     assert from_torchrun()
     with pytest.raises(ConfigError, match="rank of torchrun already"):
         RankPool(2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"RANK": "0"}, "RANK is set, as in a rank of torchrun, but WORLD_SIZE and LOCAL_RANK are not"),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, "RANK and LOCAL_RANK are set, as in a rank of torchrun, but WORLD_SIZE is"),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE='two' is not a number; start this with"),
+        ({"RANK": "", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, "RANK='' is not a number"),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, "MASTER_ADDR and MASTER_PORT, by which ranks find"),
+        ({"RANK": "3", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, "RANK=3 is none of WORLD_SIZE"),
+    ],
+)
+def test_half_an_environment_of_torchrun_is_refused_in_one_sentence(
+    variables: dict[str, str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        init_from_environment()
+    with pytest.raises(SystemExit) as left:
+        main(["generate", "a red fox", "--steps", "1", "--device", "cpu", "--out", str(tmp_path)])
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    if variables["RANK"] == "3":
+        # Rank 0 says it.
+        assert said == ""
+    else:
+        assert said.startswith("ditmesh: ")
+        assert says in said
+        assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("variables", [{}, {"WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": "2"}])
+def test_what_a_scheduler_tells_a_machine_is_no_rank(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert not from_torchrun()
+
+
+@pytest.mark.parametrize("command", ["verify", "study", "replay", "doctor"])
+def test_commands_that_start_ranks_refuse_those_of_torchrun(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as left:
+        main([command, *(["picture.png"] if command == "replay" else [])])
+    assert left.value.code == 2
+    assert capsys.readouterr().err == f"ditmesh: ditmesh {command} starts the ranks it needs; leave torchrun out\n"
 
 
 OWNER = """

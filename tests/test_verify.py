@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import tempfile
+import time
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +30,7 @@ from ditmesh.strategies.tiled import TiledSequence
 from ditmesh.verification.runs import Run, Task, budget_of, name_of, promise_of, reference_of, run_tasks, sensible
 from ditmesh.verification.tracing import Recorder, Spot, Trace, TraceComparer, TraceWriter, merge, watch_blocks
 from ditmesh.verification.verdicts import Verdict, judge
-from support import pipelines
+from support import pipelines, processes
 from support.models import inputs, run, sizes, tiny
 from support.tiny import save_tiny_sd3
 
@@ -556,6 +560,26 @@ BAD = [
     (("ring=2", "--html", "FOLDER"), ("is a folder",)),
     (("ring=2", "--no-prompt"), ("there is no prompt",)),
 ]
+
+
+def test_nothing_is_left_of_a_run_that_is_killed(model, temporary):
+    """Its traces are as large as what it computes."""
+    mark, environment = processes.marked(
+        {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": str(temporary)}
+    )
+    words = [sys.executable, "-m", "ditmesh", "verify", "ring=2", "--prompt", "a red fox", "--model", str(model)]
+    words += ["--steps", "500", "--threads", "1", "--device", "cpu"]
+    owner = subprocess.Popen(words, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        limit = time.monotonic() + 240
+        while not list(temporary.glob("ditmesh-verify-*/trace-0/*")) and time.monotonic() < limit:
+            time.sleep(0.02)
+        assert list(temporary.glob("ditmesh-verify-*/trace-0/*"))
+    finally:
+        owner.kill()
+        owner.wait(10)
+    assert processes.wait_until_gone(mark, 30) == []
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from . import journal
@@ -21,7 +20,7 @@ from .config import ParallelConfig
 from .errors import ConfigError, RankFailed
 from .generation import generate
 from .job import Generated, Job, Kept, Loaded, Restart, Stepped
-from .launch import RankPool
+from .launch import guarded_folder, launcher
 
 
 def check_elastic(config: ParallelConfig, devices: int) -> None:
@@ -96,12 +95,12 @@ def generate_elastically(
     restarts: list[Restart] = []
     gpus = list(range(world_size))
     reached = (-1, -1)
-    with TemporaryDirectory(prefix="ditmesh-journal-") as folder:
+    with guarded_folder("ditmesh-journal-") as folder:
         while True:
             ranks = len(gpus)
             progress.begin()
             try:
-                with RankPool(ranks, device, threads, job.timeout, gpus=gpus, folders=(folder,)) as pool:
+                with launcher(None, ranks, device, threads, job.timeout, gpus=gpus) as pool:
                     kept = Kept(folder, frozenset(progress.done), tuple(restarts))
                     pool.run(generate, job, kept, on_message=lambda _, message: progress.hear(message))
                 break

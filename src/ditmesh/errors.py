@@ -31,13 +31,23 @@ class RankFailed(DitmeshError, RuntimeError):
         exit_code: of its process, when that ended by itself; negative: the signal that killed it.
         lost: ranks that are gone without an error of the job: killed, ended, silent, or without their device. Empty
             when a rank raised: it would do so again.
+        pool_open: whether the ranks are there still and can run something else: each has answered or raised, and none
+            waits for another.
     """
 
-    def __init__(self, message: str, rank: int, exit_code: int | None = None, lost: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        rank: int,
+        exit_code: int | None = None,
+        lost: tuple[int, ...] = (),
+        pool_open: bool = False,
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
         self.lost = lost
+        self.pool_open = pool_open
 
 
 class UntestedWarning(UserWarning):

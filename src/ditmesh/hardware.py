@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .launch import RankPool, physical_cores
+from .launch import Launcher, physical_cores
 from .receipt import library_versions
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def missing(machine: dict[str, Any]) -> list[str]:
     return absent
 
 
-def measure_links(pool: RankPool, megabytes: Sequence[float] = (1, 16), repeats: int = 7) -> list[Transfer]:
+def measure_links(pool: Launcher, megabytes: Sequence[float] = (1, 16), repeats: int = 7) -> list[Transfer]:
     """Time the collectives of the strategies between the ranks of ``pool``.
 
     Args:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -91,5 +92,72 @@ def refuse() -> None:
     raise ConfigError("not like this; like that")
 
 
-def answer_with_a_function() -> Any:
-    return lambda: None
+def answer_with_a_lock() -> Any:
+    return threading.Lock()
+
+
+def nap(*, report: Any) -> None:
+    """Say so, and come to no end."""
+    report("napping")
+    time.sleep(600)
+
+
+def stop_in_the_middle_of_a_message(*, report: Any) -> None:
+    """As a rank that is stopped while it sends: a beginning of a message, and no more."""
+    os.write(report.__self__._connection.fileno(), b"\0\0\0\x64half")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hold_everything(seconds: float) -> float:
+    """Compute for long in C, where no other thread of Python runs meanwhile."""
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+    return seconds
+
+
+def size_of(data: bytes) -> int:
+    return len(data)
+
+
+def raise_on(rank: int) -> int:
+    """Raise on one rank, outside any collective; the others answer."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == rank:
+        raise ValueError(f"rank {rank} had enough")
+    return dist.get_rank()
+
+
+def leave_a_message() -> None:
+    """Rank 0 sends what rank 1, which raises, does not take."""
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise ValueError("not taken")
+    _sent.append((dist.isend(tensor := torch.tensor([1.0]), 1), tensor))
+
+
+def pass_on(value: float) -> float:
+    """What rank 1 gets when rank 0 sends a value."""
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor([value])
+    if dist.get_rank() == 0:
+        dist.send(tensor, 1)
+    elif dist.get_rank() == 1:
+        dist.recv(tensor.zero_(), 0)
+    return float(tensor)
+
+
+_sent: list[Any] = []
+
+
+def keep(value: Any = None) -> Any:
+    """As a loaded model: what was kept last, when nothing new is."""
+    if value is not None:
+        _kept[:] = [value]
+    return list(_kept)
+
+
+_kept: list[Any] = []

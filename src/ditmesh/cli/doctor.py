@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import InputError
 from .options import AsJson, Device, at_least
 from .show import emit
 
@@ -29,10 +28,8 @@ def doctor(
     ditmesh doctor --devices 4
     """
     from ..hardware import as_data, describe_machine, measure_links, missing
-    from ..launch import RankPool, from_torchrun
+    from ..launch import launcher
 
-    if from_torchrun():
-        raise InputError("ditmesh doctor starts ranks of its own; leave torchrun out and say --devices")
     facts = describe_machine()
     facts["missing"] = missing(facts)
     facts["devices"] = devices
@@ -40,7 +37,8 @@ def doctor(
     if devices > 1:
         if device == "auto" and len(facts["gpus"]) < devices:
             device = "cpu"
-        with RankPool(devices, device, threads=1, timeout=120.0, preload=("torch", "torch.distributed")) as pool:
+        quick = ("torch", "torch.distributed")
+        with launcher(None, devices, device, threads=1, timeout=120.0, preload=quick) as pool:
             facts["device"] = pool.device
             facts["transfers"] = as_data(measure_links(pool))
     emit(facts, as_json, _show)

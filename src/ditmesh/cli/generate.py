@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -22,7 +20,11 @@ from .values import fetched, parallel_config, picture_job, read_prompts
 if TYPE_CHECKING:
     from ..config import ParallelConfig
     from ..job import Generated, Job
-    from ..launch import RankPool, Report
+    from ..launch import Launcher, Report
+
+
+# As many pictures are named when a job is broken off.
+NAMED = 8
 
 # Fields of receipts that are the same in most pictures of a job.
 SHARED = ("config", "versions", "environment")
@@ -77,8 +79,9 @@ def generate(
     from ..elastic import check_elastic
     from ..generation import with_free_names
     from ..job import check_job
-    from ..launch import from_torchrun
+    from ..launch import torchrun_rank
 
+    there = torchrun_rank()
     asked = read_prompts(prompts, pictures.prompts_file)
     settings = parallel.settings()
     if "tiles" in settings and "reproducible" not in settings:
@@ -87,7 +90,7 @@ def generate(
     job, info = picture_job(model, asked, pictures, ranks.timeout, out, overwrite=overwrite, **more)
     world_size, chosen = parallel_config(devices, config, settings, info.heads)
     if elastic:
-        if from_torchrun():
+        if there is not None:
             raise InputError(
                 "--elastic starts ranks anew, and those of torchrun are not ours to start; leave torchrun out and say "
                 "--devices"
@@ -95,32 +98,43 @@ def generate(
         check_elastic(chosen or ParallelConfig(), world_size)
     job = replace(job, config=chosen or "auto")
     check_job(job, info, world_size)
-    if compare and from_torchrun():
+    if compare and there is not None:
         raise InputError("--compare starts ranks of its own; leave torchrun out and say --devices")
     if compare and world_size == 1:
         raise InputError("--compare with 1 device compares nothing; use --devices 2 or more")
-    kind = ranks.kind(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+    kind = ranks.kind(world_size if there is None else there.local_size)
     job = with_free_names(fetched(replace(job, dtype=ranks.dtype_on(kind)), info))
-    result = (
-        _in_torchrun(job, kind) if from_torchrun() else _in_pool(job, world_size, kind, ranks.threads, compare, elastic)
-    )
+    # Where torchrun has started ranks, this process is one of them.
+    result = _on_ranks(job, there and "torchrun", world_size, kind, ranks.threads, compare, elastic)
     if result is not None:
         emit(result, as_json, _say)
 
 
-def _in_pool(
-    job: Job, world_size: int, kind: Literal["cpu", "cuda"], threads: int | None, compare: bool, elastic: bool
-) -> dict[str, Any]:
-    """Draw on ranks started here, and once more on one rank when ``compare``."""
-    from ..launch import RankPool, default_threads
+def _on_ranks(
+    job: Job,
+    name: str | None,
+    world_size: int,
+    kind: Literal["cpu", "cuda"],
+    threads: int | None,
+    compare: bool,
+    elastic: bool,
+) -> dict[str, Any] | None:
+    """Draw on ranks of the launcher of that name, and once more on one rank when ``compare``.
 
-    # The same for one device and for N: the ratio is then one of devices.
-    threads = threads or default_threads(world_size, kind)
+    What to say about it; None: another process says it.
+    """
+    from ..launch import default_threads, guarded_folder, launcher
+
     if elastic:
+        threads = threads or default_threads(world_size, kind)
         drawn, facts = _elastically(job, world_size, kind, threads)
     else:
-        with RankPool(world_size, kind, threads, job.timeout) as pool:
-            drawn, facts = _on_pool(job, pool)
+        with launcher(name, world_size, kind, threads, job.timeout) as ranks:
+            drawn, facts = _generated(job, ranks)
+            # The same for one device and for N: the ratio is then one of devices.
+            threads = ranks.threads
+            if not ranks.speaks:
+                return None
     result: dict[str, Any] = {
         **_described(job, drawn),
         "devices": world_size,
@@ -129,9 +143,9 @@ def _in_pool(
         **facts,
     }
     if compare:
-        with TemporaryDirectory(prefix="ditmesh-compare-") as folder, RankPool(1, kind, threads, job.timeout) as pool:
+        with guarded_folder("ditmesh-compare-") as folder, launcher(name, 1, kind, threads, job.timeout) as ranks:
             alone_job = replace(job, config=_alone(job), out=folder, number=1)
-            alone, facts = _on_pool(alone_job, pool, "one device")
+            alone, facts = _generated(alone_job, ranks, "one device")
             difference = _largest_difference(drawn, alone)
         result["compare"] = {
             "one_device_seconds": facts["seconds"],
@@ -159,13 +173,13 @@ def _described(job: Job, drawn: list[Generated]) -> dict[str, Any]:
     }
 
 
-def _on_pool(job: Job, pool: RankPool, what: str = "drawing") -> tuple[list[Generated], dict[str, Any]]:
+def _generated(job: Job, ranks: Launcher, what: str = "drawing") -> tuple[list[Generated], dict[str, Any]]:
     """The pictures, and the seconds it took."""
     from ..generation import generate
 
     started = time.perf_counter()
-    with progress(job, what) as (report, drawn, facts):
-        seconds = pool.run(generate, job, on_message=lambda _, message: report(message))
+    with progress(job, what, ranks.speaks) as (report, drawn, facts):
+        seconds = ranks.run(generate, job, on_message=lambda _, message: report(message))
     return drawn, {**facts, "seconds": max(seconds), "total_seconds": time.perf_counter() - started}
 
 
@@ -182,38 +196,16 @@ def _elastically(
     return drawn, {**facts, "restarts": [past.plain() for past in restarts]}
 
 
-def _in_torchrun(job: Job, kind: Literal["cpu", "cuda"]) -> dict[str, Any] | None:
-    """Draw as one of the ranks that torchrun has started; what to say about it, on rank 0."""
-    import torch
-    import torch.distributed as dist
-
-    from ..generation import generate
-    from ..launch import init_from_environment
-
-    started = time.perf_counter()
-    init_from_environment(job.timeout, kind)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    try:
-        if rank > 0:
-            generate(job)
-            return None
-        with progress(job, "drawing") as (report, drawn, facts):
-            seconds = generate(job, report=report)
-    finally:
-        dist.destroy_process_group()
-    return {
-        **_described(job, drawn),
-        "devices": world_size,
-        "device": kind,
-        "threads": torch.get_num_threads(),
-        **facts,
-        "seconds": seconds,
-        "total_seconds": time.perf_counter() - started,
-    }
+def _say_kept(job: Job, drawn: list[Generated]) -> None:
+    """Name the pictures that are complete on disk."""
+    if drawn:
+        names = [picture.path for picture in drawn[:NAMED]]
+        more = f" and {len(drawn) - NAMED} more in {job.out}" if len(drawn) > NAMED else ""
+        print(f"{len(drawn)} of {job.total} pictures were drawn before: {', '.join(names)}{more}", file=sys.stderr)
 
 
 @contextlib.contextmanager
-def progress(job: Job, what: str) -> Iterator[tuple[Report, list[Generated], dict[str, Any]]]:
+def progress(job: Job, what: str, shown: bool = True) -> Iterator[tuple[Report, list[Generated], dict[str, Any]]]:
     """One bar for the whole job, fed by rank 0's reports; collects what was generated, and facts such as times.
 
     When the job is broken off it is said what there is.
@@ -226,7 +218,7 @@ def progress(job: Job, what: str) -> Iterator[tuple[Report, list[Generated], dic
     drawn: list[Generated] = []
     facts: dict[str, Any] = {}
     try:
-        with bar(TextColumn("steps"), TimeRemainingColumn()) as progress:
+        with bar(TextColumn("steps"), TimeRemainingColumn(), shown=shown) as progress:
             task = progress.add_task("loading", total=None)
 
             def report(message: Any) -> None:
@@ -245,8 +237,7 @@ def progress(job: Job, what: str) -> Iterator[tuple[Report, list[Generated], dic
 
             yield report, drawn, facts
     except (RankFailed, KeyboardInterrupt):
-        if drawn:
-            print(f"{len(drawn)} of {job.total} pictures were drawn before: {job.out}", file=sys.stderr)
+        _say_kept(job, drawn)
         raise
 
 

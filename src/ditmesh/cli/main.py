@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from ..errors import InputError, LayoutError, RankFailed
-from ..launch import from_torchrun, leave
+from ..launch import Terminated, leave, sigterm_interrupts, torchrun_rank
 from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
@@ -18,8 +18,23 @@ from .replay import replay
 from .study import study
 from .verify import verify
 
+# Commands that a rank of torchrun is no use to.
+OF_OWN_RANKS = ("verify", "study", "replay", "doctor")
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Terminated:
+            _leave("ditmesh: stopped by SIGTERM", 143)
+        except KeyboardInterrupt:
+            _leave("ditmesh: stopped by Ctrl-C", 130)
+
+
 app = typer.Typer(
     name="ditmesh",
+    cls=_Commands,
     help="Parallel inference for diffusers' Diffusion Transformers: the same picture from N devices.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -44,23 +59,30 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _common(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
     """Parallel inference for diffusers' Diffusion Transformers: the same picture from N devices."""
+    name = context.invoked_subcommand
+    if name in OF_OWN_RANKS and torchrun_rank() is not None:
+        raise InputError(f"ditmesh {name} starts the ranks it needs; leave torchrun out")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process.
 
     Exit code 0: done. 1: a rank failed (its traceback is on stderr), or a bug. 2: what was asked for cannot be done;
-    one sentence on stderr says why and what can. 130: stopped by Ctrl-C.
+    one sentence on stderr says why and what can. 130: stopped by Ctrl-C. 143: by SIGTERM.
     """
     if arguments is not None:
         _run(arguments)
         return
     try:
+        # Ranks of torchrun wait for one another: there SIGTERM ends at once.
+        if _rank() is None:
+            sigterm_interrupts()
         _run(None)
     except SystemExit as left:
         if left.code is not None and not isinstance(left.code, int):
@@ -83,9 +105,18 @@ def _run(arguments: Sequence[str] | None) -> None:
 
 def _leave(message: str, code: int) -> None:
     # Under torchrun all ranks arrive here; one says it.
-    if not from_torchrun() or os.environ["RANK"] == "0":
+    if not _rank():
         print(message, file=sys.stderr)
     sys.exit(code)
+
+
+def _rank() -> int | None:
+    """This process's rank, when torchrun has started it."""
+    try:
+        there = torchrun_rank()
+    except InputError:
+        return None
+    return there and there.rank
 
 
 if __name__ == "__main__":

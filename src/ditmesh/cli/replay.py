@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -62,12 +61,10 @@ def replay(
     from PIL import Image
 
     from ..job import check_folder, check_job
-    from ..launch import from_torchrun
+    from ..launch import guarded_folder
     from ..receipt import read_receipt
     from ..replaying import compare, config_of, job_of, model_of, place_of
 
-    if from_torchrun():
-        raise InputError("ditmesh replay starts ranks of its own; leave torchrun out and say --devices")
     was = read_receipt(image)
     info = model_of(was, model)
     own = config_of(was)
@@ -75,7 +72,7 @@ def replay(
     kind, there = _where(was, device, devices or (chosen.world_size if chosen else was.devices), devices, chosen)
     chosen = chosen or own.resized(there, keep="strategy", heads=info.heads)
     check_folder(out)
-    with tempfile.TemporaryDirectory(prefix="ditmesh-replay-") as folder:
+    with guarded_folder("ditmesh-replay-") as folder:
         job = job_of(was, info, chosen, folder, timeout)
         check_job(job, info, there)
         job = fetched(job, info)
@@ -156,11 +153,11 @@ def _threads(was: Receipt, devices: int, kind: Literal["cpu", "cuda"]) -> int:
 
 def _generated(job: Job, devices: int, kind: Literal["cpu", "cuda"], threads: int) -> list[Generated]:
     from ..generation import generate
-    from ..launch import RankPool
+    from ..launch import launcher
     from .generate import progress
 
-    with RankPool(devices, kind, threads, job.timeout) as pool, progress(job, "drawing") as (report, drawn, _):
-        pool.run(generate, job, on_message=lambda _, message: report(message))
+    with launcher(None, devices, kind, threads, job.timeout) as ranks, progress(job, "drawing") as (report, drawn, _):
+        ranks.run(generate, job, on_message=lambda _, message: report(message))
     return drawn
 
 

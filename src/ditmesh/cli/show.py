@@ -20,13 +20,13 @@ def emit(result: dict[str, Any], as_json: bool, say: Callable[[dict[str, Any]], 
         say(result)
 
 
-def bar(*more: Any) -> Progress:
-    """A bar on stderr: what is done, how far it is, ``more`` columns, the time."""
+def bar(*more: Any, shown: bool = True) -> Progress:
+    """A bar on stderr: what is done, how far it is, ``more`` columns, the time. On one rank of several only."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *more, TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True))
+    return Progress(*columns, console=Console(stderr=True), disable=not shown)
 
 
 def count(number: int, what: str) -> str:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import InputError
 from .options import (
     AsJson,
     Device,
@@ -127,10 +126,7 @@ def study(
     ditmesh study fox owl --model emoji-dit-s --sampler ddim,dpm --warmup "0,2,4,adaptive(0.05)" --images 4
     """
     from ..job import check_layout, check_named
-    from ..launch import from_torchrun
 
-    if from_torchrun():
-        raise InputError("ditmesh study simulates its devices; leave torchrun out")
     check_named(options.out)
     plan, info = _plan(options, prompts, model)
     check_layout(info)

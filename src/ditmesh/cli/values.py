@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ import yaml
 
 from ..config import AXES, ParallelConfig
 from ..errors import ConfigError, InputError
-from ..launch import from_torchrun
+from ..launch import torchrun_rank
 
 if TYPE_CHECKING:
     from ..job import Job
@@ -75,16 +74,16 @@ def parallel_config(
         ConfigError: they contradict one another.
     """
     degrees = any(name in AXES for name in settings)
-    if devices is None and not degrees and isinstance(settings.get("weights"), tuple) and not from_torchrun():
+    there = torchrun_rank()
+    if devices is None and not degrees and isinstance(settings.get("weights"), tuple) and there is None:
         devices = len(settings["weights"])
-    if from_torchrun():
-        started = int(os.environ["WORLD_SIZE"])
-        if devices not in (None, started):
+    if there is not None:
+        if devices not in (None, there.world_size):
             raise ConfigError(
-                f"--devices {devices}, but torchrun has started {started} ranks; leave --devices out, or start "
-                f"{devices} with torchrun --nproc-per-node {devices}"
+                f"--devices {devices}, but torchrun has started {there.world_size} ranks; leave --devices out, or "
+                f"start {devices} with torchrun --nproc-per-node {devices}"
             )
-        devices = started
+        devices = there.world_size
     if file is not None and settings:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in settings)
         raise ConfigError(f"--config {str(file)!r} and {options} both configure; write all of it into the file")

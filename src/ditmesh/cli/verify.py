@@ -95,11 +95,8 @@ def verify(
     ditmesh verify --all 4 --steps 8 --html verify.html
     """
     from ..job import check_folder, check_job
-    from ..launch import from_torchrun
     from ..receipt import MOST_TOGETHER
 
-    if from_torchrun():
-        raise InputError("ditmesh verify starts ranks of its own; leave torchrun out")
     asked = configs_of([*(more_configs or []), *(configs or [])])
     if not asked and comparing.all_of is None:
         raise InputError('there is no configuration to verify; write one, such as "ulysses=2", or say --all 2')
@@ -164,7 +161,7 @@ def _verify(
     comparing: CompareOptions,
 ) -> tuple[dict[str, Any], Any]:
     """Run everything; the result as data, and the page when one is wanted."""
-    from ..launch import RankPool, default_threads
+    from ..launch import default_threads, guarded_folder, launcher
     from ..quality import perceptual
     from ..verification.runs import Task, budget_of, name_of, reference_of, run_tasks
     from ..verification.verdicts import judge
@@ -178,7 +175,7 @@ def _verify(
     traces: dict[ParallelConfig | None, str] = {}
     verdicts: dict[str, Verdict] = {}
     with (
-        tempfile.TemporaryDirectory(prefix="ditmesh-verify-", dir=job.out) as folder,
+        guarded_folder("ditmesh-verify-", job.out) as folder,
         _Progress(len(references) + len(configs)) as bar,
     ):
         budget = budget_of(folder, len(references), comparing.trace_gb * 1e9)
@@ -189,7 +186,7 @@ def _verify(
         def run(devices: int, tasks: Sequence[Task]) -> list[list[Run]]:
             """For each task every rank's run."""
             bar.say(f"starting {count(devices, 'rank')}")
-            with RankPool(devices, kind, threads, job.timeout) as pool:
+            with launcher(None, devices, kind, threads, job.timeout) as pool:
                 every = pool.run(run_tasks, job, tasks, on_message=lambda _, began: bar.begin(began.what))
             return [list(of_ranks) for of_ranks in zip(*every, strict=True)]
 

@@ -337,9 +337,9 @@ def nearest_is_right(model: Path, cell: Cell, pictures: np.ndarray) -> list[bool
 
 def draw_on_ranks(setup: Setup, cell: Cell) -> tuple[np.ndarray, list[dict[str, float]]]:
     """The pictures as real ranks draw them, and for every rank its seconds, and those spent inside collectives."""
-    from ..launch import RankPool
+    from ..launch import launcher
 
-    with RankPool(cell.devices, "cuda" if setup.device == "cuda" else "cpu", threads=1) as pool:
+    with launcher(None, cell.devices, "cuda" if setup.device == "cuda" else "cpu", threads=1) as pool:
         found = pool.run(rank_of_cell, setup, cell)
     return found[0][0], [times for _, times in found]
 

@@ -1,0 +1,460 @@
+"""Ranks of this machine, as their owner sees them: started, watched, ended."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
+from typing import Any, Literal
+
+from ..errors import ConfigError, RankFailed
+from . import failures
+from . import rank as rank_
+from .backend import OnMessage
+from .devices import DeviceChoice, default_threads, resolve_device
+from .failures import Failure
+from .group import check_timeout
+from .messages import Channel, encode, encode_call
+from .processes import Guard, ctrl_c_waits, fork_server, start_fork_server
+from .torchrun import from_torchrun
+
+# Imported once in the fork server, so that every rank on the CPU starts with them: seconds instead of
+# seconds × ranks.
+PRELOAD = ("torch", "torch.distributed", "diffusers.pipelines.pipeline_utils", "transformers.modeling_utils")
+
+# Seconds.
+START_LIMIT = 300.0  # for all ranks to import what they need and to find one another
+GRACE = 2.0  # for a failure's cause to show up when it looks like a consequence, and for all ranks to end a failed call
+JOIN_LIMIT = 10.0  # for ranks that wait for calls to join a new process group
+CLOSE_LIMIT = 5.0  # for idle ranks to leave by themselves
+STACK_LIMIT = 1.0  # for a rank that hangs to write down where
+LOOK = 1.0  # between looks at whether ranks are stopped
+
+STOPPED = "it is stopped by a signal such as SIGSTOP"
+
+
+class RankPool:
+    """Ranks on this machine that stay: worker processes with a process group, for any number of calls.
+
+    ::
+
+        with RankPool(4) as pool:
+            hashes = pool.run(draw, "a red fox")
+
+    No process and no temporary folder outlives the pool: not after a failure, not after Ctrl-C, not when the owner is
+    killed. A program that makes a pool needs ``if __name__ == "__main__":``, as every user of `multiprocessing` does,
+    because the ranks import its main module; a notebook has none to import.
+
+    Attributes:
+        world_size: number of ranks.
+        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, rank r on GPU r).
+        threads: threads of each rank.
+        speaks: True; see `Launcher`.
+        timeout: deadline of every collective of the default process group, and for a rank that is stopped (SIGSTOP) to
+            go on, in seconds.
+        pids: process ids, in rank order.
+    """
+
+    speaks = True
+
+    def __init__(
+        self,
+        world_size: int,
+        device: DeviceChoice = "cpu",
+        threads: int | None = None,
+        timeout: float = 600.0,
+        preload: Sequence[str] = PRELOAD,
+        gpus: Sequence[int] | None = None,
+    ) -> None:
+        """Start the ranks and wait until all of them have joined.
+
+        Args:
+            world_size: number of ranks.
+            device: ``"auto"`` takes CUDA when a GPU is there, else the CPU.
+            threads: threads of each rank; default: the physical cores shared out (at most 8 on CUDA).
+            timeout: deadline of every collective, in seconds.
+            preload: modules that the fork server imports before the first rank starts (CPU only). It counts
+                for the first pool of a process: the server serves them all.
+            gpus: numbers of the GPUs of ranks 0, 1, …; default: rank r computes on GPU r.
+
+        Raises:
+            ConfigError: the device is not there, a number is out of range, or this process is itself a rank.
+            RankFailed: a rank could not start.
+        """
+        if world_size < 1:
+            raise ConfigError(f"{world_size} ranks are not possible; start at least 1")
+        if threads is not None and threads < 1:
+            raise ConfigError(f"{threads} threads per rank are not possible; use at least 1")
+        check_timeout(timeout)
+        if from_torchrun():
+            raise ConfigError("this process is a rank of torchrun already; ranks cannot start ranks of their own")
+        self.world_size = world_size
+        self.device: Literal["cpu", "cuda"] = resolve_device(device, world_size)
+        self._gpus = tuple(range(world_size) if gpus is None else gpus)
+        if len(self._gpus) != world_size:
+            raise ConfigError(
+                f"gpus {list(self._gpus)} are {len(self._gpus)} for {world_size} ranks; name one for each"
+            )
+        self.threads = default_threads(world_size, self.device) if threads is None else threads
+        self.timeout = timeout
+        self._closed: str | None = None
+        self._lock = threading.Lock()
+        self._processes: list[Any] = []
+        self._channels: list[Channel] = []
+        self._settings: list[rank_.Settings] = []
+        # How often the ranks have joined a process group.
+        self._meetings = 1
+        self._folder = Path(tempfile.mkdtemp(prefix="ditmesh-"))
+        self._guard: Guard | None = None
+        # Registered after multiprocessing's own exit handler, so it runs before that one waits for the ranks.
+        atexit.register(self.close)
+        try:
+            self._guard = Guard(str(self._folder))
+            self._start(preload)
+            limit = time.monotonic() + START_LIMIT
+            self._collect(limit, f"started within {START_LIMIT:g} s", None, joining=True)
+        except BaseException as error:
+            self._end(
+                f"a rank could not start: {error}" if isinstance(error, RankFailed) else "the start was broken off"
+            )
+            raise
+
+    def _start(self, preload: Sequence[str]) -> None:
+        server = None
+        if self.device == "cuda":
+            # CUDA does not survive a fork, and a fork server that had touched it would pass a broken copy on:
+            # every rank starts from a fresh interpreter.
+            context: Any = multiprocessing.get_context("spawn")
+        else:
+            # Ranks are forked from a server that has imported torch and diffusers but started no threads and
+            # done no arithmetic: 8 ranks start in the time of one, and share the memory of the imported code.
+            context = multiprocessing.get_context("forkserver")
+            start_fork_server(list(preload))
+            server = fork_server()
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe(duplex=True)
+            settings = rank_.Settings(
+                rank=rank,
+                world_size=self.world_size,
+                device=self.device,
+                gpu=self._gpus[rank],
+                threads=self.threads,
+                timeout=self.timeout,
+                folder=str(self._folder),
+                server=server,
+            )
+            # Not daemonic: a rank may start processes of its own, such as data loader workers.
+            process = context.Process(target=rank_.main, args=(settings, theirs), name=f"ditmesh-rank-{rank}")
+            self._settings.append(settings)
+            self._channels.append(Channel(ours))
+            # The fork server is deaf already, and may take long while it imports: waiting for it can be broken off.
+            with ctrl_c_waits() if self.device == "cuda" else contextlib.nullcontext():
+                process.start()
+            self._processes.append(process)
+            # Otherwise the end of the rank would not be seen as the end of its connection.
+            theirs.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the pool can run nothing more."""
+        return self._closed is not None
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the ranks, in rank order."""
+        return [process.pid for process in self._processes]
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        deadline: float | None = None,
+        on_message: OnMessage | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on every rank at once.
+
+        Args:
+            fn: the function. One of an importable module travels by its name; a lambda, a closure, or what was defined
+                in a notebook travels by value, with a copy of the globals that it uses.
+            args: its arguments; they are pickled.
+            deadline: seconds within which every rank has to answer; None: as long as the ranks like (their
+                collectives have the pool's timeout all the same).
+            on_message: called here, in this thread, as ``on_message(rank, message)`` for everything a
+                rank reports. With it, ``fn`` gets one more argument by name, ``report``: a function that takes
+                a picklable message and returns at once.
+            kwargs: its keyword arguments.
+
+        Returns:
+            What every rank returned, in rank order. Return CPU tensors or plain data: results are pickled.
+
+        Raises:
+            RankFailed: a rank raised, died, was stopped or missed the deadline. When its exception can be pickled, it
+                is the ``__cause__``. If every rank has come to an end of the call all the same, having answered or
+                raised, and none has lost its device or a peer, the pool can be used again (``pool_open``); unless all
+                have raised alike, they have then joined a new process group, and groups made before are no more. In
+                every other case all ranks have been ended and the pool is closed.
+            ConfigError: the pool is closed.
+            TypeError: ``fn`` or an argument cannot be pickled; the pool is as it was.
+        """
+        with self._lock:
+            self._check_open()
+            try:
+                call = encode_call(fn, (fn, args, kwargs, on_message is not None))
+            except Exception as error:
+                name = getattr(fn, "__qualname__", repr(fn))
+                raise TypeError(
+                    f"cannot send {name} and its arguments to the ranks ({error}); use a function of an "
+                    f"importable module and arguments that can be pickled"
+                ) from error
+            try:
+                for channel in self._channels:
+                    # A rank that is gone is noticed, with its reason, while the answers are collected.
+                    channel.send(call)
+                limit = None if deadline is None else time.monotonic() + deadline
+                return self._collect(limit, f"answered within {deadline:g} s" if deadline else "", on_message)
+            except RankFailed as error:
+                if not error.pool_open:
+                    self._end(str(error).split("\n", 1)[0])
+                raise
+            except BaseException:
+                self._kill()
+                # Some work may be done and kept, and not have been heard of.
+                with contextlib.suppress(BaseException):
+                    for rank in range(self.world_size):
+                        self._hear(rank, {}, on_message)
+                self._end("a call was broken off")
+                raise
+
+    def close(self) -> None:
+        """End the ranks. Harmless when they are gone."""
+        if self._closed is None:
+            for channel in self._channels:
+                channel.send(encode(None))
+            limit = time.monotonic() + CLOSE_LIMIT
+            for process in self._processes:
+                process.join(max(0.0, limit - time.monotonic()))
+        self._end("it was closed")
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = f"closed: {self._closed}" if self.closed else f"{self.threads} threads each"
+        return f"RankPool({self.world_size} ranks on {self.device}, {state})"
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise ConfigError(f"this RankPool is closed ({self._closed}); make a new one")
+
+    def _kill(self) -> None:
+        """Kill what is left of the ranks, at once: stopped ones too."""
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+        for process in self._processes:
+            process.join(CLOSE_LIMIT)
+
+    def _end(self, reason: str) -> None:
+        """Leave nothing behind, and remember why."""
+        if self._closed is None:
+            self._closed = reason
+        self._kill()
+        for channel in self._channels:
+            channel.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._guard is not None:
+            self._guard.end()
+            self._guard = None
+        atexit.unregister(self.close)
+
+    # ---- answers and failures
+
+    def _collect(
+        self, limit: float | None, expected: str, on_message: OnMessage | None, joining: bool = False
+    ) -> list[Any]:
+        """Wait for one answer of every rank; pass messages on meanwhile.
+
+        Args:
+            limit: time on the monotonic clock; None: wait for ever, but not for ranks that are stopped.
+            expected: what a rank that misses the limit has failed to do.
+            on_message: receiver of the messages.
+            joining: whether the ranks are about to join a process group: without one they can do nothing else.
+        """
+        answers: dict[int, Any] = {}
+        failed: list[Failure] = []
+        stops = _Stops(self.pids, self.timeout)
+        while len(answers) < self.world_size and not stops.too_long:
+            # Of whoever is gone no more is to be learned. Whoever raised may be followed by the others.
+            if failed and (failed[0].certain or len(failed) + len(answers) == self.world_size):
+                break
+            remaining = stops.interval if limit is None else min(stops.interval, limit - time.monotonic())
+            if remaining <= 0:
+                break
+            for rank in self._next_events({failure.rank for failure in failed}, remaining):
+                found = self._hear(rank, answers, on_message)
+                if found is not None:
+                    if not failed:
+                        # What was seen first may be a consequence; its cause shows up within moments.
+                        grace = time.monotonic() + GRACE
+                        limit = grace if limit is None else min(limit, grace)
+                    failed.append(found)
+                    failed.sort(key=lambda failure: failure.weight)
+            stops.look()
+        if len(answers) == self.world_size:
+            return [answers[rank] for rank in range(self.world_size)]
+        if failed:
+            # What the others have reported so far is heard as well: it may be work that is done and kept.
+            for rank in sorted(set(range(self.world_size)) - {failure.rank for failure in failed}):
+                found = self._hear(rank, answers, on_message)
+                if found is not None:
+                    failed.append(found)
+        silent = [r for r in range(self.world_size) if r not in answers and r not in {f.rank for f in failed}]
+        if failed:
+            stalled = self._whereabouts(silent) if failed[0].weight > 0 else dict.fromkeys(silent, "")
+            stay = not joining and failures.settled(failed, len(answers), self.world_size)
+            stay = stay and (failures.alike(failed, self.world_size) or self._join_anew())
+            raise failures.rank_failed(failed, stalled, self.world_size, stay)
+        if stops.too_long:
+            expected = f"gone on for {self.timeout:g} s, the timeout, after it was stopped by a signal such as SIGSTOP"
+            silent = stops.too_long
+        raise self._late(silent, expected)
+
+    def _join_anew(self) -> bool:
+        """Let the ranks join a new process group: in the old one a message may be left that nobody has taken."""
+        name = f"rendezvous-{self._meetings}"
+        self._meetings += 1
+        try:
+            for channel, settings in zip(self._channels, self._settings, strict=True):
+                channel.send(encode((rank_.join_group, (settings, name), {}, False)))
+            limit = time.monotonic() + JOIN_LIMIT
+            self._collect(limit, f"joined a new process group within {JOIN_LIMIT:g} s", None, joining=True)
+        except RankFailed:
+            return False
+        return True
+
+    def _next_events(self, done: set[int], timeout: float) -> list[int]:
+        """Ranks that have said something, have ended, or have room for what they are sent, in rank order."""
+        with DefaultSelector() as selector:
+            for rank in range(self.world_size):
+                if rank not in done:
+                    channel = self._channels[rank]
+                    selector.register(channel, EVENT_READ | (EVENT_WRITE if channel.sending else 0), rank)
+                    selector.register(self._processes[rank].sentinel, EVENT_READ, rank)
+            return sorted({key.data for key, _ in selector.select(timeout)})
+
+    def _hear(self, rank: int, answers: dict[int, Any], on_message: OnMessage | None) -> Failure | None:
+        """Read what a rank has sent so far; its failure if that is what it comes to."""
+        channel = self._channels[rank]
+        channel.flush()
+        try:
+            for data in channel.received():
+                kind, content = pickle.loads(data)
+                if kind == "message":
+                    if on_message is not None:
+                        on_message(rank, content)
+                elif kind == "answer":
+                    answers[rank] = content
+                else:
+                    return content
+        except EOFError:
+            return self._death(rank)
+        return None if self._processes[rank].is_alive() else self._death(rank)
+
+    def _death(self, rank: int) -> Failure:
+        process = self._processes[rank]
+        process.join(CLOSE_LIMIT)
+        return failures.of_death(rank, process.exitcode, self._stack(rank))
+
+    def _late(self, silent: Sequence[int], expected: str) -> RankFailed:
+        names = ", ".join(map(str, silent))
+        parts = [f"{'rank' if len(silent) == 1 else 'ranks'} {names} of {self.world_size} had not {expected}"]
+        parts += [f"rank {rank} was here: {where}" for rank, where in self._whereabouts(silent).items()]
+        return RankFailed("\n\n".join(parts), silent[0], lost=tuple(silent))
+
+    def _whereabouts(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Where in their Python code the ranks are at this moment."""
+        found = {rank: STOPPED for rank in ranks if _stopped(self.pids[rank])}
+        if hasattr(signal, "SIGUSR1"):
+            for rank in ranks:
+                if rank not in found:
+                    with contextlib.suppress(OSError):
+                        os.kill(self.pids[rank], signal.SIGUSR1)
+        limit = time.monotonic() + STACK_LIMIT
+        for rank in ranks:
+            if rank in found:
+                continue
+            text = self._stack(rank)
+            while not text and time.monotonic() < limit:
+                time.sleep(0.05)
+                text = self._stack(rank)
+            # Several threads are listed; the last is the main one, which runs the calls.
+            found[rank] = text.strip().rsplit("\n\n", 1)[-1] or "it did not say"
+        return {rank: found[rank] for rank in ranks}
+
+    def _stack(self, rank: int) -> str:
+        """What the rank's fault handler has written, less what says nothing about the failure."""
+        try:
+            text = self._settings[rank].stack_file.read_text(errors="replace")
+        except OSError:
+            return ""
+        kept, ours = [], False
+        for line in text.splitlines():
+            # From there outwards every rank looks the same.
+            ours = (ours and line.startswith("  File")) or f'"{rank_.__file__}"' in line
+            if not ours and not line.startswith("Extension modules:"):
+                kept.append(line)
+        return "\n".join(kept)
+
+
+class _Stops:
+    """How long ranks have been stopped, at a stretch, by a signal.
+
+    A stopped rank says nothing, and its collectives' deadlines are stopped with it. The kernel's word is taken for it:
+    a rank that computes for long, or lets no thread run meanwhile, is not stopped, nor is one that a debugger holds.
+
+    Attributes:
+        interval: seconds between looks.
+        too_long: ranks that have been stopped for ``limit`` seconds.
+    """
+
+    def __init__(self, pids: Sequence[int], limit: float) -> None:
+        self.interval = min(LOOK, limit / 4)
+        self.too_long: list[int] = []
+        self._pids, self._limit = pids, limit
+        self._seconds = [0.0] * len(pids)
+        self._last = time.monotonic()
+
+    def look(self) -> None:
+        """Look at all ranks, unless that was done a moment ago."""
+        passed = time.monotonic() - self._last
+        if passed < self.interval:
+            return
+        self._last += passed
+        # This process may have been stopped itself, and its ranks with it (Ctrl-Z): that time does not count.
+        passed = min(passed, 2 * self.interval)
+        for rank, pid in enumerate(self._pids):
+            self._seconds[rank] = self._seconds[rank] + passed if _stopped(pid) else 0.0
+        self.too_long = [rank for rank, seconds in enumerate(self._seconds) if seconds >= self._limit]
+
+
+def _stopped(pid: int) -> bool:
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False

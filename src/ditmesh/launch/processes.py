@@ -1,0 +1,146 @@
+"""What this process and those it starts hear, and what is left of them when they end."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from multiprocessing import spawn
+from typing import Any, NoReturn
+
+# Waits until its owner is gone, however that ended, and removes folders. Ranks may be writing for a moment still.
+GUARD = """
+import os, shutil, sys, time
+sys.stdin.buffer.read()
+limit = time.monotonic() + 30
+while any(map(os.path.exists, sys.argv[1:])) and time.monotonic() < limit:
+    for folder in sys.argv[1:]:
+        shutil.rmtree(folder, ignore_errors=True)
+    time.sleep(0.02)
+"""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, where it ends a program as Ctrl-C does."""
+
+
+def sigterm_interrupts() -> None:
+    """Let the first SIGTERM raise `Terminated` in the main thread; later ones find the program on its way out."""
+
+    def terminate(number: int, frame: Any) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, terminate)
+
+
+@contextlib.contextmanager
+def ctrl_c_waits() -> Iterator[None]:
+    """Programs started meanwhile never hear Ctrl-C, which the terminal sends to all of them: their owner ends them.
+
+    The owner hears it afterwards, or at once where it has other threads: SIGINT is blocked, which programs inherit, and
+    not ignored, which would lose it.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    from multiprocessing import resource_tracker
+
+    # It would unblock SIGINT when it starts.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class Guard:
+    """A process that removes folders when this one has ended without doing so, killed or not."""
+
+    def __init__(self, *folders: str) -> None:
+        # In a session of its own: what is sent to all processes of a terminal's job does not reach it.
+        command = [os.fsdecode(spawn.get_executable()), "-I", "-S", "-c", GUARD, *map(os.path.abspath, folders)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd=os.sep, start_new_session=True
+        )
+
+    def end(self) -> None:
+        """The folders are this process's business again."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+
+@contextlib.contextmanager
+def guarded_folder(prefix: str, parent: str | None = None) -> Iterator[str]:
+    """A temporary folder that is removed in the end, even when this process is killed.
+
+    Args:
+        prefix: how its name begins.
+        parent: where it is made; default: where temporary files go.
+    """
+    folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
+    try:
+        guard = Guard(folder)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            guard.end()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def start_fork_server(preload: list[str]) -> None:
+    """Start the server that ranks are forked from, unless it runs.
+
+    Args:
+        preload: modules it imports first.
+    """
+    from multiprocessing import forkserver, util
+
+    forkserver.set_forkserver_preload(preload)
+    before = fork_server()
+    with ctrl_c_waits():
+        forkserver.ensure_running()
+    if fork_server() != before:
+        # The folder of its socket, which multiprocessing removes at the end of a process that is not killed. The guard
+        # is needed as long as the server is.
+        atexit.register(Guard(util.get_temp_dir()).end)
+
+
+def fork_server() -> int | None:
+    """Process id of the server that ranks are forked from; None where it is not known.
+
+    There is no public name for it. Without it the server ends by itself, later.
+    """
+    from multiprocessing import forkserver
+
+    return getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process, after everything that was registered for its end. For programs that are ditmesh's own.
+
+    An idle machine would not need it. On a busy one the interpreter takes seconds to take torch apart, and a fork
+    server that is still importing does not notice before it is through that its owner has gone. `atexit` has no public
+    way to run what was registered without ending the interpreter; `os._exit` alone would leave folders and processes.
+    """
+    atexit._run_exitfuncs()
+    server = fork_server()
+    if server is not None:
+        with contextlib.suppress(OSError):
+            os.kill(server, signal.SIGKILL)
+    for stream in (sys.stdout, sys.stderr):
+        # A reader that has gone, a stream that is closed: nothing is left to be said.
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

@@ -1,0 +1,178 @@
+"""Ranks that ``torchrun`` has started: joined, never started or ended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..errors import ConfigError
+from .devices import DeviceChoice, resolve_device
+from .group import check_timeout, join, stay_on_loopback
+
+if TYPE_CHECKING:
+    import torch
+
+    from .backend import OnMessage
+
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+@dataclass(frozen=True)
+class TorchrunRank:
+    """What ``torchrun`` says about this process in the environment.
+
+    Attributes:
+        rank, world_size: place among all ranks, and their number.
+        local_rank, local_size: place among the ranks of this machine, and their number.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+
+
+def torchrun_rank() -> TorchrunRank | None:
+    """Which rank this process is; None when ``torchrun`` (or something like it) has not started it.
+
+    ``RANK`` and ``WORLD_SIZE`` without ``LOCAL_RANK`` are what a scheduler tells a machine, not a rank.
+
+    Raises:
+        ConfigError: only some of the variables are set, or one is not a number.
+    """
+    there = [name for name in NAMES if name in os.environ]
+    if there in ([], ["WORLD_SIZE"], ["RANK", "WORLD_SIZE"]):
+        return None
+    missing = [name for name in NAMES if name not in there]
+    names = " and ".join(there)
+    if missing:
+        raise ConfigError(
+            f"{names} {'is' if len(there) == 1 else 'are'} set, as in a rank of torchrun, but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not; start this with torchrun, or unset {names}"
+        )
+    values = {name: os.environ[name] for name in (*NAMES, "LOCAL_WORLD_SIZE") if name in os.environ}
+    for name, value in values.items():
+        if not (value.isascii() and value.isdigit()):
+            raise ConfigError(f"{name}={value!r} is not a number; start this with torchrun, or unset {names}")
+    rank, world_size, local_rank = (int(values[name]) for name in NAMES)
+    return TorchrunRank(rank, world_size, local_rank, int(values.get("LOCAL_WORLD_SIZE", world_size)))
+
+
+def from_torchrun() -> bool:
+    """Whether this process is a rank that ``torchrun`` (or something like it) has started."""
+    return torchrun_rank() is not None
+
+
+def init_from_environment(timeout: float = 600.0, device: DeviceChoice = "auto") -> torch.device:
+    """Join the process group that ``torchrun`` describes in the environment.
+
+    Does nothing but name the device when the process group exists already.
+
+    Args:
+        timeout: deadline of every collective, in seconds.
+        device: ``"auto"`` takes CUDA when a GPU is there, else the CPU.
+
+    Returns:
+        The device of this rank.
+
+    Raises:
+        ConfigError: this process is not a rank of torchrun, or the device is not there.
+    """
+    import torch.distributed as dist
+
+    there = torchrun_rank()
+    if there is None:
+        raise ConfigError("RANK, WORLD_SIZE and LOCAL_RANK are not set; start this with `torchrun --nproc-per-node N`")
+    check_timeout(timeout)
+    if not dist.is_initialized():
+        if there.rank >= there.world_size:
+            raise ConfigError(f"RANK={there.rank} is none of WORLD_SIZE={there.world_size} ranks; start with torchrun")
+        absent = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if absent:
+            raise ConfigError(
+                f"{' and '.join(absent)}, by which ranks find one another, {'is' if len(absent) == 1 else 'are'} not "
+                f"set; start this with torchrun, or unset RANK, WORLD_SIZE and LOCAL_RANK"
+            )
+    kind = resolve_device(device, there.local_size)
+    if there.local_size == there.world_size:
+        stay_on_loopback()
+    return join(kind, there.rank, there.world_size, there.local_rank, timeout, "env://")
+
+
+class TorchrunRanks:
+    """The ranks that ``torchrun`` has started, as a `Launcher`: every one of them makes this and calls it alike.
+
+    A call runs in this process; answers are gathered. What fails raises here as it is: torchrun ends the other ranks.
+
+    Attributes:
+        world_size, device, threads: see `Launcher`.
+        speaks: whether this is rank 0.
+    """
+
+    def __init__(
+        self, world_size: int, device: DeviceChoice = "auto", threads: int | None = None, timeout: float = 600.0
+    ) -> None:
+        """Join the process group.
+
+        Raises:
+            ConfigError: this process is not a rank of torchrun, there are not ``world_size`` of them, or the device is
+                not there.
+        """
+        import torch
+        import torch.distributed as dist
+
+        there = torchrun_rank()
+        if there is not None and there.world_size != world_size:
+            raise ConfigError(
+                f"torchrun has started {there.world_size} ranks, and {world_size} are asked for; start {world_size} "
+                f"with torchrun --nproc-per-node {world_size}"
+            )
+        self._leaves = not dist.is_initialized()
+        self.device: Literal["cpu", "cuda"] = "cuda" if init_from_environment(timeout, device).type == "cuda" else "cpu"
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.world_size, self.threads = world_size, torch.get_num_threads()
+        self.speaks = dist.get_rank() == 0
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        deadline: float | None = None,
+        on_message: OnMessage | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call ``fn`` in this process, which is one of the ranks; what all ranks returned, in rank order.
+
+        Args:
+            fn, args, kwargs: the function and its arguments.
+            deadline: not possible here: nobody watches the ranks.
+            on_message: takes what this rank reports.
+        """
+        import torch.distributed as dist
+
+        if deadline is not None:
+            raise ConfigError(f"a deadline of {deadline:g} s is not possible for ranks of torchrun; leave it out")
+        rank = dist.get_rank()
+        if on_message is not None:
+            kwargs["report"] = partial(on_message, rank)
+        answers: list[Any] = [None] * self.world_size
+        dist.all_gather_object(answers, fn(*args, **kwargs))
+        return answers
+
+    def close(self) -> None:
+        """Leave the process group, if it was joined here."""
+        import torch.distributed as dist
+
+        if self._leaves and dist.is_initialized():
+            dist.destroy_process_group()
+        self._leaves = False
+
+    def __enter__(self) -> TorchrunRanks:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
