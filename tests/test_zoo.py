@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 
 from ditmesh import zoo
+from ditmesh.zoo import references as known
 
 DRAWN = (
     "a red fox",
@@ -74,7 +75,7 @@ def test_there_are_at_least_200_captions(model: Path):
 
 
 def test_captions_are_those_of_the_training_table(model: Path):
-    from ditmesh.zoo.data import read_entries
+    from training.data import read_entries
 
     entries = read_entries()
     assert [entry.caption for entry in entries] == zoo.captions()
@@ -101,13 +102,13 @@ def test_its_third_text_encoder_says_what_an_absent_one_would(pipe):
 
 
 def test_its_drawings_are_nearest_to_the_right_training_pictures(pipe, model: Path):
-    from ditmesh.zoo import evaluate, export
+    from training import evaluate
 
     names = zoo.captions()
-    references = export.read_sheet(model / "thumbnails.png", len(names))
+    references = known.read_sheet(model / "thumbnails.png", len(names))
     drawn = evaluate.draw(pipe, list(DRAWN), steps=8, max_sequence_length=16)
     assert drawn.shape == (len(DRAWN), 64, 64, 3)
-    found = [names[i] for i in evaluate.nearest(export.shrink(drawn), references)]
+    found = [names[i] for i in known.nearest(known.shrink(drawn), references)]
     assert sum(a == b for a, b in zip(found, DRAWN, strict=True)) >= len(DRAWN) - 1, found
 
 
@@ -152,13 +153,13 @@ def archive(tmp_path: Path) -> Path:
 
 
 def entries():
-    from ditmesh.zoo.data import Entry
+    from training.data import Entry
 
     return (Entry("1f98a", ("a red fox", "a fox")), Entry("1f335", ("a cactus",)))
 
 
 def test_pictures_are_laid_on_white_and_near_copies_left_out(archive: Path):
-    from ditmesh.zoo.data import build
+    from training.data import build
 
     pictures = build(archive, 16, entries())
     assert pictures.chosen.shape == (2, 16, 16, 3)
@@ -168,7 +169,7 @@ def test_pictures_are_laid_on_white_and_near_copies_left_out(archive: Path):
 
 
 def test_a_missing_picture_is_named(archive: Path):
-    from ditmesh.zoo.data import Entry, build
+    from training.data import Entry, build
 
     with pytest.raises(ValueError, match="1f40d"):
         build(archive, 16, (Entry("1f40d", ("a snake",)),))
@@ -176,7 +177,7 @@ def test_a_missing_picture_is_named(archive: Path):
 
 @pytest.mark.parametrize("line", ["1f98a", "1f98a | ", "1f98a | a fox\n1f335 | a fox"])
 def test_a_bad_caption_table_is_refused(tmp_path: Path, line: str):
-    from ditmesh.zoo.data import read_entries
+    from training.data import read_entries
 
     table = tmp_path / "captions.txt"
     table.write_text(line, encoding="utf-8")
@@ -185,7 +186,7 @@ def test_a_bad_caption_table_is_refused(tmp_path: Path, line: str):
 
 
 def test_without_npm_the_fetch_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from ditmesh.zoo.data import fetch
+    from training.data import fetch
 
     monkeypatch.setenv("PATH", "")
     with pytest.raises(RuntimeError, match="npm was not found"):
@@ -193,7 +194,7 @@ def test_without_npm_the_fetch_says_what_to_do(tmp_path: Path, monkeypatch: pyte
 
 
 def test_every_word_of_a_caption_is_one_token_and_other_words_are_spelled(tmp_path: Path):
-    from ditmesh.zoo import text
+    from training import text
 
     tokenizer = text.make_tokenizer(["a red fox", "a cactus"], tmp_path)
     assert tokenizer.tokenize("a picture of a Red fox") == [
@@ -212,7 +213,7 @@ def test_every_word_of_a_caption_is_one_token_and_other_words_are_spelled(tmp_pa
 
 
 def tiny_transformer():
-    from ditmesh.zoo.transformer import make_transformer
+    from training.transformer import make_transformer
 
     torch.manual_seed(0)
     model = make_transformer(side=4, channels=4, layers=2, heads=2, head_dim=8, joint_width=16, pooled_width=16)
@@ -223,7 +224,7 @@ def tiny_transformer():
 
 @pytest.mark.parametrize("zeros", [1, 16, 256])
 def test_one_raised_zero_token_stands_for_many(zeros: int):
-    from ditmesh.zoo.transformer import predict
+    from training.transformer import predict
 
     model = tiny_transformer()
     latents, levels = torch.randn(2, 4, 4, 4), torch.tensor([0.2, 0.9])
@@ -240,7 +241,7 @@ def test_one_raised_zero_token_stands_for_many(zeros: int):
 
 
 def test_the_prompt_is_encoded_as_the_pipeline_encodes_it(pipe):
-    from ditmesh.zoo import text
+    from training import text
 
     prompts = ["a red fox", ""]
     with torch.no_grad():
@@ -258,7 +259,7 @@ def test_the_prompt_is_encoded_as_the_pipeline_encodes_it(pipe):
 
 
 def test_the_learning_rate_rises_stays_and_falls_to_zero():
-    from ditmesh.zoo.loop import Plan
+    from training.loop import Plan
 
     plan = Plan(steps=100, batch=1, rate=2.0, warmup=10, cooldown=0.5)
     assert [plan.rate_at(step) for step in (0, 9, 30, 50, 75)] == [0.2, 2.0, 2.0, 2.0, 1.0]
@@ -266,8 +267,9 @@ def test_the_learning_rate_rises_stays_and_falls_to_zero():
 
 
 def test_nearest_and_psnr():
-    from ditmesh.zoo.autoencoder import psnr
-    from ditmesh.zoo.evaluate import nearest
+    from training.autoencoder import psnr
+
+    from ditmesh.zoo.references import nearest
 
     pictures = np.random.default_rng(0).integers(0, 256, (5, 4, 4, 3), dtype=np.uint8)
     assert nearest(pictures[::-1], pictures).tolist() == [4, 3, 2, 1, 0]
@@ -275,8 +277,8 @@ def test_nearest_and_psnr():
 
 
 def tiny_recipe():
-    from ditmesh.zoo.loop import Plan
-    from ditmesh.zoo.train import Recipe
+    from training.loop import Plan
+    from training.train import Recipe
 
     plan = Plan(steps=6, batch=2, rate=1e-3, warmup=2)
     return Recipe(
@@ -293,9 +295,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_training_resumes_bit_equal_and_exports_a_pipeline(archive: Path, tmp_path: Path):
     from diffusers import DiffusionPipeline
-
-    from ditmesh.zoo import evaluate, train
-    from ditmesh.zoo.data import build
+    from training import evaluate, train
+    from training.data import build
 
     recipe, pictures = tiny_recipe(), build(archive, 16, entries())
     record = train.run(tmp_path / "a", tmp_path / "wa", recipe, pictures=pictures, check=False)
@@ -320,8 +321,8 @@ def test_training_resumes_bit_equal_and_exports_a_pipeline(archive: Path, tmp_pa
 
 
 def test_a_run_out_of_time_can_go_on(archive: Path, tmp_path: Path):
-    from ditmesh.zoo import train
-    from ditmesh.zoo.data import build
+    from training import train
+    from training.data import build
 
     pictures = build(archive, 16, entries())
     record = train.run(tmp_path / "a", tmp_path / "w", tiny_recipe(), pictures=pictures, minutes=0, check=False)

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from ditmesh import zoo
+from ditmesh.zoo import references as known
 
 NAMES = ("emoji-dit-s", "emoji-dit-l")
 FLOOR = 18.0  # dB
@@ -66,7 +67,7 @@ def test_one_is_twice_as_deep_as_the_other(pipes):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_classes_have_the_names_of_the_table(pipes, name: str):
-    from ditmesh.zoo.data import CLASSES, read_entries
+    from training.data import CLASSES, read_entries
 
     pipe, entries = pipes[name], read_entries(CLASSES)
     assert zoo.captions(name) == [entry.caption for entry in entries]
@@ -76,20 +77,20 @@ def test_its_classes_have_the_names_of_the_table(pipes, name: str):
 
 def drawn_and_judged(pipe, name: str) -> tuple[list[bool], float]:
     """Which of ``DRAWN`` are nearest to their class, and how near they are to a view, in dB."""
-    from ditmesh.zoo import evaluate_dit, export
+    from training import evaluate_dit
 
     told, asked = zoo.EMBEDDED[name], pipe.get_label_ids(list(DRAWN))
     drawn = evaluate_dit.draw(pipe, asked, steps=12, guidance=told.guidance_scale)
     assert drawn.shape == (len(DRAWN), 64, 64, 3)
-    references = evaluate_dit.read_references(zoo.path(name), told.classes, 64)
-    found, near = evaluate_dit.judge(export.shrink(drawn), references)
+    references = known.read_references(zoo.path(name), told.classes, 64)
+    found, near = evaluate_dit.judge(known.shrink(drawn), references)
     return (found == asked).tolist(), near.mean()
 
 
 @pytest.mark.parametrize("sampler", ["DDIM", "DPM-Solver++"])
 @pytest.mark.parametrize("name", NAMES)
 def test_its_drawings_are_nearest_to_views_of_the_right_class(pipes, name: str, sampler: str):
-    from ditmesh.zoo.evaluate_dit import use_sampler
+    from training.evaluate_dit import use_sampler
 
     use_sampler(pipes[name], sampler)
     right, near = drawn_and_judged(pipes[name], name)
@@ -140,9 +141,10 @@ def test_an_embedded_model_is_found_by_its_name(tmp_path: Path, monkeypatch: pyt
 def test_generate_draws_a_class_by_name_with_the_settings_of_the_card(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
+    from training import evaluate_dit
+
     from ditmesh.cli.main import main
     from ditmesh.receipt import read_receipt
-    from ditmesh.zoo import evaluate_dit, export
 
     name = "emoji-dit-s"
     with pytest.raises(SystemExit) as left:
@@ -152,8 +154,8 @@ def test_generate_draws_a_class_by_name_with_the_settings_of_the_card(
     assert read_receipt(file).steps == zoo.EMBEDDED[name].steps
     with Image.open(file) as picture:
         drawn = np.asarray(picture.convert("RGB"))[None]
-    references = evaluate_dit.read_references(zoo.path(name), zoo.EMBEDDED[name].classes, 64)
-    assert evaluate_dit.judge(export.shrink(drawn), references)[0].tolist() == [0]
+    references = known.read_references(zoo.path(name), zoo.EMBEDDED[name].classes, 64)
+    assert evaluate_dit.judge(known.shrink(drawn), references)[0].tolist() == [0]
 
 
 # --- the training script -----------------------------------------------------------------------------------
@@ -161,10 +163,10 @@ def test_generate_draws_a_class_by_name_with_the_settings_of_the_card(
 
 def tiny():
     """A recipe, two pictures and an autoencoder: everything a run needs but the network."""
-    from ditmesh.zoo.autoencoder import make_autoencoder
-    from ditmesh.zoo.data import Entry, Pictures
-    from ditmesh.zoo.loop import Plan
-    from ditmesh.zoo.train_dit import Recipe
+    from training.autoencoder import make_autoencoder
+    from training.data import Entry, Pictures
+    from training.loop import Plan
+    from training.train_dit import Recipe
 
     plan = Plan(steps=6, batch=2, rate=1e-3, warmup=2)
     recipe = Recipe(plan, 2, heads=2, head_dim=8, size=16, drawn=12, part=16, part_share=0.5, whole_batch=2)
@@ -183,8 +185,7 @@ def weights(file: Path) -> dict[str, torch.Tensor]:
 
 def test_training_resumes_bit_equal_and_exports_a_pipeline(tmp_path: Path):
     from diffusers import DiTPipeline
-
-    from ditmesh.zoo import evaluate_dit, train_dit
+    from training import evaluate_dit, train_dit
 
     recipe, pictures, vae = tiny()
     given = {"pictures": pictures, "vae": vae, "check": False}
@@ -201,7 +202,7 @@ def test_training_resumes_bit_equal_and_exports_a_pipeline(tmp_path: Path):
     pipe = DiTPipeline.from_pretrained(tmp_path / "a")
     assert pipe.transformer.dtype == torch.float32
     assert (pipe.labels["red fox"], pipe.labels["a cactus"]) == (0, 1)
-    references = evaluate_dit.read_references(tmp_path / "a", 2, 16)
+    references = known.read_references(tmp_path / "a", 2, 16)
     assert references.shape == (2, 4, 8, 8, 3)
     figures = evaluate_dit.evaluate(tmp_path / "a", steps=2, guidance=1.5)
     assert set(figures["samplers"]) == {"DDIM", "DPM-Solver++", "DDPM"}
@@ -209,7 +210,7 @@ def test_training_resumes_bit_equal_and_exports_a_pipeline(tmp_path: Path):
 
 
 def stirred():
-    from ditmesh.zoo.diffusion import make_transformer
+    from training.diffusion import make_transformer
 
     torch.manual_seed(0)
     model = make_transformer(classes=3, side=4, channels=4, layers=2, heads=2, head_dim=8)
@@ -220,7 +221,7 @@ def stirred():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_loss_sees_what_the_model_says(training: bool):
-    from ditmesh.zoo.diffusion import predict
+    from training.diffusion import predict
 
     model = stirred().train(training)  # the model itself must drop no labels
     latents, steps, labels = torch.randn(2, 4, 4, 4), torch.tensor([20, 999]), torch.tensor([1, 1000])
@@ -233,7 +234,7 @@ def test_the_loss_sees_what_the_model_says(training: bool):
 
 
 def test_views_are_the_picture_in_two_corners_as_it_is_and_mirrored():
-    from ditmesh.zoo.diffusion import views
+    from ditmesh.zoo.references import views
 
     picture = np.random.default_rng(0).integers(0, 255, (1, 6, 6, 3), dtype=np.uint8)
     seen = views(picture, 8)[0]
@@ -247,9 +248,8 @@ def test_views_are_the_picture_in_two_corners_as_it_is_and_mirrored():
 def test_a_perfect_prediction_draws_the_picture_with_every_sampler():
     """The target of the loss is what the samplers take a prediction for."""
     import diffusers
-
-    from ditmesh.zoo.diffusion import make_scheduler
-    from ditmesh.zoo.evaluate_dit import SAMPLERS
+    from training.diffusion import make_scheduler
+    from training.evaluate_dit import SAMPLERS
 
     generator = torch.Generator().manual_seed(0)
     picture = torch.randn(1, 2, 4, 4, generator=generator)
@@ -267,7 +267,7 @@ def test_a_perfect_prediction_draws_the_picture_with_every_sampler():
 
 
 def test_a_grown_model_computes_what_the_small_one_does_until_it_is_trained():
-    from ditmesh.zoo.diffusion import grow, make_transformer
+    from training.diffusion import grow, make_transformer
 
     small = stirred().eval()
     large = make_transformer(classes=3, side=4, channels=4, layers=4, heads=2, head_dim=8).eval()

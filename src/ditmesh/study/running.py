@@ -313,21 +313,19 @@ def nearest_is_right(model: Path, cell: Cell, pictures: np.ndarray) -> list[bool
 
     if zoo.embedded(model) is None:
         return None
-    from ..zoo import evaluate, export
+    from ..zoo.references import nearest, read_references, read_sheet, shrink
 
     entries = json.loads((model / "captions.json").read_text(encoding="utf-8"))
     drawn = np.stack([eight_bits(picture) for picture in pictures])
     if cell.labels:
-        from ..zoo.evaluate_dit import judge
-        from ..zoo.export_dit import read_references
-
         references = read_references(model, len(entries), drawn.shape[1])
-        found, _ = judge(export.shrink(drawn, references.shape[2]), references)
+        seen = references.reshape(-1, *references.shape[2:])
+        found = nearest(shrink(drawn, references.shape[2]), seen) // references.shape[1]
         return [bool(number == label) for number, label in zip(found, cell.labels, strict=True)]
     numbers = {name: place for place, entry in enumerate(entries) for name in (entry["caption"], *entry["also"])}
     if any(prompt not in numbers for prompt in cell.prompts):
         return None
-    found = evaluate.nearest(export.shrink(drawn), export.read_sheet(model / "thumbnails.png", len(entries)))
+    found = nearest(shrink(drawn), read_sheet(model / "thumbnails.png", len(entries)))
     return [bool(number == numbers[prompt]) for number, prompt in zip(found, cell.prompts, strict=True)]
 
 

@@ -1,8 +1,8 @@
 """The embedded models: small, trained, ordinary diffusers pipelines that need no network.
 
 ``DiffusionPipeline.from_pretrained(ditmesh.zoo.path())`` loads one. Importing this module is cheap: neither
-torch nor diffusers is loaded. How a model was trained is in its README.md and in ``ditmesh.zoo.train`` or
-``ditmesh.zoo.train_dit``.
+torch nor diffusers is loaded. How a model was trained is in its README.md and in ``training/train.py`` or
+``training/train_dit.py``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from ditmesh.zoo.data import PACKAGE, VERSION
+from training.data import PACKAGE, VERSION
 
 DATA_LICENSE = """\
 The pictures this model was trained on are Fluent Emoji (3-D style) by Microsoft, redistributed by the npm
@@ -105,7 +105,7 @@ pictures for the transformer, {wider} more for the autoencoder only; transparenc
 
 ## Training
 
-`python -m ditmesh.zoo.train --out DIR --data DIR`: rectified flow (Liu et al. 2022, arXiv:2209.03003) as in
+`python -m training.train --out DIR --data DIR`: rectified flow (Liu et al. 2022, arXiv:2209.03003) as in
 Stable Diffusion 3 (Esser et al. 2024, arXiv:2403.03206), AdamW, moving average of the weights, 10 % empty
 prompts; the first {part_percent} % of the steps on {part} random tokens of each of {part_batch} pictures, the rest on all
 tokens of {whole_batch}.

@@ -1,4 +1,4 @@
-"""Trains the embedded text-to-image model from nothing: ``python -m ditmesh.zoo.train --out DIR --data DIR``.
+"""Trains the embedded text-to-image model from nothing: ``python -m training.train --out DIR --data DIR``.
 
 Stages, each of which is skipped when its result is there: fetch the pictures, train the autoencoder,
 encode the pictures, train the transformer and its text encoders, export a ``StableDiffusion3Pipeline``
@@ -24,10 +24,10 @@ from diffusers import (
 )
 from torch import Tensor
 
-from ditmesh.zoo import autoencoder as ae
-from ditmesh.zoo import card, evaluate, export, loop, text, transformer
-from ditmesh.zoo.data import Pictures, load
-from ditmesh.zoo.loop import console
+from training import autoencoder as ae
+from training import card, evaluate, export, loop, text, transformer
+from training.data import Pictures, load
+from training.loop import console
 
 # The text encoders are small and start from noise: they learn faster than the transformer may.
 RATES = {"text_encoder": 1.0, "text_encoder_2": 1.0}
@@ -218,7 +218,7 @@ def _times(outcome: loop.Outcome) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m ditmesh.zoo.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m training.train", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the model's directory")
     parser.add_argument("--data", type=Path, required=True, help="downloads and checkpoints")
     parser.add_argument("--minutes", type=float, help="stop training after this long; run again to go on")

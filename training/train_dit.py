@@ -1,4 +1,4 @@
-"""Trains an embedded class-conditional model: ``python -m ditmesh.zoo.train_dit --out DIR --data DIR --size s|l``.
+"""Trains an embedded class-conditional model: ``python -m training.train_dit --out DIR --data DIR --size s|l``.
 
 The autoencoder is that of the embedded ``emoji-sd3``; only the transformer is trained. The large one begins as
 the embedded ``emoji-dit-s`` with each block doubled. Stages, each of which is
@@ -26,10 +26,11 @@ from diffusers import (
 from torch import Tensor
 
 from ditmesh import zoo
-from ditmesh.zoo import autoencoder as ae
-from ditmesh.zoo import card_dit, diffusion, evaluate_dit, export_dit, loop
-from ditmesh.zoo.data import CLASSES, Pictures, load
-from ditmesh.zoo.loop import console
+from ditmesh.zoo.references import views
+from training import autoencoder as ae
+from training import card_dit, diffusion, evaluate_dit, export_dit, loop
+from training.data import CLASSES, Pictures, load
+from training.loop import console
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def encode(vae: AutoencoderKL, pictures: Pictures, size: int) -> Tensor:
 
     Writes their scale into the autoencoder's config. ``DiTPipeline`` knows no shift, so none is used.
     """
-    seen = diffusion.views(pictures.chosen, size)
+    seen = views(pictures.chosen, size)
     latents = ae.encode(vae, seen.reshape(-1, *seen.shape[2:]))
     vae.register_to_config(shift_factor=None, scaling_factor=float(1.0 / latents.std()))
     return (latents * vae.config["scaling_factor"]).unflatten(0, seen.shape[:2])
@@ -122,7 +123,7 @@ def run(
 ) -> dict[str, Any]:
     """Runs every stage that is still to do; returns the record that is also written beside the model.
 
-    ``limits`` are those of :func:`ditmesh.zoo.loop.train`: what is there when they stop it is exported, and
+    ``limits`` are those of :func:`training.loop.train`: what is there when they stop it is exported, and
     the next call goes on. ``check=False`` leaves the evaluation out. ``pictures`` are of ``recipe.drawn``
     pixels, ``vae`` is an autoencoder for ``recipe.size`` pixels; both are fetched and loaded when not given.
     """
@@ -167,7 +168,7 @@ def run(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m ditmesh.zoo.train_dit", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m training.train_dit", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the model's directory")
     parser.add_argument("--data", type=Path, required=True, help="downloads and checkpoints")
     parser.add_argument("--size", choices=sorted(RECIPES), required=True, help="which of the two models")

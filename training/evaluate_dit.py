@@ -1,6 +1,6 @@
 """The measure of the class-conditional models: is the training view nearest to a drawing one of its class?
 
-As in ``ditmesh.zoo.evaluate``, drawings and training views are compared as 32x32 thumbnails. The mean error
+As in ``training.evaluate``, drawings and training views are compared as 32x32 thumbnails. The mean error
 to the nearest view is reported too: a drawing whose parts belong to different views is far from all of them.
 """
 
@@ -18,11 +18,10 @@ import torch
 from diffusers import DiffusionPipeline  # pyright: ignore[reportPrivateImportUsage]
 from PIL import Image
 
-from ditmesh.zoo import export
-from ditmesh.zoo.autoencoder import psnr
-from ditmesh.zoo.evaluate import nearest
-from ditmesh.zoo.export_dit import read_references
-from ditmesh.zoo.loop import console
+from ditmesh.zoo.references import nearest, read_references, shrink
+from training import export
+from training.autoencoder import psnr
+from training.loop import console
 
 STEPS = 20
 GUIDANCE = 3.0
@@ -98,7 +97,7 @@ def evaluate(
         drawn = draw(pipe, list(range(len(words))), steps=steps, guidance=guidance, seed=seed)
         seconds = time.monotonic() - began
         references = read_references(model, len(words), drawn.shape[1])
-        found, near = judge(export.shrink(drawn, references.shape[2]), references)
+        found, near = judge(shrink(drawn, references.shape[2]), references)
         right = found == np.arange(len(words))
         figures["samplers"][sampler] = {
             "nearest_picture_accuracy": round(float(right.mean()), 4),

@@ -15,20 +15,13 @@ import torch
 from diffusers import DiffusionPipeline  # pyright: ignore[reportPrivateImportUsage]
 from PIL import Image
 
-from ditmesh.zoo import export
-from ditmesh.zoo.loop import console
+from ditmesh.zoo.references import nearest, read_sheet, shrink
+from training import export
+from training.loop import console
 
 STEPS = 12
 GUIDANCE = 2.0
 ZERO_TOKENS = 16  # the pipeline's max_sequence_length; its default of 256 only costs time
-
-
-def nearest(drawn: np.ndarray, references: np.ndarray) -> np.ndarray:
-    """For each of (n, h, w, 3) drawings the number of the nearest of (m, h, w, 3) references: (n,)."""
-    a = drawn.reshape(len(drawn), -1).astype(np.float64)
-    b = references.reshape(len(references), -1).astype(np.float64)
-    squares = (a**2).sum(1)[:, None] - 2.0 * a @ b.T + (b**2).sum(1)[None]
-    return squares.argmin(axis=1)
 
 
 def draw(
@@ -66,14 +59,14 @@ def evaluate(
     Writes ``samples.png`` (the drawings, in the order of the captions) beside it and returns the figures.
     """
     entries = json.loads((model / "captions.json").read_text(encoding="utf-8"))
-    references = export.read_sheet(model / "thumbnails.png", len(entries))
+    references = read_sheet(model / "thumbnails.png", len(entries))
     captions = [entry["caption"] for entry in entries][:limit]
     pipe = DiffusionPipeline.from_pretrained(model)
     pipe.set_progress_bar_config(disable=True)
     began = time.monotonic()
     drawn = draw(pipe, captions, steps=steps, guidance=guidance, seed=seed)
     seconds = time.monotonic() - began
-    found = nearest(export.shrink(drawn), references)
+    found = nearest(shrink(drawn), references)
     right = found == np.arange(len(captions))
     page = export.sheet(drawn).quantize(256, dither=Image.Dither.NONE)  # a quarter of the size
     page.save(model / "samples.png", optimize=True)

@@ -19,12 +19,11 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
-from ditmesh.zoo import text
-from ditmesh.zoo.data import Pictures
+from ditmesh.zoo.references import COLUMNS, THUMBNAIL, shrink
+from training import text
+from training.data import Pictures
 
 SHIFT = 1.0
-THUMBNAIL = 32
-COLUMNS = 16
 
 
 @dataclass
@@ -97,15 +96,3 @@ def sheet(pictures: np.ndarray, columns: int = COLUMNS, gap: int = 0) -> Image.I
 def thumbnails(pictures: np.ndarray, size: int = THUMBNAIL) -> Image.Image:
     """The training pictures, reduced to ``size`` pixels, on one sheet in the order of the captions."""
     return sheet(shrink(pictures, size))
-
-
-def shrink(pictures: np.ndarray, size: int = THUMBNAIL) -> np.ndarray:
-    """(n, h, w, 3) -> (n, size, size, 3), by averaging boxes."""
-    return np.stack([np.asarray(Image.fromarray(p).resize((size, size), Image.Resampling.BOX)) for p in pictures])
-
-
-def read_sheet(file: Path, count: int, size: int = THUMBNAIL, columns: int = COLUMNS) -> np.ndarray:
-    """The inverse of :func:`thumbnails`: (count, size, size, 3) ``uint8``."""
-    page = np.asarray(Image.open(file).convert("RGB"))
-    places = [divmod(i, columns) for i in range(count)]
-    return np.stack([page[y * size : (y + 1) * size, x * size : (x + 1) * size] for y, x in places])

@@ -8,7 +8,7 @@ the null class (classifier-free guidance: Ho and Salimans 2022, arXiv:2207.12598
 ``DiTPipeline`` always uses class 1000 as the null class, so each block has a table of 1001 classes of which
 only the named ones and the last are trained; the other rows are zero.
 
-A step may work on a random part of the image tokens, as in ``ditmesh.zoo.transformer``; no key must be
+A step may work on a random part of the image tokens, as in ``training.transformer``; no key must be
 raised here, since all keys are image tokens.
 """
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import (
     DDIMScheduler,  # pyright: ignore[reportPrivateImportUsage]
@@ -154,17 +153,3 @@ def velocity_loss(
         kept = torch.rand(n, height * width, generator=generator).argsort(dim=1)[:, :keep]
         target = target.gather(1, kept.unsqueeze(-1).expand(-1, -1, channels))
     return F.mse_loss(predict(model, mixed, timesteps, labels, kept), target)
-
-
-def views(pictures: np.ndarray, size: int = 64) -> np.ndarray:
-    """The four ways a class is drawn: (n, h, w, 3) ``uint8`` -> (n, 4, size, size, 3).
-
-    Each picture in the upper left and in the lower right corner of a white ground, as it is and mirrored. The
-    class does not say which, so the image tokens must agree on it, which they can only by attention.
-    """
-    n, height, width, _ = pictures.shape
-    out = np.full((n, 4, size, size, 3), 255, np.uint8)
-    for i, side in enumerate((pictures, pictures[:, :, ::-1])):
-        out[:, 2 * i, :height, :width] = side
-        out[:, 2 * i + 1, size - height :, size - width :] = side
-    return out

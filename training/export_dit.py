@@ -13,9 +13,10 @@ from diffusers import (
 )
 from PIL import Image
 
-from ditmesh.zoo import diffusion
-from ditmesh.zoo.data import Entry, Pictures, read_entries
-from ditmesh.zoo.export import COLUMNS, halve, read_sheet, sheet, shrink
+from ditmesh.zoo.references import shrink
+from training import diffusion
+from training.data import Entry, Pictures, read_entries
+from training.export import halve, sheet
 
 
 def names(entry: Entry, captions: tuple[Entry, ...]) -> list[str]:
@@ -53,10 +54,3 @@ def export(model: DiTTransformer2DModel, vae: AutoencoderKL, pictures: Pictures,
 def thumbnails(pictures: np.ndarray) -> Image.Image:
     """The training pictures without mirroring or ground, reduced to half, on one sheet."""
     return sheet(shrink(pictures, pictures.shape[1] // 2))
-
-
-def read_references(model: Path, classes: int, size: int) -> np.ndarray:
-    """All views of all training pictures at half of ``size`` pixels: (classes, views, size / 2, size / 2, 3)."""
-    with Image.open(model / "thumbnails.png") as page:
-        side = page.width // COLUMNS
-    return diffusion.views(read_sheet(model / "thumbnails.png", classes, side), size // 2)

@@ -8,8 +8,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from ditmesh.zoo.card import DATA_LICENSE
-from ditmesh.zoo.data import PACKAGE, VERSION
+from training.card import DATA_LICENSE
+from training.data import PACKAGE, VERSION
 
 CARD = """\
 ---
@@ -80,7 +80,7 @@ ditmesh. See `LICENSE-DATA`.
 
 ## Training
 
-`python -m ditmesh.zoo.train_dit --out DIR --data DIR --size {kind}`: diffusion as in DDPM (Ho et al. 2020,
+`python -m training.train_dit --out DIR --data DIR --size {kind}`: diffusion as in DDPM (Ho et al. 2020,
 arXiv:2006.11239) and DiT (Peebles and Xie 2022, arXiv:2212.09748), the velocity as prediction (Salimans and Ho
 2022, arXiv:2202.00512), AdamW, moving average of the weights, 10 % null class; {tokens_seen}.
 {grown}{notes}"""

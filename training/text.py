@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5Config, T5EncoderModel
 
-from ditmesh.zoo.data import Entry
+from training.data import Entry
 
 MAX_TOKENS = 16
 START, END = "<|startoftext|>", "<|endoftext|>"
