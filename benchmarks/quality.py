@@ -83,9 +83,9 @@ TABLES = [
 def plan_of(table: Table, rounds: int) -> Any:
     """The study's plan; that of fewer rounds is the beginning of that of more."""
     from ditmesh import zoo
-    from ditmesh.job import class_numbers
-    from ditmesh.model_info import find_model
-    from ditmesh.study import plan
+    from ditmesh.generate.job import class_numbers
+    from ditmesh.generate.model_info import find_model
+    from ditmesh.tools.study import plan
 
     folder, known = zoo.path(table.model), zoo.EMBEDDED[table.model]
     info = find_model(folder)
@@ -120,9 +120,9 @@ def measure(tables: list[Table], out: Path, rounds: int) -> None:
     """Draw what is missing, round by round."""
     from rich.console import Console
 
-    from ditmesh.study.plan import Cell
-    from ditmesh.study.store import Store
-    from ditmesh.study.work import run_cells
+    from ditmesh.tools.study.plan import Cell
+    from ditmesh.tools.study.store import Store
+    from ditmesh.tools.study.work import run_cells
 
     console = Console(stderr=True, highlight=False)
     for count in range(1, rounds + 1):
@@ -139,9 +139,9 @@ def measure(tables: list[Table], out: Path, rounds: int) -> None:
 
 def finished(tables: list[Table], out: Path, rounds: int) -> Iterator[tuple[Table, Any]]:
     """What is there of every table, in rounds that are whole; with the study's page beside its cells."""
-    from ditmesh.study.analysis import Results
-    from ditmesh.study.page import write
-    from ditmesh.study.store import Store
+    from ditmesh.tools.study.analysis import Results
+    from ditmesh.tools.study.page import write
+    from ditmesh.tools.study.store import Store
 
     for table in tables:
         if not (out / table.name).is_dir():
@@ -180,7 +180,7 @@ def figures_of(results: Any) -> dict[str, Any]:
 
 def show(table: Table, results: Any) -> None:
     """Print one table."""
-    from ditmesh.study.analysis import Mean, findings, signed
+    from ditmesh.tools.study.analysis import Mean, findings, signed
 
     count, seeds = seeds_of(results)
     title = f"{table.model}, {table.sampler}, {table.steps} steps: {count} pictures, seeds {seeds[0]} to {seeds[-1]}"
@@ -221,7 +221,7 @@ def show(table: Table, results: Any) -> None:
 
 def closer_text(row: Any, beside: tuple[Any, dict[str, Any]]) -> str:
     """By how much, and on how many pictures, an adaptive policy is closer than this one."""
-    from ditmesh.study.analysis import signed
+    from ditmesh.tools.study.analysis import signed
 
     apart, other = beside
     if other["same_steps"]:
@@ -231,7 +231,7 @@ def closer_text(row: Any, beside: tuple[Any, dict[str, Any]]) -> str:
 
 def thousandfold(value: Any, sign: int = 1) -> Any:
     """A mean of small figures in thousandths."""
-    from ditmesh.study.analysis import Mean
+    from ditmesh.tools.study.analysis import Mean
 
     return Mean(0.0 + 1000 * sign * value.value, value.error and 1000 * value.error, value.count)
 
@@ -247,7 +247,7 @@ def steps_of(results: Any, row: Any) -> str:
 
 def comparisons(found: list[tuple[Table, Any]]) -> Iterator[tuple[str, Any]]:
     """DDIM against DPM-Solver++, and the large model against the small one: the same captions, seeds and policies."""
-    from ditmesh.study.analysis import difference
+    from ditmesh.tools.study.analysis import difference
 
     results = {(table.model, table.sampler): each for table, each in found if table.part == "policies"}
     small = ("emoji-dit-s", "ddim")
@@ -272,7 +272,7 @@ def comparisons(found: list[tuple[Table, Any]]) -> Iterator[tuple[str, Any]]:
 
 def compare(found: list[tuple[Table, Any]]) -> None:
     """Print what is measured across tables."""
-    from ditmesh.study.analysis import signed
+    from ditmesh.tools.study.analysis import signed
 
     print()
     for what, apart in comparisons(found):

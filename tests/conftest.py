@@ -75,7 +75,7 @@ def record_support(request: pytest.FixtureRequest) -> Iterator[Callable[[str, st
         import diffusers
         import torch
 
-        from ditmesh import support
+        from ditmesh.strategies import support
 
         merged = {name: dict(row) for name, row in support.table().items()}
         for name, row in cells.items():

@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 
 from ditmesh.cli.main import main
-from ditmesh.receipt import read_receipt
+from ditmesh.generate.receipt import read_receipt
 from support import processes
 from support.tiny import save_tiny_sd3
 
@@ -427,7 +427,7 @@ def test_a_model_without_weights_is_refused(
 def test_a_model_that_cannot_be_loaded_is_one_sentence(model: Path, tmp_path: Path, broken: str) -> None:
     """A pipeline class that diffusers does not have, and weights that are somebody's pickled program."""
     from ditmesh.errors import InputError
-    from ditmesh.generation import load_pipeline
+    from ditmesh.generate.run import load_pipeline
 
     copy = tmp_path / "model"
     shutil.copytree(model, copy)
@@ -520,7 +520,7 @@ def test_doctor_measures_and_says_what_is_missing(capfd: pytest.CaptureFixture[s
 
 
 def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ditmesh.hardware import missing
+    from ditmesh.launch.hardware import missing
 
     machine = {"versions": {}, "gpus": [], "torch_cuda": None, "backends": {"gloo": False, "nccl": False}}
     sentences = missing(machine)
@@ -532,7 +532,7 @@ def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_prints_what_to_type_as_it_is(monkeypatch, capsys):
-    monkeypatch.setattr("ditmesh.hardware.missing", lambda facts: ["x is not there: pip install 'ditmesh[t5]'"])
+    monkeypatch.setattr("ditmesh.launch.hardware.missing", lambda facts: ["x is not there: pip install 'ditmesh[t5]'"])
     assert run("doctor", "--devices", "1") == 0
     assert "pip install 'ditmesh[t5]'" in capsys.readouterr().out
 

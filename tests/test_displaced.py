@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import ditmesh
-from ditmesh.attention.door import sdpa
 from ditmesh.comm import codec
 from ditmesh.config import ParallelConfig
+from ditmesh.core.intercept import sdpa
 from ditmesh.layout import layout_of
 from support.models import MAKERS, ODD, RAGGED, inputs, relative_error, run, tiny, variant
 from support.pipelines import MAKERS as PIPELINES
@@ -396,8 +396,8 @@ def test_wrong_settings(settings, message):
 def test_described():
     config = ParallelConfig(ring=2, exchange="displaced", warmup="fixed(2)", compress="int8")
     assert config.describe() == "ring=2 exchange=displaced warmup=fixed(2) compress=int8"
-    assert ditmesh.support.combination(config) == "displaced"
-    assert ditmesh.support.combination(ParallelConfig(cfg=2, ring=2, exchange="naive")) == "cfg+naive"
+    assert ditmesh.strategies.support.combination(config) == "displaced"
+    assert ditmesh.strategies.support.combination(ParallelConfig(cfg=2, ring=2, exchange="naive")) == "cfg+naive"
 
 
 def test_a_bare_transformer_must_be_told_the_steps(ranks):

@@ -19,16 +19,17 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ditmesh import journal, zoo
+from ditmesh import zoo
 from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
-from ditmesh.elastic import Restarted, check_elastic, generate_elastically
 from ditmesh.errors import ConfigError, JournalError, RankFailed
-from ditmesh.job import Generated, Job, Stepped
-from ditmesh.journal import Journal
+from ditmesh.generate import journal
+from ditmesh.generate.elastic import Restarted, check_elastic, generate_elastically
+from ditmesh.generate.job import Generated, Job, Stepped
+from ditmesh.generate.journal import Journal
+from ditmesh.generate.receipt import read_receipt
 from ditmesh.launch import RankPool
 from ditmesh.launch.failures import lost_device
-from ditmesh.receipt import read_receipt
 from support import elastic as on_rank
 from support import processes
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import ditmesh
-from ditmesh.attention import door
 from ditmesh.attention.kernels import attend_with_lse, attend_with_lse_reference, merge_
 from ditmesh.config import ParallelConfig
+from ditmesh.core import intercept as door
 from ditmesh.core.partition import even_cut, offsets
 from support.models import MAKERS, ODD, RAGGED, inputs, relative_error, run, tiny
 

@@ -22,7 +22,7 @@ from PIL import Image
 from torch import nn
 
 import ditmesh
-from ditmesh.digests import WeightDigests, compared, digest, tensor_digest
+from ditmesh.core.digests import WeightDigests, compared, digest, tensor_digest
 from support.lora import adapter, load
 from support.models import relative_error
 from support.pipelines import MAKERS, arguments, draw
@@ -102,7 +102,7 @@ def test_digests_tell_what_they_could_not_see():
 
 def test_digests_do_not_depend_on_the_process(tmp_path):
     """Hashes of strings, and so the order of a set, are another in every process."""
-    program = "from ditmesh.digests import digest; print(digest({'one', 'two', 'three', ('four', 5)}))"
+    program = "from ditmesh.core.digests import digest; print(digest({'one', 'two', 'three', ('four', 5)}))"
     seen = {
         subprocess.run(
             [sys.executable, "-c", program],
@@ -181,7 +181,7 @@ def test_weights_that_wrap_others():
 def test_only_changed_weights_are_hashed_again(monkeypatch):
     model = nn.ModuleList([nn.Linear(64, 64) for _ in range(4)])
     weights, hashed = WeightDigests(model), []
-    monkeypatch.setattr("ditmesh.digests.tensor_digest", lambda tensor: hashed.append(1) or tensor_digest(tensor))
+    monkeypatch.setattr("ditmesh.core.digests.tensor_digest", lambda tensor: hashed.append(1) or tensor_digest(tensor))
 
     def look() -> tuple[int, int]:
         """Weights that were hashed, and that are others than before."""

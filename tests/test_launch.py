@@ -17,14 +17,7 @@ import pytest
 
 from ditmesh.cli.main import main
 from ditmesh.errors import ConfigError, RankFailed
-from ditmesh.launch import (
-    RankPool,
-    default_threads,
-    from_torchrun,
-    init_from_environment,
-    launcher,
-    resolve_device,
-)
+from ditmesh.launch import RankPool, default_threads, from_torchrun, init_from_environment, launcher, resolve_device
 from ditmesh.launch.processes import ctrl_c_waits
 from support import processes
 from support import rank_functions as on_rank

@@ -12,12 +12,12 @@ from torch import nn
 
 import ditmesh
 from ditmesh.attention import masks
+from ditmesh.core.arguments import MISSING, Arguments, parameter_names
 from ditmesh.core.partition import Partition
 from ditmesh.layout import LOCAL, Cut, Region, Stream, TokenLayout, joint, known_models, layout_of
-from ditmesh.layout.arguments import MISSING, Arguments, parameter_names
 from ditmesh.layout.conventions import Size
 from ditmesh.layout.probe import differences, probe
-from ditmesh.strategies.leaves import RULES
+from ditmesh.strategies.token_mixers import RULES
 from support.models import MAKERS, RAGGED, inputs, run, sizes, tiny
 
 # Their blocks mix tokens in ways that only a person can describe.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ditmesh.strategies.pipefusion.pipeline.lazy import COMMON, Later, LazyPatches, Owners
 from torch import Tensor
-
-from ditmesh.strategies.lazy import COMMON, Later, LazyPatches, Owners
 
 PATCHES = 3
 

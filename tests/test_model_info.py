@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ditmesh.errors import InputError
-from ditmesh.model_info import find_model, size_multiple
+from ditmesh.generate.model_info import find_model, size_multiple
 
 AUTOENCODER = {"block_out_channels": [128, 256, 512, 512], "latent_channels": 16}
 
@@ -99,7 +99,7 @@ def test_a_hub_that_never_answers_does_not_hang(monkeypatch: pytest.MonkeyPatch)
 
     from huggingface_hub import constants
 
-    from ditmesh import model_info
+    from ditmesh.generate import model_info
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):

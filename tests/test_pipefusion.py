@@ -13,11 +13,11 @@ from unittest import mock
 import diffusers
 import pytest
 import torch
+from ditmesh.strategies.pipefusion.pipeline.lazy import LazyPatches, whole_of
+from ditmesh.strategies.pipefusion.pipeline.stages import balanced
 
 import ditmesh
-from ditmesh.strategies import patches
-from ditmesh.strategies.lazy import LazyPatches, whole_of
-from ditmesh.strategies.stages import balanced
+from ditmesh.strategies.pipefusion.pipeline import patches
 from support import more_pipelines
 from support.models import MAKERS, RAGGED, inputs, relative_error, sizes, tiny
 from support.pipelines import MAKERS as PIPELINES

@@ -14,8 +14,9 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from ditmesh._version import library_versions
 from ditmesh.errors import InputError
-from ditmesh.receipt import CHUNK, Receipt, holds_receipt, library_versions, read_receipt, write_png
+from ditmesh.generate.receipt import CHUNK, Receipt, holds_receipt, read_receipt, write_png
 
 
 def receipt(**changes: Any) -> Receipt:

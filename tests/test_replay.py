@@ -14,9 +14,9 @@ from ditmesh import zoo
 from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
 from ditmesh.errors import ConfigError, InputError
-from ditmesh.model_info import find_model
-from ditmesh.receipt import Receipt, read_receipt, write_png
-from ditmesh.replaying import changes_of, compare, job_of, model_of, place_of
+from ditmesh.generate.model_info import find_model
+from ditmesh.generate.receipt import Receipt, read_receipt, write_png
+from ditmesh.generate.replay import changes_of, compare, job_of, model_of, place_of
 from support.tiny import save_tiny_sd3
 
 # A receipt of the first version, as it stands in pictures.
@@ -277,7 +277,7 @@ def test_bad_input_is_refused_in_one_sentence_before_ranks_start(
 
     # A picture names what it likes: that is no reason to ask anybody.
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
-    monkeypatch.setattr("ditmesh.model_info._hub_answers", fetch)
+    monkeypatch.setattr("ditmesh.generate.model_info._hub_answers", fetch)
     assert command("replay", *arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -253,7 +253,10 @@ def test_a_configuration_that_is_refused_leaves_nothing(monkeypatch):
     def refuse(*_: Any, **__: Any) -> Any:
         raise ditmesh.ConfigError("not this one")
 
-    for place in ("ditmesh.strategies.stages.Stages.__init__", "ditmesh.strategies.batch.BatchParallel.__init__"):
+    for place in (
+        "ditmesh.strategies.pipefusion.stages.Stages.__init__",
+        "ditmesh.strategies.rows.BatchParallel.__init__",
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(place, refuse)
             with pytest.raises(ditmesh.ConfigError, match="not this one"):

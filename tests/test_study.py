@@ -15,10 +15,10 @@ import pytest
 from ditmesh import zoo
 from ditmesh.cli.main import main
 from ditmesh.errors import ConfigError, InputError
-from ditmesh.model_info import find_model
-from ditmesh.study import analysis, plan, running, samplers
-from ditmesh.study.analysis import Mean, Results
-from ditmesh.study.store import Store
+from ditmesh.generate.model_info import find_model
+from ditmesh.tools.study import analysis, plan, running, samplers
+from ditmesh.tools.study.analysis import Mean, Results
+from ditmesh.tools.study.store import Store
 
 MODEL = "emoji-dit-s"
 OPTIONS = ["fox", "rose", "--model", MODEL, "--devices", "2", "--steps", "3", "--sampler", "ddim"]

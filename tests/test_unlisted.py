@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import ditmesh
+from ditmesh.core.arguments import Arguments
 from ditmesh.layout import LOCAL, Count, Cut, Stream, joint
-from ditmesh.layout.arguments import Arguments
 from ditmesh.layout.forms import form_of, news
 from ditmesh.layout.probe import probe
 from support.made_up import MadeUpTransformer

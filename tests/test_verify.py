@@ -22,14 +22,14 @@ from ditmesh.cli.main import main
 from ditmesh.cli.values import config_of
 from ditmesh.config import ParallelConfig
 from ditmesh.errors import ConfigError, InputError
-from ditmesh.job import Job
-from ditmesh.model_info import find_model
+from ditmesh.generate.job import Job
+from ditmesh.generate.model_info import find_model
 from ditmesh.quality.metrics import token_digests
+from ditmesh.strategies.reproducible import TiledSequence
 from ditmesh.strategies.sequence import SequenceParallel
-from ditmesh.strategies.tiled import TiledSequence
-from ditmesh.verification.runs import Run, Task, budget_of, name_of, promise_of, reference_of, run_tasks, sensible
-from ditmesh.verification.tracing import Recorder, Spot, Trace, TraceComparer, TraceWriter, merge, watch_blocks
-from ditmesh.verification.verdicts import Verdict, judge
+from ditmesh.tools.verify.runs import Run, Task, budget_of, name_of, promise_of, reference_of, run_tasks, sensible
+from ditmesh.tools.verify.tracing import Recorder, Spot, Trace, TraceComparer, TraceWriter, merge, watch_blocks
+from ditmesh.tools.verify.verdicts import Verdict, judge
 from support import pipelines, processes
 from support.models import inputs, run, sizes, tiny
 from support.tiny import save_tiny_sd3
@@ -232,7 +232,7 @@ class ForgetfulTiles(TiledSequence):
 
 
 def run_forgetful(job: Job, tasks: list[Task]) -> list[Run]:
-    with mock.patch("ditmesh.strategies.tiled.ReproducibleSequence.kind", ForgetfulTiles):
+    with mock.patch("ditmesh.strategies.reproducible.ReproducibleSequence.kind", ForgetfulTiles):
         return run_tasks(job, tasks)
 
 
@@ -423,7 +423,7 @@ def test_a_trace_that_fails_is_closed(tmp_path, monkeypatch):
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ditmesh.verification.tracing._append", full)
+    monkeypatch.setattr("ditmesh.tools.verify.tracing._append", full)
     writer = TraceWriter(tmp_path, 1e6, 1)
     files = [value for value in vars(writer).values() if hasattr(value, "fileno")]
     writer.take(Spot(0, 1, 1, "blocks.0", "image"), torch.zeros(1, 2, 4), 0, 1, 0)

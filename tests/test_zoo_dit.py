@@ -125,7 +125,7 @@ def test_the_card_states_the_measured_figures(name: str):
 
 def test_an_embedded_model_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from ditmesh.errors import InputError
-    from ditmesh.model_info import find_model
+    from ditmesh.generate.model_info import find_model
 
     monkeypatch.chdir(tmp_path)
     info = find_model("emoji-dit-s")
@@ -144,7 +144,7 @@ def test_generate_draws_a_class_by_name_with_the_settings_of_the_card(
     from training import evaluate_dit
 
     from ditmesh.cli.main import main
-    from ditmesh.receipt import read_receipt
+    from ditmesh.generate.receipt import read_receipt
 
     name = "emoji-dit-s"
     with pytest.raises(SystemExit) as left:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ._version import __version__
 from .config import ParallelConfig
 from .errors import ConfigError, DitmeshError, InputDifferenceWarning, InputError, LayoutError, RankFailed
 
 if TYPE_CHECKING:
     from .comm import DesyncError, PeerError
+    from .comm.mesh import Mesh
     from .engine import engine_of, parallelize, parallelized, restore, simulate, simulated
+    from .generate.loading import load
     from .layout import TokenLayout
-    from .loading import load
-    from .mesh import Mesh
 
-__version__ = "0.1.0.dev0"
 
 __all__ = [
     "ConfigError",
@@ -28,6 +28,7 @@ __all__ = [
     "PeerError",
     "RankFailed",
     "TokenLayout",
+    "__version__",
     "engine_of",
     "load",
     "parallelize",
@@ -40,11 +41,11 @@ __all__ = [
 # Loaded on first use: importing torch takes seconds, and `ditmesh --help` should not wait for it.
 _LAZY = {
     "DesyncError": "comm",
-    "Mesh": "mesh",
+    "Mesh": "comm.mesh",
     "PeerError": "comm",
     "TokenLayout": "layout",
     "engine_of": "engine",
-    "load": "loading",
+    "load": "generate.loading",
     "parallelize": "engine",
     "parallelized": "engine",
     "restore": "engine",

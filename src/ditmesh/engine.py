@@ -13,29 +13,29 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from . import support
 from .comm import PeerError
+from .comm.mesh import DEFAULT_DEADLINE, Mesh
 from .config import ParallelConfig
 from .core.clock import CallClock, timestep_of
 from .core.patching import Proceed
+from .core.request import PipelineCall
 from .errors import ConfigError, InputError
 from .layout import TokenLayout, layout_of
 from .layout.probe import probe
-from .mesh import DEFAULT_DEADLINE, Mesh
 from .recipe import RECIPE, Recipe, check, wanted
-from .request import PipelineCall
 from .staleness.control import StalenessLog, WarmupControl
 from .staleness.policy import WarmupPolicy
+from .strategies import support
 from .strategies.balance import Balance
 from .strategies.base import Context, ParallelModel, Request
-from .strategies.batch import BatchParallel
 from .strategies.heads import check_heads, heads_of
 from .strategies.hooks import ModelHooks
-from .strategies.pipefusion import PipeFusion
-from .strategies.simulation import SimulatedExact, SimulatedStale, VirtualMesh
-from .strategies.stages import Stages
+from .strategies.pipefusion.pipeline import PipeFusion
+from .strategies.pipefusion.stages import Stages
+from .strategies.rows import BatchParallel
+from .strategies.simulated import SimulatedExact, SimulatedStale, VirtualMesh
+from .strategies.stale.warmup import StaleSteps
 from .strategies.tokens import KnownForms
-from .strategies.warmup import StaleSteps
 
 __all__ = ["Engine", "check_heads", "engine_of", "heads_of", "parallelize", "parallelized", "restore", "simulate"]
 

@@ -9,24 +9,24 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from .compilation import CompiledBlocks
 from .config import ParallelConfig
-from .determinism import FixedArithmetic
-from .inputs import QuietRanks, SameInputs
 from .layout import TokenLayout
 from .strategies.base import Promise, Strategy
-from .strategies.batch import DecodedRows, Rows
 from .strategies.caches import Caches
-from .strategies.displaced import Displaced
-from .strategies.naive import Naive
-from .strategies.patches import PatchTokens
-from .strategies.pipefusion import PipeFusionCalls
+from .strategies.compiled import CompiledBlocks
+from .strategies.determinism import FixedArithmetic
+from .strategies.inputs import QuietRanks, SameInputs
+from .strategies.pipefusion.patches import PatchTokens
+from .strategies.pipefusion.pipeline import PipeFusionCalls
+from .strategies.pipefusion.stages import PipelineStages
+from .strategies.reproducible import ReproducibleSequence
+from .strategies.rows import DecodedRows, Rows
 from .strategies.sequence import ExactSequence
-from .strategies.stages import PipelineStages
-from .strategies.tensor import TensorSlices
-from .strategies.tiled import ReproducibleSequence
+from .strategies.stale.displaced import Displaced
+from .strategies.stale.naive import Naive
+from .strategies.stale.warmup import StaleSteps
+from .strategies.tensor.parallel import TensorSlices
 from .strategies.tokens import KnownForms
-from .strategies.warmup import StaleSteps
 
 Recipe = tuple[type[Strategy], ...]
 

@@ -14,9 +14,9 @@ from unittest import mock
 import torch
 
 import ditmesh
-from ditmesh.generation import generate
-from ditmesh.job import Job, Kept
-from ditmesh.journal import Journal
+from ditmesh.generate.job import Job, Kept
+from ditmesh.generate.journal import Journal
+from ditmesh.generate.run import generate
 from support.reproducible import digest, latents, made
 
 

@@ -8,9 +8,9 @@ from unittest import mock
 import torch
 
 import ditmesh
-from ditmesh.attention.door import sdpa
+from ditmesh.core.intercept import sdpa
 from ditmesh.layout.conventions import Size
-from ditmesh.strategies import leaves
+from ditmesh.strategies import token_mixers as leaves
 from ditmesh.strategies.sequence import SequenceParallel
 from support.models import inputs, relative_error, run, sizes, tiny
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import ditmesh
-from ditmesh.attention.door import sdpa
 from ditmesh.comm import Link
 from ditmesh.config import ParallelConfig
+from ditmesh.core.intercept import sdpa
 from ditmesh.core.partition import even_cut
 from ditmesh.layout.conventions import Size
-from ditmesh.strategies.displaced import DisplacedParallel
 from ditmesh.strategies.sequence import SequenceParallel
+from ditmesh.strategies.stale.displaced import DisplacedParallel
 from support.models import inputs, relative_error, run, sizes, tiny
 
 

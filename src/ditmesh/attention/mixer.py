@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..alignment import aligned
 from ..comm import Link
+from ..core.alignment import aligned
 from ..core.partition import Partition, weighted_cut
 from . import masks
 from .kernels import LocalAttention

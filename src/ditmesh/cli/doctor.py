@@ -27,8 +27,8 @@ def doctor(
 
     ditmesh doctor --devices 4
     """
-    from ..hardware import as_data, describe_machine, measure_links, missing
     from ..launch import launcher
+    from ..launch.hardware import as_data, describe_machine, measure_links, missing
 
     facts = describe_machine()
     facts["missing"] = missing(facts)

@@ -19,7 +19,7 @@ from .values import fetched, parallel_config, picture_job, read_prompts
 
 if TYPE_CHECKING:
     from ..config import ParallelConfig
-    from ..job import Generated, Job
+    from ..generate.job import Generated, Job
     from ..launch import Launcher, Report
 
 
@@ -76,9 +76,9 @@ def generate(
     torchrun --nproc-per-node 4 -m ditmesh generate "a red fox" --model ./my-flux
     """
     from ..config import ParallelConfig
-    from ..elastic import check_elastic
-    from ..generation import with_free_names
-    from ..job import check_job
+    from ..generate.elastic import check_elastic
+    from ..generate.job import check_job
+    from ..generate.run import with_free_names
     from ..launch import torchrun_rank
 
     there = torchrun_rank()
@@ -175,7 +175,7 @@ def _described(job: Job, drawn: list[Generated]) -> dict[str, Any]:
 
 def _generated(job: Job, ranks: Launcher, what: str = "drawing") -> tuple[list[Generated], dict[str, Any]]:
     """The pictures, and the seconds it took."""
-    from ..generation import generate
+    from ..generate.run import generate
 
     started = time.perf_counter()
     with progress(job, what, ranks.speaks) as (report, drawn, facts):
@@ -187,7 +187,7 @@ def _elastically(
     job: Job, world_size: int, kind: Literal["cpu", "cuda"], threads: int
 ) -> tuple[list[Generated], dict[str, Any]]:
     """The pictures, the seconds it took, and the restarts."""
-    from ..elastic import generate_elastically
+    from ..generate.elastic import generate_elastically
 
     started = time.perf_counter()
     with progress(job, "drawing") as (report, drawn, facts):
@@ -212,8 +212,8 @@ def progress(job: Job, what: str, shown: bool = True) -> Iterator[tuple[Report, 
     """
     from rich.progress import TextColumn, TimeRemainingColumn
 
-    from ..elastic import Restarted
-    from ..job import Generated, Loaded, Stepped
+    from ..generate.elastic import Restarted
+    from ..generate.job import Generated, Loaded, Stepped
 
     drawn: list[Generated] = []
     facts: dict[str, Any] = {}

@@ -30,9 +30,9 @@ def inspect(
     Exits with code 1 when --check finds a difference.
     """
     from .. import zoo
+    from ..generate.model_info import find_model
     from ..layout import known_models
     from ..layout.describe import as_data, checked, on_meta
-    from ..model_info import find_model
 
     info = find_model(model or zoo.path())
     name, config = info.transformer_class, info.transformer

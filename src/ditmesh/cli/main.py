@@ -51,7 +51,7 @@ app.command()(doctor)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from .. import __version__
+        from .._version import __version__
 
         print(f"ditmesh {__version__}")
         raise typer.Exit

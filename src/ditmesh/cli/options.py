@@ -94,8 +94,8 @@ Seed = Annotated[
     ),
 ]
 if TYPE_CHECKING:
+    from ..generate.receipt import Dtype
     from ..launch import DeviceChoice as Device
-    from ..receipt import Dtype
 
     DType = Dtype | None
 else:

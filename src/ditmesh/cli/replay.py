@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ..core.files import free_names, written_whole
 from ..errors import InputError
-from ..files import free_names, written_whole
 from .options import AsJson, Device, Devices, Overwrite, Threads, Timeout, with_groups
 from .show import emit
 from .values import config_of as config_of_words
 from .values import fetched
 
 if TYPE_CHECKING:
-    from ..job import Generated, Job
-    from ..receipt import Receipt
+    from ..generate.job import Generated, Job
+    from ..generate.receipt import Receipt
 
 # Ranks that are started on the CPU because a receipt says so, however few cores there are.
 UNASKED = 8
@@ -60,10 +60,10 @@ def replay(
     """
     from PIL import Image
 
-    from ..job import check_folder, check_job
+    from ..generate.job import check_folder, check_job
+    from ..generate.receipt import read_receipt
+    from ..generate.replay import compare, config_of, job_of, model_of, place_of
     from ..launch import guarded_folder
-    from ..receipt import read_receipt
-    from ..replaying import compare, config_of, job_of, model_of, place_of
 
     was = read_receipt(image)
     info = model_of(was, model)
@@ -103,7 +103,7 @@ def replay(
 
 def _copied(source: Path, path: Path, overwrite: bool) -> Path:
     """Copy the new picture to the first of its names that is free."""
-    from ..receipt import holds_receipt
+    from ..generate.receipt import holds_receipt
 
     for free in free_names(path):
         try:
@@ -152,7 +152,7 @@ def _threads(was: Receipt, devices: int, kind: Literal["cpu", "cuda"]) -> int:
 
 
 def _generated(job: Job, devices: int, kind: Literal["cpu", "cuda"], threads: int) -> list[Generated]:
-    from ..generation import generate
+    from ..generate.run import generate
     from ..launch import launcher
     from .generate import progress
 
@@ -165,7 +165,7 @@ def _say(result: dict[str, Any]) -> None:
     from rich.console import Console
 
     from ..config import ParallelConfig
-    from ..replaying import Change
+    from ..generate.replay import Change
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(result["replayed"], markup=False)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..files import finite
+from ..core.files import finite
 
 if TYPE_CHECKING:
     from rich.progress import Progress

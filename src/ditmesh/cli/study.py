@@ -8,25 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import (
-    AsJson,
-    Device,
-    DType,
-    Guidance,
-    PromptsFile,
-    RankOptions,
-    Seed,
-    Size,
-    Steps,
-    at_least,
-    with_groups,
-)
+from .options import AsJson, Device, DType, Guidance, PromptsFile, RankOptions, Seed, Size, Steps, at_least, with_groups
 from .show import bar, emit
 from .values import download, embedded_or, parse_size, read_prompts
 
 if TYPE_CHECKING:
-    from ..model_info import ModelInfo
-    from ..study.plan import Cell, Plan
+    from ..generate.model_info import ModelInfo
+    from ..tools.study.plan import Cell, Plan
 
 # Captions that an embedded model is asked for when there are no prompts.
 PROMPTS = 4
@@ -125,7 +113,7 @@ def study(
 
     ditmesh study fox owl --model emoji-dit-s --sampler ddim,dpm --warmup "0,2,4,adaptive(0.05)" --images 4
     """
-    from ..job import check_layout, check_named
+    from ..generate.job import check_layout, check_named
 
     check_named(options.out)
     plan, info = _plan(options, prompts, model)
@@ -136,9 +124,9 @@ def study(
 def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple[Plan, ModelInfo]:
     """What is asked for, checked; and what the model's files say."""
     from .. import zoo
-    from ..job import class_numbers
-    from ..model_info import find_model
-    from ..study import plan as planning
+    from ..generate.job import class_numbers
+    from ..generate.model_info import find_model
+    from ..tools.study import plan as planning
 
     info, steps, guidance, text_tokens = embedded_or(
         str(zoo.path(model)) if model in zoo.EMBEDDED else model, options.steps, options.guidance
@@ -186,10 +174,10 @@ def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple
 
 def _run(plan: Plan, out: Path, jobs: int, target: float | None) -> dict[str, Any]:
     """Run what is missing and write everything."""
-    from ..study.analysis import Results
-    from ..study.page import write
-    from ..study.store import Store
-    from ..study.work import run_cells
+    from ..tools.study.analysis import Results
+    from ..tools.study.page import write
+    from ..tools.study.store import Store
+    from ..tools.study.work import run_cells
 
     store = Store(out)
     with bar() as progress:
@@ -225,7 +213,7 @@ def _say(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     from ..quality.perceptual import NAME
-    from ..study.analysis import Mean
+    from ..tools.study.analysis import Mean
 
     def number(mean: dict[str, Any], digits: int) -> str:
         return Mean(mean["value"], None, mean["count"]).text(digits)

@@ -15,8 +15,8 @@ from ..errors import ConfigError, InputError
 from ..launch import torchrun_rank
 
 if TYPE_CHECKING:
-    from ..job import Job
-    from ..model_info import ModelInfo
+    from ..generate.job import Job
+    from ..generate.model_info import ModelInfo
     from .options import PictureOptions
 
 
@@ -151,7 +151,7 @@ def embedded_or(
         What its files say, steps, guidance scale, and longest prompt in tokens.
     """
     from .. import zoo
-    from ..model_info import find_model
+    from ..generate.model_info import find_model
 
     info = find_model(zoo.path() if model is None else model)
     own = zoo.embedded(info.files)
@@ -181,8 +181,8 @@ def picture_job(
     Returns:
         The job, and what the model's files say.
     """
-    from ..job import PER_CALL, job_for
-    from ..receipt import MOST_PIXELS
+    from ..generate.job import PER_CALL, job_for
+    from ..generate.receipt import MOST_PIXELS
 
     size = parse_size(pictures.size)
     info, steps, guidance, text_tokens = embedded_or(model, pictures.steps, pictures.guidance)

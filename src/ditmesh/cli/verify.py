@@ -18,10 +18,10 @@ from .values import configs_of, fetched, picture_job, read_prompts
 
 if TYPE_CHECKING:
     from ..config import ParallelConfig
-    from ..job import Job
-    from ..model_info import ModelInfo
-    from ..verification.runs import Run, Task
-    from ..verification.verdicts import Verdict
+    from ..generate.job import Job
+    from ..generate.model_info import ModelInfo
+    from ..tools.verify.runs import Run, Task
+    from ..tools.verify.verdicts import Verdict
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ def verify(
 
     ditmesh verify --all 4 --steps 8 --html verify.html
     """
-    from ..job import check_folder, check_job
-    from ..receipt import MOST_TOGETHER
+    from ..generate.job import check_folder, check_job
+    from ..generate.receipt import MOST_TOGETHER
 
     asked = configs_of([*(more_configs or []), *(configs or [])])
     if not asked and comparing.all_of is None:
@@ -125,9 +125,9 @@ def verify(
 def _checked(job: Job, info: ModelInfo, asked: Sequence[ParallelConfig], all_of: int | None) -> list[ParallelConfig]:
     """Refuse configurations that say nothing or do not fit; the others that are to be verified."""
     from ..config import ParallelConfig
-    from ..job import check_config
-    from ..support import check as check_support
-    from ..verification.runs import reference_of, sensible
+    from ..generate.job import check_config
+    from ..strategies.support import check as check_support
+    from ..tools.verify.runs import reference_of, sensible
 
     for config in asked:
         if config == (reference_of(config) or ParallelConfig()):
@@ -142,7 +142,7 @@ def _checked(job: Job, info: ModelInfo, asked: Sequence[ParallelConfig], all_of:
 
 def _page_at(html: str | None) -> Path | None:
     """Where the page goes, if it can be written there."""
-    from ..job import check_folder
+    from ..generate.job import check_folder
 
     if html is None:
         return None
@@ -163,8 +163,8 @@ def _verify(
     """Run everything; the result as data, and the page when one is wanted."""
     from ..launch import default_threads, guarded_folder, launcher
     from ..quality import perceptual
-    from ..verification.runs import Task, budget_of, name_of, reference_of, run_tasks
-    from ..verification.verdicts import judge
+    from ..tools.verify.runs import Task, budget_of, name_of, reference_of, run_tasks
+    from ..tools.verify.verdicts import judge
 
     configs = [*asked, *offered]
     # One number for all: kernels may round otherwise with another number of threads.
@@ -222,8 +222,8 @@ def _result(
     job: Job, verdicts: list[Verdict], alone: dict[str, Run], where: dict[str, Any], rank_0: dict[str, Run] | None
 ) -> tuple[dict[str, Any], Any]:
     """The verdicts as data; and the page, when the runs of rank 0 are given."""
-    from ..receipt import library_versions
-    from ..verification.page import page_of
+    from .._version import library_versions
+    from ..tools.verify.page import page_of
 
     drawn = [verdict for verdict in verdicts if not verdict.refused]
     if not drawn:
@@ -330,7 +330,7 @@ def _say(result: dict[str, Any]) -> None:
 
 def _lines(verdict: dict[str, Any]) -> list[str]:
     """What a row of the table has no room for."""
-    from ..verification.verdicts import Found
+    from ..tools.verify.verdicts import Found
 
     name = verdict["config"]
     if verdict["refused"]:

@@ -2,8 +2,8 @@
 
 from .compression import Cast, Codec, codec
 from .link import Link, Transfer
-from .request import DesyncError, PeerError, RequestState
 from .shared import SharedChannel, SharedMemory
+from .state import DesyncError, PeerError, RequestState
 from .traffic import Traffic
 
 __all__ = [

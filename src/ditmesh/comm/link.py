@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .request import Header, PeerError, RequestState, peer_error
 from .shared import SharedChannel
+from .state import Header, PeerError, RequestState, peer_error
 from .traffic import Traffic
 
 

@@ -38,8 +38,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..alignment import ALIGNMENT
-from .request import DesyncError, Header, PeerError, RequestState, Spec
+from ..core.alignment import ALIGNMENT
+from .state import DesyncError, Header, PeerError, RequestState, Spec
 
 # Messages that one rank may have on their way to another on one link.
 ENTRIES = 1024

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..layout import TokenLayout
-from ..layout.arguments import Arguments, covers, parameter_names
+from .arguments import Arguments, covers, parameter_names
 from .values import Seen, Values, seen
 
 # What transformers call the timestep.
@@ -238,7 +237,7 @@ class CallClock:
         return self._schedule[1]
 
 
-def timestep_of(model: nn.Module, layout: TokenLayout | None = None) -> str | None:
+def timestep_of(model: nn.Module, layout: Any = None) -> str | None:
     """What a transformer calls its timestep: as its layout says, else one of the usual names; None: it takes none."""
     names = parameter_names(type(model).forward)
     known = getattr(layout, "timestep", None)

@@ -1,7 +1,7 @@
 """Dimensions shared out: which part (a rank, a tile, a patch) has which of the elements.
 
 Every strategy that shares tokens, features, heads or rows out uses `Partition` and the functions below, so that a cut
-is decided, taken and put together in one place. Parts that are not contiguous are `ditmesh.strategies.lazy.Owners`.
+is decided, taken and put together in one place. Parts that are not contiguous are PipeFusion's `Owners`.
 """
 
 from __future__ import annotations

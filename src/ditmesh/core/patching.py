@@ -76,6 +76,27 @@ class Patch:
         else:
             vars(self._owner)[self._name] = had
 
+    def __call__(self) -> None:
+        """As `undo`: a patch is what takes it off."""
+        self.undo()
+
+
+def refuse_calls(model: nn.Module, error: Exception) -> Callable[[], None]:
+    """Let a model that is not whole raise ``error`` instead of computing or being saved; returns what undoes this."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise type(error)(*error.args)
+
+    handle = model.register_forward_pre_hook(refuse, prepend=True)
+    replaced = [Patch(model, name, refuse) for name in ("save_pretrained", "save_lora_adapter") if hasattr(model, name)]
+
+    def undo() -> None:
+        handle.remove()
+        for restore in replaced:
+            restore.undo()
+
+    return undo
+
 
 class CallChain:
     """Everything that stands around one module's forward, as one patch: layers, the first added innermost.

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.arguments import Arguments
 from ..errors import LayoutError
-from .arguments import Arguments
 from .types import CallForm, Kind, TokenLayout
 
 # Arguments of a forward that decide how its result is wrapped, and nothing else.

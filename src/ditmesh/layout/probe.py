@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..attention import door
+from ..core import intercept as door
+from ..core.arguments import Arguments, covers, parameter_names
 from ..errors import LayoutError
-from .arguments import Arguments, covers, parameter_names
 from .conventions import Conventions, LiveConventions, Size, Way, ways
 from .forms import dtype_class, form_of
 from .types import LOCAL, Attention, Count, Cut, Region, Stream, TokenLayout

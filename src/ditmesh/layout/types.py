@@ -102,7 +102,7 @@ class Leaf:
 
     Attributes:
         module: its path in the block, ``"ff.conv_depth"``.
-        rule: name of a rule of `ditmesh.strategies.leaves`: ``"conv_rows"`` (convolution over a grid that is
+        rule: name of a rule of `ditmesh.strategies.token_mixers`: ``"conv_rows"`` (convolution over a grid that is
             cut between rows), ``"linear_attention"`` (attention through a state summed over all tokens).
         processor: class of the attention processor that the rule stands in for; a module with another one is refused.
     """
@@ -121,7 +121,7 @@ class Table:
         argument: its name; a tensor or a tuple of tensors.
         ndim: number of dimensions of the tensors meant.
         dim: the dimension that follows ``width``.
-        width: ``"queries"`` (channels) or ``"heads"``, as in `ditmesh.strategies.rules.Rule`.
+        width: ``"queries"`` (channels) or ``"heads"``, as in `ditmesh.strategies.tensor.rules.Rule`.
     """
 
     kind: str

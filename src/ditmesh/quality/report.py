@@ -19,8 +19,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..core.files import written_whole
 from ..errors import InputError
-from ..files import written_whole
 from .figures import Chart, picture_source
 
 STYLE = (

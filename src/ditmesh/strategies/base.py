@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import nn
 
+from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.clock import CallClock
 from ..core.patching import CallChain
 from ..layout import TokenLayout
-from ..mesh import Mesh
 
 T = TypeVar("T")
 # Arguments of a pipeline's call.

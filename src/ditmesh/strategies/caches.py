@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from ..comm import Link
 from ..config import ParallelConfig
-from ..core.patching import Proceed
+from ..core.patching import Patch, Proceed
 from ..errors import InputError
-from ..methods import replace_method
 from .base import Strategy
 
 
@@ -37,7 +36,7 @@ class AgreedCaches:
     def __init__(self, model: nn.Module, link: Link) -> None:
         self._model = model
         self._link = link
-        self._replaced: list[tuple[Any, replace_method]] = []
+        self._replaced: list[tuple[Any, Patch]] = []
 
     def begin_call(self) -> None:
         """Attach to hooks that are new."""
@@ -58,7 +57,7 @@ class AgreedCaches:
         while self._replaced:
             self._replaced.pop()[1]()
 
-    def _agreeing(self, hook: Any) -> replace_method:
+    def _agreeing(self, hook: Any) -> Patch:
         if not hasattr(hook, "state_manager") or not hasattr(hook, "threshold"):
             raise InputError(
                 f"this diffusers' {type(hook).__name__} decides in a way ditmesh does not know; disable the cache "
@@ -77,7 +76,7 @@ class AgreedCaches:
             change, size = parts.sum(dim=0).tolist()
             return change / size > hook.threshold
 
-        return replace_method(hook, "_should_compute_remaining_blocks", decide)
+        return Patch(hook, "_should_compute_remaining_blocks", decide)
 
 
 def _first_block_hooks(model: nn.Module) -> list[Any]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from ..doors import BlockSite
 from ..errors import LayoutError
 from ..layout import Attention
+from .hooks import BlockSite
 
 
 class Coverage:

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from ..attention import door as intercept
+from ..core import intercept
+from ..core.arguments import MISSING, Arguments, parameter_names
 from ..core.patching import CallChain, Proceed
 from ..errors import InputError, LayoutError
 from ..layout import Leaf, Region, TokenLayout
-from ..layout.arguments import MISSING, Arguments, parameter_names
 from ..layout.forms import Forms
 from ..layout.probe import probe
 from .balance import Balance

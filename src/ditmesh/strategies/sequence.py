@@ -17,22 +17,21 @@ from torch import Tensor, nn
 from ..attention import masks
 from ..attention.kernels import local_attention
 from ..attention.mixer import AttentionCall, Mixer
+from ..comm.mesh import Mesh
 from ..config import ParallelConfig
+from ..core.arguments import MISSING, Arguments, covers
 from ..core.group import Group
 from ..core.partition import Partition, weighted_cut
-from ..doors import BlockSite, Piece
+from ..core.patching import Patch
 from ..errors import ConfigError, LayoutError
 from ..layout import Attention, Count, Grid, Leaf, Region, Stream, TokenLayout
-from ..layout.arguments import MISSING, Arguments, covers
 from ..layout.forms import dtype_class
-from ..mesh import Mesh
-from ..methods import replace_method
-from . import leaves
+from . import token_mixers as leaves
 from .balance import Balance
 from .base import ParallelModel
 from .coverage import Coverage
 from .heads import check_heads, heads_of
-from .hooks import Handler
+from .hooks import BlockSite, Handler, Piece
 from .tokens import TokenStrategy
 
 # A rank's share of a text stream below this is not worth cutting: its matrices get too thin.
@@ -336,7 +335,7 @@ class SequenceParallel:
                     self._timing = False
             return restore.original(*args, **kwargs)
 
-        restore = replace_method(block, "forward", forward)
+        restore = Patch(block, "forward", forward)
         return restore
 
     # --- modules that mix tokens without attention ---------------------------------------------------------

@@ -7,8 +7,8 @@ from typing import Any
 
 from ..config import ParallelConfig
 from .base import ParallelModel, Strategy
-from .batch import BatchParallel
 from .hooks import Handler, ModelHooks
+from .rows import BatchParallel
 
 
 class TokenStrategy(Strategy):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import door
+from ...core import intercept as door
 from .lse import additive, attend_with_lse, attend_with_lse_reference
 
 

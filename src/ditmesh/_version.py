@@ -1,0 +1,19 @@
+"""Versions, where neither torch nor anything else has to be imported to know them."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+__version__ = "0.1.0.dev0"
+
+
+def library_versions(names: tuple[str, ...] = ("torch", "diffusers", "transformers")) -> dict[str, str]:
+    """Versions of Python, ditmesh, and those of ``names`` that are installed."""
+    versions = {"python": platform.python_version(), "ditmesh": __version__}
+    for name in names:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions

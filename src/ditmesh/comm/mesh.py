@@ -1,0 +1,461 @@
+"""Axes of a `ParallelConfig` to process groups.
+
+A `Mesh` is passed to whoever needs it and never looked up: several can live in one process.
+
+A process group's collectives cannot say what they belong to: after a failure on one rank, the next collective of that
+rank would meet one of another request on the others. So ranks meet at *boundaries*: before every request they tell one
+another, over a process group of their own, which request they come for and whether the one before has failed. If it
+has, on any rank, all of them make new process groups and new shared memory before the first tensor travels.
+"""
+
+from __future__ import annotations
+
+import copy
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..config import AXES, ParallelConfig
+from ..errors import ConfigError
+from . import Link, PeerError, RequestState, SharedChannel, SharedMemory, Traffic
+
+# Seconds a collective may wait for a rank that does not come.
+DEFAULT_DEADLINE = 600.0
+# Links of a mesh, and the axes on which their ranks differ.
+LINKS: dict[str, tuple[str, ...]] = {
+    "world": AXES,
+    "batch": ("data", "cfg"),
+    "data": ("data",),
+    "cfg": ("cfg",),
+    "pipe": ("pipe",),
+    # What flows back to the first stage has a group of its own: on NCCL a pair of ranks that both wait to receive from
+    # one another in one group would wait for ever.
+    "pipe_back": ("pipe",),
+    "ring": ("ring",),
+    "ulysses": ("ulysses",),
+    "sequence": ("ring", "ulysses"),
+    "tensor": ("tensor",),
+    # What `Mesh.data_group` has in place of world and data.
+    "group": AXES[1:],
+    "alone": (),
+}
+
+# What follows a sentence about a mesh that can be used no more.
+_WAY_OUT = "call ditmesh.restore on every rank and parallelize again, or restart the job"
+
+
+class _Arrival(NamedTuple):
+    """What a rank says at a boundary.
+
+    Attributes:
+        number: of the request that is over.
+        state: `_FINE`, or how that request failed here.
+        messages: operations on links in that request.
+        purpose: what the rank has come for.
+    """
+
+    number: int
+    state: int
+    messages: int
+    purpose: str
+
+    def packed(self) -> torch.Tensor:
+        text = self.purpose.encode()[:_PURPOSE]
+        words = struct.pack(_WORDS, self.number, self.state, self.messages, text)
+        return torch.frombuffer(bytearray(words), dtype=torch.uint8)
+
+    @classmethod
+    def unpacked(cls, packed: torch.Tensor) -> _Arrival:
+        number, state, messages, text = struct.unpack(_WORDS, bytes(packed.tolist()))
+        return cls(number, state, messages, text.rstrip(b"\0").decode(errors="replace"))
+
+
+_PURPOSE = 104
+_WORDS = f"<3q{_PURPOSE}s"
+# The request has not failed; it has, and groups are as they were; it has, and groups were given up.
+_FINE, _FAILED, _GIVEN_UP = range(3)
+
+
+class Mesh:
+    """The ranks of one configuration, laid out as a grid of axes, with one `Link` per axis.
+
+    Attributes:
+        config: the configuration it was made from.
+        device: the device this rank computes on.
+        traffic: bytes this rank has sent, by axis.
+        world: link over all ranks.
+        batch: link over the data and cfg axes, which both share out rows.
+        data, cfg: links of the two alone.
+        pipe: link of the stages; stage = its rank. pipe_back: the same ranks, for what the last stage sends back.
+        ring, ulysses: links of the two sequence axes.
+        sequence: link over both of them; sequence rank = ring rank × ulysses degree + ulysses rank.
+        tensor: link of the ranks that share weights.
+    """
+
+    def __init__(
+        self,
+        config: ParallelConfig,
+        device: torch.device | str | None = None,
+        timeout: float = DEFAULT_DEADLINE,
+    ) -> None:
+        """Build the groups. A collective call: every rank of the job makes the same one.
+
+        Args:
+            config: degrees of the axes; they must multiply to the world size.
+            device: where this rank's tensors live; default: the current CUDA device when the process group
+                runs on NCCL, else the CPU.
+            timeout: deadline of every collective, in seconds.
+
+        Raises:
+            ConfigError: the degrees do not multiply to the world size, or no process group exists though
+                more than one rank is asked for.
+        """
+        initialised = dist.is_available() and dist.is_initialized()
+        world_size = dist.get_world_size() if initialised else 1
+        if config.world_size > 1 and not initialised:
+            raise ConfigError(
+                f"{config.describe()} is for {config.world_size} ranks, but this process runs alone; start it with "
+                f"`torchrun --nproc-per-node {config.world_size}` and call torch.distributed.init_process_group(), "
+                f"or use `ditmesh generate --devices {config.world_size}`"
+            )
+        config.check_world_size(world_size)
+        if device is None:
+            on_nccl = initialised and "nccl" in str(dist.get_backend())
+            device = torch.device("cuda", torch.cuda.current_device()) if on_nccl else torch.device("cpu")
+        rank = dist.get_rank() if initialised else 0
+        self._begin(config, torch.device(device), rank, world_size, Traffic(), timeout)
+        self._ranks = torch.arange(world_size).reshape(tuple(config.degrees.values()))
+        self._members = {name: self._ranks_of(axes) for name, axes in LINKS.items()}
+        try:
+            connections = self._connect()
+        except BaseException:
+            self.close()
+            raise
+        links = {
+            name: Link(name, group, ranks, ranks.index(self.rank), self.traffic, shared, self._state)
+            for (name, ranks), (group, shared) in zip(self._members.items(), connections, strict=True)
+        }
+        self._links = tuple(links.values())
+        self.world, self.batch, self.data, self.cfg = links["world"], links["batch"], links["data"], links["cfg"]
+        self.pipe, self.pipe_back = links["pipe"], links["pipe_back"]
+        self.ring, self.ulysses, self.sequence = links["ring"], links["ulysses"], links["sequence"]
+        self.tensor = links["tensor"]
+        self._group = links["group"] if config.data > 1 else self.world
+        self._alone = links["alone"]
+
+    def data_group(self) -> Mesh:
+        """The ranks that have this one's place on the data axis, as a mesh without that axis.
+
+        Its ``world`` are those ranks, and they alone meet at its boundaries; without the others they cannot renew their
+        links, so that a failed request breaks it. Its rank, world size, byte counters and `close` are the whole mesh's.
+        """
+        group = copy.copy(self)
+        group.world, group.batch, group.data = self._group, self.cfg, self._alone
+        group._peers, group._renewed = self._group.ranks, []
+        return group
+
+    @classmethod
+    def from_links(
+        cls, config: ParallelConfig, device: torch.device | str, traffic: Traffic, links: Mapping[str, Link]
+    ) -> Mesh:
+        """The mesh of a process that runs alone, with links that somebody else has made; no collective call.
+
+        Args:
+            config: the configuration that the links are for.
+            device: where this rank's tensors live.
+            traffic: what the links count in.
+            links: by attribute name; all others link this process with nobody.
+        """
+        mesh = cls.__new__(cls)
+        mesh._hold(config, torch.device(device), 0, 1, traffic, links)
+        return mesh
+
+    def _hold(
+        self,
+        config: ParallelConfig,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+        traffic: Traffic,
+        links: Mapping[str, Link],
+    ) -> None:
+        """Begin with links that are there already."""
+        self._begin(config, device, rank, world_size, traffic, DEFAULT_DEADLINE)
+        for name in LINKS:
+            setattr(self, name, links.get(name) or Link(name, None, [rank], 0, traffic))
+        self._group, self._alone = self.world, self.data
+
+    def _begin(
+        self, config: ParallelConfig, device: torch.device, rank: int, world_size: int, traffic: Traffic, timeout: float
+    ) -> None:
+        """All that is known before there are links."""
+        self.config, self.device, self.traffic = config, device, traffic
+        self.rank, self.world_size = rank, world_size
+        self._deadline = timedelta(seconds=timeout)
+        self._groups: list[dist.ProcessGroup] = []
+        self._memory: SharedMemory | None = None
+        self._control: dist.ProcessGroup | None = None
+        self._state = RequestState()
+        self._outcome = _FINE
+        # Why no boundary can be reached any more.
+        self._broken: str | None = None
+        self._depth = 0
+        self._links: tuple[Link, ...] = ()
+        self._renewed: list[Callable[[], None]] = []
+        # The ranks that meet at a boundary.
+        self._peers: Sequence[int] = range(world_size)
+
+    def _ranks_of(self, axes: tuple[str, ...]) -> list[int]:
+        """The ranks that differ from this one only on ``axes``."""
+        return next(ranks for ranks in self._sets_of(axes) if self.rank in ranks)
+
+    def _sets_of(self, axes: tuple[str, ...]) -> list[list[int]]:
+        """All sets of ranks that differ only on ``axes``."""
+        inner = [AXES.index(axis) for axis in axes]
+        outer = [dim for dim in range(len(AXES)) if dim not in inner]
+        assert inner == sorted(inner), "torch numbers the ranks of a group in ascending order"
+        return self._ranks.permute(*outer, *inner).reshape(-1, self.config.size_of(axes)).tolist()
+
+    def _connect(self) -> list[tuple[dist.ProcessGroup | None, SharedChannel | None]]:
+        """Process group and shared memory of every link. Collective over all ranks."""
+        if self.world_size > 1 and self._control is None:
+            # Between hosts, also where the tensors travel between GPUs.
+            group = dist.new_group(backend="gloo", timeout=self._deadline)
+            assert isinstance(group, dist.ProcessGroup)
+            self._control = group
+        if self.config.shared_memory and self.world_size > 1 and self.device.type == "cpu":
+            self._memory = SharedMemory(len(LINKS), self._deadline, self._state, self._control)
+        connections = []
+        for number, (name, axes) in enumerate(LINKS.items()):
+            members, shared = self._members[name], None
+            if name == "group" and self.config.data == 1:
+                # It is the world.
+                connections.append(connections[0])
+                continue
+            if self._memory is not None and self._memory.joins(members):
+                shared = SharedChannel(self._memory, number, members)
+            connections.append((self._new_group(axes), shared))
+        return connections
+
+    def _new_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        """Every rank creates every group, in the same order, as `torch.distributed.new_group` demands."""
+        mine: dist.ProcessGroup | None = None
+        for ranks in self._sets_of(axes):
+            if len(ranks) > 1:
+                group = dist.new_group(ranks, timeout=self._deadline)
+                if self.rank in ranks:
+                    assert isinstance(group, dist.ProcessGroup)
+                    mine = group
+                    self._groups.append(group)
+        return mine
+
+    # --- boundaries ----------------------------------------------------------------------------------------
+
+    @property
+    def failed(self) -> bool:
+        """Whether the request in progress has failed on this rank; the next boundary mends it."""
+        return self.world_size > 1 and self._outcome != _FINE
+
+    @contextmanager
+    def request(self, purpose: str = "a request") -> Iterator[None]:
+        """The length of a request: `begin_request`, and `fail_request` when it raises."""
+        self.begin_request(purpose)
+        if self.world_size == 1:
+            yield
+            return
+        self._depth += 1
+        try:
+            yield
+        except BaseException:
+            self.fail_request()
+            raise
+        finally:
+            self._depth -= 1
+
+    def begin_request(self, purpose: str = "a request") -> None:
+        """A boundary: all ranks meet here. A collective call.
+
+        If the request before has failed on any rank, process groups and shared memory are renewed, and whoever asked
+        for it (`when_renewed`) is told.
+
+        Args:
+            purpose: what this rank has come for; the same on every rank (the first 104 bytes count).
+
+        Raises:
+            PeerError: a rank has not come before the deadline, or has ended: the mesh is broken, and every later call
+                says so; or the ranks have come for different purposes: they may try again.
+        """
+        if self.world_size == 1:
+            return
+        if self._broken is not None:
+            raise PeerError(self._broken)
+        mine = _Arrival(self._state.number, self._outcome, self._state.messages, purpose)
+        every = self._meet(mine)
+        self._state.number = max(arrival.number for arrival in every) + 1
+        self._state.messages = 0
+        other = next((rank for rank, arrival in enumerate(every) if arrival.purpose != every[0].purpose), None)
+        if other is not None:
+            sentence = (
+                f"the ranks have come for different things: rank {self._peers[0]} for {every[0].purpose}, rank "
+                f"{self._peers[other]} for {every[other].purpose}; make the same calls with the same inputs on all"
+            )
+            self._fail(sentence)
+            raise PeerError(sentence)
+        states = {arrival.state for arrival in every}
+        # Whoever failed before it used a link has disturbed nobody, unless others have used theirs.
+        if _GIVEN_UP in states or (_FAILED in states and any(arrival.messages for arrival in every)):
+            self._renew()
+        self._outcome, self._state.refusal = _FINE, None
+
+    def fail_request(self) -> None:
+        """The request in progress has raised on this rank: let the others know, use no link before the next boundary.
+
+        Others that wait for this rank learn of it at once through shared memory and over gloo, else at the deadline.
+        """
+        if self.world_size > 1 and not self.failed and self._broken is None:
+            self._fail("this request has failed on this rank; call the pipeline again, on every rank")
+
+    def when_renewed(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Have something done, on all ranks, whenever links were renewed after a failure; returns what undoes this.
+
+        For what ranks remember of earlier agreements: after a failure one may remember what another does not.
+        """
+        if self.world_size == 1:
+            return lambda: None
+        self._renewed.append(callback)
+        return lambda: self._renewed.remove(callback)
+
+    def watch(self, model: nn.Module) -> Callable[[], None]:
+        """Look after a transformer's calls: one that raises fails the request; returns what undoes this.
+
+        Outside of a request (`request`), the call after a failed one begins with a boundary.
+        """
+        if self.world_size == 1:
+            return lambda: None
+        running = False
+
+        def begin(*_: Any) -> None:
+            nonlocal running
+            if running:
+                # Broken off in a way of which torch's hooks are not told, such as Ctrl-C.
+                self.fail_request()
+            if self._depth == 0 and self.failed:
+                self.begin_request(f"a call of {type(model).__name__}")
+            running = True
+
+        def done(*_: Any) -> None:
+            nonlocal running
+            running = False
+
+        def left(*_: Any) -> None:
+            nonlocal running
+            if running:
+                running = False
+                self.fail_request()
+
+        handles = [
+            model.register_forward_pre_hook(begin, prepend=True),
+            model.register_forward_hook(done),
+            # Called last, and when the model has raised.
+            model.register_forward_hook(left, always_call=True),
+        ]
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return undo
+
+    def _meet(self, mine: _Arrival) -> list[_Arrival]:
+        """What every rank says at this boundary, in rank order."""
+        packed = mine.packed()
+        others = [rank for rank in self._peers if rank != self.rank]
+        if not others:
+            return [mine]
+        boxes = {rank: torch.empty_like(packed) for rank in others}
+        rank = others[0]
+        try:
+            works = []
+            for move, box in ((dist.irecv, boxes.__getitem__), (dist.isend, lambda _: packed)):
+                for rank in others:
+                    works.append((rank, move(box(rank), rank, group=self._control)))
+            for peer, work in works:
+                rank = peer
+                work.wait()
+        except RuntimeError as error:
+            late = "timed out" in str(error).lower()
+            when = " after a request had failed" if self.failed else ""
+            what = f"did not come to {mine.purpose} within {self._deadline.total_seconds():g} s"
+            self._break(f"rank {rank} {what if late else 'has ended or has given up'}{when}; {_WAY_OUT}")
+            raise PeerError(self._broken) from error
+        return [mine if rank == self.rank else _Arrival.unpacked(boxes[rank]) for rank in self._peers]
+
+    def _fail(self, sentence: str) -> None:
+        self._outcome, self._state.refusal = max(self._outcome, _FAILED), sentence
+        if self._memory is not None:
+            self._memory.fail()
+        # Over gloo a closed connection tells the others at once. NCCL's do not, and are dear to make again.
+        if self.device.type == "cpu":
+            self._drop()
+
+    def _break(self, sentence: str) -> None:
+        self._broken = sentence
+        self._fail(sentence)
+        if self._control is not None:
+            dist.destroy_process_group(self._control)
+            self._control = None
+
+    def _drop(self) -> None:
+        """Give process groups up, whatever is on its way."""
+        self._outcome = _GIVEN_UP
+        for link in self._links:
+            link.drop()
+        while self._groups:
+            group = self._groups.pop()
+            if self.device.type != "cpu":
+                # To wait for a collective that another rank never joined would take until the deadline.
+                group.abort()
+            dist.destroy_process_group(group)
+
+    def _renew(self) -> None:
+        if len(self._peers) < self.world_size:
+            self._break(f"a request has failed, and its links are also those of other data ranks; {_WAY_OUT}")
+            raise PeerError(self._broken)
+        self._drop()
+        if self._memory is not None:
+            self._memory.close()
+        try:
+            for link, (group, shared) in zip(self._links, self._connect(), strict=True):
+                link.renew(group, shared)
+        except RuntimeError as error:
+            self._break(f"the links could not be renewed after a request had failed; {_WAY_OUT}")
+            raise PeerError(self._broken) from error
+        self._outcome, self._state.refusal = _FINE, None
+        try:
+            for callback in list(self._renewed):
+                callback()
+        except BaseException:
+            self.fail_request()
+            raise
+
+    def close(self) -> None:
+        """Give process groups and shared memory back. A collective call; the default process group stays."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
+        if self._control is not None:
+            # A data group of this mesh may have given it up.
+            with suppress(ValueError):
+                dist.destroy_process_group(self._control)
+            self._control = None
+
+    def __repr__(self) -> str:
+        return f"Mesh({self.config.describe()}, rank {self.rank} of {self.world_size}, {self.device})"

@@ -1,0 +1,182 @@
+"""A job that outlives its ranks: when some are lost, those that are left go on from the step that was reached.
+
+Which failures are worth it: a rank that is gone through no error of the job (its process was killed or has ended, its
+GPU has failed, it has fallen silent). A rank that raised would raise again: bad input, a bug, memory that the job
+itself has used up. Every restart has fewer ranks than the one before and must have got further than it, so there is an
+end to them.
+
+Bits stay the same only where they do not depend on the number of ranks: reproducible mode.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ..config import ParallelConfig
+from ..errors import ConfigError, RankFailed
+from ..launch import guarded_folder, launcher
+from . import journal
+from .job import Generated, Job, Kept, Loaded, Restart, Stepped
+from .run import generate
+
+
+def check_elastic(config: ParallelConfig, devices: int) -> None:
+    """Refuse a configuration that cannot go on with fewer ranks and draw the same pictures.
+
+    Raises:
+        ConfigError: naming the setting and the way out.
+    """
+    if not config.reproducible:
+        raise ConfigError(
+            "--elastic goes on with fewer devices, and only reproducible mode draws the same picture on them; "
+            "add --reproducible (or 'reproducible: true' to the configuration file)"
+        )
+    if config.stages_or_patches:
+        raise ConfigError(
+            f"--elastic keeps what the transformer returned, not the keys and values that pipe={config.pipe}, "
+            f"patches={config.patches} carry from step to step; use ring or ulysses instead"
+        )
+    if devices == 1:
+        raise ConfigError("--elastic with 1 device has nothing to go on with; use --devices 2 or more")
+
+
+@dataclass(frozen=True)
+class Restarted:
+    """Reported when ranks were lost and the job goes on: what failed, and from where on what it goes on."""
+
+    failure: str
+    restart: Restart
+    prompt: int
+    steps: int
+    config: ParallelConfig
+
+    def __str__(self) -> str:
+        after, step = self.restart.after, self.restart.step
+        return (
+            f"{self.failure}; going on from step {step}{f' of {self.steps}' if self.steps else ''} of prompt "
+            f"{self.prompt + 1} on {after} {'device' if after == 1 else 'devices'}"
+        )
+
+
+def generate_elastically(
+    job: Job,
+    world_size: int,
+    device: Literal["cpu", "cuda"],
+    threads: int,
+    report: Callable[[Any], None],
+    generate: Callable[..., Any] = generate,
+) -> tuple[list[Restart], float]:
+    """Generate on ranks started here; when some are lost, go on with those that are left.
+
+    Args:
+        job: what to generate; its ``config`` is for ``world_size`` ranks.
+        world_size: number of ranks to begin with.
+        device: what they run on.
+        threads: threads of each, before and after a restart: arithmetic depends on them.
+        report: takes what rank 0 reports (`job.Loaded`, `Stepped`, `Generated`), each step and picture once, and
+            `Restarted`.
+        generate: what the ranks run, called as `generation.generate` is.
+
+    Returns:
+        The restarts, and the seconds from the first picture's beginning to the last one's end, with what the restarts
+        took.
+
+    Raises:
+        RankFailed: a rank failed of the job itself, or the restarts came to an end.
+        ConfigError: no configuration fits the ranks that are left.
+    """
+    if isinstance(job.config, str):
+        raise ConfigError("a job that is to go on with fewer ranks needs a configuration, not 'auto'")
+    config = job.config
+    progress = _Progress(job, report)
+    restarts: list[Restart] = []
+    gpus = list(range(world_size))
+    reached = (-1, -1)
+    with guarded_folder("ditmesh-journal-") as folder:
+        while True:
+            ranks = len(gpus)
+            progress.begin()
+            try:
+                with launcher(None, ranks, device, threads, job.timeout, gpus=gpus) as pool:
+                    kept = Kept(folder, frozenset(progress.done), tuple(restarts))
+                    pool.run(generate, job, kept, on_message=lambda _, message: progress.hear(message))
+                break
+            except RankFailed as failure:
+                if progress.finished:
+                    # Whoever was lost after that had nothing left to do.
+                    break
+                survivors = [rank for rank in range(ranks) if rank not in failure.lost]
+                entries = journal.keep_longest(folder, progress.request)
+                # A job that kills its ranks would do so for ever: at the same place.
+                before, reached = reached, (len(progress.done), len(entries))
+                if not failure.lost or not survivors or reached <= before:
+                    raise
+                try:
+                    config = config.resized(len(survivors), lost=failure.lost)
+                except ConfigError:
+                    raise failure from None
+                step = max(progress.steps, journal.steps(entries))
+                restarts.append(Restart(progress.request, step, ranks, config.world_size))
+                what = str(failure).split("\n", 1)[0]
+                prompt = job.call(progress.request).prompt
+                report(Restarted(what, restarts[-1], prompt, progress.steps_of_each, config))
+                gpus = [gpus[rank] for rank in survivors][: config.world_size]
+                job = replace(job, config=config)
+    return restarts, progress.seconds
+
+
+class _Progress:
+    """What has been heard of a job, over all its restarts; passes on every step and picture once."""
+
+    def __init__(self, job: Job, report: Callable[[Any], None]) -> None:
+        self.done: set[int] = set()
+        # Steps of the request that is being drawn.
+        self.steps = 0
+        self.steps_of_each = 0
+        self._job, self._report = job, report
+        self._again = 0
+        self._first = 0
+        self._started: float | None = None
+        self._ended = 0.0
+
+    @property
+    def finished(self) -> bool:
+        return len(self.done) == self._job.total
+
+    @property
+    def request(self) -> int:
+        """The first call of the pipeline with pictures that are not on disk."""
+        while self._first in self.done:
+            self._first += 1
+        return self._job.call_of(self._first) if self._first < self._job.total else 0
+
+    @property
+    def seconds(self) -> float:
+        return self._ended - (self._started or self._ended)
+
+    def begin(self) -> None:
+        """Ranks start, and go through the steps of the request once more."""
+        self._again = self.steps
+
+    def hear(self, message: Any) -> None:
+        """Take what rank 0 reports."""
+        if isinstance(message, Loaded):
+            self._started = self._started or time.perf_counter()
+            self.steps_of_each = message.steps
+        elif isinstance(message, Stepped):
+            again = min(self._again, message.steps)
+            self._again -= again
+            self.steps += message.steps - again
+            message = replace(message, steps=message.steps - again)
+            if message.steps == 0:
+                return
+        elif isinstance(message, Generated):
+            self._ended = time.perf_counter()
+            request = self.request
+            self.done.add(message.receipt.index)
+            if self.request != request or self.finished:
+                self.steps = self._again = 0
+        self._report(message)

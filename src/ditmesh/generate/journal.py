@@ -1,0 +1,323 @@
+"""What a transformer has returned in a request, kept outside of the process: a request can be gone through again.
+
+A pipeline's ``__call__`` cannot be started in the middle. It can be started again from its beginning with the same
+inputs, and the calls of the transformer that were answered before can be answered from the journal: scheduler, random
+generators and latents then pass through exactly the states they passed through before, at the price of everything but
+the transformer. The first call that the journal does not hold is computed, on however many ranks there are now.
+
+A journal is a folder. Every rank appends its calls to a file of its own, so that none depends on another's life; the
+output of a call is the same on all ranks. Once the ranks have ended, their owner keeps the longest of the files
+(`keep_longest`), and the ranks that come next all answer from that one: they all leave it at the same call.
+
+A record is written in one go and carries its own checksum: what a rank that was killed has left half written ends the
+file for every reader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import struct
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core.patching import Patch
+from ..errors import JournalError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from ..core.clock import CallClock
+
+# A record: this word, the lengths of its head and its body, the SHA-256 of both; then head (JSON) and body.
+_MARK = b"dmj1"
+_FRAME = struct.Struct("<4sIQ32s")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One call of a transformer, as its journal has it.
+
+    Attributes:
+        call: number of the call in its request, from 0.
+        model: the pipeline's component that was called.
+        step: denoising step of the request, from 0.
+        inputs: digests of the tensors and integers it was called with, by path.
+        path, offset, length: where the output is.
+    """
+
+    call: int
+    model: str
+    step: int
+    inputs: Mapping[str, str]
+    path: Path
+    offset: int
+    length: int
+
+    def output(self, device: torch.device | None = None) -> Any:
+        """What the call returned, its tensors on ``device``, with the strides they had."""
+        import torch
+
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            body = file.read(self.length)
+        # The file is of this job and in a folder that only its owner may enter; an output may be of any class.
+        return torch.load(BytesIO(body), map_location=device, weights_only=False)
+
+
+class Journal:
+    """Stands in for the forward of a pipeline's transformers: answers what is known, computes and records the rest.
+
+    Put on last, around everything `parallelize` has put on, so that it sees the calls the pipeline makes and whole
+    outputs; taken off first.
+
+    Args:
+        models: the transformers by their names in the pipeline; their ``forward`` is replaced on the instance until
+            `close`.
+        folder: the journal.
+        rank: of this process.
+        clock: counts the transformers' calls; default: one of its own.
+
+    Attributes:
+        answered: calls of this request that were answered from the journal.
+        computed: calls of this request that were computed.
+    """
+
+    def __init__(
+        self, models: Mapping[str, nn.Module], folder: str | Path, rank: int, clock: CallClock | None = None
+    ) -> None:
+        from ..core.clock import CallClock, timestep_of
+
+        self.answered = 0
+        self.computed = 0
+        self._folder, self._rank = Path(folder), rank
+        self._known: list[Entry] = []
+        self._file: Any = None
+        self._request = -1
+        self._restore: list[Callable[[], None]] = []
+        self._clock, self._own_clock = clock or CallClock(), clock is None
+        for name, model in models.items():
+            if self._own_clock:
+                self._restore.append(self._clock.watch(model, timestep_of(model)))
+            self._restore.append(Patch(model, "forward", self._standing_in(name, model)))
+
+    def begin(self, request: int) -> None:
+        """A request starts, or starts again.
+
+        Args:
+            request: its number in the job; the journal of an earlier one is given up.
+        """
+        self._end()
+        for old in self._folder.glob(f"*.rank{self._rank}"):
+            old.unlink(missing_ok=True)
+        self._request = request
+        self._known = read(_kept(self._folder, request))
+        self.answered = self.computed = 0
+        if self._own_clock:
+            self._clock.begin_request()
+        with self._writing():
+            self._file = _own(self._folder, request, self._rank).open("wb")
+
+    def close(self) -> None:
+        """Put every forward back as it was. The files stay."""
+        self._end()
+        while self._restore:
+            self._restore.pop()()
+
+    def _end(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+    def _standing_in(self, name: str, model: nn.Module) -> Any:
+        from ..core.arguments import Arguments, parameter_names
+
+        names, forward = parameter_names(type(model).forward), model.forward
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self._request < 0:
+                return forward(*args, **kwargs)
+            inputs = dict(Arguments(names, args, kwargs).leaves())
+            number = self.answered + self.computed
+            if number < len(self._known):
+                return self._answer(self._known[number], name, inputs)
+            # Before the call: nobody promises that it leaves its arguments alone.
+            digests = _digests(inputs)
+            output = forward(*args, **kwargs)
+            self.computed += 1
+            self._record(number, name, digests, output)
+            return output
+
+        return call
+
+    def _answer(self, entry: Entry, name: str, inputs: dict[str, Any]) -> Any:
+        digests = _digests(inputs)
+        differing = [path for path in {**digests, **entry.inputs} if digests.get(path) != entry.inputs.get(path)]
+        if name != entry.model:
+            differing.insert(0, f"the model ({entry.model} then, {name} now)")
+        if differing:
+            raise JournalError(
+                f"call {entry.call} of {name} in request {self._request} is not the one the journal holds: "
+                f"{', '.join(differing)} differ; the request cannot go on from there, draw it anew"
+            )
+        self.answered += 1
+        return entry.output(next((value.device for value in inputs.values() if hasattr(value, "device")), None))
+
+    def _record(self, number: int, name: str, digests: dict[str, str], output: Any) -> None:
+        if self._file is None:
+            return
+        import torch  # not for those who only count entries
+
+        head = {"call": number, "model": name, "step": self._clock.call.step, "inputs": digests}
+        body = BytesIO()
+        torch.save(_compact(output), body)
+        with self._writing():
+            self._file.write(framed(json.dumps(head).encode(), body.getvalue()))
+            # Into the kernel's hands: it survives this process, which is all it has to survive.
+            self._file.flush()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A journal that cannot be written does not end the job it is there to save: it ends where it is."""
+        try:
+            yield
+        except OSError as error:
+            self._end()
+            print(
+                f"ditmesh: rank {self._rank} cannot write its journal in {str(self._folder)!r} "
+                f"({error.strerror or error}); set TMPDIR to a folder with room. The job goes on without it.",
+                file=sys.stderr,
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# The files
+
+
+def read(path: str | Path) -> list[Entry]:
+    """The entries of a file, up to the first that is not whole; none when there is no such file."""
+    entries: list[Entry] = []
+    path = Path(path)
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        while len(frame := file.read(_FRAME.size)) == _FRAME.size:
+            mark, head_length, length, checksum = _FRAME.unpack(frame)
+            if mark != _MARK or head_length + length > _size(path):
+                break
+            head, offset = file.read(head_length), file.tell()
+            body = file.read(length)
+            if len(head) + len(body) < head_length + length or hashlib.sha256(head + body).digest() != checksum:
+                break
+            entries.append(Entry(**json.loads(head), path=path, offset=offset, length=length))
+    return entries
+
+
+def keep_longest(folder: str | Path, request: int) -> list[Entry]:
+    """Keep the longest journal of a request, for all ranks that come next. No rank may be running.
+
+    Args:
+        folder: the journal.
+        request: the request that is to be gone on with; what is there of others is removed.
+
+    Returns:
+        The entries that are kept.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    folder = Path(folder)
+    kept = _kept(folder, request)
+    known = read(kept)
+    # A rank's own file begins where the file that is kept ended when the rank started.
+    longest = max((_following(read(own), len(known)) for own in _ranks(folder, request)), key=len, default=[])
+    if longest:
+        temporary = kept.with_suffix(".new")
+        with temporary.open("wb") as file:
+            for entry in (*known, *longest):
+                with entry.path.open("rb") as source:
+                    head = _head(entry)
+                    source.seek(entry.offset)
+                    file.write(framed(head, source.read(entry.length)))
+        os.replace(temporary, kept)
+    for path in folder.iterdir():
+        if path != kept:
+            path.unlink()
+    return read(kept)
+
+
+def steps(entries: list[Entry]) -> int:
+    """Denoising steps whose calls are all there; the last one counts when it has as many calls as the first.
+
+    Of a single step nobody knows how many calls it takes: it counts as none.
+    """
+    lengths: list[int] = []
+    for number, entry in enumerate(entries):
+        if number and entry.step == entries[number - 1].step:
+            lengths[-1] += 1
+        else:
+            lengths.append(1)
+    if not lengths:
+        return 0
+    whole = len(lengths) > 1 and lengths[-1] >= lengths[0]
+    return len(lengths) - (not whole)
+
+
+def framed(head: bytes, body: bytes) -> bytes:
+    """A record as it stands in a file."""
+    return _FRAME.pack(_MARK, len(head), len(body), hashlib.sha256(head + body).digest()) + head + body
+
+
+def _kept(folder: Path, request: int) -> Path:
+    return folder / f"{request:08d}.kept"
+
+
+def _own(folder: Path, request: int, rank: int) -> Path:
+    return folder / f"{request:08d}.rank{rank}"
+
+
+def _ranks(folder: Path, request: int) -> list[Path]:
+    return sorted(folder.glob(f"{request:08d}.rank*"))
+
+
+def _following(entries: list[Entry], start: int) -> list[Entry]:
+    """The entries, when they are those from call ``start`` on."""
+    return entries if [entry.call for entry in entries] == list(range(start, start + len(entries))) else []
+
+
+def _head(entry: Entry) -> bytes:
+    fields = {"call": entry.call, "model": entry.model, "step": entry.step, "inputs": dict(entry.inputs)}
+    return json.dumps(fields).encode()
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size
+
+
+def _digests(inputs: dict[str, Any]) -> dict[str, str]:
+    from ..core.digests import digest
+
+    return {path: digest(value) for path, value in inputs.items()}
+
+
+def _compact(output: Any) -> Any:
+    """The output with tensors of their own: one that is a view would take all it is a view of along."""
+    from torch import Tensor
+
+    if isinstance(output, Tensor):
+        return output.detach().clone() if _wide(output) else output.detach()
+    if isinstance(output, (list, tuple)):
+        return type(output)(map(_compact, output))
+    if isinstance(output, dict):  # diffusers' BaseOutput, too
+        return type(output)(**{key: _compact(value) for key, value in output.items()})
+    return output
+
+
+def _wide(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > tensor.nbytes

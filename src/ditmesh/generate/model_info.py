@@ -1,0 +1,346 @@
+"""What a pipeline's folder says about the model, read from its JSON files: no weights, no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import threading
+from dataclasses import dataclass
+from math import isqrt, prod
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from .. import zoo
+from ..errors import InputError
+
+# Seconds to find out whether the hub can be reached at all.
+HUB_LIMIT = 5.0
+HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
+
+# Numbers of a configuration that are sizes, and their bounds: a model's folder is somebody else's data.
+COUNTS = (
+    "patch_size",
+    "sample_size",
+    "num_attention_heads",
+    "num_heads",
+    "n_heads",
+    "in_channels",
+    "latent_channels",
+    "z_dim",
+    "pos_embed_max_size",
+    "spatial_compression_ratio",
+    "scale_factor_spatial",
+    "block_out_channels",
+    "encoder_block_out_channels",
+)
+LARGEST_COUNT = 2**20
+LONGEST_LIST = 64
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A diffusers pipeline as its folder describes it.
+
+    Attributes:
+        name: as the user gave it, a folder or a hub id; of an embedded model its name.
+        files: folder that holds ``model_index.json`` and the configurations of the parts.
+        local: whether ``files`` holds the weights too; a hub model that was never loaded has none here yet.
+        index: ``model_index.json``.
+        transformer: ``transformer/config.json``.
+        vae: ``vae/config.json``; empty when the pipeline has none.
+    """
+
+    name: str
+    files: Path
+    local: bool
+    index: dict[str, Any]
+    transformer: dict[str, Any]
+    vae: dict[str, Any]
+
+    @property
+    def pipeline_class(self) -> str:
+        """Class of the pipeline."""
+        return str(self.index.get("_class_name", "DiffusionPipeline"))
+
+    @property
+    def transformer_class(self) -> str:
+        """Class of the transformer."""
+        return str(self.transformer.get("_class_name", "transformer"))
+
+    @property
+    def heads(self) -> int | None:
+        """Attention heads of the transformer's blocks, when its configuration says."""
+        for key in ("num_attention_heads", "num_heads", "n_heads"):
+            if isinstance(self.transformer.get(key), int):
+                return self.transformer[key]
+        return None
+
+    @property
+    def labels(self) -> dict[str, int]:
+        """Names of the classes of a class-conditional model, and their numbers."""
+        names = self.index.get("id2label")
+        if not isinstance(names, dict):
+            return {}
+        return {name.strip(): int(number) for number, group in names.items() for name in str(group).split(",")}
+
+    @property
+    def vae_scale(self) -> int:
+        """Pixels per latent, along one side."""
+        vae = self.vae
+        for key in ("spatial_compression_ratio", "scale_factor_spatial"):
+            if isinstance(vae.get(key), int):
+                return vae[key]
+        if isinstance(vae.get("spatio_temporal_scaling"), list):
+            return int(vae.get("patch_size") or 1) * 2 ** sum(map(bool, vae["spatio_temporal_scaling"]))
+        # Autoencoders of video models name their temporal factor, and halve once a stage of it.
+        if isinstance(vae.get("temperal_downsample"), list):
+            return 2 ** len(vae["temperal_downsample"])
+        for key in ("block_out_channels", "encoder_block_out_channels"):
+            if isinstance(vae.get(key), list):
+                return 2 ** (len(vae[key]) - 1)
+        return 1
+
+    @property
+    def patch(self) -> int:
+        """Latents per image token, along one side."""
+        size = self.transformer.get("patch_size")
+        if isinstance(size, list):
+            size = size[-1]
+        patch = size if isinstance(size, int) and size > 0 else 1
+        # Flux-like pipelines fold squares of latents into channels before the transformer sees them.
+        channels = self.transformer.get("in_channels")
+        latents = self.vae.get("latent_channels") or self.vae.get("z_dim")
+        folded = 1
+        if isinstance(channels, int) and isinstance(latents, int) and latents > 0 and channels % latents == 0:
+            side = isqrt(channels // latents)
+            folded = side if side * side * latents == channels else 1
+        return max(patch, folded)
+
+    @property
+    def size_multiple(self) -> int:
+        """Width and height of a picture are multiples of this, in pixels."""
+        return self.vae_scale * self.patch
+
+    @property
+    def default_size(self) -> tuple[int, int] | None:
+        """Width and height in pixels that the pipeline draws when not told, as far as the files say."""
+        sample = self.transformer.get("sample_size")
+        if isinstance(sample, int):
+            return (sample * self.vae_scale, sample * self.vae_scale)
+        if isinstance(sample, list) and len(sample) == 2:
+            return (sample[1] * self.vae_scale, sample[0] * self.vae_scale)
+        return None
+
+    @property
+    def largest_side(self) -> int | None:
+        """Longest side in pixels for which the model has position embeddings; None: no limit known."""
+        limit = self.transformer.get("pos_embed_max_size")
+        return limit * self.size_multiple if isinstance(limit, int) else None
+
+    def image_tokens(self, width: int, height: int) -> int:
+        """Tokens of a picture of ``width`` × ``height`` pixels."""
+        return prod(side // self.size_multiple for side in (width, height))
+
+    def check_size(self, width: int, height: int) -> None:
+        """Refuse a size that the model cannot draw.
+
+        Raises:
+            InputError: naming the nearest possible sizes.
+        """
+        step = self.size_multiple
+        text = f"size {width}x{height}"
+        if width % step or height % step:
+            below = "x".join(str(max(step, side - side % step)) for side in (width, height))
+            above = "x".join(str(side + -side % step) for side in (width, height))
+            ways = below if below == above else f"{below} or {above}"
+            raise InputError(f"{text}: the model needs multiples of {step}; use {ways}")
+        limit = self.largest_side
+        if limit is not None and max(width, height) > limit:
+            raise InputError(
+                f"{text}: the model draws up to {limit}x{limit}; use {min(width, limit)}x{min(height, limit)}"
+            )
+
+
+def size_multiple(model: str | Path) -> int:
+    """Width and height of a picture are multiples of this many pixels (see `find_model` for what is raised)."""
+    return find_model(model).size_multiple
+
+
+def find_model(model: str | Path) -> ModelInfo:
+    """Read what the model is, from a folder or from the hub (its JSON files only).
+
+    Args:
+        model: folder that ``pipe.save_pretrained`` wrote, the name of an embedded model (`ditmesh.zoo`; a folder
+            of that name goes first), or a hub id such as ``owner/name``.
+
+    Raises:
+        InputError: there is no such model, it cannot be reached, or it is not a pipeline with a transformer.
+    """
+    name = str(model)
+    folder = Path(name).expanduser()
+    if _exists(folder, name):
+        local, files = True, folder
+        if not (folder / "model_index.json").is_file():
+            what = "has no model_index.json" if folder.is_dir() else "is a file"
+            raise InputError(f"model {name!r} {what}; give the folder that pipe.save_pretrained(...) wrote")
+    else:
+        files, local = (zoo.path(name), True) if name in zoo.EMBEDDED else _from_hub(name)
+    if zoo.embedded(files) is not None:
+        # Where it is installed is nobody's business, and another place on the next machine.
+        name = files.resolve().name
+    elif name in zoo.EMBEDDED:
+        name = f"./{name}"
+    index = _read_json(files / "model_index.json", name)
+    if not _is_part(index, "transformer"):
+        kind = index.get("_class_name", "it")
+        raise InputError(
+            f"model {name!r}: {kind} has no transformer (its parts: "
+            f"{', '.join(key for key in index if _is_part(index, key)) or 'none'}); "
+            f"give a Diffusion Transformer pipeline, such as Flux, Stable Diffusion 3 or PixArt"
+        )
+    vae = files / "vae" / "config.json"
+    info = ModelInfo(
+        name,
+        files,
+        local,
+        index,
+        _read_json(files / "transformer" / "config.json", name),
+        _read_json(vae, name) if vae.is_file() else {},
+    )
+    _check_counts(info)
+    return info
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a model's name is one of a hub, ``owner/name``, and not that of a folder that is there."""
+    return re.fullmatch(HUB_ID, name) is not None and not Path(name).exists()
+
+
+def cached(name: str) -> Path | None:
+    """Folder of a hub model in the hub's cache, when its transformer's weights are there; asks no network."""
+    from huggingface_hub import try_to_load_from_cache
+
+    index = try_to_load_from_cache(name, "model_index.json")
+    if not isinstance(index, str):
+        return None
+    folder = Path(index).parent
+    weights = (file for file in (folder / "transformer").glob("*") if file.suffix in {".safetensors", ".bin"})
+    return folder if any(weights) else None
+
+
+def _exists(folder: Path, name: str) -> bool:
+    try:
+        return folder.exists()
+    except (OSError, ValueError) as error:
+        # Too long for a file's name, or with a zero in it.
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"model {name[:60]!r}{'…' if len(name) > 60 else ''} cannot be a folder ({reason}); give the folder that "
+            "pipe.save_pretrained(...) wrote"
+        ) from None
+
+
+def _check_counts(info: ModelInfo) -> None:
+    """Refuse configurations whose numbers cannot be sizes.
+
+    Raises:
+        InputError: naming file, key and value.
+    """
+    for part, config in (("transformer", info.transformer), ("vae", info.vae)):
+        for key in COUNTS:
+            value = config.get(key)
+            numbers = value if isinstance(value, list) else [value]
+            if len(numbers) > LONGEST_LIST:
+                raise InputError(f"model {info.name!r}: {key} in {part}/config.json has {len(numbers)} numbers")
+            if any(isinstance(number, int) and not 1 <= number <= LARGEST_COUNT for number in numbers):
+                raise InputError(
+                    f"model {info.name!r}: {key}={value} in {part}/config.json is not possible; it must be from 1 to "
+                    f"{LARGEST_COUNT}"
+                )
+
+
+def _is_part(index: dict[str, Any], key: str) -> bool:
+    """Whether ``model_index.json`` names a library and a class under ``key``."""
+    value = index.get(key)
+    return not key.startswith("_") and isinstance(value, list) and len(value) == 2 and all(value)
+
+
+def _read_json(path: Path, model: str) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"model {model!r}: cannot read {path} ({error.strerror}); save the pipeline again") from None
+    except ValueError as error:
+        raise InputError(f"model {model!r}: {path} is not JSON ({error}); save the pipeline again") from None
+    if not isinstance(data, dict):
+        raise InputError(f"model {model!r}: {path} holds no JSON object; save the pipeline again")
+    return data
+
+
+def _from_hub(name: str) -> tuple[Path, bool]:
+    """Folder of the model's JSON files, and whether its weights are there too."""
+    # A missing "./my-model" is a wrong path; the hub knows only "owner/name".
+    if not re.fullmatch(HUB_ID, name):
+        raise InputError(
+            f"model {name!r}: no such folder ({Path(name).expanduser().absolute()} was tried), and it is not a hub id "
+            f"such as owner/name; give the folder that pipe.save_pretrained(...) wrote, or an embedded model "
+            f"({', '.join(zoo.EMBEDDED)})"
+        )
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+
+    tried = f"model {name!r}: no folder of that name, and"
+    cached = try_to_load_from_cache(name, "model_index.json")
+    if constants.HF_HUB_OFFLINE:
+        unreachable = "the hub is switched off (HF_HUB_OFFLINE)"
+    elif not _hub_answers(constants.ENDPOINT):
+        unreachable = f"{constants.ENDPOINT} cannot be reached"
+    else:
+        unreachable = None
+    if unreachable:
+        if isinstance(cached, str):
+            return Path(cached).parent, True
+        raise InputError(f"{tried} it is not in the hub's cache and {unreachable}; give a folder, or go online")
+    try:
+        path = hf_hub_download(name, "model_index.json", etag_timeout=HUB_LIMIT)
+        for part in ("transformer/config.json", "vae/config.json"):
+            try:
+                hf_hub_download(name, part, etag_timeout=HUB_LIMIT)
+            except LocalEntryNotFoundError:
+                raise
+            except EntryNotFoundError:
+                continue
+    except (HfHubHTTPError, EntryNotFoundError, OSError) as error:
+        if isinstance(cached, str):
+            return Path(cached).parent, True
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"{tried} the hub says: {reason}; check the name, or run `hf auth login`") from None
+    return Path(path).parent, False
+
+
+def _hub_answers(endpoint: str) -> bool:
+    """Whether a connection to the hub can be made within `HUB_LIMIT` seconds.
+
+    The hub's client tries again and again for half a minute, and resolving a name has no time limit at all.
+    """
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        # Only the proxy can tell.
+        return True
+    address = urlparse(endpoint)
+    port = address.port or (80 if address.scheme == "http" else 443)
+    answered = threading.Event()
+
+    def connect() -> None:
+        try:
+            socket.create_connection((address.hostname or "", port), timeout=HUB_LIMIT).close()
+        except OSError:
+            return
+        answered.set()
+
+    attempt = threading.Thread(target=connect, daemon=True)
+    attempt.start()
+    attempt.join(HUB_LIMIT)
+    return answered.is_set()

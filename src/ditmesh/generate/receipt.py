@@ -1,0 +1,198 @@
+"""What a PNG says about itself: everything that is needed to generate it again.
+
+A receipt is somebody else's data: all of it is checked, and bounded, before anything is done with it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+
+from ..core.files import written_whole
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# The keyword of the PNG text chunk.
+CHUNK = "ditmesh"
+
+# What a receipt may ask for, and so what a job may: denoising steps, pictures of one call of the pipeline, pixels of
+# those pictures together, characters of a prompt; bytes of the receipt itself.
+MOST_STEPS = 10_000
+MOST_TOGETHER = 1024
+MOST_PIXELS = 2**27
+LONGEST_PROMPT = 100_000
+LARGEST = 2**22
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+Count = Annotated[int, Field(ge=1, le=2**16)]
+
+
+class Receipt(BaseModel):
+    """How one picture was generated.
+
+    Attributes:
+        prompt: what was asked for (for class-conditional models: the class).
+        negative_prompt: what was to be avoided, if anything.
+        seed: seed of this picture's own `torch.Generator` on the CPU.
+        index: number of the picture in its run, from 0.
+        steps: denoising steps.
+        guidance: guidance scale.
+        max_sequence_length: longest prompt in tokens, when it was given.
+        width, height: in pixels.
+        model: folder or hub id of the pipeline.
+        pipeline: class of the pipeline.
+        dtype: of the weights, such as ``"float32"``.
+        device: ``"cpu"`` or ``"cuda"``.
+        devices: number of ranks.
+        config: the parallel configuration, as given to `ParallelConfig`.
+        versions: of Python and of the libraries that compute.
+        seconds: time that the pipeline's call took (shared by the pictures of one call), in seconds. After a restart:
+            that of the call that finished the picture.
+        restarts: what happened while the picture was drawn: ``{"step": 5, "from": 4, "to": 3}`` for every time that
+            ranks were lost and the others went on from a step (counted from 0).
+        label: number of the class, for class-conditional models.
+        together: pictures that one call of the pipeline drew; place: number of this one among them, from 0. Matrix
+            kernels may round a row otherwise in a batch of another size.
+        weights: fingerprint of all weights, adapters included (`digests.weights_fingerprint`); None in receipts of
+            earlier versions, as is the environment.
+        environment: what else decides the last bits, by name (`hardware.environment`).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    prompt: str = Field(max_length=LONGEST_PROMPT)
+    negative_prompt: str | None = Field(default=None, max_length=LONGEST_PROMPT)
+    seed: int = Field(ge=-(2**63), lt=2**64)
+    index: int = Field(ge=0, lt=2**63)
+    steps: int = Field(ge=1, le=MOST_STEPS)
+    guidance: FiniteFloat
+    max_sequence_length: Count | None = None
+    width: Count
+    height: Count
+    model: str = Field(max_length=4096)
+    pipeline: str
+    dtype: Dtype
+    device: Literal["cpu", "cuda"]
+    devices: Count
+    config: dict[str, Any] = Field(default_factory=dict)
+    versions: dict[str, str] = Field(default_factory=dict)
+    seconds: FiniteFloat = Field(ge=0)
+    restarts: list[dict[str, int]] = Field(default_factory=list)
+    label: int | None = Field(default=None, ge=0, lt=2**31)
+    together: int = Field(default=1, ge=1, le=MOST_TOGETHER)
+    place: int = Field(default=0, ge=0)
+    weights: str | None = None
+    environment: dict[str, str] | None = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Receipt:
+        if self.place >= self.together:
+            raise ValueError(f"place {self.place} is none of {self.together} pictures")
+        if self.width * self.height * self.together > MOST_PIXELS:
+            raise ValueError(f"{self.together} pictures of {self.width}x{self.height} are too much for one call")
+        return self
+
+
+def write_png(image: Image, path: str | Path, receipt: Receipt, replace: bool = True) -> Path:
+    """Write a picture with its receipt inside; the file appears whole or not at all.
+
+    Args:
+        image: the picture.
+        path: where it goes.
+        receipt: how the picture was generated.
+        replace: a file of that name is replaced.
+
+    Returns:
+        The path.
+
+    Raises:
+        FileExistsError: there is a file of that name, and ``replace`` is False.
+        InputError: the file cannot be written.
+    """
+    from PIL.PngImagePlugin import PngInfo
+
+    path = Path(path)
+    info = PngInfo()
+    # International text: prompts are written in every script there is.
+    info.add_itxt(CHUNK, receipt.model_dump_json())
+    try:
+        with written_whole(path, replace) as temporary:
+            image.save(temporary, format="PNG", pnginfo=info)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise InputError(f"cannot write {str(path)!r} ({error.strerror or error}); choose another folder") from error
+    return path
+
+
+def holds_receipt(path: str | Path) -> bool:
+    """Whether a file is a picture that ditmesh has written."""
+    try:
+        return CHUNK in _texts(Path(path))
+    except InputError:
+        return False
+
+
+def read_receipt(path: str | Path) -> Receipt:
+    """The receipt inside a PNG.
+
+    Raises:
+        InputError: the file cannot be read, is not a picture, or holds no (valid) receipt.
+    """
+    texts = _texts(Path(path))
+    if CHUNK not in texts:
+        raise InputError(
+            f"{str(path)!r} holds no receipt; only PNGs that ditmesh wrote and no other program has saved again do"
+        )
+    if len(texts[CHUNK]) > LARGEST:
+        raise InputError(f"the receipt in {str(path)!r} has {len(texts[CHUNK])} characters; ditmesh wrote none so long")
+    try:
+        return Receipt.model_validate_json(texts[CHUNK])
+    except (ValidationError, RecursionError) as error:
+        problems = error.errors(include_url=False, include_input=False) if isinstance(error, ValidationError) else []
+        fields = ", ".join(_named(problem) for problem in problems[:5]) or "JSON"
+        raise InputError(
+            f"the receipt in {str(path)!r} cannot be read (wrong: {fields}); draw the picture again"
+        ) from None
+
+
+def _named(problem: Any) -> str:
+    """The field that is wrong, or what is wrong with several together."""
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    return ".".join(map(str, problem["loc"])) or "JSON"
+
+
+def _texts(path: Path) -> Mapping[str, str]:
+    """The text chunks of a PNG.
+
+    Raises:
+        InputError: the file cannot be read, or is not a picture of a possible size.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with warnings.catch_warnings():
+            # Of a picture that is large, but not too large: it is looked at below.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            with Image.open(path) as image:
+                if image.width * image.height > MOST_PIXELS:
+                    raise Image.DecompressionBombError
+                # Text chunks may stand after the picture's data.
+                image.load()
+                return dict(getattr(image, "text", {}))
+    except Image.DecompressionBombError:
+        raise InputError(f"{str(path)!r} is larger than any picture ditmesh writes; give one of these") from None
+    except UnidentifiedImageError:
+        raise InputError(f"{str(path)!r} is not a picture; give a PNG that ditmesh wrote") from None
+    except (OSError, ValueError, SyntaxError) as error:
+        # The last two are what PIL says of a broken PNG, or of text that would fill the memory.
+        raise InputError(
+            f"cannot read {str(path)!r} ({getattr(error, 'strerror', None) or error}); give a PNG that ditmesh wrote"
+        ) from None

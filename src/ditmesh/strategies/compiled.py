@@ -1,0 +1,63 @@
+"""torch.compile under the hooks.
+
+A block is compiled inside its hooks: those that cut and gather run in Python around it, and attention is
+one opaque operator (`ditmesh::attend`) that asks at run time who computes it. The graph therefore has no break
+and does not depend on ranks, layers or requests; only on shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+from torch import nn
+
+from ..config import ParallelConfig
+from ..core.patching import Patch
+from ..errors import InputError
+from ..layout import TokenLayout
+from .base import Strategy
+
+
+def compile_blocks(model: nn.Module, layout: TokenLayout, backend: str) -> Callable[[], None]:
+    """Compile the forward of every block of the layout's lists, each as one full graph.
+
+    Returns:
+        What puts the blocks' own forwards back.
+
+    Raises:
+        InputError: torch has no such backend.
+    """
+    known = torch.compiler.list_backends(None)
+    if backend not in known:
+        raise InputError(f"compile={backend!r} is not a backend of torch.compile here; use one of {', '.join(known)}")
+    undo: list[Callable[[], None]] = []
+    for region in layout.regions:
+        blocks = model.get_submodule(region.blocks)
+        for block in blocks.children():
+            compiled = torch.compile(block.forward, backend=backend, fullgraph=True)
+            undo.append(Patch(block, "forward", compiled))
+
+    def restore() -> None:
+        while undo:
+            undo.pop()()
+
+    return restore
+
+
+class CompiledBlocks(Strategy):
+    """Blocks of every transformer, compiled."""
+
+    name = "compile"
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.compile is not None
+
+    def apply(self, undo: ExitStack) -> None:
+        """See `Strategy.apply`."""
+        assert self.context.config.compile is not None
+        for model in self.context.models:
+            undo.callback(compile_blocks(model.model, model.layout, self.context.config.compile))

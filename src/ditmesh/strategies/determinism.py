@@ -1,0 +1,110 @@
+"""Everything of torch that may change a sum's bits, set and put back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..config import ParallelConfig
+from ..core.patching import Proceed
+from .base import Context, Request, Strategy
+
+# What cuBLAS needs to be told before it is first used, to add in one order.
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@contextmanager
+def deterministic(device: torch.device | str) -> Iterator[None]:
+    """While inside: deterministic algorithms, no TF32, one attention kernel, one thread on the CPU.
+
+    A library that shares a product out over threads adds up in another order for another number of them; ranks
+    have few threads each where one device has many. Nests; every setting is put back on leaving.
+
+    Args:
+        device: where the work is done.
+    """
+    device = torch.device(device)
+    os.environ.setdefault(CUBLAS, ":4096:8")
+    threads = torch.get_num_threads()
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
+    was_filling = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
+    # torch gives this module another class at import, which type checkers do not see.
+    cudnn: Any = torch.backends.cudnn
+    matmul = torch.backends.cuda.matmul
+    before = (cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32)
+    half = (matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction)
+    try:
+        torch.use_deterministic_algorithms(True)
+        # Filling new memory finds bugs that read it before it is written; it costs time and changes no result.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+        cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = True, False, False, False
+        matmul.allow_fp16_reduced_precision_reduction = False
+        matmul.allow_bf16_reduced_precision_reduction = False
+        if device.type == "cpu":
+            if threads != 1:
+                torch.set_num_threads(1)
+            yield
+        else:
+            # Flash where the dtype allows it, else the kernel that takes everything: which one depends on shapes
+            # and dtypes alone, and those are fixed.
+            with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
+                yield
+    finally:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(was_deterministic, warn_only=was_warning)
+        torch.utils.deterministic.fill_uninitialized_memory = was_filling  # pyright: ignore[reportAttributeAccessIssue]
+        cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = before
+        matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction = half
+
+
+def settings() -> dict[str, bool | int | str]:
+    """The settings in force, for a receipt."""
+    return {
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "tf32": torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32,
+        "threads": torch.get_num_threads(),
+    }
+
+
+class FixedArithmetic(Strategy):
+    """The settings of `deterministic` for the length of a request and of a transformer's call."""
+
+    name = "reproducible"
+    promise = "bits"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._request = ExitStack()
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.reproducible
+
+    def apply(self, undo: ExitStack) -> None:
+        """See `Strategy.apply`."""
+        for model in self.context.models:
+            undo.callback(model.chain.add(self._around_call))
+
+    def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        with deterministic(self.context.mesh.device):
+            return proceed(*args, **kwargs)
+
+    def begin_request(self, request: Request) -> None:
+        """See `Strategy.begin_request`."""
+        self._request.close()
+        if request.pipe is not None:
+            self._request.enter_context(deterministic(self.context.mesh.device))
+
+    def end_request(self, failed: bool) -> None:
+        """See `Strategy.end_request`."""
+        self._request.close()

@@ -1,0 +1,1 @@
+"""PipeFusion: blocks over stages, patches of the picture through them."""

@@ -1,0 +1,489 @@
+"""Patches of a picture in the blocks: what is cut, what is kept, and the attention of one patch.
+
+A patch is a run of tokens. To the machinery of sequence parallelism (`sequence.py`) patch m of M looks like ranks of
+its own: with R sequence ranks inside a stage, patch m on rank r is *virtual rank* m·R + r of M·R. Streams, rotary
+tables and masks are cut by it; what it would gather from other virtual ranks it finds in buffers that the patches
+before it have filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ...attention import masks
+from ...attention.mixer import AttentionCall
+from ...comm import Link
+from ...comm.mesh import Mesh
+from ...config import ParallelConfig
+from ...core.alignment import aligned
+from ...core.arguments import Arguments, parameter_names
+from ...core.partition import Partition, even_cut
+from ...core.patching import Patch
+from ...errors import ConfigError, LayoutError
+from ...layout import Region, Stream, TokenLayout
+from ...staleness.control import WarmupControl
+from ...staleness.drift import DriftMonitor
+from ..balance import Balance
+from ..base import ParallelModel
+from ..heads import check_heads, heads_of
+from ..hooks import BlockSite, Handler
+from ..reproducible import check_tiles
+from ..sequence import MIN_TEXT_TOKENS, SequenceParallel, replicated, result_of, shared
+from ..stale.warmup import numbered
+from ..tokens import TokenStrategy
+
+
+@dataclass
+class Keys:
+    """Keys and values of one attention call over the whole sequence, in the order of one device.
+
+    Attributes:
+        k_bhsd, v_bhsd: (B, h, S, D), h the heads that this rank computes.
+        seen: the patches that have written theirs since the request began.
+        masks: key masks put together from the patches', by stream, each with the patches that have written theirs.
+    """
+
+    k_bhsd: Tensor | None = None
+    v_bhsd: Tensor | None = None
+    seen: set[int] = field(default_factory=set)
+    masks: dict[str, tuple[Tensor, set[int]]] = field(default_factory=dict)
+
+
+@dataclass
+class Memory:
+    """What one branch of guidance keeps from patch to patch and from step to step. It belongs to one request.
+
+    Attributes:
+        keys: per attention call: path of the block and number of the call.
+        streams: whole streams as the patches left them at the end of a block list.
+        step: the last step that wrote to it; before: the one before that.
+    """
+
+    keys: dict[tuple[str, int], Keys] = field(default_factory=dict)
+    streams: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    step: int = -1
+    before: int = -1
+
+    def begin_step(self, step: int) -> None:
+        """What is kept from now on is of this step."""
+        self.before, self.step = self.step, step
+
+
+class Run(Protocol):
+    """One run of the transformer's forward, as the doors see it."""
+
+    @property
+    def memory(self) -> Memory | None:
+        """Buffers of the branch; None while the model is only being looked at."""
+        ...
+
+    @property
+    def patches(self) -> int:
+        """How many patches the picture is cut into; 1 in a synchronous step."""
+        ...
+
+    @property
+    def patch(self) -> int:
+        """The one that is on its way."""
+        ...
+
+    def tokens(self, region: Region) -> tuple[int, ...]:
+        """Tokens of the region's image stream in every patch."""
+        ...
+
+    def text_along(self, region: Region) -> bool:
+        """Whether text goes with every patch; else with the first one only."""
+        ...
+
+    def enter(self, site: BlockSite, arguments: Arguments) -> None:
+        """A block is about to run, its tokens not cut yet where a list begins."""
+        ...
+
+    def arrive(self, site: BlockSite, arguments: Arguments) -> None:
+        """A block is about to run, with its arguments cut."""
+        ...
+
+    def block(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> Any:
+        """Run the block, or pass it over."""
+        ...
+
+    def leave(self, site: BlockSite, output: Any) -> Any:
+        """A block has returned; its tokens are not put together yet where a list ends."""
+        ...
+
+
+class PatchLink:
+    """Stands where `SequenceParallel` expects the link of the ranks that share a sequence.
+
+    Args:
+        sequence: the ranks that share every patch.
+    """
+
+    def __init__(self, sequence: Link) -> None:
+        self.sequence = sequence
+        self.name = sequence.name
+        self.patches, self.patch = 1, 0
+        # While the model is only looked at, nothing is cut.
+        self.alone = False
+        self._keys: Keys | None = None
+        self._masked: list[str] = []
+
+    @property
+    def size(self) -> int:
+        """Virtual ranks."""
+        return 1 if self.alone else self.patches * self.sequence.size
+
+    @property
+    def rank(self) -> int:
+        """This virtual rank."""
+        return 0 if self.alone else self.patch * self.sequence.size + self.sequence.rank
+
+    @property
+    def group(self) -> range:
+        """The virtual ranks of the patch."""
+        return range(self.patch * self.sequence.size, (self.patch + 1) * self.sequence.size)
+
+    def patch_of(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
+        """The patch's tokens from all sequence ranks."""
+        return self.sequence.all_gather(piece, [lengths[rank] for rank in self.group], dim)
+
+    def begin_attention(self, kept: Keys, keys: Partition) -> None:
+        """The masks that are gathered from here on belong to this attention call."""
+        self._keys = kept
+        self._masked = [name for block, name in enumerate(keys.names) if block not in keys.replicated]
+
+    def all_gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
+        """The whole mask of which this virtual rank has a piece: other patches' pieces are those they left."""
+        kept = self._keys
+        assert kept is not None
+        # Masks are gathered stream by stream.
+        stream = self._masked.pop(0)
+        piece = self.patch_of(piece, lengths, dim)
+        shape = (*piece.shape[:dim], sum(lengths), *piece.shape[dim + 1 :])
+        whole, seen = kept.masks.get(stream, (piece, set()))
+        if whole.shape != shape or whole.dtype != piece.dtype:
+            whole, seen = piece.new_zeros(shape), set()
+        start = sum(lengths[: self.group.start])
+        whole.narrow(dim, start, piece.shape[dim]).copy_(piece)
+        seen = written(seen, self)
+        kept.masks[stream] = (whole, seen)
+        everything = {WHOLE} if self.patches == 1 else set(range(self.patches))
+        if not (everything if WHOLE in kept.seen else kept.seen) <= seen:
+            raise LayoutError(
+                f"an attention mask over {stream} tokens has another form, {tuple(shape)}, than in the steps "
+                "before; it cannot be put together from its patches"
+            )
+        return whole
+
+
+class PatchParallel(SequenceParallel):
+    """Handler of one transformer's doors under PipeFusion.
+
+    Args:
+        config: degrees, text policy.
+        mesh: ranks and links.
+        monitor: is shown how far keys and values have moved.
+        blocks: number in the monitor of every block, by path.
+
+    Attributes:
+        run: the run in progress; without one the model runs as it is.
+    """
+
+    keeps_keys = True
+    travels = False
+
+    def __init__(self, config: ParallelConfig, mesh: Mesh, monitor: DriftMonitor, blocks: dict[str, int]) -> None:
+        super().__init__(config, mesh)
+        self._monitor, self._blocks = monitor, blocks
+        # The configuration's weights are those of the stages.
+        self.balance = Balance(None, mesh.sequence, mesh.device)
+        self.patches = config.patches or config.pipe
+        self.patch_link = PatchLink(mesh.sequence)
+        self.link = self.patch_link
+        self.run: Run | None = None
+        self._leaving: BlockSite | None = None
+
+    def start(self, run: Run | None) -> None:
+        """The next calls of the blocks belong to ``run``."""
+        self.run = run
+        self.begin_call()
+        link = self.patch_link
+        link.patches, link.patch = (run.patches, run.patch) if run is not None else (1, 0)
+        link.alone = run is None or run.memory is None
+
+    # --- blocks --------------------------------------------------------------------------------------------
+
+    def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
+        """A block runs if it belongs to this stage, and is passed over if not."""
+        self.coverage.watch(site, block)
+        names = parameter_names(type(block).forward)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self.run is None:
+                return restore.original(*args, **kwargs)
+            return self.run.block(site, run_here, Arguments(names, args, kwargs))
+
+        def run_here(*args: Any, **kwargs: Any) -> Any:
+            self._call.ran = not self.patch_link.alone
+            return restore.original(*args, **kwargs)
+
+        restore = Patch(block, "forward", forward)
+        return restore
+
+    def before_block(self, site: BlockSite, arguments: Arguments) -> None:
+        """As in `SequenceParallel`, for the tokens of one patch."""
+        if self.run is not None:
+            self.run.enter(site, arguments)
+        super().before_block(site, arguments)
+        self._call.ran = False
+        if self.run is not None:
+            self.run.arrive(site, arguments)
+        if self.config.reproducible and not self.patch_link.alone:
+            # Where a stage begins, tokens come from a message, and elsewhere from the block before.
+            for path in (*(stream.arg for stream in site.region.streams), *site.region.local):
+                value = arguments.get(path)
+                if isinstance(value, Tensor):
+                    arguments.set(path, aligned(value))
+
+    def after_block(self, site: BlockSite, output: Any) -> Any:
+        """As in `SequenceParallel`; where a block list ends the patch takes its place in the whole stream."""
+        self._check_coverage(site)
+        self._call.ran = False
+        if self.run is not None:
+            output = self.run.leave(site, output)
+        self._leaving = site
+        return super().after_block(site, output)
+
+    def _gather(self, value: Tensor, tokens: Partition, stream: Stream) -> Tensor:
+        link, site, run = self.patch_link, self._leaving, self.run
+        if link.alone:
+            return value
+        value = link.patch_of(value, tokens.lengths, stream.dim)
+        if link.patches == 1:
+            return value
+        assert run is not None
+        assert run.memory is not None
+        assert site is not None
+        shape = (*value.shape[: stream.dim], tokens.total, *value.shape[stream.dim + 1 :])
+        key = (site.span, stream.name)
+        whole = run.memory.streams.get(key)
+        if whole is None or whole.shape != shape or whole.dtype != value.dtype:
+            whole = run.memory.streams[key] = value.new_zeros(shape)
+        whole.narrow(stream.dim, tokens.start(link.group.start), value.shape[stream.dim]).copy_(value)
+        # The model may write to what it gets.
+        return whole.clone()
+
+    def _partition(self, site: BlockSite, stream: Stream, arguments: Arguments) -> Partition:
+        tokens = arguments.get(stream.arg).shape[stream.dim]
+        return self.partition(site.region, stream, tokens)
+
+    def partition(self, region: Region, stream: Stream, tokens: int) -> Partition:
+        """How many of a stream's tokens every virtual rank has."""
+        link, run = self.patch_link, self.run
+        ranks = link.sequence.size
+        if link.alone or run is None:
+            return shared(stream, (tokens,))
+        if stream is region.main:
+            counts = run.tokens(region) if run.patches > 1 else (tokens,)
+            if sum(counts) != tokens:
+                raise LayoutError(
+                    f"{region.blocks} got {tokens} {stream.name} tokens, but {sum(counts)} when this request's patches "
+                    "were laid out; the number of tokens changes from call to call"
+                )
+            if min(counts) < ranks:
+                raise ConfigError(
+                    f"a patch of {min(counts)} {stream.name} tokens cannot be shared by {ranks} sequence ranks; use "
+                    "fewer patches or a larger picture"
+                )
+            return shared(stream, tuple(n for count in counts for n in even_cut(count, ranks)))
+        small = ranks > 1 and (self.config.text == "replicate" or tokens < MIN_TEXT_TOKENS * ranks)
+        if stream.replicate or small or (run.patches > 1 and run.text_along(region)):
+            return replicated(stream, tokens, link.size) if link.size > 1 else shared(stream, (tokens,))
+        return shared(stream, (*even_cut(tokens, ranks), *(0,) * (link.size - ranks)))
+
+    # --- attention -----------------------------------------------------------------------------------------
+
+    def attend(
+        self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """As in `SequenceParallel`. While the model is only looked at, numbers do not matter."""
+        if self.patch_link.alone:
+            return self.kernel(q_bhsd, k_bhsd, v_bhsd, mask if self.run is None else None, scale)
+        return super().attend(q_bhsd, k_bhsd, v_bhsd, mask, scale)
+
+    def attend_distributed(self, attention: AttentionCall) -> Tensor:
+        """The patch's queries over all keys: its own, and those that the other patches have left."""
+        queries, keys, mask = attention.queries, attention.keys, attention.mask
+        run, site, link = self.run, self._call.site, self.patch_link
+        assert run is not None
+        assert run.memory is not None
+        assert site is not None
+        memory, block = run.memory, self._blocks[site.path]
+        kept = memory.keys.setdefault((site.path, self._call.attention_calls - 1), Keys())
+        groups = self.mixer.groups(link.group.start)
+        if mask is not None:
+            link.begin_attention(kept, keys)
+            if link.size == 1:
+                _keep_mask(kept, mask, keys)
+            mask = masks.everywhere(mask, queries, keys, self.link, groups[self.mesh.ring.rank])
+
+        def compute(q: list[Tensor], k: Tensor, v: Tensor, given: list[Tensor | None]) -> list[Tensor]:
+            (mask,) = given
+            if memory.before >= 0 and memory.before == memory.step - 1:
+                self._observe(block, kept, k, v, keys)
+            k, v = _keep(kept, k, v, keys, link)
+            if len(kept.seen) < link.patches:
+                # The first step without warm-up: nothing is known of the patches to come.
+                k, v = (_of_patches(t, keys, link, kept.seen, 2) for t in (k, v))
+                if mask is not None and mask.shape[-1] > 1:
+                    mask = _of_patches(mask, keys, link, kept.seen, 3)
+            return [self.kernel(q[0], k, v, mask, attention.scale)]
+
+        (out,) = self.mixer.attend_distributed(
+            [attention.q_bhsd],
+            attention.k_bhsd,
+            attention.v_bhsd,
+            [mask],
+            queries,
+            keys,
+            groups,
+            self.balance.weights,
+            attention.scale,
+            compute,
+        )
+        return out
+
+    def _observe(self, block: int, kept: Keys, k: Tensor, v: Tensor, keys: Partition) -> None:
+        """Compare a patch's keys and values with those of the step before, which they are about to replace."""
+        link, (batch, heads, _, dim) = self.patch_link, k.shape
+        if kept.k_bhsd is None or kept.v_bhsd is None or kept.k_bhsd.shape != (batch, heads, keys.total, dim):
+            return
+        if not {WHOLE, link.patch if link.patches > 1 else self.patches - 1} & kept.seen:
+            return
+        places = keys.places(link.group)
+        fresh = zip(*(tensor.split([length for _, length in places], dim=2) for tensor in (k, v)), strict=True)
+        for block_of_keys, (now, (place, length)) in enumerate(zip(fresh, places, strict=True)):
+            # What goes with every patch is older than a step for the first one only.
+            if length and not (block_of_keys in keys.replicated and link.patch > 0):
+                before = kept.k_bhsd.narrow(2, place, length), kept.v_bhsd.narrow(2, place, length)
+                self._monitor.compare(block, now, before, dim=2)
+
+
+def _keep(kept: Keys, k: Tensor, v: Tensor, keys: Partition, link: PatchLink) -> tuple[Tensor, Tensor]:
+    """Write a patch's keys and values to their places; returns those of the whole sequence."""
+    total = keys.total
+    shape = (k.shape[0], k.shape[1], total)
+    if kept.k_bhsd is None or kept.v_bhsd is None or kept.k_bhsd.shape != (*shape, k.shape[3]):
+        kept.k_bhsd = k.new_empty((shape[0], total, shape[1], k.shape[3])).transpose(1, 2)
+        kept.v_bhsd = v.new_empty((shape[0], total, shape[1], v.shape[3])).transpose(1, 2)
+        kept.seen.clear()
+    if link.patches == 1:
+        kept.k_bhsd.copy_(k)
+        kept.v_bhsd.copy_(v)
+        kept.seen = written(kept.seen, link)
+        return k, v
+    places = keys.places(link.group)
+    for whole, part in ((kept.k_bhsd, k), (kept.v_bhsd, v)):
+        for (place, length), fresh in zip(places, part.split([length for _, length in places], dim=2), strict=True):
+            if length:
+                whole.narrow(2, place, length).copy_(fresh)
+    kept.seen = written(kept.seen, link)
+    return kept.k_bhsd, kept.v_bhsd
+
+
+def _keep_mask(kept: Keys, mask: Tensor, keys: Partition) -> None:
+    """Remember a whole key mask of a synchronous step, as `PatchLink.all_gather` would have put it together."""
+    mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    if mask.shape[-1] != keys.total:
+        return
+    if mask.shape[-2] > 1:
+        if mask.shape[-2] != mask.shape[-1]:
+            return
+        try:
+            mask = masks.per_token(mask)
+        except LayoutError:
+            # No mask per token: the blocks get it whole in every patch, or refuse.
+            return
+    mask = mask[:, :1] if mask.stride(1) == 0 else mask
+    for name, part in zip(keys.names, mask.split(keys.totals, dim=-1), strict=True):
+        kept.masks[name] = (part.clone(), {WHOLE})
+
+
+def written(seen: set[int], link: PatchLink) -> set[int]:
+    """The patches that have written their part, after this one has, too."""
+    if link.patches == 1:
+        return {WHOLE}
+    return (set(range(link.patches)) if WHOLE in seen else seen) | {link.patch}
+
+
+# Stands for all patches: a synchronous step writes everything at once.
+WHOLE = -1
+
+
+def _of_patches(whole: Tensor, keys: Partition, link: PatchLink, seen: set[int], dim: int) -> Tensor:
+    """The entries along ``dim`` that belong to the patches that have been seen, in order."""
+    ranks = link.sequence.size
+    by_patch = keys.regroup([range(patch * ranks, (patch + 1) * ranks) for patch in range(link.patches)])
+    places = [
+        by_patch.places(patch)[block]
+        for block in range(len(keys.blocks))
+        for patch in ([0] if block in keys.replicated else sorted(seen))
+    ]
+    return torch.cat([whole.narrow(dim, *place) for place in places if place[1]], dim=dim)
+
+
+def passed_over(site: BlockSite, arguments: Arguments, streams: dict[str, Tensor] | None = None) -> Any:
+    """What a block that is not run returns: its streams as they came, or those given."""
+    region = site.region
+    values = {stream.name: arguments.get(stream.arg) for stream in region.streams}
+    values.update(streams or {})
+    if region.main.out is None:
+        return values[region.main.name]
+    result: list[Any] = [None] * (max(stream.out or 0 for stream in region.streams) + 1)
+    for stream in region.streams:
+        result[stream.out or 0] = values[stream.name]
+    return tuple(result)
+
+
+def streams_of(site: BlockSite, output: Any) -> dict[str, Tensor]:
+    """The streams that a block returned and that somebody reads."""
+    found = {}
+    for stream in site.region.streams:
+        value = result_of(output, stream)
+        if isinstance(value, Tensor) and is_read(site, stream):
+            found[stream.name] = value
+    return found
+
+
+def is_read(site: BlockSite, stream: Stream) -> bool:
+    """Whether anybody reads this stream of the block's result."""
+    return stream.used_after or not site.is_last or site.feeds_next
+
+
+class PatchTokens(TokenStrategy):
+    """Tokens of one patch after the other."""
+
+    name = "pipe"
+    promise = "none"
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.stages_or_patches
+
+    @classmethod
+    def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
+        """See `Strategy.check`."""
+        check_heads(config, heads_of(model), type(model).__name__)
+        if config.reproducible:
+            check_tiles(layout)
+
+    def handler(self, model: ParallelModel) -> Handler:
+        """See `TokenStrategy.handler`."""
+        monitor = self.context.get(WarmupControl).monitor
+        return PatchParallel(self.context.config, self.context.mesh, monitor, numbered(model, monitor))

@@ -1,0 +1,440 @@
+"""Blocks to stages: which rank of the pipe axis has which blocks, and their weights.
+
+A stage is a run of consecutive blocks over all block lists of a model, in the order in which they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...comm import Link, PeerError
+from ...comm.mesh import Mesh
+from ...config import ParallelConfig
+from ...core.patching import Patch, refuse_calls
+from ...errors import ConfigError, InputError
+from ...layout import TokenLayout
+from ..balance import Balance, mixed
+from ..base import Strategy
+
+
+def balanced(costs: Sequence[float], stages: int, speeds: Sequence[float] | None = None) -> tuple[int, ...]:
+    """Cut a row of blocks into consecutive stages so that the slowest is as fast as possible.
+
+    Args:
+        costs: cost of every block, in any unit.
+        stages: how many stages; at most as many as blocks.
+        speeds: relative speed of every stage; default: all alike. A stage takes its blocks' costs over its speed.
+
+    Returns:
+        Number of blocks of every stage, each at least one. Among equally good cuts the one with the smallest sum
+        of squared stage times, then the one whose first stages are longest.
+
+    Raises:
+        ConfigError: fewer blocks than stages.
+
+    >>> balanced([2, 2, 1, 1, 1, 1], 2)
+    (2, 4)
+    >>> balanced([1, 1, 1, 1, 1, 1], 2, (2, 1))
+    (4, 2)
+    """
+    speeds = (1.0,) * stages if speeds is None else speeds
+    blocks = len(costs)
+    if stages > blocks:
+        way = f"pipe={blocks} or less" if blocks > 1 else "pipe=1"
+        raise ConfigError(
+            f"{blocks} {'block' if blocks == 1 else 'blocks'} cannot be shared by pipe={stages} stages; use {way}"
+        )
+    sums = [0.0, *accumulate(costs)]
+    # best[k][n]: (slowest, squares, minus the lengths) of the best cut of the first n blocks into k stages
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for speed in speeds:
+        longer: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for start, (slowest, squares, lengths) in best.items():
+            for end in range(start + 1, blocks + 1):
+                time = (sums[end] - sums[start]) / speed
+                cut = (max(slowest, time), squares + time * time, (*lengths, start - end))
+                if end not in longer or cut < longer[end]:
+                    longer[end] = cut
+        best = longer
+    return tuple(-length for length in best[blocks][2])
+
+
+def blocks_of(model: nn.Module, layout: TokenLayout) -> list[tuple[str, nn.Module]]:
+    """Every block with its path, in the order of the layout's lists."""
+    return [
+        (f"{region.blocks}.{index}", block)
+        for region in layout.regions
+        for index, block in enumerate(model.get_submodule(region.blocks).children())
+    ]
+
+
+def estimated_costs(model: nn.Module, layout: TokenLayout) -> list[float]:
+    """Cost of every block: the weights that each image token passes through. Works without memory for them."""
+    costs = []
+    for _, block in blocks_of(model, layout):
+        shapes = [(path, shape_of(parameter)) for path, parameter in block.named_parameters()]
+        weights = [(path, shape.numel()) for path, shape in shapes if len(shape) >= 2]
+        work = sum(count for path, count in weights if not any(mark in path.lower() for mark in layout.beside_image))
+        costs.append(float(work or sum(count for _, count in weights) or 1))
+    return costs
+
+
+def first_cut(model: nn.Module, layout: TokenLayout, config: ParallelConfig) -> tuple[int, ...]:
+    """Blocks of every stage before anything has been measured. Works without memory for the weights.
+
+    Raises:
+        ConfigError: fewer blocks than stages, or ``stages`` that are not the model's blocks.
+    """
+    if isinstance(config.stages, tuple):
+        blocks = len(blocks_of(model, layout))
+        if sum(config.stages) != blocks:
+            raise ConfigError(
+                f"stages={list(config.stages)} are {sum(config.stages)} blocks, but {layout.model} has {blocks}; give "
+                "numbers that add up to them, or 'estimated' or 'measured'"
+            )
+        return config.stages
+    speeds = config.weights if isinstance(config.weights, tuple) and config.pipe > 1 else None
+    return balanced(estimated_costs(model, layout), config.pipe, speeds)
+
+
+def kinds_of(model: nn.Module, layout: TokenLayout) -> list[int]:
+    """The kind of every block, numbered in the order of their first: blocks of a list with weights of one shape.
+
+    They cost the same. The numbers are the same on all ranks, wherever the weights are.
+    """
+    known: dict[Any, int] = {}
+    kinds = []
+    for path, block in blocks_of(model, layout):
+        shapes = tuple((name, tuple(shape_of(parameter))) for name, parameter in block.named_parameters())
+        kinds.append(known.setdefault((path.rpartition(".")[0], type(block), shapes), len(known)))
+    return kinds
+
+
+def stage_of(lengths: Sequence[int]) -> list[int]:
+    """The stage of every block.
+
+    >>> stage_of((2, 3))
+    [0, 0, 1, 1, 1]
+    """
+    return [stage for stage, length in enumerate(lengths) for _ in range(length)]
+
+
+class Stages:
+    """The stages of one transformer: which has which blocks, and their weights. In place; `close` is the exact inverse.
+
+    What is measured: the cost of every kind of block (``stages="measured"``), and the speed of every stage
+    (``weights="auto"``). Both need the inputs of a call, so the model is first cut by what is known without one, and
+    blocks move when the first call has told more. All ranks agree on the numbers, and so on the cut: ranks that share
+    a block (tensor, sequence) must have it together, and rows and branches must find the same stages.
+
+    Args:
+        model: the transformer: whole on every rank, or with this rank's blocks only, as `ditmesh.load` leaves it.
+        layout: its block lists.
+        config: ``stages``, ``weights``.
+        mesh: ranks and links.
+
+    Attributes:
+        lengths: blocks of every stage.
+        costs: cost of every block, in any unit: estimated, or measured relative to the cheapest.
+        balance: speeds of the stages.
+        kinds: the kind of every block.
+        wanted: whether the next call of the transformer is to measure; set it to measure again.
+    """
+
+    def __init__(self, model: nn.Module, layout: TokenLayout, config: ParallelConfig, mesh: Mesh) -> None:
+        self.lengths = self._first = first_cut(model, layout, config)
+        self.kinds = kinds_of(model, layout)
+        self.costs = self._estimated = estimated_costs(model, layout)
+        several = mesh.pipe.size > 1
+        self.balance = Balance(
+            config.weights if several else None, mesh.world, mesh.device, mesh.pipe.size, mesh.pipe.rank
+        )
+        self._config, self._mesh = config, mesh
+        self._measured: list[float] | None = None
+        self.wanted = self._measuring = several and (config.stages == "measured" or config.weights == "auto")
+        self._weights = StageWeights(model, layout, self.lengths, mesh.pipe, mesh.device) if several else None
+
+    def measured(self, seconds: Sequence[float]) -> None:
+        """Cut anew by the time that this rank takes for a block of every kind, and move blocks. A collective call.
+
+        Nothing of a request may be kept or under way.
+        """
+        self.wanted = False
+        if self._config.weights == "auto":
+            self.balance.agree(sum(seconds[kind] for kind in self.kinds))
+        if self._config.stages == "measured":
+            self._agree_on_costs(seconds)
+        lengths = balanced(self.costs, len(self.lengths), self.balance.weights)
+        if lengths != self.lengths and self._weights is not None:
+            self._weights.move(lengths)
+            self.lengths = lengths
+
+    def forget(self) -> None:
+        """Forget what was measured, on all ranks alike, as one may have measured what another has not."""
+        if self._weights is None:
+            return
+        self._measured, self.wanted = None, self._measuring
+        self.costs, self.lengths = self._estimated, self._first
+        self.balance.forget()
+        # Blocks may have been on their way.
+        self._weights.move(self.lengths)
+
+    def _agree_on_costs(self, seconds: Sequence[float]) -> None:
+        world = self._mesh.world
+        mine = torch.tensor([seconds], dtype=torch.float64, device=self._mesh.device)
+        # Relative to the whole model: how fast a rank is does not count here.
+        shares = mine / mine[:, self.kinds].sum()
+        everybody = world.all_gather(shares, (1,) * world.size, dim=0)
+        fresh = everybody.quantile(0.5, dim=0).tolist()
+        self._measured = fresh if self._measured is None else mixed(fresh, self._measured)
+        # As with speeds: no more digits than a measurement is worth.
+        self.costs = [round(self._measured[kind] / min(self._measured), 2) for kind in self.kinds]
+
+    def close(self) -> None:
+        """Give every rank all blocks again, bit for bit. A collective call.
+
+        Raises:
+            PeerError: the other stages' blocks did not come; the model refuses its next call.
+        """
+        if self._weights is not None:
+            self._weights.close()
+
+
+class StageWeights:
+    """The weights of a model's blocks, each on its own stage only. In place; `close` is the exact inverse.
+
+    Args:
+        model: the transformer: whole on every rank, or with this rank's blocks only, as `ditmesh.load` leaves it.
+        layout: its block lists.
+        lengths: blocks of every stage.
+        link: the stages.
+        device: where tensors that are sent may lie.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: TokenLayout,
+        lengths: Sequence[int],
+        link: Link,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.link = link
+        self._blocks = [block for _, block in blocks_of(model, layout)]
+        self._model, self._device = model, device
+        self._undo: list[Callable[[], None]] = []
+        # Shapes of what is given up here.
+        self._shapes: dict[int, torch.Size] = {}
+        self._kept = kept_parameters(model, layout)
+        for block, stage in zip(self._blocks, stage_of(lengths), strict=True):
+            for parameter in block.parameters():
+                self._shapes[id(parameter)] = shape_of(parameter)
+                if stage != link.rank and parameter.numel() and id(parameter) not in self._kept:
+                    _give_up(parameter)
+                elif stage == link.rank and hasattr(parameter, ABSENT):
+                    raise InputError(
+                        "this model was loaded for other stages; load it with the configuration it is to run with"
+                    )
+        for name in ("save_pretrained", "save_lora_adapter"):
+            if hasattr(model, name):
+                self._undo.append(Patch(model, name, _refuse_to(name)))
+
+    def move(self, lengths: Sequence[int]) -> None:
+        """Let stages have other numbers of blocks: what changes hands is sent, weight by weight. A collective call.
+
+        A stage gives a weight up when all stages have what they were to get, so that one that raises half way loses
+        none: it can be called again.
+
+        Args:
+            lengths: blocks of every stage, as many in all as before.
+        """
+        rank, stages = self.link.rank, stage_of(lengths)
+        # Adapters that came later are on every stage.
+        weights = [(stages[number], p) for number, p in self._parameters() if id(p) in self._shapes]
+        weights = [(stage, parameter) for stage, parameter in weights if id(parameter) not in self._kept]
+        held = self._held([parameter for _, parameter in weights])
+        with torch.no_grad():
+            for (stage, parameter), holders in zip(weights, held, strict=True):
+                # One at a time and in the same order everywhere: no two stages wait for one another.
+                if stage not in holders and rank == holders[0]:
+                    self.link.send([parameter.data], stage).wait()
+                elif stage not in holders and rank == stage:
+                    like = parameter.data.new_empty(self._shapes[id(parameter)])
+                    (received,) = self.link.receive([like], holders[0]).wait()
+                    # What arrives may lie in memory that is only lent.
+                    parameter.data = received.clone()
+                    delattr(parameter, ABSENT)
+            self._held([])
+            for stage, parameter in weights:
+                if rank != stage and not hasattr(parameter, ABSENT):
+                    _give_up(parameter)
+
+    def close(self) -> None:
+        """Give every rank all blocks again, bit for bit. Collective over the link; needs room for all of them.
+
+        Raises:
+            PeerError: the other stages' blocks did not come. Everything else is undone all the same, and the model
+                refuses its next call.
+        """
+        while self._undo:
+            self._undo.pop()()
+        with whole_or_refused(self._model), torch.no_grad():
+            parameters = [parameter for _, parameter in self._parameters()]
+            for parameter, holders in zip(parameters, self._held(parameters), strict=True):
+                parameter.data = self._from(holders[0], parameter)
+                if hasattr(parameter, ABSENT):
+                    delattr(parameter, ABSENT)
+
+    def _parameters(self) -> list[tuple[int, nn.Parameter]]:
+        """Every parameter of the blocks, with the number of its block."""
+        return [(number, parameter) for number, block in enumerate(self._blocks) for parameter in block.parameters()]
+
+    def _held(self, parameters: Sequence[nn.Parameter]) -> list[list[int]]:
+        """The stages that have each parameter. A collective call, also of none: nobody returns before all have come.
+
+        Raises:
+            PeerError: no stage has one of them.
+        """
+        have = torch.tensor([[1, *(not hasattr(parameter, ABSENT) for parameter in parameters)]], dtype=torch.int8)
+        table = self.link.all_gather(have.to(self._device), (1,) * self.link.size, 0).bool().cpu()
+        if not table.any(0).all():
+            raise PeerError("no stage has some of the blocks any more")
+        return [column.nonzero().flatten().tolist() for column in table.t()[1:]]
+
+    def _from(self, stage: int, parameter: nn.Parameter) -> Tensor:
+        mine = stage == self.link.rank
+        value = parameter.data if mine else parameter.data.new_empty(self._shapes.get(id(parameter), parameter.shape))
+        received = self.link.broadcast(value.contiguous(), stage)
+        return value if mine else received
+
+
+@contextmanager
+def whole_or_refused(model: nn.Module) -> Iterator[None]:
+    """Put a model's weights together again inside; if other ranks do not do their part, the model refuses its calls.
+
+    Raises:
+        PeerError: saying so.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        lost = PeerError(
+            f"the weights of {type(model).__name__} could not be put together again ({error}); load the model anew"
+        )
+        refuse_calls(model, lost)
+        raise lost from error
+
+
+def kept_parameters(model: nn.Module, layout: TokenLayout) -> set[int]:
+    """Parameters (by id) inside blocks that every stage needs. All of them where nobody has reviewed the layout."""
+    modules = [model] if layout.source != "reviewed" else [model.get_submodule(path) for path in layout.kept]
+    return {id(parameter) for module in modules for parameter in module.parameters()}
+
+
+# The attribute of a parameter that is not on this rank; holds its shape.
+ABSENT = "_ditmesh_absent"
+
+
+def _give_up(parameter: nn.Parameter) -> None:
+    setattr(parameter, ABSENT, parameter.shape)
+    parameter.data = parameter.data.new_empty(0)
+
+
+@contextmanager
+def filled(block: nn.Module) -> Iterator[None]:
+    """A block that can run, wherever its weights are: those of other stages are zeros while inside.
+
+    Time does not depend on values.
+    """
+    absent = [parameter for parameter in block.parameters() if hasattr(parameter, ABSENT)]
+    try:
+        for parameter in absent:
+            parameter.data = parameter.data.new_zeros(shape_of(parameter))
+        yield
+    finally:
+        for parameter in absent:
+            parameter.data = parameter.data.new_empty(0)
+
+
+def shape_of(parameter: Tensor) -> torch.Size:
+    """The shape of a parameter, here or on another stage."""
+    return getattr(parameter, ABSENT, parameter.shape)
+
+
+def elsewhere(model: nn.Module, layout: TokenLayout, lengths: Sequence[int], stage: int) -> set[str]:
+    """Names of the parameters that a stage does not hold."""
+    kept = kept_parameters(model, layout)
+    return {
+        f"{path}.{name}"
+        for (path, block), owner in zip(blocks_of(model, layout), stage_of(lengths), strict=True)
+        for name, parameter in block.named_parameters()
+        if owner != stage and id(parameter) not in kept
+    }
+
+
+def spread_parameters(model: nn.Module, layout: TokenLayout) -> set[str]:
+    """Names of the parameters that some stage lacks, if this model was loaded stage by stage; else none."""
+    if not any(hasattr(parameter, ABSENT) for parameter in model.parameters()):
+        return set()
+    return {f"{path}.{name}" for path, block in blocks_of(model, layout) for name, _ in block.named_parameters()}
+
+
+def _refuse_to(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise InputError(f"{name}() would save this stage's blocks only; call ditmesh.restore(...) first")
+
+    return refuse
+
+
+class PipelineStages(Strategy):
+    """The stages of every transformer of a pipeline."""
+
+    name = "pipe"
+    promise = "none"
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.stages_or_patches
+
+    @classmethod
+    def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
+        """See `Strategy.check`."""
+        check_layout(layout)
+        first_cut(model, layout, config)
+
+    def apply(self, undo: ExitStack) -> None:
+        """See `Strategy.apply`."""
+        for model in self.context.models:
+            stages = Stages(model.model, model.layout, self.context.config, self.context.mesh)
+            undo.callback(model.add(stages).close)
+
+    def forget(self) -> None:
+        """See `Strategy.forget`."""
+        for model in self.context.models:
+            model.get(Stages).forget()
+
+
+def check_layout(layout: TokenLayout) -> None:
+    """Refuse models whose blocks cannot be run patch by patch.
+
+    Raises:
+        ConfigError: with the model's name and the reason.
+    """
+    reason = None
+    if layout.alternating:
+        reason = "its block lists run by turns over frames and over tokens, which are not patches of one another"
+    elif any(region.leaves or region.grid for region in layout.regions):
+        reason = "its blocks mix tokens by convolution or linear attention, of which no stale keys can be kept"
+    elif any(stream.name not in ("image", "text") for region in layout.regions for stream in region.streams):
+        reason = "it draws two streams of tokens at once, and only one is cut into patches"
+    elif any(stream.folded for region in layout.regions for stream in region.streams):
+        reason = "its tokens are folded into the batch"
+    if reason is not None:
+        raise ConfigError(f"{layout.model} cannot run with pipe or patches: {reason}; use ulysses, ring or tensor")

@@ -1,0 +1,531 @@
+"""Sequence parallelism that gives the same bits on any number of ranks.
+
+The tokens are cut once into tiles, however many ranks there are, and a rank has a run of tiles. Every block
+runs once for each tile, as on a virtual rank that has this tile alone; all arithmetic on tokens then has the
+shapes of a tile, wherever it is done. Attention is computed per head and per tile of queries over all keys in the
+order of one device. Memory is handed to the kernels aligned and contiguous, because they may add in another
+order when it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import masks
+from ..attention.kernels import LocalAttention
+from ..attention.mixer import Tiles
+from ..comm.mesh import Mesh
+from ..config import ParallelConfig
+from ..core.alignment import ALIGNMENT, aligned
+from ..core.arguments import Arguments, parameter_names
+from ..core.partition import Partition, even_cut, offsets, weighted_cut
+from ..core.patching import Patch
+from ..errors import ConfigError, LayoutError
+from ..layout import Stream, TokenLayout
+from .base import ParallelModel
+from .heads import check_heads, heads_of
+from .hooks import BlockSite, Handler
+from .sequence import SequenceParallel, counted_here, only, replicated, result_of, shared, with_result
+from .tokens import TokenStrategy
+from .virtual import ask, run_together
+
+# How many attention calls of the block in progress the tile has made; -1 outside of a block. Every coroutine has a
+# context of its own.
+_calls: ContextVar[int] = ContextVar("ditmesh_tile_attention_calls", default=-1)
+
+
+@dataclass
+class _Question:
+    """One tile's attention call. Masks as the block made them, of this tile's tokens or of all."""
+
+    index: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    scale: float | None
+
+
+@dataclass
+class _Product:
+    """One tile's input to a linear of the block."""
+
+    linear: nn.Module
+    x: Tensor
+    forward: Callable[[Tensor], Tensor]
+
+
+@dataclass
+class _Tiles:
+    """What one run of the transformer knows about its tiles. Nothing of it outlives the call."""
+
+    # the streams by tile, first to last over all ranks, and the same by this rank's tiles
+    tokens: Partition = field(default_factory=lambda: Partition(()))
+    here: Partition = field(default_factory=lambda: Partition(()))
+    # the tiles of every rank
+    runs: list[range] = field(default_factory=list)
+    # id of a rank's part (and how it was cut) -> the part, kept so that its id stays its own, and its tiles
+    cuts: dict[tuple[int, int, tuple[str, ...]], tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
+    # stream -> what the latest block returned: as one tensor, its version, and tile by tile
+    results: dict[str, tuple[Tensor, int, list[Tensor]]] = field(default_factory=dict)
+
+
+class TiledSequence(SequenceParallel):
+    """`SequenceParallel` in reproducible mode. Also runs on one rank: that is the reference.
+
+    Args:
+        config: degrees, weights, and the number of tiles V.
+        mesh: ranks and links.
+    """
+
+    keeps_keys = True
+    travels = False
+
+    def __init__(self, config: ParallelConfig, mesh: Mesh) -> None:
+        super().__init__(config, mesh)
+        self._tiles = _Tiles()
+        # Linears of the blocks that are known to get the same input for every tile, and those known not to.
+        self._alike: dict[nn.Module, bool] = {}
+
+    def begin_call(self) -> None:
+        super().begin_call()
+        self._tiles = _Tiles()
+
+    def end_call(self) -> None:
+        super().end_call()
+        self._tiles = _Tiles()
+
+    # --- where the tiles are --------------------------------------------------------------------------------
+
+    def _enter(self, site: BlockSite, arguments: Arguments) -> None:
+        if not (site.fed_by_previous and self._call.handed_over):
+            self._tiles = _Tiles()
+        super()._enter(site, arguments)
+
+    def _lay_out(self, site: BlockSite, streams: list[Stream], arguments: Arguments) -> Partition:
+        """Tokens of every rank: those of its tiles, which are cut first."""
+        by_stream: list[Partition] = []
+        for stream in streams:
+            count = by_stream[0].parts if by_stream else 0
+            by_stream.append(self._by_tile(site, stream, arguments, count))
+        tokens = Partition.beside(by_stream)
+        shares = weighted_cut(tokens.parts, self.balance.weights)
+        runs = [range(start, start + share) for start, share in zip(offsets(shares), shares, strict=True)]
+        tiles = self._tiles
+        tiles.tokens, tiles.runs, tiles.here = tokens, runs, tokens.of(runs[self.link.rank])
+        return tokens.regroup(runs)
+
+    def _by_tile(self, site: BlockSite, stream: Stream, arguments: Arguments, count: int) -> Partition:
+        """A stream's tokens on every tile; ``count`` tiles, if the main stream has been cut."""
+        tokens = arguments.get(stream.arg).shape[stream.dim]
+        if stream is site.region.main and site.region.grid is not None:
+            rows, cols = self._grid(site, site.region.grid, arguments, tokens)
+            lengths = tuple(count * cols for count in even_cut(rows, min(self.config.tiles, rows)))
+        elif stream is site.region.main:
+            # A mask of one row and one column would look like one for all tokens: no tile of one token.
+            lengths = even_cut(tokens, min(self.config.tiles, max(1, tokens // 2)))
+        else:
+            # Thin pieces cost less than a copy of the text on every tile.
+            whole = self.config.text == "replicate" and stream.name == "text"
+            if whole or stream.replicate or tokens < count:
+                return replicated(stream, tokens, count)
+            lengths = even_cut(tokens, count)
+        if len(lengths) < self.link.size:
+            raise ConfigError(
+                f"the {tokens} tokens of {stream.name} make {len(lengths)} tiles, which {self.link.size} ranks cannot "
+                f"share; use at most {len(lengths)} ranks"
+            )
+        return shared(stream, lengths)
+
+    # --- a block, once for every tile ------------------------------------------------------------------------
+
+    def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
+        names = parameter_names(type(block).forward)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._timing:
+                return restore.original(*args, **kwargs)
+            # Where the block stands in the layout of this call, which need not be that of the first.
+            here = self._call.site or site
+            return self._run_block(here, restore.original, Arguments(names, args, kwargs))
+
+        restore = Patch(block, "forward", forward)
+        met = [self._meet_at(module) for module in block.modules() if isinstance(module, nn.Linear)]
+        # The timing stands outside and takes the block as one piece.
+        timing = super().wrap(site, block)
+
+        def undo() -> None:
+            timing()
+            while met:
+                met.pop()()
+            restore()
+
+        return undo
+
+    def _meet_at(self, linear: nn.Module) -> Callable[[], None]:
+        """Let all tiles come to a linear before the first goes on: its weights are then fetched once for all."""
+
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            # A model may also use a linear of a block outside of it.
+            if _calls.get() < 0 or self._timing or args or kwargs:
+                return restore.original(x, *args, **kwargs)
+            return ask(_Product(linear, x, restore.original))
+
+        restore = Patch(linear, "forward", forward)
+        return restore
+
+    def _run_block(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> Any:
+        here = self._tiles.here
+        count = here.parts
+        parts = [Arguments(arguments.names, tuple(arguments.args), arguments.kwargs) for _ in range(count)]
+
+        def spread(path: str, pieces: Sequence[Any]) -> None:
+            for part, piece in zip(parts, pieces, strict=True):
+                part.set(path, piece)
+
+        region = site.region
+        for stream in region.streams:
+            value = arguments.get(stream.arg)
+            if isinstance(value, Tensor):
+                kept = self._tiles.results.get(stream.name)
+                # What the block before returned need not be cut again, unless it was changed in place.
+                if kept is not None and kept[0] is value and kept[1] == value._version:
+                    spread(stream.arg, kept[2])
+                else:
+                    spread(stream.arg, self._split(value, stream.dim, (stream.name,), site.path))
+        for path in region.local:
+            # Results of an earlier block of this list, cut as the image is.
+            value = arguments.get(path)
+            if isinstance(value, Tensor):
+                spread(path, self._split(value, region.main.dim, (region.main.name,), site.path))
+        for planned in region.cuts:
+            value = arguments.get(planned.arg)
+            if isinstance(value, Tensor) and planned.ndim in (None, value.dim()):
+                spread(planned.arg, self._once(value, planned.dim % value.dim(), planned.tokens, site.path))
+        for counted in region.counts:
+            value = arguments.get(counted.arg)
+            if isinstance(value, int):
+                own = here.select((counted.stream,))
+                spread(counted.arg, [counted_here(counted, value, own, tile) for tile in range(count)])
+        if region.grid is not None:
+            cols = arguments.get(region.grid.cols)
+            spread(region.grid.rows, [length // cols for length in here.select((region.main.name,)).lengths])
+
+        def run(part: Arguments) -> Any:
+            _calls.set(0)
+            output = forward(*part.args, **part.kwargs)
+            self._call.attention_calls = _calls.get()
+            return output
+
+        outputs = run_together([partial(run, part) for part in parts], self._meet)
+        output = outputs[0]
+        for stream in region.streams:
+            values = [result_of(one, stream) for one in outputs]
+            if not isinstance(values[0], Tensor):
+                continue
+            if not here.select((stream.name,)).replicated:
+                value = values[0] if count == 1 else torch.cat(values, dim=stream.dim)
+                output = with_result(output, stream, value)
+                self._tiles.results[stream.name] = (value, value._version, [aligned(part) for part in values])
+            elif self._uneven and self.link.size > 1:
+                output = with_result(output, stream, self._of_first_tile(values[0], stream.dim))
+        return output
+
+    def _split(self, part: Tensor, dim: int, tokens: tuple[str, ...], what: str) -> list[Tensor]:
+        """This rank's part of a per-token tensor, tile by tile."""
+        here = self._tiles.here.select(tokens)
+        size = part.shape[dim]
+        if size == 1:
+            return [aligned(part)] * here.parts
+        if size != here.total:
+            raise LayoutError(
+                f"{what}: a tensor with {size} entries along dimension {dim} was to be cut into the tiles of "
+                f"{here.total} tokens ({' + '.join(tokens)})"
+            )
+        return [aligned(here.take(part, dim, tile)) for tile in range(here.parts)]
+
+    def _once(self, part: Tensor, dim: int, tokens: tuple[str, ...], what: str) -> list[Tensor]:
+        """`_split` of a tensor that every block is given: done once per call."""
+        key = (id(part), dim, tokens)
+        if key not in self._tiles.cuts:
+            self._tiles.cuts[key] = (part, self._split(part, dim, tokens, what))
+        return self._tiles.cuts[key][1]
+
+    def _products(self, asked: Sequence[_Product]) -> list[Tensor]:
+        """The linear's output for every tile.
+
+        It is computed once where all tiles give it the same input, which no token has a part in: that is the
+        modulation, made from the timestep, and keys and values of a text that every tile is given. Whether a linear
+        gets such an input is a property of the block; its values are compared once, which on a device means waiting.
+        """
+        first = asked[0]
+        if all(one.x is first.x for one in asked):
+            return [first.forward(first.x)] * len(asked)
+        alike = first.x.dim() == 2 and not self._per_token(first.x.shape[0]) and self._alike.get(first.linear, True)
+        if alike and first.linear not in self._alike:
+            alike = all(one.x is first.x or torch.equal(one.x, first.x) for one in asked)
+            self._alike[first.linear] = alike
+        return [first.forward(first.x)] * len(asked) if alike else [one.forward(one.x) for one in asked]
+
+    def _per_token(self, rows: int) -> bool:
+        """Whether so many rows may be a tile's tokens, of all samples one after the other."""
+        here = self._tiles.here
+        counts = {length for lengths in here.blocks for length in lengths} | set(here.lengths)
+        return any(count > 0 and rows % count == 0 for count in counts)
+
+    # --- attention ---------------------------------------------------------------------------------------------
+
+    def attend(
+        self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """One tile's queries over all tiles' keys. Shapes as in `AttentionHandler`, of one tile."""
+        if self._timing:
+            return self.kernel(q_bhsd, k_bhsd, v_bhsd, scale=scale)
+        site = self._call.site
+        assert site is not None
+        index = _calls.get()
+        _calls.set(index + 1)
+        planned = self._planned(site, index)
+        if not planned.keys:
+            # Nobody else's keys: the shapes are those of the tile as it is.
+            return self.kernel(aligned(q_bhsd), aligned(k_bhsd), aligned(v_bhsd), mask, scale)
+        return ask(_Question(index, q_bhsd, k_bhsd, v_bhsd, mask, scale))
+
+    def _meet(self, asked: list[Any]) -> list[Tensor]:
+        """What all tiles of this rank have come to: a linear, or attention."""
+        site = self._call.site
+        assert site is not None
+        what = [one.linear if isinstance(one, _Product) else _Question for one in asked]
+        if any(one is not what[0] for one in what):
+            raise LayoutError(f"{site.path}: its tiles call different modules; it cannot run tile by tile")
+        return self._attend_tiles(site, asked) if what[0] is _Question else self._products(asked)
+
+    def _attend_tiles(self, site: BlockSite, asked: list[_Question]) -> list[Tensor]:
+        """Attention for all tiles of this rank, together with the other ranks."""
+        first, tiles = asked[0], self._tiles
+        planned = self._planned(site, first.index)
+        run = tiles.runs[self.link.rank]
+        tile_queries, tile_keys = (
+            self._by_tile_of_call(names, planned.ragged, sample, run.start)
+            for names, sample in ((planned.queries, first.q), (planned.keys, first.k))
+        )
+        queries, keys = tile_queries.regroup(tiles.runs), tile_keys.regroup(tiles.runs)
+        self._check_tiles(site, asked, run, tile_queries, tile_keys)
+        mask_of = self._masks(asked, run, queries, keys, tile_queries, tile_keys)
+        here = tile_keys.of(run)
+        k, v = (self._agreed(here.join([getattr(one, name) for one in asked], 2), keys) for name in ("k", "v"))
+        groups = self.mixer.groups()
+        group = groups[self.mesh.ring.rank]
+        around = range(tiles.runs[group[0]].start, tiles.runs[group[-1]].stop)
+        return self.mixer.attend_distributed(
+            [one.q for one in asked],
+            k,
+            v,
+            [mask_of(tile) for tile in around],
+            queries,
+            keys,
+            groups,
+            self.balance.weights,
+            first.scale,
+            lambda q, k, v, given: _units(self.kernel, q, k, v, given, first.scale),
+            Tiles(tile_queries.of(run), tile_queries.of(around)),
+        )
+
+    def _by_tile_of_call(self, names: tuple[str, ...], ragged: str | None, sample: Tensor, tile: int) -> Partition:
+        """The streams of queries or keys by tile, as a call has them."""
+        tokens = self._tiles.tokens.select(names)
+        return tokens if ragged is None else only(tokens, ragged, sample, tokens, tile)
+
+    def _check_tiles(
+        self,
+        site: BlockSite,
+        asked: list[_Question],
+        run: range,
+        queries: Partition,
+        keys: Partition,
+    ) -> None:
+        for tile, one in zip(run, asked, strict=True):
+            if one.index != asked[0].index:
+                raise LayoutError(f"{site.path}: its tiles make different attention calls; it cannot run tile by tile")
+            for what, tensor, tokens in (("queries", one.q, queries), ("keys", one.k, keys)):
+                expected = tokens.lengths[tile]
+                if tensor.shape[2] != expected:
+                    names = " + ".join(tokens.names)
+                    raise LayoutError(
+                        f"{site.path}: attention call {one.index + 1} has {tensor.shape[2]} {what} on tile {tile}, "
+                        f"which holds {expected} tokens of {names}; the layout of {site.model} does not describe it"
+                    )
+        if self.mesh.ulysses.size > asked[0].q.shape[1]:
+            raise ConfigError(
+                f"ulysses={self.mesh.ulysses.size} is more than the {asked[0].q.shape[1]} heads of {site.path}; use "
+                f"ulysses <= {asked[0].q.shape[1]} and ring for the rest"
+            )
+
+    def _agreed(self, tensor: Tensor, tokens: Partition) -> Tensor:
+        """Tokens (dimension 2) of which every tile has a copy: those of the first tile, on every rank.
+
+        Copies on tiles of one shape are equal by themselves; beside tiles of another shape they may differ in
+        their last bits.
+        """
+        if not self._uneven or self.link.size == 1 or not tokens.replicated:
+            return tensor
+        return torch.cat(
+            [
+                self._of_first_tile(part, 2) if block in tokens.replicated else part
+                for block, part in enumerate(tokens.split(tensor, 2, self.link.rank))
+            ],
+            dim=2,
+        )
+
+    def _of_first_tile(self, part: Tensor, dim: int) -> Tensor:
+        """What rank 0, which has the first tile, has along ``dim``; the shapes are the same everywhere."""
+        lengths = (part.shape[dim],) + (0,) * (self.link.size - 1)
+        return self.link.all_gather(part.narrow(dim, 0, lengths[self.link.rank]), lengths, dim)
+
+    @property
+    def _uneven(self) -> bool:
+        return len(set(self._tiles.tokens.blocks[0])) > 1
+
+    def _masks(
+        self,
+        asked: list[_Question],
+        run: range,
+        queries: Partition,
+        keys: Partition,
+        tile_queries: Partition,
+        tile_keys: Partition,
+    ) -> Callable[[int], Tensor | None]:
+        """For every tile the mask of its queries over all keys."""
+        given = [one.mask for one in asked]
+        tiles = [mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape)) for mask in given if mask is not None]
+        if not tiles:
+            return lambda tile: None
+        sample = tiles[0]
+        rows, width = sample.shape[-2:]
+        tile_rows, tile_width = tile_queries.lengths[run.start], tile_keys.lengths[run.start]
+        if width in (1, keys.total):
+            if rows == 1:
+                return lambda tile: sample
+            if rows == queries.total:
+                return lambda tile: tile_queries.take(sample, 2, tile)
+            if rows == tile_rows:
+                own = dict(zip(run, tiles, strict=True))
+                return lambda tile: _known(own, tile)
+        elif width == tile_width:
+            here = tile_keys.of(run)
+            if rows == 1:
+                whole = masks.whole_keys(here.join(tiles, 3), keys, self.link)
+                return lambda tile: whole
+            if rows == tile_rows and queries.names == keys.names:
+                entries = here.join([masks.per_token(mask) for mask in tiles], 3)
+                everyone = masks.whole_keys(entries, keys, self.link)
+                return lambda tile: masks.product(tile_queries.take(everyone, 3, tile), everyone)
+        raise LayoutError(
+            f"an attention mask of shape {tuple(sample.shape)} covers neither the {tile_width} keys of a tile nor all "
+            f"{keys.total}; list the mask among the layout's cuts, or its source as `whole`"
+        )
+
+
+def _units(
+    kernel: LocalAttention,
+    queries: Sequence[Tensor],
+    k: Tensor,
+    v: Tensor,
+    given: Sequence[Tensor | None],
+    scale: float | None,
+) -> list[Tensor]:
+    """Tiles of queries over all keys, each head and tile by itself: the shapes do not depend on who has which.
+
+    Args:
+        kernel: computes each.
+        queries: one (B, H, tile, D) for every tile.
+        k, v: (B, H, S, D).
+        given: for every tile its mask, broadcastable to (B, H, tile, S), or None.
+        scale: factor of the scores.
+
+    Returns:
+        One (B, H, tile, D) for every tile; in memory (B, tile, H, D), as one call for all heads leaves it.
+    """
+    # One copy for all heads: a head's rows then lie together.
+    k, v = k.contiguous(), v.contiguous()
+    if kernel.is_torch and _side_by_side(queries, k, v, given):
+        # On the CPU the kernel takes heads and samples one by one. Given as samples, a head's keys and values stay in
+        # the processor's cache while all tiles of queries, its heads, pass.
+        q = torch.stack([q[0] for q in queries], dim=1)
+        many = (k.shape[1], len(queries), *k.shape[2:])
+        out = kernel(q, k[0, :, None].expand(many), v[0, :, None].expand(*many[:3], v.shape[-1]), scale=scale)
+        return [tile[None].transpose(1, 2) for tile in out.permute(1, 2, 0, 3).contiguous()]
+    queries = [q.contiguous() for q in queries]
+    outs = [q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]) for q in queries]
+    for head in range(k.shape[1]):
+        own = slice(head, head + 1)
+        k_head, v_head = aligned(k[:, own]), aligned(v[:, own])
+        for q, mask, out in zip(queries, given, outs, strict=True):
+            bias = None if mask is None else aligned(masks.of_heads(mask, head, 1))
+            out[:, :, head] = kernel(aligned(q[:, own]), k_head, v_head, bias, scale)[:, 0]
+    return [out.transpose(1, 2) for out in outs]
+
+
+def _side_by_side(queries: Sequence[Tensor], k: Tensor, v: Tensor, given: Sequence[Tensor | None]) -> bool:
+    """Whether one call may compute all units: each has the shape and alignment it has by itself."""
+    alike = all(q.shape == queries[0].shape for q in queries) and all(mask is None for mask in given)
+    units = (queries[0].shape[2:], k.shape[2:], v.shape[2:])
+    even = all(prod(shape) * k.element_size() % ALIGNMENT == 0 for shape in units)
+    return alike and even and k.shape[0] == 1 and k.device.type == "cpu"
+
+
+def _known(own: dict[int, Tensor], tile: int) -> Tensor:
+    if tile not in own:
+        raise LayoutError(
+            "an attention mask has a row for every query of this rank only, and Ulysses computes others' queries too; "
+            "use ring instead, or list the mask's source as `whole` in the layout"
+        )
+    return own[tile]
+
+
+class ReproducibleSequence(TokenStrategy):
+    """The same bits on any number of devices."""
+
+    # The handler's class.
+    kind: ClassVar[type[TiledSequence]] = TiledSequence
+    name = "reproducible"
+    promise = "bits"
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.reproducible and not config.stages_or_patches
+
+    @classmethod
+    def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
+        """See `Strategy.check`."""
+        check_heads(config, heads_of(model), type(model).__name__)
+        check_tiles(layout)
+
+    def handler(self, model: ParallelModel) -> Handler:
+        """See `TokenStrategy.handler`."""
+        return self.kind(self.context.config, self.context.mesh)
+
+
+def check_tiles(layout: TokenLayout) -> None:
+    """Refuse the reproducible mode for blocks that cannot run tile by tile.
+
+    Raises:
+        ConfigError: naming what is in the way.
+    """
+    for region in layout.regions:
+        names = [leaf.module for leaf in region.leaves]
+        names += [stream.arg for stream in region.streams if stream.folded]
+        if names:
+            raise ConfigError(
+                f"{layout.model} mixes tokens outside attention ({', '.join(names)}), so its blocks cannot run "
+                "tile by tile; leave reproducible out"
+            )

@@ -1,0 +1,282 @@
+"""Displaced patch parallelism: own keys and values fresh, the others' of the step before.
+
+DistriFusion, Li et al. 2024, arXiv:2402.19481, on a Diffusion Transformer. From one denoising step to the next the
+picture changes little, and so do keys and values. A rank therefore attends to its own tokens as they are and to
+those of other ranks as they were one step earlier; what it has just computed travels while the step goes on and is
+waited for where it is needed: at the same layer of the next step. A synchronous step waits at once and is exact.
+
+Keys and values of all ranks lie in one buffer per branch, block and attention call, in the order one device has
+them. A rank writes its own tokens into their place, and the others' into theirs when they have come.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext, suppress
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ...attention import masks
+from ...attention.mixer import AttentionCall
+from ...comm import Codec, Link, Transfer, codec
+from ...comm.mesh import Mesh
+from ...config import ParallelConfig
+from ...core.partition import Partition
+from ...staleness.control import WarmupControl
+from ..base import ParallelModel, Request
+from ..hooks import Handler
+from ..sequence import SequenceParallel
+from ..tokens import TokenStrategy
+from .warmup import numbered
+
+# Branch, block, attention call of the block.
+Key = tuple[int, str, int]
+
+
+class StaleSequence(SequenceParallel):
+    """What sequence strategies share whose steps are not all synchronous.
+
+    Args:
+        config: degrees, text policy, compression.
+        mesh: ranks and links; the ring axis is the one that shares tokens.
+        control: the request's steps.
+        blocks: number in the drift monitor of every block, by path.
+    """
+
+    def __init__(self, config: ParallelConfig, mesh: Mesh, control: WarmupControl, blocks: dict[str, int]) -> None:
+        super().__init__(config, mesh)
+        self.control = control
+        self._blocks = blocks
+
+    def end_request(self) -> None:
+        """The request is over: wait for what is on its way, forget everything."""
+
+    def attend_distributed(self, attention: AttentionCall) -> Tensor:
+        """One attention over tokens that lie on all ranks, as `SequenceParallel.attend_distributed`."""
+        if attention.keys.all_replicated:
+            return super().attend_distributed(attention)
+        call, control = self._call, self.control
+        assert call.site is not None
+        now = control.clock.call
+        key = (now.branch, call.site.path, call.attention_calls - 1)
+        with torch.no_grad():
+            sample = (self.link.rank, *key)
+            drifting = (attention.k_bhsd, attention.v_bhsd)
+            control.monitor.observe(self._blocks[call.site.path], sample, now.step, drifting, dim=2)
+        return self.attend_stale(key, attention)
+
+    def attend_stale(self, key: Key, attention: AttentionCall) -> Tensor:
+        """`attend_distributed` for keys of which some lie on other ranks."""
+        raise NotImplementedError
+
+    def own_tokens(self, attention: AttentionCall) -> Tensor:
+        """Attention of this rank's queries over its own keys alone."""
+        mask = attention.mask
+        if mask is not None:
+            mask = masks.of_own_keys(mask, attention.queries, attention.keys, self.link.rank)
+        return self.kernel(attention.q_bhsd, attention.k_bhsd, attention.v_bhsd, mask, attention.scale)
+
+
+class DisplacedParallel(StaleSequence):
+    """Handler of one transformer: stale attention between synchronous steps.
+
+    In the very first step of a request there is no step before. If the policy wants it stale all the same
+    (``warmup="fixed(0)"``), a rank attends to its own tokens only, once. Later on, a call that finds no keys of the
+    step before (the first of another transformer, a branch that was left out for a step, a block that a cache
+    skipped) is synchronous, on all ranks alike.
+    """
+
+    travels = False
+
+    def __init__(self, config: ParallelConfig, mesh: Mesh, control: WarmupControl, blocks: dict[str, int]) -> None:
+        super().__init__(config, mesh, control, blocks)
+        self._codec = codec(config.compress)
+        self._buffers: dict[Key, _Buffer] = {}
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the keys and values kept between steps, what is on its way not counted.
+
+        For every branch and attention call 2 · B · S · H · D · bytes of an element: S tokens of all ranks.
+        """
+        return sum(buffer.whole.numel() * buffer.whole.element_size() for buffer in self._buffers.values())
+
+    def end_request(self) -> None:
+        """Wait for what is on its way, forget everything.
+
+        Raises:
+            RuntimeError: another rank has gone; everything is forgotten all the same.
+        """
+        buffers, self._buffers = self._buffers, {}
+        for buffer in buffers.values():
+            buffer.arrive()
+
+    def attend_stale(self, key: Key, attention: AttentionCall) -> Tensor:
+        """See `StaleSequence.attend_stale`."""
+        k_bhsd, keys, now = attention.k_bhsd, attention.keys, self.control.clock.call
+        step, rows = now.step, now.rows
+        buffer = self._buffers.get(key)
+        if buffer is not None:
+            buffer.arrive()
+        if buffer is None or not buffer.fits(k_bhsd, keys, rows):
+            buffer = self._buffers[key] = _Buffer(k_bhsd, keys, rows, self.mesh.ring)
+        known = buffer.step is not None and buffer.step >= step - 1
+        buffer.put(k_bhsd, attention.v_bhsd)
+        if not self.control.decision.synchronous and step == 0 and not known:
+            out = self.own_tokens(attention)
+            buffer.post(step, self._codec)
+            return out
+        synchronous = self.control.decision.synchronous or not known
+        if synchronous:
+            if not self.control.decision.synchronous:
+                self.control.filled()
+            buffer.post(step, None)
+            buffer.arrive()
+        else:
+            buffer.post(step, self._codec)
+        mask = self._whole_mask(buffer, attention)
+        return self.kernel(attention.q_bhsd, buffer.k_bhsd, buffer.v_bhsd, mask, attention.scale)
+
+    def _whole_mask(self, buffer: _Buffer, attention: AttentionCall) -> Tensor | None:
+        """The mask of this rank's queries over all keys.
+
+        Other ranks' part of a mask comes from them, which means waiting. A mask is made of the call's arguments;
+        while those stay what they were in the step before, which every rank sees alike, so does the mask.
+        """
+        if attention.mask is None:
+            return None
+        if buffer.mask is not None and self.control.clock.call.steady:
+            return buffer.mask
+        here = range(self.link.rank, self.link.rank + 1)
+        whole = masks.everywhere(attention.mask, attention.queries, attention.keys, self.link, here)
+        # One with a row for every query is large, and not kept.
+        buffer.mask = whole if whole.shape[-2] == 1 else None
+        return whole
+
+
+class _Buffer:
+    """Keys and values of all ranks for one attention call: memory (2, B, H, S, D), tokens in one device's order.
+
+    Attributes:
+        whole: a view of the memory, token by token: (S, 2, B, H, D).
+        k_bhsd, v_bhsd: views of it, (B, H, S, D).
+        step: the step that the other ranks' part is of; None while there is nothing.
+        mask: the mask over all keys, as it was gathered last.
+    """
+
+    def __init__(self, k_bhsd: Tensor, keys: Partition, rows: tuple[int, int] | None, ring: Link) -> None:
+        batch, heads, _, dim = k_bhsd.shape
+        # A head's tokens lie together: attention reads them faster than if tokens came with all their heads.
+        memory = k_bhsd.new_empty((2, batch, heads, keys.total, dim))
+        self.k_bhsd, self.v_bhsd = memory[0], memory[1]
+        self.whole = memory.permute(3, 0, 1, 2, 4)
+        self.step: int | None = None
+        self.mask: Tensor | None = None
+        self._keys, self._rows = keys, rows
+        self._ring = ring
+        self._arriving: Transfer | None = None
+        self._packer: Codec | None = None
+        # Of every rank, its tokens' places; streams that all ranks hold whole are nobody's to send.
+        places = [[self.whole.narrow(0, *place) for place in keys.places(rank)] for rank in range(ring.size)]
+        self._own = places[ring.rank]
+        self._slots = [[slot for block, slot in enumerate(of) if block not in keys.replicated] for of in places]
+
+    def fits(self, k_bhsd: Tensor, keys: Partition, rows: tuple[int, int] | None) -> bool:
+        """Whether the call has the same rows, streams and shapes as the one the buffer was made for."""
+        batch, heads, _, dim = k_bhsd.shape
+        return (
+            (keys, rows) == (self._keys, self._rows)
+            and self.whole.shape[2:] == (batch, heads, dim)
+            and (self.whole.dtype, self.whole.device) == (k_bhsd.dtype, k_bhsd.device)
+        )
+
+    def put(self, k_bhsd: Tensor, v_bhsd: Tensor) -> None:
+        """Write this rank's fresh keys and values (B, H, s, D) into their places."""
+        with torch.no_grad():
+            start = 0
+            for slot in self._own:
+                part = slice(start, start + slot.shape[0])
+                slot[:, 0].copy_(k_bhsd[:, :, part].permute(2, 0, 1, 3))
+                slot[:, 1].copy_(v_bhsd[:, :, part].permute(2, 0, 1, 3))
+                start += slot.shape[0]
+
+    def post(self, step: int, packer: Codec | None) -> None:
+        """Send this rank's tokens to all others and receive theirs; returns at once."""
+        self.step = step
+        own = self._slots[self._ring.rank]
+        outgoing = own
+        if packer is not None:
+            with torch.no_grad():
+                # One message per peer: the streams one after the other.
+                outgoing = [packer.encode(own[0] if len(own) == 1 else torch.cat(own))]
+        incoming = [
+            [] if rank == self._ring.rank else self._like_received(slots, packer)
+            for rank, slots in enumerate(self._slots)
+        ]
+        self._arriving, self._packer = self._ring.all_gather_async(outgoing, incoming), packer
+
+    def _like_received(self, slots: list[Tensor], packer: Codec | None) -> list[Tensor]:
+        """Tensors that take what a rank sends for its slots."""
+        if packer is None:
+            return [torch.empty(slot.shape, dtype=slot.dtype, device=slot.device) for slot in slots]
+        return [packer.empty(_joined(slots), self.whole.device)]
+
+    def arrive(self) -> None:
+        """Wait for what was posted, if it is still on its way."""
+        arriving, self._arriving = self._arriving, None
+        packer, self._packer = self._packer, None
+        if arriving is None:
+            return
+        received = iter(arriving.wait())
+        for rank, slots in enumerate(self._slots):
+            if rank == self._ring.rank:
+                continue
+            if packer is None:
+                parts = [next(received) for _ in slots]
+            else:
+                tokens = packer.decode(next(received), _joined(slots))
+                parts = list(tokens.split([slot.shape[0] for slot in slots]))
+            for slot, part in zip(slots, parts, strict=True):
+                slot.copy_(part)
+
+
+def _joined(slots: list[Tensor]) -> tuple[int, ...]:
+    """Shape of several slots, one after the other."""
+    return (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
+
+
+class StaleStrategy(TokenStrategy):
+    """What token strategies share whose steps are not all synchronous."""
+
+    promise = "none"
+    # The handler's class.
+    kind: ClassVar[type[StaleSequence]]
+
+    def handler(self, model: ParallelModel) -> Handler:
+        """See `TokenStrategy.handler`."""
+        control = self.context.get(WarmupControl)
+        return self.kind(self.context.config, self.context.mesh, control, numbered(model, control.monitor))
+
+    def begin_request(self, request: Request) -> None:
+        """See `Strategy.begin_request`."""
+        for handler in self.handlers():
+            handler.end_request()
+
+    def end_request(self, failed: bool) -> None:
+        """See `Strategy.end_request`."""
+        for handler in self.handlers():
+            with suppress(RuntimeError) if failed else nullcontext():
+                handler.end_request()
+
+
+class Displaced(StaleStrategy):
+    """Keys and values of the step before."""
+
+    name = "displaced"
+    kind = DisplacedParallel
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.exchange == "displaced"

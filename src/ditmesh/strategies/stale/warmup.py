@@ -1,0 +1,80 @@
+"""Which steps of a request are synchronous: the control that stale strategies ask."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from ...config import ParallelConfig
+from ...core.clock import TIMESTEPS, timestep_of
+from ...errors import ConfigError, InputError
+from ...layout import TokenLayout
+from ...staleness.control import WarmupControl
+from ...staleness.drift import DriftMonitor, summed_by
+from ...staleness.policy import parse
+from ...staleness.schedule import noise_levels
+from ..base import ParallelModel, Request, Strategy
+from ..pipefusion.stages import blocks_of
+
+
+def numbered(model: ParallelModel, monitor: DriftMonitor) -> dict[str, int]:
+    """Number in the drift monitor of every block of a transformer, by path."""
+    return {path: monitor.add_block(model.prefix + path) for path, _ in blocks_of(model.model, model.layout)}
+
+
+class StaleSteps(Strategy):
+    """The steps of a request, and which of them are synchronous. Before the strategies that ask."""
+
+    name = "warm-up"
+    promise = "none"
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        """See `Strategy.wanted`."""
+        return config.exchange != "exact" or config.stages_or_patches
+
+    @classmethod
+    def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
+        """See `Strategy.check`."""
+        if timestep_of(model, layout) is None:
+            raise ConfigError(
+                f"stale strategies tell steps by their timestep, and {type(model).__name__} takes none "
+                f"({' or '.join(TIMESTEPS)}); use exchange='exact'"
+            )
+
+    def apply(self, undo: ExitStack) -> None:
+        """See `Strategy.apply`."""
+        context, config = self.context, self.context.config
+        mesh, policy = context.mesh, parse(config.warmup)
+        if config.stages_or_patches:
+            patches = config.patches or config.pipe
+            monitor = DriftMonitor(mesh.world.all_reduce_async, mesh.device)
+            # A patch sees those before it fresh: of M - 1 others half, on average.
+            share = (patches - 1) / (2 * patches)
+            control = WarmupControl(policy, patches, monitor, context.clock, self._noise, lag=1, share=share)
+        else:
+            monitor = DriftMonitor(summed_by(mesh.world.all_reduce), mesh.device)
+            control = WarmupControl(policy, mesh.sequence.size, monitor, context.clock, self._noise)
+        self._control = context.add(control)
+
+    def _noise(self) -> tuple[float, ...] | None:
+        """Noise levels of the request's steps, if it is one of a pipeline with a scheduler."""
+        return noise_levels(getattr(self.context.pipe, "scheduler", None))
+
+    def begin_request(self, request: Request) -> None:
+        """See `Strategy.begin_request`."""
+        self._control.begin_request(request.steps)
+
+    def end_request(self, failed: bool) -> None:
+        """See `Strategy.end_request`."""
+        self._control.end_request(failed)
+
+    def outside_request(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See `Strategy.outside_request`."""
+        raise InputError(
+            "a transformer with stale keys and values was called outside of a request, and cannot know where one "
+            "begins; call ditmesh.parallelize() on the pipeline that calls it, too (they share the ranks), or "
+            "ditmesh.engine_of(...).begin_request() before its first step"
+        )

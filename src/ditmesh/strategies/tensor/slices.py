@@ -1,0 +1,282 @@
+"""Which slice of which weight a tensor-parallel rank holds: arithmetic only, no communication.
+
+Column and row parallel layers after Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053): the first linear of a
+pair is cut by output features, the second by input features, and one all-reduce joins them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from torch import nn
+
+from ...core.partition import Partition, even_cut
+from ...errors import ConfigError, InputError
+from ...layout import Table, known_tables
+from .rules import ATTRIBUTES, NORMS, RULES, Rule
+
+# Shares of a hidden width are multiples of this where possible: matrix kernels are slow on odd widths.
+ALIGNMENT = 16
+
+Kind = Literal["column", "gathered", "row", "norm"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One linear (or norm over all heads) that is cut.
+
+    Attributes:
+        path: where it is in the model.
+        kind: ``"column"``: output features are cut; ``"gathered"``: the same, and the output is put together
+            again; ``"row"``: input features are cut, the output is summed; ``"norm"``: a norm over features that
+            are cut.
+        cut: of its output features (column, gathered, norm) or input features (row).
+    """
+
+    path: str
+    kind: Kind
+    cut: Partition
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the weight that is cut."""
+        return 1 if self.kind == "row" else 0
+
+
+@dataclass
+class Plan:
+    """All that changes in a model, worked out before anything does.
+
+    Attributes:
+        sites: what is cut, in the model's order.
+        attributes: integers of modules that the model's code reads: ``(module path, name, value of every rank)``.
+        tables: attention modules whose positional tables follow heads or channels: ``(module path, table, cut)``.
+    """
+
+    sites: list[Site] = field(default_factory=list)
+    attributes: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
+    tables: list[tuple[str, Table, Partition]] = field(default_factory=list)
+
+    def parameters(self) -> Iterator[tuple[str, int | None, Partition | None]]:
+        """Every parameter that a rank does not hold whole: its name, the dimension, the cut.
+
+        No cut: the first rank holds all of it and the others hold zeros (the bias of a row-parallel linear,
+        which is to be added once).
+        """
+        for site in self.sites:
+            yield f"{site.path}.weight", site.dim, site.cut
+            if site.kind == "row":
+                yield f"{site.path}.bias", None, None
+            else:
+                yield f"{site.path}.bias", 0, site.cut
+
+
+def plan(model: nn.Module, degree: int) -> Plan:
+    """Work out how ``degree`` ranks share a model's weights. Reads module attributes only, never weights.
+
+    A linear that no rule covers stays whole on every rank: exact, only not smaller.
+
+    Raises:
+        ConfigError: a module has fewer heads than ranks.
+        InputError: a linear that should be cut does not hold a plain weight (it is quantised, say), or has an
+            unexpected size.
+    """
+    made = Plan()
+    modules = dict(model.named_modules())
+    claimed: set[str] = set()
+    blocks = {path: module for path, module in modules.items() if not _inside_adapter(path)}
+    # An attention without an output projection may be cut only when its block has one: those blocks come first.
+    for rule in RULES:
+        for path, module in blocks.items():
+            linears = partial(_has_linear, module)
+            if path not in claimed and rule.fits(linears, module._modules) and _wired(rule, module):
+                _apply(made, rule, path, module, degree, claimed)
+    order = {path: index for index, path in enumerate(modules)}
+    made.sites.sort(key=lambda site: order[site.path])
+    return made
+
+
+def _apply(made: Plan, rule: Rule, path: str, module: nn.Module, degree: int, claimed: set[str]) -> None:
+    attention_path = _join(path, rule.attention) if rule.attention is not None else None
+    attention = None if rule.attention is None else _child(module, rule.attention)
+    widths: dict[str, Partition] = {}
+    if attention is not None:
+        assert attention_path is not None
+        widths.update(_head_cuts(attention, attention_path, degree))
+    rows = {name: linear for name in rule.row if (linear := _linear_at(module, name)) is not None}
+    for name, linear in rows.items():
+        missing = [width for width in rule.row[name] if width not in widths]
+        if missing:
+            # What the named widths leave of the input features is the hidden width.
+            rest = linear.in_features - sum(widths[w].total for w in rule.row[name] if w in widths)
+            widths[missing[0]] = _hidden_cut(rest, degree)
+    if rule.gathered:
+        for name in rule.gathered:
+            linear = _linear_at(module, name)
+            if linear is not None and linear.out_features >= linear.in_features:
+                made.sites.append(Site(_join(path, name), "gathered", _hidden_cut(linear.out_features, degree)))
+        claimed.add(path)
+        return
+    for name, parts in rule.row.items():
+        if name in rows:
+            cut = _packed(parts, widths)
+            _expect(path, name, rows[name].in_features, cut.total, "input", rule)
+            made.sites.append(Site(_join(path, name), "row", cut))
+    for name, parts in rule.column.items():
+        linear = _linear_at(module, name)
+        if linear is None:
+            continue
+        cut = _packed(parts, widths)
+        # Gated activations (GEGLU, SwiGLU) read two halves from one projection.
+        repeats = max(1, linear.out_features // cut.total) if rule.gated else 1
+        cut = Partition(cut.blocks * repeats)
+        _expect(path, name, linear.out_features, cut.total, "output", rule)
+        made.sites.append(Site(_join(path, name), "column", cut))
+    if attention is not None and attention_path is not None:
+        for name, width in NORMS.items():
+            norm = _child(attention, name)
+            if norm is not None and width in widths and norm_width(norm) == widths[width].total:
+                if "RMSNorm" not in type(norm).__name__:
+                    raise InputError(
+                        f"{_join(attention_path, name)} ({type(norm).__name__}) averages over all heads; tensor "
+                        "parallelism knows RMS norms there only. Use ulysses or ring for this model"
+                    )
+                made.sites.append(Site(_join(attention_path, name), "norm", widths[width]))
+        for table in known_tables():
+            if table.kind == type(attention).__name__:
+                made.tables.append((attention_path, table, widths[table.width]))
+        claimed.add(attention_path)
+    for holder_path, holder in ((path, module), (attention_path, attention)):
+        if holder_path is None or holder is None or (holder is module and holder_path == attention_path):
+            continue
+        _attributes(made, holder_path, holder, widths)
+    if attention is module:
+        _attributes(made, path, module, widths)
+    claimed.add(path)
+
+
+def _wired(rule: Rule, module: nn.Module) -> bool:
+    """Whether the sizes of a feed-forward's linears are those of one: a chain of three can have the same names."""
+    if rule.attention is not None or not rule.row:
+        return True
+    columns = [linear for name in rule.column if (linear := _linear_at(module, name)) is not None]
+    rows = [linear for name in rule.row if (linear := _linear_at(module, name)) is not None]
+    hidden = {linear.in_features for linear in rows}
+    factors = (1, 2) if rule.gated else (1,)
+    return (
+        len(hidden) == 1
+        and len({linear.in_features for linear in columns}) == 1
+        and all(linear.out_features in [factor * size for factor in factors for size in hidden] for linear in columns)
+    )
+
+
+def _attributes(made: Plan, path: str, module: nn.Module, widths: dict[str, Partition]) -> None:
+    for name, width in ATTRIBUTES.items():
+        value = vars(module).get(name)
+        if width in widths and type(value) is int and value == widths[width].total:
+            made.attributes.append((path, name, widths[width].lengths))
+
+
+def _head_cuts(attention: nn.Module, path: str, degree: int) -> dict[str, Partition]:
+    """Cuts of everything that follows the heads; keys and values of a group of queries stay with them."""
+    heads = heads_of_attention(attention)
+    if heads is None:
+        raise InputError(f"{path} ({type(attention).__name__}) does not say how many heads it has")
+    query, key = _linear_at(attention, "to_q"), _linear_at(attention, "to_k")
+    queries = query.out_features if query is not None else vars(attention).get("inner_dim", 0)
+    head_dim = queries // heads
+    keys = key.out_features if key is not None else queries
+    if head_dim == 0 or queries % heads or keys % head_dim or heads % (keys // head_dim):
+        raise InputError(
+            f"{path} ({type(attention).__name__}) has {heads} heads, {queries} query and {keys} key channels, which "
+            "tensor parallelism cannot read; use ulysses or ring for this model"
+        )
+    groups = keys // head_dim
+    if groups < degree:
+        what = "heads" if groups == heads else "key and value heads"
+        raise ConfigError(
+            f"tensor={degree} is more than the {groups} {what} of {path} ({type(attention).__name__}); use tensor <= "
+            f"{groups} and ulysses or ring for the rest"
+        )
+    share = even_cut(groups, degree)
+    per_group = heads // groups
+    return {
+        "heads": Partition((tuple(n * per_group for n in share),)),
+        "kv_heads": Partition((share,)),
+        "queries": Partition((tuple(n * per_group * head_dim for n in share),)),
+        "keys": Partition((tuple(n * head_dim for n in share),)),
+    }
+
+
+def heads_of_attention(attention: nn.Module) -> int | None:
+    """The number of heads an attention module names (this rank's, while it is parallel)."""
+    for name in ("heads", "num_heads", "n_heads", "num_attention_heads"):
+        value = vars(attention).get(name)
+        if type(value) is int:
+            return value
+    return None
+
+
+def _hidden_cut(size: int, degree: int) -> Partition:
+    unit = ALIGNMENT if size % ALIGNMENT == 0 and size // ALIGNMENT >= degree else 1
+    if size < degree:
+        raise ConfigError(f"tensor={degree} ranks cannot share {size} features; use a smaller tensor degree")
+    return Partition((tuple(n * unit for n in even_cut(size // unit, degree)),))
+
+
+def _packed(parts: Sequence[str], widths: dict[str, Partition]) -> Partition:
+    return Partition(tuple(block for part in parts for block in widths[part].blocks))
+
+
+def _expect(path: str, name: str, found: int, expected: int, side: str, rule: Rule) -> None:
+    if found != expected:
+        raise InputError(
+            f"{path}.{name} has {found} {side} features, but the rule {rule.name!r} for tensor parallelism expects "
+            f"{expected}; use ulysses or ring for this model"
+        )
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """The layer under any adapters (peft wraps the layer it adapts)."""
+    while isinstance(inner := module._modules.get("base_layer"), nn.Module):
+        module = inner
+    return module
+
+
+def _inside_adapter(path: str) -> bool:
+    return any(part in ("base_layer", "lora_A", "lora_B") for part in path.split("."))
+
+
+def _child(module: nn.Module, path: str) -> nn.Module | None:
+    found: nn.Module | None = module
+    for part in path.split(".") if path else ():
+        found = found._modules.get(part) if found is not None else None
+    return found
+
+
+def _linear_at(module: nn.Module, path: str) -> nn.Linear | None:
+    found = _child(module, path)
+    if found is None:
+        return None
+    found = base_of(found)
+    return found if isinstance(found, nn.Linear) else None
+
+
+def _has_linear(module: nn.Module, path: str) -> bool:
+    return _linear_at(module, path) is not None
+
+
+def _join(*parts: str) -> str:
+    return ".".join(part for part in parts if part)
+
+
+def norm_width(norm: nn.Module) -> int | None:
+    """Number of features a norm averages over, if it says so."""
+    for name in ("normalized_shape", "dim"):
+        shape = getattr(norm, name, None)
+        if isinstance(shape, (tuple, list)) and len(shape) == 1:
+            return int(shape[0])
+    return None

@@ -1,0 +1,304 @@
+"""What is to be measured: cells in plain data, and the checks before anything is drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite
+from pathlib import Path
+
+from ...config import ParallelConfig
+from ...errors import ConfigError, InputError
+from ...generate.model_info import ModelInfo
+from ...staleness.policy import parse as parse_warmup
+from .samplers import check_sampler
+
+STRATEGIES = ("displaced", "pipefusion", "naive")
+SYNCHRONOUS = "synchronous"
+
+# Bytes of a weight file that is still read to tell it from another one.
+READ_UP_TO = 2**27
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all cells of a study have in common.
+
+    Attributes:
+        model: folder of the pipeline.
+        name: the model as the user named it.
+        weights: digest of the names, sizes and times of the weight files: a model trained anew is another one.
+        steps: denoising steps; a second-order sampler evaluates the model more often.
+        guidance: guidance scale; None: the pipeline's own.
+        size: width and height in pixels; None: the pipeline's own.
+        max_sequence_length: longest prompt in tokens; None: the pipeline's own.
+        dtype, device: of the transformer.
+    """
+
+    model: str
+    name: str
+    weights: str
+    steps: int
+    guidance: float | None = None
+    size: tuple[int, int] | None = None
+    max_sequence_length: int | None = None
+    dtype: str = "float32"
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One request: some pictures, drawn in one way.
+
+    Attributes:
+        sampler: see `samplers`.
+        strategy: one of `STRATEGIES`, or `SYNCHRONOUS`.
+        devices: N; for PipeFusion the number of patches.
+        warmup: a policy.
+        prompts: one picture each, drawn in one call.
+        labels: their class numbers when the model is class-conditional, else empty.
+        seeds: one for each picture.
+        detail: measure attention errors, and prediction errors on the same latents.
+        real: on as many ranks instead of a simulation of them.
+    """
+
+    sampler: str
+    prompts: tuple[str, ...]
+    seeds: tuple[int, ...]
+    labels: tuple[int, ...] = ()
+    strategy: str = SYNCHRONOUS
+    devices: int = 1
+    warmup: str = ""
+    detail: bool = False
+    real: bool = False
+
+    @property
+    def group(self) -> tuple[str, tuple[str, ...], tuple[int, ...]]:
+        """Cells of one group are compared with one synchronous run."""
+        return self.sampler, self.prompts, self.seeds
+
+    @property
+    def reference(self) -> Cell:
+        """The synchronous run to compare with."""
+        return Cell(self.sampler, self.prompts, self.seeds, self.labels)
+
+    def key(self, setup: Setup) -> str:
+        """Digest of everything that decides the cell's figures."""
+        settings = {"format": 1, "setup": asdict(setup), "cell": asdict(self)}
+        # The folder's place says nothing about the model.
+        settings["setup"].pop("model")
+        settings["setup"].pop("name")
+        return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
+
+    def describe(self) -> str:
+        """For a progress bar."""
+        if self.strategy == SYNCHRONOUS:
+            return f"{self.sampler} {SYNCHRONOUS}"
+        return f"{self.sampler} {self.strategy} {self.devices} {self.warmup}{' on ranks' if self.real else ''}"
+
+    def config(self) -> ParallelConfig:
+        """What the engine is given.
+
+        Raises:
+            ConfigError: the engine does not know the setting.
+        """
+        if self.strategy == SYNCHRONOUS:
+            return ParallelConfig()
+        if self.strategy == "pipefusion":
+            return ParallelConfig(patches=self.devices, pipe=self.devices if self.real else 1, warmup=self.warmup)
+        return ParallelConfig(ring=self.devices, exchange=self.strategy, warmup=self.warmup)  # type: ignore[arg-type]
+
+
+def has_given_steps(warmup: str) -> bool:
+    """Whether the policy is one of given steps, ``steps(0 1 5)``."""
+    return warmup.strip().startswith("steps(")
+
+
+def steps_text(steps: Iterable[int]) -> str:
+    """The name of a policy of given steps."""
+    return f"steps({' '.join(map(str, sorted(steps)))})"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole study.
+
+    Attributes:
+        setup: what all cells share.
+        cells: in the order they are run; synchronous ones come before what is compared with them.
+        devices, warmups, samplers, strategies: as asked for, in order.
+        which: strategy and devices of the cells that make single steps synchronous or stale; None: there are none.
+    """
+
+    setup: Setup
+    cells: tuple[Cell, ...]
+    devices: tuple[int, ...]
+    warmups: tuple[str, ...]
+    samplers: tuple[str, ...]
+    strategies: tuple[str, ...]
+    which: tuple[str, int] | None = None
+
+
+def split_list(text: str, option: str) -> list[str]:
+    """Words between commas; commas inside parentheses separate nothing.
+
+    Raises:
+        InputError: there is no word.
+    """
+    words = [word.strip() for word in re.split(r",(?![^(]*\))", text)]
+    if not all(words):
+        raise InputError(f"{option} {text!r} is not a list; write words with commas between them")
+    return list(dict.fromkeys(words))
+
+
+def read_devices(text: str) -> tuple[int, ...]:
+    """``"2,4,8"`` to numbers.
+
+    Raises:
+        InputError: one is not a number of devices.
+    """
+    found = []
+    for word in split_list(text, "--devices"):
+        if not word.isdecimal() or int(word) < 2:
+            raise InputError(f"--devices {text!r}: {word!r} is not a number of devices from 2 up; write 2,4,8")
+        found.append(int(word))
+    return tuple(found)
+
+
+def read_warmups(text: str, steps: int) -> tuple[str, ...]:
+    """``"0,4,sqrt(2)"`` to policies; a number of warm-up steps above ``steps`` is ``steps``.
+
+    Raises:
+        ConfigError: one is not a policy.
+    """
+    found = []
+    for word in split_list(text, "--warmup"):
+        policy = f"fixed({min(int(word), steps)})" if word.isdecimal() else word
+        parse_warmup(policy)
+        found.append(policy)
+    return tuple(dict.fromkeys(found))
+
+
+def read_strategies(text: str) -> tuple[str, ...]:
+    """``"displaced,naive"`` to names.
+
+    Raises:
+        InputError: one is not a strategy.
+    """
+    found = split_list(text, "--strategy")
+    for word in found:
+        if word not in STRATEGIES:
+            raise InputError(f"--strategy {text!r}: {word!r} is not a stale strategy; use {', '.join(STRATEGIES)}")
+    return tuple(found)
+
+
+def make_plan(
+    setup: Setup,
+    model: ModelInfo,
+    *,
+    devices: Sequence[int],
+    warmups: Sequence[str],
+    samplers: Sequence[str],
+    strategies: Sequence[str],
+    prompts: Sequence[str],
+    labels: Sequence[int] = (),
+    images: int = 1,
+    seed: int = 0,
+    batch: int = 8,
+    which: bool = False,
+    detail: bool = True,
+    real: bool = False,
+) -> Plan:
+    """All cells, checked.
+
+    Args:
+        setup: what all cells share.
+        model: the model's files.
+        devices, warmups, samplers, strategies: everything is combined with everything.
+        prompts, labels: pictures; labels of a class-conditional model.
+        images: pictures of every prompt; picture ``i`` of prompt ``p`` has seed ``seed + i · len(prompts) + p``.
+        seed: of the first picture.
+        batch: pictures of one request at most.
+        which: also make every single step synchronous, and every single step stale.
+        detail: measure details in the first request of every combination.
+        real: also run the first request of every combination on real ranks.
+
+    Raises:
+        InputError, ConfigError: what cannot be, in one sentence.
+    """
+    for number, name in ((images, "--images"), (batch, "--batch"), (setup.steps, "--steps")):
+        if number < 1:
+            raise InputError(f"{name} {number} draws nothing; use 1 or more")
+    if setup.guidance is not None and not isfinite(setup.guidance):
+        raise InputError(f"--guidance {setup.guidance} is not a number; use one such as 3.5")
+    for sampler in samplers:
+        check_sampler(sampler, Path(setup.model))
+    size = setup.size or model.default_size
+    tokens = model.image_tokens(*size) if size is not None else None
+    requests = []
+    for image in range(images):
+        for start in range(0, len(prompts), batch):
+            part = slice(start, start + batch)
+            seeds = tuple(seed + image * len(prompts) + p for p in range(len(prompts))[part])
+            requests.append((tuple(prompts[part]), seeds, tuple(labels[part])))
+    if requests[-1][1][-1] >= 2**63 or seed < 0:
+        raise InputError(f"--seed {seed} is out of range; use one from 0 to 2^63 - {images * len(prompts)}")
+    cells: list[Cell] = []
+    for sampler in samplers:
+        for number, (some, seeds, classes) in enumerate(requests):
+            base = Cell(sampler, some, seeds, classes)
+            cells.append(base)
+            for strategy in strategies:
+                for count in devices:
+                    if tokens is not None and count > tokens:
+                        raise ConfigError(
+                            f"{count} devices are to share the {tokens} image tokens of a picture; use at most {tokens}"
+                        )
+                    for warmup in warmups:
+                        cell = Cell(sampler, some, seeds, classes, strategy, count, warmup, detail and number == 0)
+                        cells.append(cell)
+                        if real and number == 0:
+                            cells.append(Cell(sampler, some, seeds, classes, strategy, count, warmup, real=True))
+            if which:
+                cells += _single_steps(base, strategies[0], devices[0], setup.steps)
+    _check_known(cells)
+    return Plan(
+        setup,
+        tuple(dict.fromkeys(cells)),
+        tuple(devices),
+        tuple(warmups),
+        tuple(samplers),
+        tuple(strategies),
+        (strategies[0], devices[0]) if which else None,
+    )
+
+
+def _single_steps(base: Cell, strategy: str, devices: int, steps: int) -> list[Cell]:
+    """Only step 0, or all steps, synchronous; and each other step added, or taken away."""
+    chosen = [{0}, *({0, step} for step in range(1, steps))]
+    chosen += [set(range(steps)) - {step} for step in range(1, steps)]
+    return [
+        Cell(base.sampler, base.prompts, base.seeds, base.labels, strategy, devices, steps_text(some))
+        for some in chosen
+    ]
+
+
+def _check_known(cells: Iterable[Cell]) -> None:
+    """Refuse what the engine would refuse, before anything is drawn."""
+    for strategy, devices, warmup, real in dict.fromkeys(
+        (c.strategy, c.devices, c.warmup, c.real) for c in cells if c.strategy != SYNCHRONOUS
+    ):
+        Cell("", (), (), (), strategy, devices, warmup, real=real).config()
+
+
+def weights_digest(folder: Path) -> str:
+    """Digest of a pipeline's weight files: of their content, or of name, size and time of one above `READ_UP_TO`."""
+    state = hashlib.sha256()
+    for file in sorted(file for file in folder.rglob("*") if file.suffix in {".safetensors", ".bin", ".pt"}):
+        facts = file.stat()
+        state.update(f"{file.relative_to(folder)} {facts.st_size}".encode())
+        state.update(file.read_bytes() if facts.st_size <= READ_UP_TO else str(facts.st_mtime_ns).encode())
+    return state.hexdigest()[:16]

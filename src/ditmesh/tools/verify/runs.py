@@ -1,0 +1,288 @@
+"""What ranks do to find out whether a configuration draws what one device draws.
+
+One device draws first and leaves a trace of everything on disk (`tracing`). Then every configuration draws twice: once
+watched, each rank comparing its own part with the trace, and once unwatched, against the clock.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from errno import ENOSPC
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ...config import ParallelConfig
+from ...errors import ConfigError, InputError, LayoutError, UntestedWarning
+from ...generate.job import Job, check_config
+from ...generate.run import call_arguments, device_of_rank, load
+from ...launch import Report
+from ...quality import metrics
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ...generate.model_info import ModelInfo
+    from .tracing import Part, Recorder, Spot
+
+# Bytes that the values of one trace may take on disk, and those without which a trace is not begun.
+TRACE_BUDGET = 4e9
+LEAST_BUDGET = 64e6
+
+Promise = Literal["bits", "tolerance", "none"]
+
+
+# --------------------------------------------------------------------------------------------------
+# What is promised
+
+
+def promise_of(config: ParallelConfig) -> Promise:
+    """What the strategies of a configuration promise, see `ditmesh.recipe.promise_of`."""
+    from ...recipe import promise_of
+
+    return promise_of(config)
+
+
+def reference_of(config: ParallelConfig) -> ParallelConfig | None:
+    """What one device runs for comparison; None: the pipeline as diffusers has it, nothing parallelised.
+
+    Of a reproducible configuration: the same settings on one device.
+    """
+    return config.resized(1) if config.reproducible else None
+
+
+def name_of(config: ParallelConfig | None) -> str:
+    """A configuration in words, with every setting that is not the usual one; None: one device."""
+    if config is None:
+        return "one device"
+    described = config.describe()
+    told = {word.partition("=")[0] for word in described.split()} | set(config.degrees)
+    settings = config.model_dump(exclude_defaults=True)
+    return " ".join([described, *(f"{name}={value}" for name, value in settings.items() if name not in told)])
+
+
+def sensible(
+    devices: int, model: ModelInfo, pictures: int, guided: bool, size: tuple[int, int] | None = None
+) -> list[ParallelConfig]:
+    """Every configuration of ``devices`` devices that is worth trying: exact, then reproducible, then stale.
+
+    Args:
+        devices: number of ranks.
+        model: its heads and tokens bound the degrees.
+        pictures: pictures of one call; more data ranks have nothing to do.
+        guided: whether there are two branches of guidance to share.
+        size: width and height in pixels; None: the model's own.
+    """
+    found: list[ParallelConfig] = []
+    degrees = [degree for degree in range(1, devices + 1) if devices % degree == 0]
+
+    def offer(**settings: Any) -> None:
+        try:
+            config = ParallelConfig(**settings)
+            check_config(config, model, devices, size)
+        except ConfigError:
+            return
+        if config.data <= pictures and config.cfg <= (2 if guided else 1) and config.tensor <= (model.heads or 1):
+            found.append(config)
+
+    def grids(*axes: str) -> Iterator[dict[str, int]]:
+        for chosen in product(*(degrees for _ in axes)):
+            settings = dict(zip(axes, chosen, strict=True))
+            if prod(chosen) == devices:
+                yield settings
+
+    for grid in sorted(grids("ulysses", "ring", "cfg", "data", "tensor"), key=_simple_first):
+        offer(**grid)
+    for grid in sorted(grids("ulysses", "ring", "cfg", "data"), key=_simple_first):
+        offer(**grid, reproducible=True)
+    for grid in sorted(grids("ring", "cfg", "data"), key=_simple_first):
+        if grid["ring"] > 1:
+            offer(**grid, exchange="displaced")
+            offer(**grid, exchange="naive")
+    for grid in sorted(grids("pipe", "ulysses", "cfg"), key=_simple_first):
+        if grid["pipe"] > 1:
+            offer(**grid)
+    return found
+
+
+def _simple_first(grid: dict[str, int]) -> tuple[int, list[int]]:
+    return sum(degree > 1 for degree in grid.values()), [-degree for degree in grid.values()]
+
+
+# --------------------------------------------------------------------------------------------------
+# What ranks do
+
+
+@dataclass(frozen=True)
+class Began:
+    """A run begins: of one device or of a configuration, watched or against the clock."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One configuration on one rank.
+
+    Attributes:
+        pictures: float32 (B, H, W, C) from 0 to 1, one array for each call; of rank 0 only.
+        digests: of every call's pictures on this rank.
+        seconds: time that the calls took unwatched.
+        repeats: whether the watched and the unwatched run gave the same bits.
+        sent: bytes this rank sent in the unwatched run, by axis.
+        parts, unknown: what the watched run found, when it was compared.
+        stride: every so manieth channel is in the trace, when one was written.
+        refused: why this configuration cannot run, if it cannot.
+    """
+
+    pictures: tuple[np.ndarray, ...] = ()
+    digests: tuple[str, ...] = ()
+    seconds: float = 0.0
+    repeats: bool = True
+    sent: dict[str, int] = field(default_factory=dict)
+    parts: tuple[Part, ...] = ()
+    unknown: tuple[Spot, ...] = ()
+    stride: int = 1
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A run to make.
+
+    Attributes:
+        config: None: nothing parallelised.
+        trace: folder of one device's trace: written by the one device, read by all others.
+        writes: whether this run is the one device.
+        budget: bytes that the values of the trace may take, about.
+    """
+
+    config: ParallelConfig | None
+    trace: str
+    writes: bool = False
+    budget: float = TRACE_BUDGET
+
+
+def budget_of(folder: str | Path, traces: int, wanted: float = TRACE_BUDGET) -> float:
+    """Bytes that the values of each of ``traces`` traces may take in a folder: at most half of what is free there.
+
+    Raises:
+        InputError: there is no room for traces.
+    """
+    free = shutil.disk_usage(folder).free
+    budget = min(wanted, free / 2 / traces)
+    if budget < min(wanted, LEAST_BUDGET):
+        raise InputError(
+            f"{str(folder)!r} has {free / 1e6:.0f} MB free, too little to keep what one device computes; name another "
+            "folder with --trace-dir"
+        )
+    return budget
+
+
+def run_tasks(job: Job, tasks: Sequence[Task], *, report: Report | None = None) -> list[Run]:
+    """Make several runs with one loaded pipeline. Every rank calls this; what they return belongs together.
+
+    Args:
+        job: what to generate; its own configuration does not count.
+        tasks: the runs, in order.
+        report: takes a `Began` from rank 0 before every run.
+
+    Raises:
+        InputError: the pipeline cannot do what is asked.
+    """
+    import torch.distributed as dist
+
+    from ...comm.mesh import Mesh
+    from ...engine import parallelize, restore
+
+    grouped = dist.is_available() and dist.is_initialized()
+    rank = dist.get_rank() if grouped else 0
+    device = device_of_rank()
+    pipe = load(job, device)
+    runs = []
+    for task in tasks:
+        mesh = None
+        if task.config is not None:
+            mesh = Mesh(task.config, device=device, timeout=job.timeout)
+            try:
+                with warnings.catch_warnings():
+                    # Untested is what this is about to change.
+                    warnings.simplefilter("ignore", UntestedWarning)
+                    parallelize(pipe, task.config, mesh=mesh)
+            except (InputError, LayoutError) as error:
+                # Every rank refuses alike, before it has changed anything.
+                mesh.close()
+                runs.append(Run(refused=str(error)))
+                continue
+        if report is not None and rank == 0:
+            report(Began(name_of(task.config)))
+        runs.append(_run(job, pipe, task, rank, grouped))
+        if task.config is not None:
+            restore(pipe)
+        if mesh is not None:
+            mesh.close()
+    return runs
+
+
+def _run(job: Job, pipe: Any, task: Task, rank: int, grouped: bool) -> Run:
+    """Watched, then against the clock."""
+    import torch.distributed as dist
+
+    from ...engine import engine_of
+    from .tracing import Recorder, Trace, TraceComparer, TraceWriter
+
+    steps = call_arguments(job, pipe, 0)["num_inference_steps"]
+    with ExitStack() as files:
+        if task.writes:
+            # Guidance calls the transformer once or twice a step.
+            sink: Any = TraceWriter(task.trace, task.budget, steps * len(job.prompts) * 2)
+            files.callback(sink.close)
+        else:
+            sink = TraceComparer(Trace(task.trace), rank)
+        try:
+            with Recorder(pipe, sink) as recorder:
+                watched = [_draw(job, pipe, number, recorder) for number in range(job.calls)]
+        except OSError as error:
+            if error.errno != ENOSPC:
+                raise
+            files.pop_all()
+            raise InputError(
+                f"no space is left in {str(Path(task.trace).parent)!r} for what one device computes; name another "
+                "folder with --trace-dir, or keep less with --trace-gb"
+            ) from error
+    traffic = engine_of(pipe).mesh.traffic if task.config is not None else None
+    if traffic is not None:
+        traffic.reset()
+    if grouped:
+        # The clock starts when all are here.
+        dist.barrier()
+    started = time.perf_counter()
+    pictures = [_draw(job, pipe, number) for number in range(job.calls)]
+    seconds = time.perf_counter() - started
+    digests = tuple(map(metrics.digest, pictures))
+    return Run(
+        pictures=tuple(pictures) if rank == 0 else (),
+        digests=digests,
+        seconds=seconds,
+        repeats=digests == tuple(map(metrics.digest, watched)),
+        sent=dict(traffic.bytes_sent) if traffic is not None else {},
+        parts=() if task.writes else tuple(sink.parts),
+        unknown=() if task.writes else tuple(sink.unknown),
+        stride=(sink.stride or 1) if task.writes else 1,
+    )
+
+
+def _draw(job: Job, pipe: Any, number: int, recorder: Recorder | None = None) -> np.ndarray:
+    """The pictures of one prompt, before they are rounded to 8 bits."""
+    if recorder is not None:
+        recorder.begin(number)
+    images = pipe(**call_arguments(job, pipe, number), output_type="np").images
+    if recorder is not None:
+        recorder.end()
+    return images

@@ -1,0 +1,262 @@
+"""What is said about a configuration, from what its ranks found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from ...config import ParallelConfig
+from ...core.files import finite
+from ...generate.job import Job
+from ...quality import metrics
+from .runs import Promise, Run, name_of, promise_of, reference_of
+from .tracing import SCHEDULER, Compared, Trace, merge
+
+# Largest relative difference of latents and pictures that rounding explains, by type of the weights. Measured with the
+# embedded model, exact strategies stay under 5e-7, 3e-3 and 2e-2; steps multiply what the first ones differ by, and
+# other models have more of both.
+TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+
+
+@dataclass(frozen=True)
+class Found:
+    """The first place where a configuration differs from one device.
+
+    Attributes:
+        picture: number of the prompt, from 1.
+        step, call: denoising step, and the transformer's call within it, from 1; step 0 is what the first step starts
+            from; call 0 belongs to the scheduler.
+        block: path of the block, or ``"scheduler"``.
+        tensor: the stream, or ``"prediction"`` or ``"latents"``.
+        token: first token of it that differs, in the scheduler's tensors the first row of values.
+        ranks: who computed what differs.
+        error, largest: relative and absolute difference.
+    """
+
+    picture: int
+    step: int
+    call: int
+    block: str
+    tensor: str
+    token: int | None
+    ranks: tuple[int, ...]
+    error: float
+    largest: float
+
+    def describe(self) -> str:
+        """Such as ``step 2, transformer_blocks.1, image (token 128, rank 1)``."""
+        where = f"step {self.step}, {self.block}, {self.tensor}"
+        if self.picture > 1:
+            where = f"prompt {self.picture}, {where}"
+        who = "ranks " + " and ".join(map(str, self.ranks)) if len(self.ranks) > 1 else f"rank {(*self.ranks, 0)[0]}"
+        at = f"token {self.token}, " if self.token is not None and self.block != "scheduler" else ""
+        return f"{where} ({at}{who})"
+
+
+@dataclass(frozen=True)
+class Step:
+    """Largest relative difference in one step, over all prompts: of the latents, of the prediction, of any block."""
+
+    step: int
+    latents: float
+    prediction: float
+    blocks: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A configuration against one device.
+
+    Attributes:
+        config: in words; settings: as given to `ParallelConfig`.
+        devices: number of ranks.
+        reference: what it was compared with, in words.
+        promise: what it promises (`promise_of`).
+        tolerance: what it was judged by; None: not judged.
+        passed: whether it kept its promise, or the tolerance; a refused one has not failed.
+        refused: why it could not run, if it could not.
+        equal: pictures and all of the scheduler's tensors have the same bits as on one device.
+        blocks_equal: so have all blocks.
+        seen: share of the trace that was compared.
+        repeats: two runs of it gave the same bits.
+        error: what is judged: the largest of the relative differences of latents (any step) and pictures.
+        largest, mean, psnr, ssim, perceptual: of the worst picture; see `quality.metrics.Difference`.
+        pictures: the same for every picture.
+        latents: relative difference of the last step's latents.
+        seconds, one_device_seconds: unwatched, without loading.
+        bytes_sent: by axis, all ranks together, in the unwatched run.
+        first_bit, first_beyond: where it first differs at all, and beyond the tolerance.
+        growth: difference per step.
+        heat: largest relative difference by block and step, over all prompts and streams.
+    """
+
+    config: str
+    settings: dict[str, Any]
+    devices: int
+    reference: str
+    promise: Promise
+    tolerance: float | None
+    passed: bool
+    refused: str | None = None
+    equal: bool = False
+    blocks_equal: bool = False
+    seen: float = 0.0
+    repeats: bool = True
+    error: float = 0.0
+    largest: float = 0.0
+    mean: float = 0.0
+    psnr: float | None = None
+    ssim: float = 1.0
+    perceptual: float | None = None
+    pictures: tuple[metrics.Difference, ...] = ()
+    latents: float | None = None
+    seconds: float = 0.0
+    one_device_seconds: float = 0.0
+    bytes_sent: dict[str, int] = field(default_factory=dict)
+    first_bit: Found | None = None
+    first_beyond: Found | None = None
+    growth: tuple[Step, ...] = ()
+    heat: dict[str, dict[int, float]] = field(default_factory=dict)
+
+    @property
+    def judged(self) -> bool:
+        """Whether anything was expected of it."""
+        return not self.refused and (self.promise == "bits" or self.tolerance is not None)
+
+    @property
+    def outcome(self) -> str:
+        """In a few words."""
+        if self.refused:
+            return "refused"
+        if self.promise == "bits":
+            return "same bits" if self.passed else "other bits"
+        if self.tolerance is None:
+            return "same bits" if self.equal else "not judged"
+        how = "same bits" if self.equal else f"within {self.tolerance:g}"
+        return how if self.passed else f"beyond {self.tolerance:g}"
+
+    def as_data(self) -> dict[str, Any]:
+        """As JSON can hold it: infinite differences are null."""
+        return finite(asdict(self))
+
+
+def judge(
+    job: Job,
+    config: ParallelConfig,
+    runs: Sequence[Run],
+    alone: Run,
+    trace: str | Path,
+    tolerance: float | None = None,
+    perceptual: bool = False,
+) -> Verdict:
+    """Put together what all ranks found about one configuration.
+
+    Args:
+        job: what was drawn.
+        config: the configuration.
+        runs: every rank's, in rank order.
+        alone: the one device's.
+        trace: folder of its trace.
+        tolerance: largest relative difference allowed; None: that of `TOLERANCES`, and none for stale strategies.
+        perceptual: measure the learned perceptual distance too, where its weights are.
+    """
+    reference = reference_of(config)
+    promise = promise_of(config)
+    if tolerance is None and promise == "tolerance":
+        tolerance = TOLERANCES[job.dtype]
+    verdict = Verdict(
+        config=name_of(config),
+        settings=config.model_dump(mode="json"),
+        devices=config.world_size,
+        reference=name_of(reference),
+        promise=promise,
+        tolerance=tolerance,
+        passed=True,
+        refused=runs[0].refused,
+    )
+    if verdict.refused:
+        return verdict
+    opened = Trace(trace)
+    compared = merge(opened, [part for run in runs for part in run.parts])
+    pictures = tuple(
+        metrics.compare(ours, theirs, perceptual)
+        for mine, whole in zip(runs[0].pictures, alone.pictures, strict=True)
+        for ours, theirs in zip(mine, whole, strict=True)
+    )
+    states = [one for one in compared if one.spot.path == SCHEDULER]
+    latents = [one for one in states if one.spot.tensor == "latents"]
+    unknown = {spot for run in runs for spot in run.unknown}
+    agreed = all(run.digests == runs[0].digests for run in runs)
+    equal = agreed and all(picture.equal for picture in pictures) and all(one.equal for one in states)
+    error = max([one.error for one in latents] + [picture.largest for picture in pictures] + [0.0 if agreed else inf])
+    passed = equal if promise == "bits" else tolerance is None or error <= tolerance
+    last = [one.error for one in latents if one.spot.step == max(other.spot.step for other in latents)]
+    learned = [picture.perceptual for picture in pictures if picture.perceptual is not None]
+    sent: dict[str, int] = {}
+    for run in runs:
+        for axis, count in run.sent.items():
+            sent[axis] = sent.get(axis, 0) + count
+    beyond = tolerance if tolerance is not None else TOLERANCES[job.dtype]
+    return replace(
+        verdict,
+        passed=passed,
+        equal=equal,
+        blocks_equal=all(one.equal for one in compared) and not unknown,
+        seen=sum(one.seen for one in compared) / len(compared) if compared else 0.0,
+        repeats=all(run.repeats for run in runs),
+        error=error,
+        largest=max(picture.largest for picture in pictures),
+        mean=max(picture.mean for picture in pictures),
+        psnr=min((picture.psnr for picture in pictures if picture.psnr is not None), default=None),
+        ssim=min(picture.ssim for picture in pictures),
+        perceptual=max(learned, default=None),
+        pictures=pictures,
+        latents=max(last, default=None),
+        seconds=max(run.seconds for run in runs),
+        one_device_seconds=alone.seconds,
+        bytes_sent=sent,
+        first_bit=_first(compared, lambda one: not one.equal),
+        first_beyond=_first(compared, lambda one: not one.error <= beyond),
+        growth=_growth(compared),
+        heat=_heat(compared),
+    )
+
+
+def _first(compared: Sequence[Compared], differs: Callable[[Compared], bool]) -> Found | None:
+    for one in compared:
+        if differs(one):
+            spot = one.spot
+            return Found(
+                spot.request + 1,
+                spot.step,
+                spot.call,
+                spot.path,
+                spot.tensor,
+                one.token,
+                one.ranks,
+                one.error,
+                one.largest,
+            )
+    return None
+
+
+def _growth(compared: Sequence[Compared]) -> tuple[Step, ...]:
+    kinds = ("latents", "prediction", "blocks")
+    errors: dict[int, dict[str, float]] = {}
+    for one in compared:
+        step = errors.setdefault(one.spot.step, dict.fromkeys(kinds, 0.0))
+        kind = "blocks" if one.spot.call else one.spot.tensor
+        step[kind] = max(step[kind], one.error)
+    return tuple(Step(step, **found) for step, found in sorted(errors.items()) if step > 0)
+
+
+def _heat(compared: Sequence[Compared]) -> dict[str, dict[int, float]]:
+    heat: dict[str, dict[int, float]] = {}
+    for one in compared:
+        if one.spot.call:
+            row = heat.setdefault(one.spot.path, {})
+            row[one.spot.step] = max(row.get(one.spot.step, 0.0), one.error)
+    return heat
