@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ditmesh.strategies.pipefusion.pipeline.lazy import COMMON, Later, LazyPatches, Owners
 from torch import Tensor
+
+from ditmesh.strategies.pipefusion.lazy import COMMON, Later, LazyPatches, Owners
 
 PATCHES = 3
 

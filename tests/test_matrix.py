@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from ditmesh.strategies.pipefusion.pipeline.lazy import whole_of
 
 import ditmesh
 from ditmesh.config import ParallelConfig
 from ditmesh.strategies import support
+from ditmesh.strategies.pipefusion.lazy import whole_of
 from support.models import MAKERS, RAGGED, inputs, relative_error, run, tiny
 
 TOLERANCE = 1e-5

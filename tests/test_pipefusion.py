@@ -13,11 +13,11 @@ from unittest import mock
 import diffusers
 import pytest
 import torch
-from ditmesh.strategies.pipefusion.pipeline.lazy import LazyPatches, whole_of
-from ditmesh.strategies.pipefusion.pipeline.stages import balanced
 
 import ditmesh
+from ditmesh.strategies.pipefusion.lazy import LazyPatches, whole_of
 from ditmesh.strategies.pipefusion.pipeline import patches
+from ditmesh.strategies.pipefusion.stages import balanced
 from support import more_pipelines
 from support.models import MAKERS, RAGGED, inputs, relative_error, sizes, tiny
 from support.pipelines import MAKERS as PIPELINES

@@ -10,9 +10,9 @@ import diffusers
 import pytest
 import torch
 import torch.distributed as dist
-from ditmesh.strategies.pipefusion.pipeline.stages import balanced, kinds_of
 
 import ditmesh
+from ditmesh.strategies.pipefusion.stages import balanced, kinds_of
 from support.models import relative_error, tiny
 from support.pipelines import MAKERS, arguments, draw
 from support.tensor import bits, same_bits

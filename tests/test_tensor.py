@@ -5,12 +5,12 @@ from __future__ import annotations
 import diffusers
 import pytest
 import torch
-from ditmesh.strategies.tensor.parallel.slices import plan
 
 import ditmesh
 from ditmesh.config import ParallelConfig
 from ditmesh.core.partition import Partition
 from ditmesh.engine import check_heads
+from ditmesh.strategies.tensor.slices import plan
 from support.models import MAKERS, ODD, RAGGED, inputs, relative_error, run, sizes, tiny
 from support.parity import parity
 from support.tensor import expected_tensor_bytes, memory, replicated, restored, without_sum

@@ -8,12 +8,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from ditmesh.strategies.tensor.parallel.parallel import TensorParallel
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from torch import nn
 
 import ditmesh
+from ditmesh.strategies.tensor.parallel import TensorParallel
 from support.models import RAGGED, inputs, relative_error, run, tiny
 from support.tensor import bits, same_bits
 
