@@ -64,32 +64,36 @@ def test_links_lead_somewhere(document):
             assert (document.parent / target).exists(), target
 
 
-def house() -> list[str]:
-    """The rooms in the order of docs/architecture.md."""
+def tree() -> list[str]:
+    """Modules and folders of the package in the order of docs/architecture.md."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     listing = re.search(r"src/ditmesh/\n(.*?)```", text, re.DOTALL)
     assert listing
-    return [line.split()[0].removesuffix("/").removesuffix(".py") for line in listing.group(1).splitlines()]
+    return [
+        line.split()[0].removesuffix("/").removesuffix(".py")
+        for line in listing.group(1).splitlines()
+        if line.startswith("  ")
+    ]
 
 
-def test_every_room_is_in_the_plan():
-    rooms = {
+def test_every_module_is_in_the_tree():
+    found = {
         path.stem
         for path in (ROOT / "src" / "ditmesh").iterdir()
         if (path.suffix == ".py" and not path.stem.startswith("__")) or (path / "__init__.py").exists()
     }
-    assert rooms == set(house())
+    assert found == set(tree())
 
 
 def test_imports_run_one_way():
-    """A room imports only rooms above it in the plan (types for checkers apart)."""
-    order = {room: place for place, room in enumerate(house())}
+    """A module imports only those above it in the tree (types for checkers apart)."""
+    order = {name: place for place, name in enumerate(tree())}
     package = ROOT / "src" / "ditmesh"
     wrong = []
     for path in package.rglob("*.py"):
         parts = path.relative_to(package).with_suffix("").parts
-        room = parts[0]
-        if room not in order:
+        here = parts[0]
+        if here not in order:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.ImportFrom) or not node.level:
@@ -100,6 +104,6 @@ def test_imports_run_one_way():
             wrong += [
                 f"{path.relative_to(package)} imports {name}"
                 for name in names
-                if name in order and name != room and order[name] > order[room]
+                if name in order and name != here and order[name] > order[here]
             ]
     assert wrong == []

@@ -12,7 +12,7 @@ from torch import nn
 import ditmesh
 from ditmesh.attention.kernels import attend_with_lse, attend_with_lse_reference, merge_
 from ditmesh.config import ParallelConfig
-from ditmesh.core import intercept as door
+from ditmesh.core import intercept
 from ditmesh.core.partition import even_cut, offsets
 from support.models import MAKERS, ODD, RAGGED, inputs, relative_error, run, tiny
 
@@ -79,7 +79,7 @@ def test_parallelised_models_do_not_disturb_one_another(ranks):
     assert all(error < 1e-5 for error in ranks(2).run(two_models))
 
 
-def test_the_door_is_open_only_while_somebody_is_parallel():
+def test_attention_is_intercepted_only_while_somebody_is_parallel():
     original = F.scaled_dot_product_attention
     with ditmesh.parallelized(tiny("DiT"), {}):
         assert F.scaled_dot_product_attention is not original
@@ -98,19 +98,19 @@ def test_attention_outside_the_blocks_and_in_other_threads_is_untouched():
         def attend(self, q_bhsd, k_bhsd, v_bhsd, mask, scale):
             return torch.zeros_like(q_bhsd)
 
-    door.open_door()
+    intercept.install()
     try:
         assert torch.equal(F.scaled_dot_product_attention(q, q, q), truth)
-        token = door.enter(Handler())
+        token = intercept.enter(Handler())
         try:
             assert not F.scaled_dot_product_attention(q, q, q).any()
             thread = threading.Thread(target=lambda: seen.append(F.scaled_dot_product_attention(q, q, q)))
             thread.start()
             thread.join()
         finally:
-            door.leave(token)
+            intercept.leave(token)
     finally:
-        door.close_door()
+        intercept.uninstall()
     assert torch.equal(seen[0], truth)
 
 
@@ -122,7 +122,7 @@ def test_a_block_that_raises_leaves_no_handler_behind():
         with pytest.raises(ZeroDivisionError):
             run(model, arguments)
         handle.remove()
-        assert door._handler.get() is None
+        assert intercept._handler.get() is None
         assert torch.equal(run(model, arguments), truth)
 
 

@@ -522,7 +522,7 @@ def find_layout(model: nn.Module) -> TokenLayout:
 
 
 def _check_backend(model: nn.Module) -> None:
-    """Attention must reach torch's own function, where the door is."""
+    """Attention must reach torch's own function, which is intercepted."""
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
     chosen = {_AttentionBackendRegistry.get_active_backend()[0]}

@@ -1,1 +1,1 @@
-"""Attention across ranks: the door, local kernels, Ulysses, ring."""
+"""Attention across ranks: kernels by name, Ulysses, ring, masks, and the recipe that joins them."""

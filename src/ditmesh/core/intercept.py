@@ -39,7 +39,7 @@ sdpa: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention  # type:
 
 _handler: ContextVar[AttentionHandler | None] = ContextVar("ditmesh_attention_handler", default=None)
 _lock = threading.Lock()
-_open_doors = 0
+_users = 0
 
 
 class _Interceptor:
@@ -97,21 +97,21 @@ def leave(token: Token[AttentionHandler | None]) -> None:
     _handler.reset(token)
 
 
-def open_door() -> None:
-    """Intercept attention, unless it is intercepted already. Every call is undone by one `close_door`."""
-    global _open_doors, _interceptor
+def install() -> None:
+    """Intercept attention, unless it is intercepted already. Every call is undone by one `uninstall`."""
+    global _users, _interceptor
     with _lock:
-        if _open_doors == 0:
+        if _users == 0:
             _interceptor = _Interceptor()
-        _open_doors += 1
+        _users += 1
 
 
-def close_door() -> None:
-    """Undo one `open_door`; the last one puts the replaced function back."""
-    global _open_doors, _interceptor
+def uninstall() -> None:
+    """Undo one `install`; the last one puts the replaced function back."""
+    global _users, _interceptor
     with _lock:
-        _open_doors -= 1
-        if _open_doors == 0 and _interceptor is not None:
+        _users -= 1
+        if _users == 0 and _interceptor is not None:
             _interceptor.remove()
             _interceptor = None
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core import intercept as door
+from ..core import intercept
 from ..core.arguments import Arguments, covers, parameter_names
 from ..errors import LayoutError
 from .conventions import Conventions, LiveConventions, Size, Way, ways
@@ -72,7 +72,7 @@ class _Recorder:
     def attend(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
-        out = door.sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
+        out = intercept.sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
         if self.current is not None:
             self.current.attention.append((q_bhsd, k_bhsd, out))
         return out
@@ -100,7 +100,7 @@ class _Replay:
     ) -> Tensor:
         call, self._calls = self._calls, self._calls + 1
         if call < len(self._local) and self._local[call]:
-            return door.sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
+            return intercept.sdpa(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
         if call >= len(self._run.attention):
             raise LayoutError("a block makes more attention calls when one of its tokens changes")
         self.asked.append((q_bhsd, k_bhsd, v_bhsd))
@@ -302,13 +302,13 @@ class _Probe:
                 )
                 handles.append(block.register_forward_pre_hook(before, with_kwargs=True))
                 handles.append(block.register_forward_hook(after))
-        door.open_door()
-        token = door.enter(recorder)
+        intercept.install()
+        token = intercept.enter(recorder)
         try:
             output = self.model(**self.conventions.inputs(size))
         finally:
-            door.leave(token)
-            door.close_door()
+            intercept.leave(token)
+            intercept.uninstall()
             for handle in handles:
                 handle.remove()
         return _Run(recorder.runs, [value for _, value in _tensors(output)])
@@ -706,15 +706,15 @@ def _recording_hooks(
     return before, after
 
 
-def _run_block(block: nn.Module, arguments: Arguments, handler: door.AttentionHandler) -> Any:
+def _run_block(block: nn.Module, arguments: Arguments, handler: intercept.AttentionHandler) -> Any:
     """A block alone, its attention answered by ``handler``."""
-    door.open_door()
-    handed = door.enter(handler)
+    intercept.install()
+    handed = intercept.enter(handler)
     try:
         return block(*arguments.args, **arguments.kwargs)
     finally:
-        door.leave(handed)
-        door.close_door()
+        intercept.leave(handed)
+        intercept.uninstall()
 
 
 def _sort(path: str, value: Any) -> tuple[str, str, int]:

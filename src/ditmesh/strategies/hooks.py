@@ -139,9 +139,9 @@ class ModelHooks:
         self._names = parameter_names(type(model).forward)
         self._undo = ExitStack()
         lists = [(region, _blocks(model, region)) for region in layout.regions]
-        intercept.open_door()
+        intercept.install()
         # Also for a model that was dropped without `close`.
-        self._undo.callback(weakref.finalize(self, intercept.close_door))
+        self._undo.callback(weakref.finalize(self, intercept.uninstall))
         try:
             self._undo.callback(chain.add(self._around_call))
             self._forms = Forms(layout, partial(probe, model), fixed)

@@ -47,7 +47,7 @@ def run_together(runs: Sequence[Callable[[], T]], meet: Callable[[list[Any]], Se
     """
     lets = [greenlet(run) for run in runs]
     for let in lets:
-        # A coroutine starts with an empty context; the block's door and everybody else's variables belong to it.
+        # A coroutine starts with an empty context; attention's handler and everybody else's variables belong to it.
         let.gr_context = contextvars.copy_context()
     try:
         states = [let.switch() for let in lets]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...core import intercept as door
+from ...core import intercept
 from .lse import additive, attend_with_lse, attend_with_lse_reference
 
 
@@ -17,8 +17,8 @@ class Native:
 
     def replaced(self) -> str | None:
         """What the program has put in the place of torch's function before it was intercepted; None: nothing."""
-        found = door.plain()
-        if found is door.sdpa:
+        found = intercept.plain()
+        if found is intercept.sdpa:
             return None
         name = getattr(found, "__qualname__", type(found).__qualname__)
         return f"{name}, which replaces torch's scaled_dot_product_attention,"
@@ -31,7 +31,7 @@ class Native:
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
         """See `Kernel.attend`."""
-        return door.plain()(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
+        return intercept.plain()(q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale)
 
     def attend_with_lse(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None

@@ -75,7 +75,7 @@ class Memory:
 
 
 class Run(Protocol):
-    """One run of the transformer's forward, as the doors see it."""
+    """One run of the transformer's forward, as the hooks see it."""
 
     @property
     def memory(self) -> Memory | None:
@@ -182,7 +182,7 @@ class PatchLink:
 
 
 class PatchParallel(SequenceParallel):
-    """Handler of one transformer's doors under PipeFusion.
+    """Handler of one transformer's hooks under PipeFusion.
 
     Args:
         config: degrees, text policy.
