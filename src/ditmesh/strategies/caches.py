@@ -88,6 +88,21 @@ def _first_block_hooks(model: nn.Module) -> list[Any]:
     return found
 
 
+def _reset(model: Any) -> None:
+    """Empty a model's caches. A call may be in progress: which of a pipeline's calls it is stays known."""
+    managers = [
+        hook.state_manager
+        for module in model.modules()
+        for hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}).values()
+        if hasattr(hook, "state_manager")
+    ]
+    contexts = [getattr(manager, "_context", None) for manager in managers]
+    model._reset_stateful_cache()
+    for manager, context in zip(managers, contexts, strict=True):
+        if context is not None:
+            manager.set_context(context)
+
+
 class Caches(Strategy):
     """diffusers' caches of every transformer, deciding together."""
 
@@ -110,4 +125,4 @@ class Caches(Strategy):
         for model in self.context.models:
             cached: Any = model.model
             if getattr(cached, "is_cache_enabled", False):
-                cached._reset_stateful_cache()
+                _reset(cached)

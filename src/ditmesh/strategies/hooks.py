@@ -76,9 +76,11 @@ class Handler(intercept.AttentionHandler, Protocol):
 
     Attributes:
         balance: speeds of the ranks that share the tokens.
+        passive: whether it does nothing at blocks, so that the hooks there need not ask it.
     """
 
     balance: Balance
+    passive: bool
 
     def begin_call(self) -> None:
         """The transformer's own forward is about to run."""
@@ -173,13 +175,17 @@ class ModelHooks:
 
         def before(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            if handler.passive and self.tap is None:
+                return None
             arguments = Arguments(names, args, kwargs)
             handler.before_block(self._sites[site.path], arguments)
             intercept.handle(handler)
             return tuple(arguments.args), arguments.kwargs
 
         def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+            if handler.passive and self.tap is None:
+                return None
             intercept.handle(None)
             if self.tap is not None:
                 for piece in handler.pieces(self._sites[site.path], output):

@@ -91,6 +91,7 @@ class TiledSequence(SequenceParallel):
 
     def __init__(self, config: ParallelConfig, mesh: Mesh) -> None:
         super().__init__(config, mesh)
+        self.passive = False
         self._tiles = _Tiles()
         # Linears of the blocks that are known to get the same input for every tile, and those known not to.
         self._alike: dict[nn.Module, bool] = {}

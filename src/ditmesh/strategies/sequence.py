@@ -80,6 +80,8 @@ class SequenceParallel:
         self.kernel = local_attention(config.attention, ring, config.reproducible)
         self.mixer = Mixer(mesh.ulysses, mesh.ring, self.kernel, self.travels)
         self.coverage = Coverage()
+        # All tokens are here and torch attends to them: nothing is to be done at a block.
+        self.passive = self.link.size == 1 and not self.keeps_keys and config.attention == "native"
         self.balance = Balance(config.weights, mesh.sequence, mesh.device)
         self._call = _Call()
         # While a block is timed it computes on this rank's tokens alone.
@@ -293,12 +295,12 @@ class SequenceParallel:
         """Refuse a tensor or an integer that the layout does not know; a probed one knows class and rank, too."""
         if self.link.size == 1 and not self.config.reproducible:
             return
-        found = tuple((path, *_sort_of(value), value) for path, value in arguments.leaves())
-        key = (site.region.blocks, id(site.region), *(entry[:3] for entry in found))
+        # Without paths: those are made where something is to be said.
+        key = (id(site.region), _form_of(arguments.args), _form_of(arguments.kwargs))
         if key in self._checked:
             return
-        for path, kind, dims, value in found:
-            if not _knows(site.region, path, kind, dims):
+        for path, value in arguments.leaves():
+            if not _knows(site.region, path, *_sort_of(value)):
                 raise LayoutError(self._unknown(site, path, value))
         self._checked.add(key)
 
@@ -418,6 +420,17 @@ def counted_here(counted: Count, number: int, tokens: Partition, part: int) -> i
     if counted.part == "last":
         return tokens.lengths[part] - tokens.first(tokens.total - number, part)
     return tokens.first(number, part)
+
+
+def _form_of(value: Any) -> Any:
+    """What `_sort_of` depends on, of every tensor and integer of some arguments."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.dim()
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_form_of, value))
+    if isinstance(value, dict):
+        return tuple((name, _form_of(item)) for name, item in value.items())
+    return type(value) is int
 
 
 def _sort_of(value: Any) -> tuple[str, int]:

@@ -119,6 +119,7 @@ class SimulatedSequence:
     def __init__(self, handlers: Sequence[SequenceParallel]) -> None:
         self.handlers = list(handlers)
         self.balance = self.handlers[0].balance
+        self.passive = False
 
     def end_request(self) -> None:
         """Forget everything about a request."""
