@@ -192,9 +192,9 @@ def kernels(quick: bool) -> Iterator[Row]:
 def _kernels() -> Any:
     """The module alone, which needs nothing but torch, where the package cannot be imported."""
     try:
-        import ditmesh.attention.kernels as module
+        from ditmesh.attention.kernels import lse as module
     except ModuleNotFoundError:
-        path = Path(__file__).parents[1] / "src" / "ditmesh" / "attention" / "kernels.py"
+        path = Path(__file__).parents[1] / "src" / "ditmesh" / "attention" / "kernels" / "lse.py"
         spec = importlib.util.spec_from_file_location("kernels", path)
         assert spec is not None
         assert spec.loader is not None

@@ -224,8 +224,8 @@ def test_a_difference_far_below_the_tolerance_is_named_and_promises_are_kept_to_
 class ForgetfulTiles(TiledSequence):
     """What attention gives the last tile of rank 1 is a millionth too large."""
 
-    def _mixed(self, site, asked):
-        outs = super()._mixed(site, asked)
+    def _attend_tiles(self, site, asked):
+        outs = super()._attend_tiles(site, asked)
         if self.link.rank == 1 and site.path == "transformer_blocks.1":
             outs[-1] = outs[-1] * (1 + 2**-20)
         return outs

@@ -653,7 +653,7 @@ def differences(reviewed: TokenLayout, probed: TokenLayout) -> list[str]:
             found.append(f"{blocks}: streams are {a.streams} against {b.streams} probed")
         if a.chained != b.chained:
             found.append(f"{blocks}: chained is {a.chained} against {b.chained} probed")
-        if tuple(replace(call, unless=None) for call in a.attention[: len(b.attention)]) != b.attention:
+        if tuple(replace(call, unless=None, only_if=None) for call in a.attention[: len(b.attention)]) != b.attention:
             found.append(f"{blocks}: attention is {a.attention} against {b.attention} probed")
         for cut in b.cuts:
             same = [known for known in a.cuts if known.arg == cut.arg and known.ndim in (None, cut.ndim)]

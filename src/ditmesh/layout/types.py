@@ -142,6 +142,7 @@ class Attention:
             itself: ``"text"`` when the block leaves padding out.
         per_sample: the block makes this call once for every sample of the batch. Only for its last entry.
         unless: argument of the block that, when true, makes it leave this call out: ``"all_perturbed"``.
+        only_if: argument of the block that, when given and false, makes it leave this call out.
     """
 
     queries: tuple[str, ...]
@@ -149,6 +150,7 @@ class Attention:
     ragged: str | None = None
     per_sample: bool = False
     unless: str | None = None
+    only_if: str | None = None
 
 
 def joint(*tokens: str) -> Attention:

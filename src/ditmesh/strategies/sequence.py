@@ -117,7 +117,8 @@ class SequenceParallel:
         call.attention = tuple(
             planned
             for planned in site.region.attention
-            if planned.unless is None or not _true(arguments, planned.unless)
+            if not (planned.unless and _true(arguments, planned.unless))
+            and not (planned.only_if and arguments.get(planned.only_if) is False)
         )
         if call.entered != site.span:
             self._enter(site, arguments)

@@ -16,8 +16,8 @@ LAYOUT = TokenLayout(
                 Attention(queries=("audio",), keys=("audio",), unless="all_perturbed"),
                 LOCAL,
                 LOCAL,
-                Attention(queries=("image",), keys=("audio",)),
-                Attention(queries=("audio",), keys=("image",)),
+                Attention(queries=("image",), keys=("audio",), only_if="use_a2v_cross_attention"),
+                Attention(queries=("audio",), keys=("image",), only_if="use_v2a_cross_attention"),
             ),
             cuts=(
                 Cut("video_rotary_emb.0", dim=1, tokens=("image",), ndim=3),
