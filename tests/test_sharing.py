@@ -274,8 +274,8 @@ def test_an_undo_that_fails_does_not_stop_the_others(monkeypatch):
     def fail(*_: Any) -> None:
         raise RuntimeError("a peer has gone")
 
-    for place in ("strategies.stages.Stages.close", "determinism.FixedArithmetic.end_request"):
-        monkeypatch.setattr(f"ditmesh.{place}", fail)
+    for place in ("pipefusion.stages.Stages.close", "determinism.FixedArithmetic.end_request"):
+        monkeypatch.setattr(f"ditmesh.strategies.{place}", fail)
     ditmesh.parallelize(model, {"patches": 2, "reproducible": True, "warmup": "fixed(1)"})
     with pytest.raises(RuntimeError, match="a peer has gone"):
         ditmesh.restore(model)
