@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ class Arguments:
 
     def get(self, path: str) -> Any:
         """The value at ``path``, or `MISSING`."""
+        if "." not in path:
+            return self._top(path)
         head, *rest = path.split(".")
         value = self._top(head)
         for part in rest:
@@ -49,9 +52,8 @@ class Arguments:
             # Arguments beyond the named ones (`*args`) go by their position.
             position = int(name[1:])
             return position if len(self.names) <= position < len(self.args) else None
-        if name in self.names and self.names.index(name) < len(self.args):
-            return self.names.index(name)
-        return None
+        place = _places(self.names).get(name)
+        return place if place is not None and place < len(self.args) else None
 
     def _top(self, name: str) -> Any:
         position = self._position(name)
@@ -63,6 +65,12 @@ class Arguments:
             self.kwargs[name] = value
         else:
             self.args[position] = value
+
+
+@cache
+def _places(names: tuple[str, ...]) -> dict[str, int]:
+    """The position of every name."""
+    return {name: place for place, name in enumerate(names)}
 
 
 def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -114,12 +114,14 @@ class SequenceParallel:
         """Cut this block's per-token arguments to this rank's tokens; at a region's first block, its streams too."""
         call = self._call
         call.site, call.attention_calls = site, 0
-        call.attention = tuple(
-            planned
-            for planned in site.region.attention
-            if not (planned.unless and _true(arguments, planned.unless))
-            and not (planned.only_if and arguments.get(planned.only_if) is False)
-        )
+        call.attention = site.region.attention
+        if any(planned.unless or planned.only_if for planned in call.attention):
+            call.attention = tuple(
+                planned
+                for planned in call.attention
+                if not (planned.unless and _true(arguments, planned.unless))
+                and not (planned.only_if and arguments.get(planned.only_if) is False)
+            )
         if call.entered != site.span:
             self._enter(site, arguments)
         if self.config.strict:
