@@ -241,6 +241,9 @@ class Mesh:
             if self._memory is not None and self._memory.joins(members):
                 shared = SharedChannel(self._memory, number, members)
             connections.append((self._new_group(axes), shared))
+        if self._control is not None:
+            # A group is there for one rank while another still connects, and would be lost if the first one failed now.
+            dist.barrier(group=self._control)
         return connections
 
     def _new_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
