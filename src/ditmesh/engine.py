@@ -255,10 +255,6 @@ class Engine:
 
     # --- what strategies tell ------------------------------------------------------------------------------
 
-    def find(self, kind: type[Part]) -> Part | None:
-        """The strategy of a type that is in force; None: it is not."""
-        return next((strategy for strategy in self.strategies if isinstance(strategy, kind)), None)
-
     def _parts(self, kind: type[Part]) -> list[Part]:
         return [part for model in self.models if (part := model.find(kind)) is not None]
 
