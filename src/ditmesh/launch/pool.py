@@ -397,10 +397,11 @@ class RankPool:
         for rank in ranks:
             if rank in found:
                 continue
-            text = self._stack(rank)
-            while not text and time.monotonic() < limit:
+            before, text = "", self._stack(rank)
+            # Read in the middle of writing, the last thread so far would not be the main one.
+            while (not text or text != before) and time.monotonic() < limit:
                 time.sleep(0.05)
-                text = self._stack(rank)
+                before, text = text, self._stack(rank)
             # Several threads are listed; the last is the main one, which runs the calls.
             found[rank] = text.strip().rsplit("\n\n", 1)[-1] or "it did not say"
         return {rank: found[rank] for rank in ranks}
