@@ -43,31 +43,27 @@ class HeadExchange:
             order. Memory order is (B, S, h, D).
         """
         me, size = self.link.rank, self.link.size
-        by_rank: list[list[Tensor]] = [[] for _ in range(size)]
+        outgoing: list[list[Tensor]] = [[] for _ in range(size)]
         shapes: list[list[tuple[int, ...]]] = [[] for _ in range(size)]
-        split = [tokens.split(tensor.transpose(1, 2), 1, me) for tensor, tokens in zip(tensors, streams, strict=True)]
-        for pieces, tokens in zip(split, streams, strict=True):
-            for block, mine in enumerate(pieces):
+        # For every tensor and stream this rank's heads of what lies here; None: every rank sends some.
+        here: list[list[Tensor | None]] = []
+        for tensor, tokens in zip(tensors, streams, strict=True):
+            here.append([])
+            for block, part_bshd in enumerate(tokens.split(tensor.transpose(1, 2), 1, me)):
+                by_rank = part_bshd.split(self.head_counts, 2)
                 if block in tokens.replicated:
+                    here[-1].append(by_rank[me])
                     continue
-                batch, _, _, dim = mine.shape
-                for peer in range(size):
-                    by_rank[peer].append(self._heads(mine, peer))
-                    shapes[peer].append((batch, tokens.blocks[block][peer], self.head_counts[me], dim))
-        received = self.link.all_to_all(by_rank, shapes)
-
-        whole: list[Tensor] = []
-        slot = 0
-        for pieces, tokens in zip(split, streams, strict=True):
-            parts: list[Tensor] = []
-            for block, mine in enumerate(pieces):
-                if block in tokens.replicated:
-                    parts.append(self._heads(mine, me))
-                else:
-                    parts.extend(received[peer][slot] for peer in range(size))
-                    slot += 1
-            whole.append(torch.cat(parts, dim=1).transpose(1, 2))
-        return whole
+                here[-1].append(None)
+                batch, _, heads, dim = by_rank[me].shape
+                for peer, (sent, length) in enumerate(zip(by_rank, tokens.blocks[block], strict=True)):
+                    outgoing[peer].append(sent)
+                    shapes[peer].append((batch, length, heads, dim))
+        received = zip(*self.link.all_to_all(outgoing, shapes), strict=True)
+        return [
+            torch.cat([part for own in blocks for part in (next(received) if own is None else (own,))], 1).transpose(1, 2)
+            for blocks in here
+        ]
 
     def gather_heads(self, out: Tensor, tokens: Partition) -> Tensor:
         """From some heads of all tokens back to all heads of this rank's tokens.
@@ -88,6 +84,3 @@ class HeadExchange:
         received = self.link.all_to_all(by_rank, shapes)
         rows = [torch.cat([received[peer][slot] for peer in range(size)], dim=2) for slot in range(len(shapes[me]))]
         return (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).transpose(1, 2)
-
-    def _heads(self, t_bshd: Tensor, rank: int) -> Tensor:
-        return t_bshd[:, :, self.head_starts[rank] : self.head_starts[rank] + self.head_counts[rank]]

@@ -84,6 +84,7 @@ class SequenceParallel:
         self.passive = self.link.size == 1 and not self.keeps_keys and config.attention == "native"
         self.balance = Balance(config.weights, mesh.sequence, mesh.device)
         self._call = _Call()
+        self._nan: dict[torch.dtype, Tensor] = {}
         # While a block is timed it computes on this rank's tokens alone.
         self._timing = False
         # Shapes already checked against the layout: the check costs Python time, and shapes rarely change.
@@ -166,8 +167,14 @@ class SequenceParallel:
                 output = with_result(output, stream, self._gather(value, tokens, stream))
             elif self.link.size > 1:
                 # What nobody is to read, as the layout says, shows in the picture if it is read after all.
-                output = with_result(output, stream, torch.full_like(value, torch.nan))
+                output = with_result(output, stream, self._unread(value.dtype, value.device).expand_as(value))
         return output
+
+    def _unread(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        found = self._nan.get(dtype)
+        if found is None or found.device != device:
+            found = self._nan[dtype] = torch.full((), torch.nan, dtype=dtype, device=device)
+        return found
 
     def _check_coverage(self, site: BlockSite) -> None:
         call = self._call
