@@ -60,10 +60,11 @@ class HeadExchange:
                     outgoing[peer].append(sent)
                     shapes[peer].append((batch, length, heads, dim))
         received = zip(*self.link.all_to_all(outgoing, shapes), strict=True)
-        return [
-            torch.cat([part for own in blocks for part in (next(received) if own is None else (own,))], 1).transpose(1, 2)
+        whole_bshd = [
+            torch.cat([part for own in blocks for part in (next(received) if own is None else (own,))], 1)
             for blocks in here
         ]
+        return [one.transpose(1, 2) for one in whole_bshd]
 
     def gather_heads(self, out: Tensor, tokens: Partition) -> Tensor:
         """From some heads of all tokens back to all heads of this rank's tokens.
