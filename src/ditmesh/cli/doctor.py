@@ -28,7 +28,7 @@ def doctor(
     ditmesh doctor --devices 4
     """
     from ..launch import launcher
-    from ..launch.hardware import as_data, describe_machine, measure_links, missing
+    from ..launch.hardware import describe_machine, measure_links, missing
 
     facts = describe_machine()
     facts["missing"] = missing(facts)
@@ -40,7 +40,7 @@ def doctor(
         quick = ("torch", "torch.distributed")
         with launcher(None, devices, device, threads=1, timeout=120.0, preload=quick) as pool:
             facts["device"] = pool.device
-            facts["transfers"] = as_data(measure_links(pool))
+            facts["transfers"] = measure_links(pool)
     emit(facts, as_json, _show)
 
 
@@ -54,8 +54,7 @@ def _show(facts: dict[str, Any]) -> None:
     rows = {
         "versions": ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
         "platform": facts["platform"],
-        "CPU": f"{cpu['model']}, {cpu['cores']} cores, {cpu['threads']} threads"
-        + (f", {cpu['memory_gb']} GB" if cpu["memory_gb"] else ""),
+        "CPU": f"{cpu['model']}, {cpu['cores']} cores, {cpu['threads']} threads, {cpu['memory_gb']} GB",
         "GPUs": ", ".join(f"{gpu['name']} ({gpu['memory_gb']} GB)" for gpu in facts["gpus"]) or "none",
         "backends": ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in facts["backends"].items()),
         "attention": ", ".join(facts["attention"]),

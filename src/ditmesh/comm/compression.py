@@ -1,42 +1,25 @@
-"""Tensors made smaller for the wire, and made whole again on arrival."""
+"""Compression of keys and values for the wire."""
 
 from __future__ import annotations
 
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-class Codec(Protocol):
-    """Turns tokens' keys and values into one flat tensor for the wire, and back."""
-
-    def empty(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """A flat tensor that takes `encode` of a tensor (S, 2, B, H, D) of that shape."""
-        ...
-
-    def encode(self, tokens: Tensor) -> Tensor:
-        """(S, 2, B, H, D), K before V, to a flat contiguous tensor of its own memory."""
-        ...
-
-    def decode(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The tokens again, (S, 2, B, H, D), in any floating dtype."""
-        ...
-
-
-class Cast:
-    """Another floating dtype, or the same: values beyond its range become its largest."""
+class Codec:
+    """Cast of tokens' keys and values to a floating dtype for the wire; values beyond its range become its largest."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def empty(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """See `Codec`."""
+        """A flat tensor that takes `encode` of a tensor (S, 2, B, H, D) of that shape."""
         return torch.empty(prod(shape), dtype=self.dtype, device=device)
 
     def encode(self, tokens: Tensor) -> Tensor:
-        """See `Codec`."""
+        """(S, 2, B, H, D), K before V, to a flat contiguous tensor of its own memory."""
         limit = torch.finfo(self.dtype).max
         if torch.finfo(tokens.dtype).max > limit:
             tokens = tokens.clamp(-limit, limit)
@@ -44,30 +27,29 @@ class Cast:
         return flat.copy_(tokens).view(-1)
 
     def decode(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """See `Codec`."""
+        """The tokens again, (S, 2, B, H, D), in any floating dtype."""
         return flat.view(shape)
 
 
-class Int8:
+class Int8(Codec):
     """8-bit integers with a float32 scale for K and for V of every sample and head: max|x| / 127, symmetric.
 
     The error is at most half a scale. On the wire: the integers, then the scales, as bytes.
     """
 
+    def __init__(self) -> None:
+        super().__init__(torch.int8)
+
     def empty(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
-        """See `Codec`."""
-        _, two, batch, heads, _ = shape
-        return torch.empty(prod(shape) + two * batch * heads * 4, dtype=torch.int8, device=device)
+        return super().empty((prod(shape) + prod(shape[1:4]) * 4,), device)
 
     def encode(self, tokens: Tensor) -> Tensor:
-        """See `Codec`."""
         values = tokens.float()
         scale = values.abs().amax(dim=(0, 4), keepdim=True) / 127  # (1, 2, B, H, 1)
         whole = (values / scale.clamp_min(torch.finfo(torch.float32).tiny)).round_().clamp_(-127, 127).to(torch.int8)
         return torch.cat([whole.reshape(-1), scale.reshape(-1).view(torch.int8)])
 
     def decode(self, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """See `Codec`."""
         count = prod(shape)
         _, two, batch, heads, _ = shape
         # A copy: the scales may begin at a byte that is no multiple of four.
@@ -79,4 +61,4 @@ def codec(name: str | None) -> Codec | None:
     """The codec of `ParallelConfig.compress`: ``"fp16"``, ``"bf16"``, ``"int8"``, or None."""
     if name is None:
         return None
-    return {"fp16": Cast(torch.float16), "bf16": Cast(torch.bfloat16), "int8": Int8()}[name]
+    return {"fp16": Codec(torch.float16), "bf16": Codec(torch.bfloat16), "int8": Int8()}[name]

@@ -1,4 +1,4 @@
-"""One axis of the mesh as the strategies see it: all_to_all, all_gather, shift, send."""
+"""Collectives and transfers between the ranks of one mesh axis: all_to_all, all_gather, all_reduce, shift, send."""
 
 from __future__ import annotations
 
@@ -14,47 +14,38 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .shared import SharedChannel
-from .state import Header, PeerError, RequestState, peer_error
-from .traffic import Traffic
+from .state import Header, PeerError, RequestState, Traffic, peer_error
 
 
 class Transfer:
-    """Tensors on their way from a neighbour.
+    """Tensors on their way from other ranks.
 
-    Holds every work handle and every buffer of the transfer until `wait`: gloo hangs when a send's handle is
-    dropped, and a buffer must outlive its transfer.
-
-    Args:
-        works: handles of the transfers.
-        received: what they receive into.
-        sent: what they send.
-        messages: functions that wait for a message and return its tensors, which come after ``received``.
-        link: name of the link, for error messages.
+    Holds the buffers of what is received and sent, and the process group's handles, until `wait`: gloo hangs when a
+    send's handle is dropped, and a buffer must outlive its transfer. ``messages`` are functions that wait for more
+    tensors, which come after ``received``; ``link`` is the link's name, for error messages.
     """
 
     def __init__(
         self,
-        works: Sequence[dist.Work],
-        received: Sequence[Tensor],
-        sent: Sequence[Tensor],
+        received: Sequence[Tensor] = (),
+        sent: Sequence[Tensor] = (),
+        works: Sequence[dist.Work] = (),
         messages: Sequence[Callable[[timedelta | None], list[Tensor]]] = (),
         link: str = "",
     ) -> None:
-        self._works = list(works)
-        self._received = list(received)
-        self._sent = list(sent)
-        self._messages = list(messages)
+        self._received, self._sent = list(received), list(sent)
+        self._works, self._messages = list(works), list(messages)
         self._link = link
         self._cancelled = False
 
     def cancel(self) -> None:
-        """Give the transfer up: its handles are dropped, and whoever waits for it is refused."""
+        """Drop the handles and buffers, and refuse whoever waits for the transfer."""
         self._cancelled = True
         for kept in (self._works, self._received, self._sent, self._messages):
             kept.clear()
 
     def wait(self, timeout: timedelta | None = None) -> list[Tensor]:
-        """Block until the tensors are here (on CUDA: until the current stream may use them).
+        """Block until the tensors are here (on CUDA: until the current stream may use them), and return them.
 
         Args:
             timeout: how long to wait for each; default: the group's deadline.
@@ -64,13 +55,10 @@ class Transfer:
         """
         if self._cancelled:
             raise PeerError(f"the request of this transfer over the {self._link} link is over; call the model again")
+        limit = () if timeout is None else (timeout,)
         while self._works:
-            work = self._works.pop(0)
             try:
-                if timeout is None:
-                    work.wait()
-                else:
-                    work.wait(timeout)
+                self._works.pop(0).wait(*limit)
             except RuntimeError as error:
                 raise peer_error(self._link, error) from error
         self._sent.clear()
@@ -82,31 +70,22 @@ class Transfer:
 class Link:
     """The ranks this rank shares one mesh axis with.
 
+    Tensors travel through shared memory where the ranks have some, else over the process group; see `connect`.
+
     Attributes:
         name: the axis, under which bytes are counted.
         ranks: global ranks of the group, in axis order.
         rank, size: this rank's place in the group, and the group's size. A group of one never communicates.
-
-    Tensors travel through shared memory where ``shared`` is given, else over the process group.
+        traffic: what counts the bytes sent.
     """
 
     def __init__(
-        self,
-        name: str,
-        group: dist.ProcessGroup | None,
-        ranks: Sequence[int],
-        rank: int,
-        traffic: Traffic,
-        shared: SharedChannel | None = None,
-        state: RequestState | None = None,
+        self, name: str, ranks: Sequence[int], rank: int, traffic: Traffic, state: RequestState | None = None
     ) -> None:
-        self.name = name
-        self._group = group
-        self.ranks = tuple(ranks)
-        self.rank = rank
-        self.size = len(ranks)
-        self.traffic = traffic
-        self._channel = shared
+        self.name, self.traffic = name, traffic
+        self.ranks, self.rank, self.size = tuple(ranks), rank, len(ranks)
+        self._group: dist.ProcessGroup | None = None
+        self._channel: SharedChannel | None = None
         self._state = RequestState() if state is None else state
         # Transfers over the process group that may be under way.
         self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
@@ -114,11 +93,7 @@ class Link:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group of the link's ranks; None for a link of one rank.
-
-        Raises:
-            PeerError: it was given up after a failure.
-        """
+        """The process group of the link's ranks; None for a link of one rank. After a failure it raises `PeerError`."""
         if self._group is None:
             self._state.check()
         return self._group
@@ -134,13 +109,13 @@ class Link:
         return None if torch.compiler.is_compiling() else self._channel
 
     def drop(self) -> None:
-        """Give up every transfer, the process group and the shared memory: until `renew` no tensor can travel."""
+        """Give up every transfer, the process group and the shared memory: until `connect` no tensor can travel."""
         for transfer in list(self._transfers):
             transfer.cancel()
         self._group = self._channel = None
 
-    def renew(self, group: dist.ProcessGroup | None, shared: SharedChannel | None) -> None:
-        """Another process group and other shared memory between the same ranks."""
+    def connect(self, group: dist.ProcessGroup | None, shared: SharedChannel | None) -> None:
+        """Use a process group and, where given, shared memory between the ranks."""
         self._group, self._channel = group, shared
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -160,8 +135,7 @@ class Link:
         return box[0]
 
     def _enter(self, kind: str) -> None:
-        """An operation begins; see `RequestState.enter` and `Traffic.observer`."""
-        # Not part of a compiled graph.
+        """Begin an operation; no part of a compiled graph."""
         if torch.compiler.is_compiling():
             return
         self._state.enter()
@@ -195,114 +169,83 @@ class Link:
         Returns:
             What every rank sent, contiguous; in this rank's own place what it gave itself, untouched.
         """
+        return self._exchange("all_to_all", outgoing, shapes)
+
+    def _exchange(
+        self, kind: str, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
+    ) -> list[list[Tensor]]:
         if self.size == 1:
             return [list(outgoing[0])]
         if not any(outgoing) and not any(shapes):
             return [[] for _ in outgoing]
-        self._enter("all_to_all")
-        return self._all_to_all("all_to_all", outgoing, shapes)
+        self._enter(kind)
+        return self._all_to_all(kind, outgoing, shapes)
 
     def _all_to_all(
         self, kind: str, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
     ) -> list[list[Tensor]]:
-        me = self.rank
-        sample = outgoing[me][0]
-        if self._shared is not None:
-            self.traffic.add(self.name, sum(t.nbytes for peer in self._others for t in outgoing[peer]))
-            arriving = self._start(
-                kind,
-                [(outgoing[peer], [peer]) for peer in self._others],
-                [(self._like(sample, shapes[peer]), peer) for peer in self._others],
-            )
-            return self._by_rank(arriving.wait(), outgoing[me], shapes)
+        me, others, sample = self.rank, self._others, outgoing[self.rank][0]
+        if (shared := self._shared) is not None:
+            self.traffic.add(self.name, sum(t.nbytes for peer in others for t in outgoing[peer]))
+            if kind == "all_gather":
+                # One message for all.
+                shared.send(kind, outgoing[me], others)
+            else:
+                for peer in others:
+                    shared.send(kind, outgoing[peer], [peer])
+            receive = {
+                peer: shared.expect(kind, [(tuple(shape), sample.dtype) for shape in shapes[peer]], peer)
+                for peer in others
+            }
+            return [list(outgoing[me]) if peer == me else receive[peer](None) for peer in range(self.size)]
         in_splits = [0 if peer == me else sum(t.numel() for t in parts) for peer, parts in enumerate(outgoing)]
         out_splits = [0 if peer == me else sum(map(prod, wanted)) for peer, wanted in enumerate(shapes)]
         # One message per peer: the tensors for it lie one after the other.
         send = sample.new_empty(sum(in_splits))
-        start = 0
-        for peer, parts in enumerate(outgoing):
-            for part in parts if peer != me else ():
-                send[start : start + part.numel()].view(part.shape).copy_(part)
-                start += part.numel()
+        parts = [part for peer in others for part in outgoing[peer]]
+        for place, part in zip(_views(send, [part.shape for part in parts]), parts, strict=True):
+            place.copy_(part)
         receive = sample.new_empty(sum(out_splits))
         if self._matches:
             # gloo takes a short message for a long one, and ends the process over the opposite: tags tell them apart.
             chunks, places = send.split(in_splits), receive.split(out_splits)
-            arriving = self._start(
-                kind, [([chunks[peer]], [peer]) for peer in self._others], [([places[p]], p) for p in self._others]
-            )
-            arriving.wait()
+            self._start(kind, [([chunks[p]], [p]) for p in others], [([places[p]], p) for p in others]).wait()
         else:
             self._together(dist.all_to_all_single, receive, send, out_splits, in_splits)
         self.traffic.add(self.name, send.numel() * send.element_size())
         return [
-            list(outgoing[me])
-            if peer == me
-            else [
-                flat.view(shape)
-                for flat, shape in zip(chunk.split([prod(shape) for shape in wanted]), wanted, strict=True)
-            ]
-            for peer, (chunk, wanted) in enumerate(zip(receive.split(out_splits), shapes, strict=True))
+            list(outgoing[me]) if peer == me else _views(chunk, shapes[peer])
+            for peer, chunk in enumerate(receive.split(out_splits))
         ]
 
     def all_gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
-        """Every rank's piece, in rank order, along ``dim``; the lengths may differ.
+        """Every rank's piece, in rank order, along ``dim``; on every rank.
 
         Args:
-            piece: this rank's piece; its size along ``dim`` is ``lengths[self.rank]``.
-            lengths: sizes along ``dim`` of every rank's piece.
+            piece: this rank's piece.
+            lengths: sizes along ``dim`` of every rank's piece, which may differ.
             dim: dimension that was cut (not negative).
-
-        Returns:
-            The whole tensor, on every rank.
         """
         if self.size == 1:
             return piece
         shapes = [[(*piece.shape[:dim], length, *piece.shape[dim + 1 :])] for length in lengths]
-        parts = self._all_gather([piece], shapes)
+        parts = self._exchange("all_gather", [[piece]] * self.size, shapes)
         return torch.cat([part for (part,) in parts], dim=dim)
 
     def all_gather_list(
         self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[tuple[int, ...]]]
     ) -> list[list[Tensor]]:
-        """Every rank's tensors, on every rank.
+        """Every rank's tensors, on every rank; what came is this rank's alone, to be written to.
 
         Args:
             tensors: this rank's, any strides; all of one dtype.
             shapes: shapes of every rank's tensors.
-
-        Returns:
-            What `all_to_all` returns when all ranks get the same. What came is this rank's alone, to be written to.
         """
-        parts = self._all_gather(tensors, shapes)
+        parts = self._exchange("all_gather", [tensors] * self.size, shapes)
         if self._shared is None or self.size == 2:
             return parts
-        # One message for all: the other receivers read the same memory.
+        # The other receivers of a message read the same memory.
         return [part if peer == self.rank else [tensor.clone() for tensor in part] for peer, part in enumerate(parts)]
-
-    def _all_gather(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Tensor]]:
-        if self.size == 1:
-            return [list(tensors)]
-        if not tensors and not any(shapes):
-            return [[] for _ in shapes]
-        self._enter("all_gather")
-        if self._shared is None:
-            return self._all_to_all("all_gather", [tensors] * self.size, shapes)
-        arriving = self._to_all("all_gather", tensors, [self._like(tensors[0], wanted) for wanted in shapes])
-        return self._by_rank(arriving.wait(), tensors, shapes)
-
-    def _like(self, sample: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """Tensors that only say shape and dtype of what comes through shared memory."""
-        return [sample.new_empty(shape, device="meta") for shape in shapes]
-
-    def _by_rank(
-        self, received: Sequence[Tensor], own: Sequence[Tensor], shapes: Sequence[Sequence[tuple[int, ...]]]
-    ) -> list[list[Tensor]]:
-        """What the other ranks sent, one after the other, as a list for every rank; this rank's own in its place."""
-        following = iter(received)
-        return [
-            list(own) if peer == self.rank else [next(following) for _ in wanted] for peer, wanted in enumerate(shapes)
-        ]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of all ranks' tensors, the same bits on every rank.
@@ -311,8 +254,7 @@ class Link:
         tensor, rounded down to a byte.
 
         Args:
-            tensor: this rank's summand, the same shape and dtype on every rank. It is overwritten with the sum
-                when it is contiguous.
+            tensor: of one shape and dtype on every rank; overwritten with the sum when it is contiguous.
         """
         if self.size == 1:
             return tensor
@@ -329,29 +271,26 @@ class Link:
         """The sum of all ranks' tensors, the same bits on every rank; returns at once. For small ones: all send to all.
 
         Args:
-            tensor: this rank's summand, of one shape and dtype on every rank; not to be written to any more.
+            tensor: of one shape and dtype on every rank; not to be written to any more.
 
         Returns:
-            Waits for the other ranks' (how long for each; None: the group's deadline) and returns the sum. To be
-            called once; with several under way, in the order in which they were posted.
+            Waits for the other ranks', as `Transfer.wait` does, and returns the sum. Call it once, in order of posting.
         """
-        arriving = self.all_gather_async([tensor], [[torch.empty_like(tensor)] for _ in range(self.size)])
-
-        return lambda timeout: self._added_up(arriving.wait(timeout), tensor)
+        transfer = self.all_gather_async([tensor], [[torch.empty_like(tensor)] for _ in range(self.size)])
+        return lambda timeout: self._added_up(transfer.wait(timeout), tensor)
 
     def _added_up(self, received: Sequence[Tensor], own: Tensor) -> Tensor:
         """The sum of what the other ranks sent, one tensor each, and this rank's own: in rank order."""
         return reduce(torch.add, [*received[: self.rank], own, *received[self.rank :]])
 
     def _sum(self, flat: Tensor) -> None:
-        """All-reduce in two moves: every rank adds up its part of the tensor, and passes it on."""
-        kind, parts = "all_reduce", flat.tensor_split(self.size)
+        """All-reduce as a reduce-scatter, of which every rank adds up its part, and an all-gather."""
+        kind, others, parts = "all_reduce", self._others, flat.tensor_split(self.size)
         mine = parts[self.rank]
-        outgoing = [([parts[peer]], [peer]) for peer in self._others]
-        arriving = self._start(kind, outgoing, [([mine], peer) for peer in self._others])
-        mine.copy_(self._added_up(arriving.wait(), mine))
-        arriving = self._start(kind, [([mine], self._others)], [([parts[peer]], peer) for peer in self._others])
-        for peer, part in zip(self._others, arriving.wait(), strict=True):
+        scattered = self._start(kind, [([parts[p]], [p]) for p in others], [([mine], p) for p in others])
+        mine.copy_(self._added_up(scattered.wait(), mine))
+        gathered = self._start(kind, [([mine], others)], [([parts[p]], p) for p in others])
+        for peer, part in zip(others, gathered.wait(), strict=True):
             parts[peer].copy_(part)
 
     def shift(self, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Transfer:
@@ -389,9 +328,7 @@ class Link:
         return self._start("send", [], [(tensors, source)])
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """One rank's tensor on every rank of the group.
-
-        Counted on the rank that has it, once per receiver.
+        """One rank's tensor on every rank of the group. Counted on the rank that has it, once per receiver.
 
         Args:
             tensor: contiguous; on other ranks it is overwritten.
@@ -412,23 +349,18 @@ class Link:
         return tensor
 
     def all_gather_async(self, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Transfer:
-        """Send the same tensors to every other rank, receive theirs; returns at once.
+        """Send the same tensors to every other rank, receive theirs, rank by rank; returns at once.
 
         Args:
             outgoing: any strides; they must not be written to before `Transfer.wait` returns.
-            incoming: for every rank of the group contiguous tensors of the shapes and dtypes that it gives for
-                ``outgoing``. They may take what it sends; this rank's own entry is not looked at.
-
-        Returns:
-            The transfer; its tensors are what the other ranks sent, rank by rank. They are only to be read: with more
-            than two ranks others may read the same memory.
+            incoming: for every rank of the group contiguous tensors of the shapes and dtypes that it sends, which may
+                take them; this rank's own entry is not used. What `Transfer.wait` returns is only to be read: others
+                may read the same memory.
         """
-        self._enter("all_gather_async")
-        return self._to_all("all_gather_async", outgoing, incoming)
-
-    def _to_all(self, kind: str, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Transfer:
-        self.traffic.add(self.name, len(self._others) * sum(t.nbytes for t in outgoing))
-        return self._start(kind, [(outgoing, self._others)], [(incoming[peer], peer) for peer in self._others])
+        kind, others = "all_gather_async", self._others
+        self._enter(kind)
+        self.traffic.add(self.name, len(others) * sum(t.nbytes for t in outgoing))
+        return self._start(kind, [(outgoing, others)], [(incoming[peer], peer) for peer in others])
 
     def _start(
         self,
@@ -436,54 +368,44 @@ class Link:
         outgoing: Sequence[tuple[Sequence[Tensor], Sequence[int]]],
         incoming: Sequence[tuple[Sequence[Tensor], int]],
     ) -> Transfer:
-        """Messages between pairs of ranks, not counted; returns at once.
+        """Start messages between pairs of ranks, not counted.
 
-        Args:
-            kind: what they are part of.
-            outgoing: tensors of any strides, and the ranks of the group that all of them go to.
-            incoming: tensors of the shapes and dtypes of what comes, and the rank it comes from.
-
-        Returns:
-            The transfer; its tensors are those of ``incoming``, or others in their place.
+        ``outgoing`` are tensors and the ranks of the group that all of them go to; ``incoming`` are tensors of the
+        shapes and dtypes of what comes, which may take it, and the rank it comes from.
         """
         if (shared := self._shared) is not None:
             for tensors, to in outgoing:
                 shared.send(kind, tensors, to)
             messages = [shared.expect(kind, [(tuple(t.shape), t.dtype) for t in like], peer) for like, peer in incoming]
-            return Transfer([], [], [], messages, self.name)
+            return Transfer(messages=messages, link=self.name)
         sent = [([tensor.contiguous() for tensor in tensors], to) for tensors, to in outgoing]
         # Empty tensors are not sent: both sides know the shapes, and not every backend carries zero bytes.
-        operations = [
-            self._operation(dist.irecv, kind, t, peer) for tensors, peer in incoming for t in tensors if t.numel()
-        ]
-        operations += [
-            self._operation(dist.isend, kind, t, peer)
-            for tensors, to in sent
-            for peer in to
-            for t in tensors
-            if t.numel()
-        ]
+        moves = [(dist.irecv, t, peer) for tensors, peer in incoming for t in tensors if t.numel()]
+        moves += [(dist.isend, t, peer) for tensors, to in sent for peer in to for t in tensors if t.numel()]
+        group, tagged, operations = self.group, bool(moves) and self._matches, []
+        for move, t, peer in moves:
+            tag = Header.of(self._state.number, kind, [(tuple(t.shape), t.dtype)]).tag if tagged else 0
+            operations.append(dist.P2POp(move, t, self.ranks[peer], group, tag))
         try:
-            if not operations:
-                works = []
-            elif outgoing and incoming:
+            if operations and outgoing and incoming:
                 # One batch: NCCL needs the sends and receives of a ring in one group call, or it can deadlock.
                 works = dist.batch_isend_irecv(operations)
             else:
                 # No batch: one may need all ranks of the group, and here two of them have to do with one another.
-                works = [one.op(one.tensor, one.peer, self.group, one.tag) for one in operations]
+                works = [one.op(one.tensor, one.peer, group, one.tag) for one in operations]
         except RuntimeError as error:
             raise peer_error(self.name, error) from error
-        arriving = Transfer(
-            [work for work in works if work is not None],
+        transfer = Transfer(
             [t for tensors, _ in incoming for t in tensors],
             [t for tensors, _ in sent for t in tensors],
+            [work for work in works if work is not None],
             link=self.name,
         )
-        self._transfers.add(arriving)
-        return arriving
+        self._transfers.add(transfer)
+        return transfer
 
-    def _operation(self, move: Callable[..., Any], kind: str, tensor: Tensor, peer: int) -> dist.P2POp:
-        """A tensor sent or received over the process group, tagged with what it is where tags count."""
-        tag = Header.of(self._state.number, kind, [(tuple(tensor.shape), tensor.dtype)]).tag if self._matches else 0
-        return dist.P2POp(move, tensor, self.ranks[peer], self.group, tag)
+
+def _views(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Tensors that lie one after the other."""
+    parts = flat.split([prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,4 +1,4 @@
-"""Axes of a `ParallelConfig` to process groups.
+"""The device mesh: process groups and links for the axes of a `ParallelConfig`.
 
 A `Mesh` is passed to whoever needs it and never looked up: several can live in one process.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -51,33 +51,24 @@ _WAY_OUT = "call ditmesh.restore on every rank and parallelize again, or restart
 
 
 class _Arrival(NamedTuple):
-    """What a rank says at a boundary.
-
-    Attributes:
-        number: of the request that is over.
-        state: `_FINE`, or how that request failed here.
-        messages: operations on links in that request.
-        purpose: what the rank has come for.
-    """
+    """A rank's message at a boundary: about the request that is over, and what the rank has come for."""
 
     number: int
-    state: int
+    outcome: int
     messages: int
     purpose: str
 
     def packed(self) -> torch.Tensor:
-        text = self.purpose.encode()[:_PURPOSE]
-        words = struct.pack(_WORDS, self.number, self.state, self.messages, text)
+        words = _ARRIVAL.pack(*self[:3], self.purpose.encode()[:104])
         return torch.frombuffer(bytearray(words), dtype=torch.uint8)
 
     @classmethod
     def unpacked(cls, packed: torch.Tensor) -> _Arrival:
-        number, state, messages, text = struct.unpack(_WORDS, bytes(packed.tolist()))
-        return cls(number, state, messages, text.rstrip(b"\0").decode(errors="replace"))
+        number, outcome, messages, text = _ARRIVAL.unpack(bytes(packed.tolist()))
+        return cls(number, outcome, messages, text.rstrip(b"\0").decode(errors="replace"))
 
 
-_PURPOSE = 104
-_WORDS = f"<3q{_PURPOSE}s"
+_ARRIVAL = struct.Struct("<3q104s")
 # The request has not failed; it has, and groups are as they were; it has, and groups were given up.
 _FINE, _FAILED, _GIVEN_UP = range(3)
 
@@ -103,6 +94,7 @@ class Mesh:
         config: ParallelConfig,
         device: torch.device | str | None = None,
         timeout: float = DEFAULT_DEADLINE,
+        links: Mapping[str, Link] | None = None,
     ) -> None:
         """Build the groups. A collective call: every rank of the job makes the same one.
 
@@ -111,92 +103,28 @@ class Mesh:
             device: where this rank's tensors live; default: the current CUDA device when the process group
                 runs on NCCL, else the CPU.
             timeout: deadline of every collective, in seconds.
+            links: by attribute name, of a mesh of this process alone; its other links have one rank. No group is built.
 
         Raises:
             ConfigError: the degrees do not multiply to the world size, or no process group exists though
                 more than one rank is asked for.
         """
-        initialised = dist.is_available() and dist.is_initialized()
+        initialised = links is None and dist.is_available() and dist.is_initialized()
         world_size = dist.get_world_size() if initialised else 1
-        if config.world_size > 1 and not initialised:
+        if config.world_size > 1 and not initialised and links is None:
             raise ConfigError(
                 f"{config.describe()} is for {config.world_size} ranks, but this process runs alone; start it with "
                 f"`torchrun --nproc-per-node {config.world_size}` and call torch.distributed.init_process_group(), "
                 f"or use `ditmesh generate --devices {config.world_size}`"
             )
-        config.check_world_size(world_size)
+        if links is None:
+            config.check_world_size(world_size)
         if device is None:
             on_nccl = initialised and "nccl" in str(dist.get_backend())
             device = torch.device("cuda", torch.cuda.current_device()) if on_nccl else torch.device("cpu")
-        rank = dist.get_rank() if initialised else 0
-        self._begin(config, torch.device(device), rank, world_size, Traffic(), timeout)
-        self._ranks = torch.arange(world_size).reshape(tuple(config.degrees.values()))
-        self._members = {name: self._ranks_of(axes) for name, axes in LINKS.items()}
-        try:
-            connections = self._connect()
-        except BaseException:
-            self.close()
-            raise
-        links = {
-            name: Link(name, group, ranks, ranks.index(self.rank), self.traffic, shared, self._state)
-            for (name, ranks), (group, shared) in zip(self._members.items(), connections, strict=True)
-        }
-        self._links = tuple(links.values())
-        self.world, self.batch, self.data, self.cfg = links["world"], links["batch"], links["data"], links["cfg"]
-        self.pipe, self.pipe_back = links["pipe"], links["pipe_back"]
-        self.ring, self.ulysses, self.sequence = links["ring"], links["ulysses"], links["sequence"]
-        self.tensor = links["tensor"]
-        self._group = links["group"] if config.data > 1 else self.world
-        self._alone = links["alone"]
-
-    def data_group(self) -> Mesh:
-        """The ranks that have this one's place on the data axis, as a mesh without that axis.
-
-        Its ``world`` are those ranks, and they alone meet at its boundaries; without the others they cannot renew their
-        links, so that a failed request breaks it. Its rank, world size, byte counters and `close` are the whole mesh's.
-        """
-        group = copy.copy(self)
-        group.world, group.batch, group.data = self._group, self.cfg, self._alone
-        group._peers, group._renewed = self._group.ranks, []
-        return group
-
-    @classmethod
-    def from_links(
-        cls, config: ParallelConfig, device: torch.device | str, traffic: Traffic, links: Mapping[str, Link]
-    ) -> Mesh:
-        """The mesh of a process that runs alone, with links that somebody else has made; no collective call.
-
-        Args:
-            config: the configuration that the links are for.
-            device: where this rank's tensors live.
-            traffic: what the links count in.
-            links: by attribute name; all others link this process with nobody.
-        """
-        mesh = cls.__new__(cls)
-        mesh._hold(config, torch.device(device), 0, 1, traffic, links)
-        return mesh
-
-    def _hold(
-        self,
-        config: ParallelConfig,
-        device: torch.device,
-        rank: int,
-        world_size: int,
-        traffic: Traffic,
-        links: Mapping[str, Link],
-    ) -> None:
-        """Begin with links that are there already."""
-        self._begin(config, device, rank, world_size, traffic, DEFAULT_DEADLINE)
-        for name in LINKS:
-            setattr(self, name, links.get(name) or Link(name, None, [rank], 0, traffic))
-        self._group, self._alone = self.world, self.data
-
-    def _begin(
-        self, config: ParallelConfig, device: torch.device, rank: int, world_size: int, traffic: Traffic, timeout: float
-    ) -> None:
-        """All that is known before there are links."""
-        self.config, self.device, self.traffic = config, device, traffic
-        self.rank, self.world_size = rank, world_size
+        self.config, self.device = config, torch.device(device)
+        self.rank, self.world_size = dist.get_rank() if initialised else 0, world_size
+        self.traffic = Traffic() if links is None else next(iter(links.values())).traffic
         self._deadline = timedelta(seconds=timeout)
         self._groups: list[dist.ProcessGroup] = []
         self._memory: SharedMemory | None = None
@@ -206,57 +134,68 @@ class Mesh:
         # Why no boundary can be reached any more.
         self._broken: str | None = None
         self._depth = 0
-        self._links: tuple[Link, ...] = ()
         self._renewed: list[Callable[[], None]] = []
         # The ranks that meet at a boundary.
         self._peers: Sequence[int] = range(world_size)
+        if links is not None:
+            self._links = {name: links.get(name) or Link(name, [0], 0, self.traffic) for name in LINKS}
+        else:
+            # Without a data axis the group is the world.
+            self._links = {name: self._link(name) for name in LINKS if name != "group" or config.data > 1}
+        try:
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
+        every = self._links
+        self.world, self.batch, self.data, self.cfg = every["world"], every["batch"], every["data"], every["cfg"]
+        self.pipe, self.pipe_back, self.tensor = every["pipe"], every["pipe_back"], every["tensor"]
+        self.ring, self.ulysses, self.sequence = every["ring"], every["ulysses"], every["sequence"]
 
-    def _ranks_of(self, axes: tuple[str, ...]) -> list[int]:
-        """The ranks that differ from this one only on ``axes``."""
-        return next(ranks for ranks in self._sets_of(axes) if self.rank in ranks)
+    def data_group(self) -> Mesh:
+        """The mesh of the ranks that have this one's place on the data axis; they alone meet at its boundaries.
 
-    def _sets_of(self, axes: tuple[str, ...]) -> list[list[int]]:
-        """All sets of ranks that differ only on ``axes``."""
-        inner = [AXES.index(axis) for axis in axes]
+        Without the others they cannot renew their links, so that a failed request breaks it. Its rank, world size, byte
+        counters and `close` are the whole mesh's.
+        """
+        group = copy.copy(self)
+        group.world, group.batch = self._links.get("group", self.world), self.cfg
+        group.data, group._peers, group._renewed = self._links["alone"], group.world.ranks, []
+        return group
+
+    def _sets_of(self, name: str) -> list[list[int]]:
+        """All sets of ranks that differ only on a link's axes."""
+        inner = [AXES.index(axis) for axis in LINKS[name]]
         outer = [dim for dim in range(len(AXES)) if dim not in inner]
         assert inner == sorted(inner), "torch numbers the ranks of a group in ascending order"
-        return self._ranks.permute(*outer, *inner).reshape(-1, self.config.size_of(axes)).tolist()
+        ranks = torch.arange(self.world_size).reshape(tuple(self.config.degrees.values()))
+        return ranks.permute(*outer, *inner).reshape(-1, self.config.size_of(LINKS[name])).tolist()
 
-    def _connect(self) -> list[tuple[dist.ProcessGroup | None, SharedChannel | None]]:
-        """Process group and shared memory of every link. Collective over all ranks."""
-        if self.world_size > 1 and self._control is None:
+    def _link(self, name: str) -> Link:
+        ranks = next(ranks for ranks in self._sets_of(name) if self.rank in ranks)
+        return Link(name, ranks, ranks.index(self.rank), self.traffic, self._state)
+
+    def _connect(self) -> None:
+        """Make the process group and shared memory of every link. Collective over all ranks."""
+        if self.world_size == 1:
+            return
+        if self._control is None:
             # Between hosts, also where the tensors travel between GPUs.
-            group = dist.new_group(backend="gloo", timeout=self._deadline)
-            assert isinstance(group, dist.ProcessGroup)
-            self._control = group
-        if self.config.shared_memory and self.world_size > 1 and self.device.type == "cpu":
-            self._memory = SharedMemory(len(LINKS), self._deadline, self._state, self._control)
-        connections = []
-        for number, (name, axes) in enumerate(LINKS.items()):
-            members, shared = self._members[name], None
-            if name == "group" and self.config.data == 1:
-                # It is the world.
-                connections.append(connections[0])
-                continue
-            if self._memory is not None and self._memory.joins(members):
-                shared = SharedChannel(self._memory, number, members)
-            connections.append((self._new_group(axes), shared))
-        if self._control is not None:
-            # A group is there for one rank while another still connects, and would be lost if the first one failed now.
-            dist.barrier(group=self._control)
-        return connections
-
-    def _new_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
-        """Every rank creates every group, in the same order, as `torch.distributed.new_group` demands."""
-        mine: dist.ProcessGroup | None = None
-        for ranks in self._sets_of(axes):
-            if len(ranks) > 1:
-                group = dist.new_group(ranks, timeout=self._deadline)
-                if self.rank in ranks:
-                    assert isinstance(group, dist.ProcessGroup)
-                    mine = group
-                    self._groups.append(group)
-        return mine
+            control = dist.new_group(backend="gloo", timeout=self._deadline)
+            assert isinstance(control, dist.ProcessGroup)
+            self._control = control
+        if self.config.shared_memory and self.device.type == "cpu":
+            self._memory = SharedMemory(len(self._links), self._deadline, self._state, self._control)
+        memory = self._memory
+        for number, (name, link) in enumerate(self._links.items()):
+            if link.size > 1:
+                group, _ = dist.new_subgroups_by_enumeration(self._sets_of(name), timeout=self._deadline)
+                assert isinstance(group, dist.ProcessGroup)
+                self._groups.append(group)
+                shared = SharedChannel(memory, number, link.ranks) if memory and memory.joins(link.ranks) else None
+                link.connect(group, shared)
+        # A group is there for one rank while another still connects, and would be lost if the first one failed now.
+        dist.barrier(group=self._control)
 
     # --- boundaries ----------------------------------------------------------------------------------------
 
@@ -269,9 +208,6 @@ class Mesh:
     def request(self, purpose: str = "a request") -> Iterator[None]:
         """The length of a request: `begin_request`, and `fail_request` when it raises."""
         self.begin_request(purpose)
-        if self.world_size == 1:
-            yield
-            return
         self._depth += 1
         try:
             yield
@@ -284,8 +220,7 @@ class Mesh:
     def begin_request(self, purpose: str = "a request") -> None:
         """A boundary: all ranks meet here. A collective call.
 
-        If the request before has failed on any rank, process groups and shared memory are renewed, and whoever asked
-        for it (`when_renewed`) is told.
+        If the request before has failed on any rank, process groups and shared memory are renewed; see `when_renewed`.
 
         Args:
             purpose: what this rank has come for; the same on every rank (the first 104 bytes count).
@@ -308,34 +243,31 @@ class Mesh:
                 f"the ranks have come for different things: rank {self._peers[0]} for {every[0].purpose}, rank "
                 f"{self._peers[other]} for {every[other].purpose}; make the same calls with the same inputs on all"
             )
-            self._fail(sentence)
-            raise PeerError(sentence)
-        states = {arrival.state for arrival in every}
+            raise self._fail(sentence)
+        outcomes = {arrival.outcome for arrival in every}
         # Whoever failed before it used a link has disturbed nobody, unless others have used theirs.
-        if _GIVEN_UP in states or (_FAILED in states and any(arrival.messages for arrival in every)):
+        if _GIVEN_UP in outcomes or (_FAILED in outcomes and any(arrival.messages for arrival in every)):
             self._renew()
         self._outcome, self._state.refusal = _FINE, None
 
     def fail_request(self) -> None:
-        """The request in progress has raised on this rank: let the others know, use no link before the next boundary.
+        """Fail the request in progress on this rank: let the others know, use no link before the next boundary.
 
         Others that wait for this rank learn of it at once through shared memory and over gloo, else at the deadline.
         """
-        if self.world_size > 1 and not self.failed and self._broken is None:
+        if self.world_size > 1 and not self.failed:
             self._fail("this request has failed on this rank; call the pipeline again, on every rank")
 
     def when_renewed(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Have something done, on all ranks, whenever links were renewed after a failure; returns what undoes this.
+        """Register a function to be called on all ranks after links were renewed; returns what undoes this.
 
         For what ranks remember of earlier agreements: after a failure one may remember what another does not.
         """
-        if self.world_size == 1:
-            return lambda: None
         self._renewed.append(callback)
         return lambda: self._renewed.remove(callback)
 
     def watch(self, model: nn.Module) -> Callable[[], None]:
-        """Look after a transformer's calls: one that raises fails the request; returns what undoes this.
+        """Fail the request when a call of a transformer raises; returns what undoes this.
 
         Outside of a request (`request`), the call after a failed one begins with a boundary.
         """
@@ -345,9 +277,8 @@ class Mesh:
 
         def begin(*_: Any) -> None:
             nonlocal running
-            if running:
-                # Broken off in a way of which torch's hooks are not told, such as Ctrl-C.
-                self.fail_request()
+            # Broken off in a way of which torch's hooks are not told, such as Ctrl-C.
+            left()
             if self._depth == 0 and self.failed:
                 self.begin_request(f"a call of {type(model).__name__}")
             running = True
@@ -357,37 +288,29 @@ class Mesh:
             running = False
 
         def left(*_: Any) -> None:
-            nonlocal running
             if running:
-                running = False
+                done()
                 self.fail_request()
 
-        handles = [
-            model.register_forward_pre_hook(begin, prepend=True),
-            model.register_forward_hook(done),
-            # Called last, and when the model has raised.
-            model.register_forward_hook(left, always_call=True),
-        ]
-
-        def undo() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return undo
+        undo = ExitStack()
+        undo.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
+        undo.callback(model.register_forward_hook(done).remove)
+        # Called last, and when the model has raised.
+        undo.callback(model.register_forward_hook(left, always_call=True).remove)
+        return undo.close
 
     def _meet(self, mine: _Arrival) -> list[_Arrival]:
-        """What every rank says at this boundary, in rank order."""
-        packed = mine.packed()
+        """Every rank's message at this boundary, in rank order."""
         others = [rank for rank in self._peers if rank != self.rank]
         if not others:
             return [mine]
+        packed, rank = mine.packed(), others[0]
         boxes = {rank: torch.empty_like(packed) for rank in others}
-        rank = others[0]
         try:
             works = []
-            for move, box in ((dist.irecv, boxes.__getitem__), (dist.isend, lambda _: packed)):
+            for move, box in ((dist.irecv, boxes), (dist.isend, dict.fromkeys(others, packed))):
                 for rank in others:
-                    works.append((rank, move(box(rank), rank, group=self._control)))
+                    works.append((rank, move(box[rank], rank, group=self._control)))
             for peer, work in works:
                 rank = peer
                 work.wait()
@@ -395,29 +318,33 @@ class Mesh:
             late = "timed out" in str(error).lower()
             when = " after a request had failed" if self.failed else ""
             what = f"did not come to {mine.purpose} within {self._deadline.total_seconds():g} s"
-            self._break(f"rank {rank} {what if late else 'has ended or has given up'}{when}; {_WAY_OUT}")
-            raise PeerError(self._broken) from error
+            raise self._break(
+                f"rank {rank} {what if late else 'has ended or has given up'}{when}; {_WAY_OUT}"
+            ) from error
         return [mine if rank == self.rank else _Arrival.unpacked(boxes[rank]) for rank in self._peers]
 
-    def _fail(self, sentence: str) -> None:
+    def _fail(self, sentence: str) -> PeerError:
+        """Fail the request; what to raise."""
         self._outcome, self._state.refusal = max(self._outcome, _FAILED), sentence
         if self._memory is not None:
             self._memory.fail()
         # Over gloo a closed connection tells the others at once. NCCL's do not, and are dear to make again.
         if self.device.type == "cpu":
             self._drop()
+        return PeerError(sentence)
 
-    def _break(self, sentence: str) -> None:
-        self._broken = sentence
-        self._fail(sentence)
+    def _break(self, sentence: str) -> PeerError:
+        """Fail all requests from now on; what to raise."""
+        self._broken, error = sentence, self._fail(sentence)
         if self._control is not None:
             dist.destroy_process_group(self._control)
             self._control = None
+        return error
 
     def _drop(self) -> None:
         """Give process groups up, whatever is on its way."""
         self._outcome = _GIVEN_UP
-        for link in self._links:
+        for link in self._links.values():
             link.drop()
         while self._groups:
             group = self._groups.pop()
@@ -428,17 +355,14 @@ class Mesh:
 
     def _renew(self) -> None:
         if len(self._peers) < self.world_size:
-            self._break(f"a request has failed, and its links are also those of other data ranks; {_WAY_OUT}")
-            raise PeerError(self._broken)
+            raise self._break(f"a request has failed, and its links are also those of other data ranks; {_WAY_OUT}")
         self._drop()
         if self._memory is not None:
             self._memory.close()
         try:
-            for link, (group, shared) in zip(self._links, self._connect(), strict=True):
-                link.renew(group, shared)
+            self._connect()
         except RuntimeError as error:
-            self._break(f"the links could not be renewed after a request had failed; {_WAY_OUT}")
-            raise PeerError(self._broken) from error
+            raise self._break(f"the links could not be renewed after a request had failed; {_WAY_OUT}") from error
         self._outcome, self._state.refusal = _FINE, None
         try:
             for callback in list(self._renewed):

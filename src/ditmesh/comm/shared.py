@@ -29,6 +29,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
@@ -87,71 +88,50 @@ class _Peer:
 
 
 class SharedMemory:
-    """One rank's side of the memory that the ranks of a job on one host share.
+    """One rank's side of the memory that the ranks of a job on one host share, for a number of links.
 
-    Attributes:
-        near: for every rank the ranks it shares memory with, itself included; the same on all ranks.
+    Made collectively over all ranks, by the process group ``group``. ``timeout`` is the deadline of every wait.
     """
 
-    def __init__(
-        self,
-        links: int,
-        timeout: timedelta,
-        state: RequestState | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        """Get to know the others. Collective over all ranks.
-
-        Args:
-            links: number of links that will be made.
-            timeout: deadline of every wait.
-            state: the request in progress.
-            group: all ranks, with objects on the CPU; default: the default process group.
-        """
-        self.rank, world = dist.get_rank(), dist.get_world_size()
-        self.state = RequestState() if state is None else state
-        self._closed = False
-        self._timeout = timeout
-        self._world = world
+    def __init__(self, links: int, timeout: timedelta, state: RequestState, group: dist.ProcessGroup | None) -> None:
+        self.rank, self._world = dist.get_rank(), dist.get_world_size()
+        self.state, self._timeout = state, timeout
         # Number + 1 of the request that has failed on this rank.
-        self._failed = links * world * ENTRIES * _ENTRY
-        self._table_bytes = _round((self._failed + 1) * 8)
+        self._failed = links * self._world * ENTRIES * _ENTRY
+        self._table_bytes = _rounded((self._failed + 1) * 8, _PAGE)
         self._slots: dict[int, list[_Slot]] = {}
         self._peers: dict[int, _Peer] = {}
-        host = _host() if world <= MOST_RANKS else None
+        host = _host() if self._world <= MOST_RANKS else None
         self._fd = -1
-        self._files: list[int] = []
+        self._files = ExitStack()
         # Also for a mesh that nobody closed.
-        self._give_back = weakref.finalize(self, _close, self._files)
+        weakref.finalize(self, self._files.close)
         if host is not None:
             self._fd = os.memfd_create("ditmesh", os.MFD_CLOEXEC)
-            self._files.append(self._fd)
+            self._files.callback(os.close, self._fd)
             os.ftruncate(self._fd, self._table_bytes)
             self._table = memoryview(mmap.mmap(self._fd, self._table_bytes)).cast("q")
         # The region that slots are cut from: its place and size, its memory, and what of it is in use.
         self._region, self._memory, self._used = (self._table_bytes, 0), memoryview(b""), 0
-        addresses: list[tuple[str | None, int, int]] = [(None, 0, 0)] * world
+        addresses: list[tuple[str | None, int, int]] = [(None, 0, 0)] * self._world
         dist.all_gather_object(addresses, (host, os.getpid(), self._fd), group=group)
-        reached = {self.rank} if host is not None else set()
         for rank, (its_host, process, fd) in enumerate(addresses):
             if rank != self.rank and host is not None and its_host == host:
-                try:
-                    self._peers[rank] = self._meet(process, fd)
-                    reached.add(rank)
-                except OSError:
-                    # Another container, or a system that hides processes from one another.
-                    continue
-        near: list[set[int]] = [set()] * world
-        dist.all_gather_object(near, reached, group=group)
-        self.near = tuple(frozenset(ranks) for ranks in near)
+                # Fails in another container, or on a system that hides processes from one another.
+                with suppress(OSError):
+                    self._peers[rank] = self._open(process, fd)
+        reached = set() if host is None else {self.rank, *self._peers}
+        # For every rank the ranks it shares memory with, itself included; the same on all ranks.
+        self._near: list[set[int]] = [set()] * self._world
+        dist.all_gather_object(self._near, reached, group=group)
 
     def joins(self, ranks: Sequence[int]) -> bool:
-        """Whether all of ``ranks`` share memory with one another."""
-        return len(ranks) > 1 and all(self.near[rank] >= set(ranks) for rank in ranks)
+        """Whether all of these ranks share memory with one another."""
+        return all(self._near[rank] >= set(ranks) for rank in ranks)
 
     def fail(self) -> None:
         """Let whoever waits for this rank know that the request has failed here."""
-        if self._fd >= 0 and not self._closed:
+        if self._fd >= 0:
             self._table[self._failed] = self.state.number + 1
 
     def failed(self, rank: int) -> bool:
@@ -161,28 +141,26 @@ class SharedMemory:
 
     def close(self) -> None:
         """Give this rank's memory back; what others still read of it stays until they have done."""
-        self._closed = True
-        self._give_back()
+        self._files.close()
         self._peers.clear()
         self._slots.clear()
         self._memory = memoryview(b"")
 
-    def _meet(self, process: int, fd: int) -> _Peer:
+    def _open(self, process: int, fd: int) -> _Peer:
         opened = os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-        self._files.append(opened)
+        self._files.callback(os.close, opened)
         table = memoryview(mmap.mmap(opened, self._table_bytes)).cast("q")
-        try:
+        alive = None
+        # Fails on an old kernel, or in a Python built on one.
+        with suppress(OSError, AttributeError):
             alive = os.pidfd_open(process)
-            self._files.append(alive)
-        except (OSError, AttributeError):
-            # An old kernel, or a Python built on one.
-            alive = None
+            self._files.callback(os.close, alive)
         return _Peer(process, opened, alive, table)
 
     # --- sending -------------------------------------------------------------------------------------------
 
     def pack(self, tensors: Sequence[Tensor], receivers: tuple[int, ...]) -> _Slot:
-        """A message for some ranks of the job, in a slot of its own."""
+        """Put a message for some ranks of the job into a slot of its own."""
         places, size = _places([(tuple(t.shape), t.dtype) for t in tensors])
         slot = self._slot(size)
         slot.receivers = receivers
@@ -193,7 +171,7 @@ class SharedMemory:
         return slot
 
     def publish(self, slot: _Slot, link: int, receiver: int, number: int, header: Header) -> None:
-        """Tell a rank of the job where message ``number`` of this link is, and what it is."""
+        """Enter message ``number`` of this link to a rank of the job in the table: its place and its header."""
         table, at = self._table, self._entry(link, receiver, number)
         self.wait(lambda: table[at] == 0, receiver, None)
         table[at + 1], table[at + 2], table[at + 3] = slot.place, *slot.region
@@ -205,9 +183,8 @@ class SharedMemory:
         # Sizes are powers of two so that few slots serve many shapes. Memory nobody writes to takes no room.
         size = max(_PAGE, 1 << (size - 1).bit_length())
         slots = self._slots.setdefault(size, [])
-        for slot in slots:
-            if slot.free():
-                return slot
+        if (free := next((slot for slot in slots if slot.free()), None)) is not None:
+            return free
         place, self._used = self._used, self._used + _PAGE + size
         if self._used > self._region[1]:
             self._region = (sum(self._region), max(REGION, _PAGE + size))
@@ -223,24 +200,16 @@ class SharedMemory:
     # --- receiving -----------------------------------------------------------------------------------------
 
     def take(
-        self,
-        link: int,
-        sender: int,
-        number: int,
-        header: Header,
-        specs: Sequence[Spec],
-        timeout: timedelta | None,
+        self, link: int, sender: int, number: int, header: Header, specs: Sequence[Spec], timeout: timedelta | None
     ) -> list[Tensor]:
-        """The tensors of a message. Its slot is the sender's again when the last of them is forgotten.
+        """The tensors of a message; its slot is the sender's again when the last of them is forgotten.
 
-        Raises:
-            torch.distributed.DistError: it did not come in time, or never will.
-            DesyncError: what came is something else than ``header`` says.
+        Raises a `DistError` when it did not come in time or never will, a `DesyncError` when another message came.
         """
         self.state.check()
-        if self._closed:
+        if (peer := self._peers.get(sender)) is None:
             raise PeerError(f"the request of a message from rank {sender} is over; it cannot be received any more")
-        peer, at = self._peers[sender], self._entry(link, self.rank, number)
+        at = self._entry(link, self.rank, number)
         table = peer.table
         self.wait(lambda: table[at] == number + 1, sender, timeout)
         if (sent := Header(*table[at + 4 : at + 8])) != header:
@@ -265,11 +234,7 @@ class SharedMemory:
         ]
 
     def wait(self, ready: Callable[[], bool], rank: int, timeout: timedelta | None) -> None:
-        """Until another rank has done something.
-
-        Raises:
-            torch.distributed.DistError: the rank has ended or has failed this request, or the deadline has passed.
-        """
+        """Wait for another rank; a `DistError` when it has ended or failed this request, or at the deadline."""
         for _ in range(_LOOKS):
             if ready():
                 return
@@ -294,12 +259,9 @@ class SharedMemory:
 
 
 class SharedChannel:
-    """The messages of one link through shared memory. Each rank counts them per peer, as all send and expect in order.
+    """Messages of one link, of this number and these global ranks, through shared memory.
 
-    Args:
-        memory: the job's.
-        link: number of the link, the same on all ranks.
-        ranks: global ranks of the link.
+    Each rank counts them per peer, as all send and expect them in order.
     """
 
     def __init__(self, memory: SharedMemory, link: int, ranks: Sequence[int]) -> None:
@@ -338,23 +300,17 @@ def _places(specs: Sequence[Spec]) -> tuple[list[int], int]:
     """Where the tensors of a message begin, in bytes and as torch's own do, and where the last one ends."""
     places, end = [], 0
     for shape, dtype in specs:
-        start = -(-end // ALIGNMENT) * ALIGNMENT
-        places.append(start)
-        end = start + prod(shape) * dtype.itemsize
+        places.append(_rounded(end, ALIGNMENT))
+        end = places[-1] + prod(shape) * dtype.itemsize
     return places, end
 
 
-def _close(files: list[int]) -> None:
-    while files:
-        os.close(files.pop())
-
-
-def _round(size: int) -> int:
-    return -(-size // _PAGE) * _PAGE
+def _rounded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _host() -> str | None:
-    """What processes have in common that may share memory; None where it cannot be done."""
+    """A name of the host, for processes that may share memory; None where they cannot."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or not hasattr(os, "memfd_create"):
         return None
     try:

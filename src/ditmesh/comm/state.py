@@ -1,4 +1,4 @@
-"""The request in progress as the links of a rank see it: its number, and whether they may be used.
+"""State that the links of a rank share: the request in progress, whether they may be used, and byte counters.
 
 A request is what lies between two boundaries (`ditmesh.Mesh.begin_request`), usually one call of a pipeline. All ranks
 number them alike. A message says which request it belongs to and what it is, so that one of another request, or of
@@ -8,7 +8,8 @@ another operation, is never taken for what a rank waits for.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -34,25 +35,18 @@ class DesyncError(PeerError):
 
 
 class RequestState:
-    """Shared by a mesh and its links.
-
-    Attributes:
-        number: of the request in progress, the same on all ranks.
-        messages: operations on any link since the request began.
-        refusal: why no link may be used, one sentence; None: they may.
-    """
+    """State shared by a mesh and its links."""
 
     def __init__(self) -> None:
+        # Of the request in progress, the same on all ranks.
         self.number = 0
+        # Operations on any link since the request began.
         self.messages = 0
+        # Why no link may be used, one sentence; None: they may.
         self.refusal: str | None = None
 
     def enter(self) -> None:
-        """An operation on a link begins.
-
-        Raises:
-            PeerError: the request has failed here, or the mesh is broken.
-        """
+        """Count an operation on a link, if it is allowed; see `check`."""
         self.check()
         self.messages += 1
 
@@ -60,31 +54,54 @@ class RequestState:
         """Refuse while links may not be used.
 
         Raises:
-            PeerError: see `enter`.
+            PeerError: the request has failed here, or the mesh is broken.
         """
         if self.refusal is not None:
             raise PeerError(self.refusal)
 
 
-class Header(NamedTuple):
-    """What a message says about itself, as four words of 64 bits.
+class Traffic:
+    """Bytes this rank has sent to other ranks and messages posted, by axis name.
+
+    What a rank keeps for itself is not traffic. Counting is arithmetic on sizes known on the host: it never
+    waits for a device.
 
     Attributes:
-        request: its request's number.
-        kind: place in `KINDS`.
-        size: bytes of its tensors.
-        digest: of kind, shapes and dtypes.
+        observer: called as ``observer(axis, kind)`` before every operation of a link, where ``kind`` is the link's
+            method; what it raises, the operation raises. For tests and measurements; None: nobody looks.
     """
 
+    def __init__(self) -> None:
+        self.observer: Callable[[str, str], None] | None = None
+        self.bytes_sent: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    def add(self, axis: str, sent: int) -> None:
+        """Count one call on ``axis`` that sends ``sent`` bytes to other ranks."""
+        self.bytes_sent[axis] += sent
+        self.calls[axis] += 1
+
+    def reset(self) -> None:
+        """Start counting from zero."""
+        self.bytes_sent.clear()
+        self.calls.clear()
+
+
+class Header(NamedTuple):
+    """The header of a message, four words of 64 bits."""
+
     request: int
+    # Place in `KINDS`.
     kind: int
+    # Bytes of the tensors.
     size: int
+    # Of kind, shapes and dtypes.
     digest: int
 
     @classmethod
     def of(cls, request: int, kind: str, specs: Sequence[Spec]) -> Header:
         """The header of a message of tensors with these shapes and dtypes."""
-        return cls(request, *_described(kind, tuple(specs)))
+        return cls(request, *_words(kind, tuple(specs)))
 
     @property
     def tag(self) -> int:
@@ -97,19 +114,18 @@ class Header(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _described(kind: str, specs: tuple[Spec, ...]) -> tuple[int, int, int]:
+def _words(kind: str, specs: tuple[Spec, ...]) -> tuple[int, int, int]:
     text = f"{kind} {[(tuple(shape), str(dtype)) for shape, dtype in specs]}"
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
     return KINDS.index(kind), sum(prod(shape) * dtype.itemsize for shape, dtype in specs), digest
 
 
 def peer_error(link: str, error: RuntimeError) -> RuntimeError:
-    """What to raise for an error of a process group: a sentence where it only says that a rank did not take part."""
+    """An error of a process group to raise: a `PeerError` where it only says that a rank did not take part."""
     text = str(error)
-    known = text.lower()
-    if isinstance(error, PeerError) or not ("gloo" in known or "closed by peer" in known):
+    if isinstance(error, PeerError) or not ("gloo" in text.lower() or "closed by peer" in text.lower()):
         return error
-    if "timed out" in known:
+    if "timed out" in text.lower():
         what = f"timed out: a rank of the {link} link did not do its part before the deadline"
     else:
         what = f"a rank of the {link} link has failed this request, or has ended"

@@ -1,14 +1,14 @@
-"""What a launcher is, and which there are: ranks of this machine, of ``torchrun``, of another package."""
+"""The interface of launchers, and those there are: ranks of this machine, of ``torchrun``, of another package."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from importlib import import_module
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import ConfigError
+from .devices import DeviceKind
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -26,9 +26,8 @@ BUILT_IN = {"local": "ditmesh.launch.pool:RankPool", "torchrun": "ditmesh.launch
 class Launcher(Protocol):
     """Ranks with a process group, on which functions run.
 
-    A launcher is made as ``make(world_size, device="auto", threads=None, timeout=600.0, **options)``; `RankPool` says
-    what these mean. Options that it may be given: ``gpus`` (the GPU of every rank) and ``preload`` (modules that are
-    wanted early, a hint). What it cannot do it refuses with a `ConfigError`.
+    A launcher is made as ``make(world_size, device="auto", threads=None, timeout=600.0, **options)``, with the options
+    ``gpus`` and ``preload`` (a hint), all as of `RankPool`. What it cannot do it refuses with a `ConfigError`.
 
     Attributes:
         world_size: number of ranks.
@@ -39,7 +38,7 @@ class Launcher(Protocol):
     """
 
     world_size: int
-    device: Literal["cpu", "cuda"]
+    device: DeviceKind
     threads: int
     speaks: bool
 
@@ -51,37 +50,40 @@ class Launcher(Protocol):
         on_message: OnMessage | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on every rank, inside its process group; what they returned, in rank order.
+        """Call ``fn(*args, **kwargs)`` on every rank at once, inside its process group.
 
         Args:
+            fn, args, kwargs: the function and its arguments, which may be pickled.
             deadline: seconds within which every rank has to answer; None: no limit but that of collectives.
             on_message: called in this process, in the calling thread, as ``on_message(rank, message)`` for what ranks
                 report. With it ``fn`` gets one more argument by name, ``report``, which takes a picklable message.
 
+        Returns:
+            What every rank returned, in rank order: CPU tensors or plain data, as results may be pickled.
+
         Raises:
-            RankFailed: a rank failed. ``lost`` names the ranks that are gone through no error of the job (the process
-                was killed or ended, the machine or device is no more, it fell silent): a job that can go on without
-                them may be started again on the others (`elastic.draw_elastically`). A rank whose function raised is
-                not lost: it would raise again. ``pool_open`` says whether the ranks can run something else.
+            RankFailed: a rank failed. ``lost`` names the ranks that are gone through no error of the job (killed,
+                ended, fallen silent, without their machine or device): it may be started again on the others. A rank
+                whose function raised would raise again. ``pool_open``: whether the ranks can run something else.
         """
         ...
 
     def close(self) -> None:
         """End the ranks, or leave them. Harmless when they are gone."""
-        ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(self, *exception: object) -> None: ...
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def launcher(name: str | None, world_size: int, *arguments: Any, **options: Any) -> Launcher:
     """Ranks, from the launcher of that name.
 
     Args:
-        name: ``"local"`` (`RankPool`), ``"torchrun"`` (`TorchrunRanks`), the name of an entry point of the group
-            ``ditmesh.launchers``, or ``"package.module:Class"``. None: what the environment variable
-            ``DITMESH_LAUNCHER`` says, else ``"local"``.
+        name: ``"local"`` (`RankPool`), ``"torchrun"`` (`TorchrunRanks`), an entry point of the group
+            ``ditmesh.launchers``, or ``"package.module:Class"``; None: ``$DITMESH_LAUNCHER``, else ``"local"``.
         world_size, arguments, options: see `Launcher`.
 
     Raises:
@@ -89,19 +91,14 @@ def launcher(name: str | None, world_size: int, *arguments: Any, **options: Any)
         RankFailed: a rank could not start.
     """
     name = name or os.environ.get(VARIABLE) or "local"
-    return _factory(name)(world_size, *arguments, **options)
-
-
-def _factory(name: str) -> Callable[..., Launcher]:
+    target = BUILT_IN.get(name, name)
+    named = ":" in target
     try:
-        target = BUILT_IN.get(name, name)
-        if ":" not in target:
-            (found,) = entry_points(group=ENTRY_POINTS, name=name)
-            return found.load()
-        module, _, attribute = target.partition(":")
-        return getattr(import_module(module), attribute)
+        (point,) = [EntryPoint(name, target, "")] if named else entry_points(group=ENTRY_POINTS, name=name)
+        make = point.load()
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"there is no launcher {name!r} ({error}); use local, torchrun, an entry point of {ENTRY_POINTS}, or "
             f"package.module:Class"
         ) from error
+    return make(world_size, *arguments, **options)

@@ -1,23 +1,28 @@
-"""Devices and threads of the ranks of one machine."""
+"""Devices and threads of the ranks of one machine, and their process group."""
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import ConfigError
 
+if TYPE_CHECKING:
+    import torch
+
 DeviceChoice = Literal["auto", "cpu", "cuda"]
+DeviceKind = Literal["cpu", "cuda"]
+
+# Seconds: more than anybody waits, and less than what clocks overflow at.
+LONGEST = 1e9
 
 
-def resolve_device(device: DeviceChoice, world_size: int) -> Literal["cpu", "cuda"]:
-    """``"auto"`` to what is there; refuse what is not.
-
-    Args:
-        device: ``"auto"`` takes CUDA when a GPU is there, else the CPU.
-        world_size: number of ranks on this machine; each needs a GPU of its own when the device is CUDA.
+def resolve_device(device: DeviceChoice, world_size: int) -> DeviceKind:
+    """The device of all ranks of this machine: ``"auto"`` is CUDA when a GPU is there, else the CPU.
 
     Raises:
         ConfigError: an unknown device, CUDA without a GPU, or fewer GPUs than ranks.
@@ -49,18 +54,56 @@ def physical_cores() -> int:
 
         return psutil.cpu_count(logical=False) or os.cpu_count() or 1
     # psutil counts those of the whole machine, whatever this process may use.
-    logical = sorted(os.sched_getaffinity(0))
     cores = set()
-    for cpu in logical:
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    for cpu in os.sched_getaffinity(0):
         try:
-            cores.add(siblings.read_text().strip())
+            cores.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip())
         except OSError:
             cores.add(str(cpu))
-    return max(1, len(cores))
+    return len(cores)
 
 
-def default_threads(world_size: int, device: Literal["cpu", "cuda"]) -> int:
+def default_threads(world_size: int, device: DeviceKind) -> int:
     """Threads for each of ``world_size`` ranks: the cores shared out; at most 8 where a GPU does the work."""
     share = max(1, physical_cores() // world_size)
     return min(8, share) if device == "cuda" else share
+
+
+def check_timeout(seconds: float) -> None:
+    """Refuse a deadline that is not positive, not a number, or endless: `ConfigError`."""
+    if not (math.isfinite(seconds) and 0 < seconds <= LONGEST):
+        raise ConfigError(
+            f"a timeout of {seconds:g} seconds is not possible; use more than 0 and at most {LONGEST:g}, such as 600"
+        )
+
+
+def stay_on_loopback() -> None:
+    """Keep the ranks of one machine off the network: no firewall, VPN or second interface gets in the way."""
+    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+
+
+def join(kind: DeviceKind, rank: int, world_size: int, gpu: int, timeout: float, rendezvous: str) -> torch.device:
+    """Join the default process group (gloo or NCCL), unless this process is in one; the device of this rank.
+
+    ``timeout`` is the deadline of every collective in seconds; ``rendezvous``: ``init_method`` of `torch.distributed`.
+    """
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cpu")
+    if kind == "cuda":
+        device = torch.device("cuda", gpu)
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            backend="nccl" if kind == "cuda" else "gloo",
+            init_method=rendezvous,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+            device_id=device if kind == "cuda" else None,
+        )
+    return device

@@ -6,7 +6,7 @@ import contextlib
 import pickle
 import signal
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import RankFailed
@@ -26,24 +26,17 @@ LOST_DEVICE = (
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank did not answer.
-
-    Attributes:
-        rank: which one.
-        weight: 0: a cause; more: perhaps a consequence of another failure.
-        what: the rest of a sentence that begins with the rank.
-        text: its traceback.
-        pickled_cause: its exception.
-        exit_code: of its process, when that has ended.
-        gone: the rank or its device is no more.
-    """
+    """Why a rank did not answer: ``what`` is the rest of a sentence that begins with the rank."""
 
     rank: int
+    # 0: a cause; more: perhaps a consequence of another failure.
     weight: int
     what: str
-    text: str = ""
+    traceback: str = ""
     pickled_cause: bytes | None = None
+    # Of its process, when that has ended.
     exit_code: int | None = None
+    # The rank or its device is no more.
     gone: bool = False
 
     @property
@@ -56,80 +49,67 @@ def of_exception(rank: int, error: BaseException) -> Failure:
     """A function has raised. The first frame is that of the caller of the function, and is left out."""
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     text = "".join(traceback.format_exception(type(error), error, frames))
-    first_line = (str(error).strip() or "no message").splitlines()[0]
-    cause: bytes | None
-    try:
-        cause = encode(error)
-        pickle.loads(cause)
-    except Exception:
-        cause = None
-    what = f"raised {type(error).__name__}: {first_line}"
+    what = f"raised {type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    cause = None
+    with contextlib.suppress(Exception):
+        pickled = encode(error)
+        pickle.loads(pickled)
+        cause = pickled
     return Failure(rank, 2 if lost_peer(error) else 0, what, text, cause, None, lost_device(error))
 
 
 def of_death(rank: int, code: int | None, stack: str) -> Failure:
-    """A process has ended, or has closed its connection.
-
-    Args:
-        code: its exit code; None: it still runs.
-        stack: what its fault handler has written.
-    """
-    weight = 0
-    if code is not None and code < 0:
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
+    """A process has ended with an exit code, or (None) closed its connection; ``stack`` is from its fault handler."""
+    name = "" if code is None else {-one.value: one.name for one in signal.Signals}.get(code, f"signal {-code}")
+    if code is None:
+        how = "closed its connection"
+    elif code >= 0:
+        how = f"ended without an answer (exit code {code})"
+    else:
         how = f"was killed by {name}"
         if name == "SIGKILL":
             how += " (from outside; the kernel does so when memory runs out)"
-        # NCCL and the C++ runtime abort a rank that has lost a peer: look for a better reason first.
-        weight = 1 if name == "SIGABRT" else 0
-    elif code is None:
-        how = "closed its connection"
-    else:
-        how = f"ended without an answer (exit code {code})"
-    return Failure(rank, weight, how, stack, None, code, True)
-
-
-def settled(failures: Sequence[Failure], answered: int, world_size: int) -> bool:
-    """Whether every rank has come to an end of the call, and none has lost its device or a peer: all can go on."""
-    return len(failures) + answered == world_size and not any(f.weight or f.gone for f in failures)
+    # NCCL and the C++ runtime abort a rank that has lost a peer: look for a better reason first.
+    return Failure(rank, 1 if name == "SIGABRT" else 0, how, stack, None, code, True)
 
 
 def alike(failures: Sequence[Failure], world_size: int) -> bool:
     """Whether all ranks have raised the same at the same place."""
-    return len(failures) == world_size and len({(failure.what, failure.text) for failure in failures}) == 1
+    return len(failures) == world_size and len({(failure.what, failure.traceback) for failure in failures}) == 1
 
 
 def rank_failed(failures: Sequence[Failure], stalled: Mapping[int, str], world_size: int, open: bool) -> RankFailed:
-    """The error for the caller.
-
-    Args:
-        failures: what is known, causes first.
-        stalled: ranks that said nothing, and where each of them was.
-        open: whether the ranks can run something else.
-    """
+    """The error for failures, causes first, with the ranks that said nothing and where each of them was."""
     root = failures[0]
     parts = []
     if root.weight > 0 and stalled:
         # A rank that lost a collective says nothing about the one that did not come to it: that one comes first.
         first, where = next(iter(stalled.items()))
-        parts += [f"rank {first} of {world_size} stalled{_place(where)}: {_names(failures)} waited for it in vain"]
-        parts += [f"rank {rank} was here: {where}" for rank, where in stalled.items()]
+        waiting = _names({failure.rank for failure in failures})
+        parts += [f"rank {first} of {world_size} stalled{_place(where)}: {waiting} waited for it in vain"]
+        parts += _whereabouts(stalled)
     parts.append(f"rank {root.rank} of {world_size} {root.what}")
-    if root.text:
-        parts.append(root.text.rstrip())
-    error = RankFailed("\n\n".join(parts), root.rank, root.exit_code, lost(failures, tuple(stalled)), open)
+    if root.traceback:
+        parts.append(root.traceback.rstrip())
+    error = RankFailed("\n\n".join(parts), root.rank, root.exit_code, _lost(failures, tuple(stalled)), open)
     if root.pickled_cause is not None:
         with contextlib.suppress(Exception):
             error.__cause__ = pickle.loads(root.pickled_cause)
     return error
 
 
-def _names(failures: Sequence[Failure]) -> str:
-    ranks = sorted(failure.rank for failure in failures)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+def late(stalled: Mapping[int, str], world_size: int, expected: str) -> RankFailed:
+    """The error for ranks, and where each of them was, that had not done what was ``expected``."""
+    parts = [f"{_names(stalled)} of {world_size} had not {expected}", *_whereabouts(stalled)]
+    return RankFailed("\n\n".join(parts), next(iter(stalled)), lost=tuple(stalled))
+
+
+def _whereabouts(stalled: Mapping[int, str]) -> list[str]:
+    return [f"rank {rank} was here: {where}" for rank, where in stalled.items()]
+
+
+def _names(ranks: Collection[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _place(where: str) -> str:
@@ -142,15 +122,14 @@ def _place(where: str) -> str:
     return ""
 
 
-def lost(failures: Sequence[Failure], silent: Sequence[int]) -> tuple[int, ...]:
+def _lost(failures: Sequence[Failure], silent: tuple[int, ...]) -> tuple[int, ...]:
     """Ranks that are gone through no error of the job; ``failures[0]`` is what the job failed of."""
     root = failures[0]
     if root.gone:
         # An abort may be the consequence of another rank's; then only the first is known to be gone.
-        gone = {failure.rank for failure in failures if failure.certain}
-        return tuple(sorted({root.rank} | gone))
+        return tuple(sorted({root.rank} | {failure.rank for failure in failures if failure.certain}))
     # Those that waited in vain say so; the one they waited for says nothing any more.
-    return tuple(silent) if root.weight > 0 else ()
+    return silent if root.weight > 0 else ()
 
 
 def lost_device(error: BaseException) -> bool:
@@ -167,19 +146,16 @@ def lost_device(error: BaseException) -> bool:
     )
 
 
-def lost_peer(error: BaseException) -> bool:
+def lost_peer(error: BaseException | None) -> bool:
     """Whether this failure may only say that another rank failed, or did not come."""
     import torch.distributed as dist
 
-    current: BaseException | None = error
-    while current is not None:
-        if isinstance(current, dist.DistError):
-            return True
-        text = str(current).lower()
+    while error is not None:
         # Gloo raises plain RuntimeErrors; these words are what they have in common.
-        if isinstance(current, RuntimeError) and (
-            "gloo" in text or "nccl" in text or "closed by peer" in text or "timed out waiting" in text
+        words = str(error).lower() if isinstance(error, RuntimeError) else ""
+        if isinstance(error, dist.DistError) or any(
+            known in words for known in ("gloo", "nccl", "closed by peer", "timed out waiting")
         ):
             return True
-        current = current.__cause__
+        error = error.__cause__
     return False

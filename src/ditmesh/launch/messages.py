@@ -1,14 +1,15 @@
-"""What an owner and its ranks say to one another: whole messages through a socket, of which a part may be late."""
+"""Messages between an owner and its ranks: whole ones through a socket, of which a part may be late."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import pickle
+import socket
 import struct
 import sys
+import threading
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 HEADER = struct.Struct("!Q")
@@ -16,54 +17,35 @@ HEADER = struct.Struct("!Q")
 CHUNK = 1 << 20
 
 
-def encode(content: Any) -> bytes:
-    """A message for another process, which imports the same modules.
+def encode(content: Any, fn: Any = None) -> bytes:
+    """Pickle a message for another process, which imports the same modules.
 
     Functions and classes travel by name. Those that have none there (lambdas, closures, what a notebook defines) travel
-    by value, with copies of the globals they use.
-
-    Raises:
-        Exception: whatever pickling raises.
+    by value, with copies of the globals they use. ``fn`` is a function in the message that may be another one in the
+    file of the main module. Raises whatever pickling raises.
     """
     import cloudpickle
 
-    if _main_file() is None:
-        return cloudpickle.dumps(content)
-    try:
-        return pickle.dumps(content)
-    except Exception:
-        return cloudpickle.dumps(content)
+    # Ranks import the file of the main module as well; a notebook or a prompt has none. A function that was defined at
+    # a prompt after the file was run would be the file's by name, or none.
+    main, code = getattr(sys.modules["__main__"], "__file__", None), getattr(fn, "__code__", None)
+    own = main is not None and (
+        code is None or fn.__module__ != "__main__" or os.path.abspath(code.co_filename) == os.path.abspath(main)
+    )
+    if own:
+        with contextlib.suppress(Exception):
+            return pickle.dumps(content)
+    return cloudpickle.dumps(content)
 
 
-def encode_call(fn: Any, content: Any) -> bytes:
-    """`encode` for a message with a function that may be another one in the file of the main module.
-
-    Raises:
-        Exception: whatever pickling raises.
-    """
-    import cloudpickle
-
-    code, main = getattr(fn, "__code__", None), _main_file()
-    if code is None or main is None or fn.__module__ != "__main__":
-        return encode(content)
-    # Defined at a prompt, after the file was run: by name ranks would find the file's, or none.
-    typed = os.path.abspath(code.co_filename) != os.path.abspath(main)
-    return cloudpickle.dumps(content) if typed else encode(content)
-
-
-def _main_file() -> str | None:
-    """The file of this process's main module, which ranks import as well; None in a notebook or at a prompt."""
-    return getattr(sys.modules["__main__"], "__file__", None)
-
-
-class Channel:
+class OwnerChannel:
     """The owner's end of a connection: never waits for the rank, not even for the rest of a message."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._incoming = bytearray()
         self._outgoing = bytearray()
-        os.set_blocking(connection.fileno(), False)
+        connection.setblocking(False)
 
     def fileno(self) -> int:
         return self._connection.fileno()
@@ -83,27 +65,22 @@ class Channel:
         """Send more of what is left. A rank that is gone gets nothing: the end of the connection says so."""
         try:
             while self._outgoing:
-                del self._outgoing[: os.write(self._connection.fileno(), memoryview(self._outgoing)[:CHUNK])]
+                del self._outgoing[: self._connection.send(memoryview(self._outgoing)[:CHUNK])]
         except BlockingIOError:
             pass
         except (BrokenPipeError, ConnectionResetError):
             self._outgoing.clear()
 
     def received(self) -> Iterator[bytes]:
-        """The messages that are complete by now.
-
-        Raises:
-            EOFError: the rank has closed its end; after the last message.
-        """
-        ended = False
-        while not ended:
+        """The messages that are complete by now; after the last, `EOFError` when the rank has closed its end."""
+        data = b"more"
+        while data:
             try:
-                data = os.read(self._connection.fileno(), CHUNK)
+                data = self._connection.recv(CHUNK)
             except BlockingIOError:
                 break
             except ConnectionResetError:
                 data = b""
-            ended = not data
             self._incoming += data
         while len(self._incoming) >= HEADER.size:
             end = HEADER.size + HEADER.unpack_from(self._incoming)[0]
@@ -112,37 +89,40 @@ class Channel:
             message = bytes(memoryview(self._incoming)[HEADER.size : end])
             del self._incoming[:end]
             yield message
-        if ended:
+        if not data:
             raise EOFError
 
     def close(self) -> None:
         self._connection.close()
 
 
-def send(connection: Connection, data: bytes) -> None:
-    """A rank's way to send: until all is sent."""
-    # When the owner is gone, so is this rank in a moment.
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        for part in (HEADER.pack(len(data)), data):
-            view = memoryview(part)
-            while view:
-                view = view[os.write(connection.fileno(), view) :]
+class RankChannel:
+    """A rank's end of a connection: waits until a message is through. Any thread may send."""
 
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._reader = connection.makefile("rb")
+        self._lock = threading.Lock()
 
-def receive(connection: Connection) -> bytes:
-    """A rank's way to wait for a message.
+    def send(self, kind: str, content: Any) -> None:
+        """Send an ``"answer"``, a ``"failure"`` or a ``"message"``, or nothing and raise what pickling raises."""
+        data = encode((kind, content))
+        # When the owner is gone, so is this rank in a moment.
+        with self._lock, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._connection.sendall(HEADER.pack(len(data)))
+            self._connection.sendall(data)
 
-    Raises:
-        EOFError: the owner has closed its end.
-    """
-    return _exactly(connection, HEADER.unpack(_exactly(connection, HEADER.size))[0])
+    def report(self, message: Any) -> None:
+        """Send a message to the owner's ``on_message``."""
+        self.send("message", message)
 
+    def receive(self) -> bytes:
+        """The next message; `EOFError` when the owner has closed its end."""
+        (size,) = HEADER.unpack(self._read(HEADER.size))
+        return self._read(size)
 
-def _exactly(connection: Connection, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        part = os.read(connection.fileno(), min(CHUNK, count - len(data)))
-        if not part:
+    def _read(self, count: int) -> bytes:
+        data = self._reader.read(count)
+        if len(data) < count:
             raise EOFError
-        data += part
-    return bytes(data)
+        return data

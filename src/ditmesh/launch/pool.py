@@ -1,31 +1,31 @@
-"""Ranks of this machine, as their owner sees them: started, watched, ended."""
+"""Ranks of this machine, on their owner's side: started, watched, ended."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import multiprocessing
 import os
 import pickle
-import shutil
 import signal
-import tempfile
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
-from typing import Any, Literal
+from typing import Any
 
 from ..errors import ConfigError, RankFailed
 from . import failures
 from . import rank as rank_
-from .backend import OnMessage
-from .devices import DeviceChoice, default_threads, resolve_device
+from .backend import Launcher, OnMessage
+from .devices import DeviceChoice, DeviceKind, check_timeout, default_threads, resolve_device
 from .failures import Failure
-from .group import check_timeout
-from .messages import Channel, encode, encode_call
-from .processes import Guard, ctrl_c_waits, fork_server, start_fork_server
+from .messages import OwnerChannel, encode
+from .processes import ctrl_c_waits, fork_server, guarded_folder, start_fork_server
 from .torchrun import from_torchrun
 
 # Imported once in the fork server, so that every rank on the CPU starts with them: seconds instead of
@@ -43,7 +43,7 @@ LOOK = 1.0  # between looks at whether ranks are stopped
 STOPPED = "it is stopped by a signal such as SIGSTOP"
 
 
-class RankPool:
+class RankPool(Launcher):
     """Ranks on this machine that stay: worker processes with a process group, for any number of calls.
 
     ::
@@ -56,13 +56,9 @@ class RankPool:
     because the ranks import its main module; a notebook has none to import.
 
     Attributes:
-        world_size: number of ranks.
-        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, rank r on GPU r).
-        threads: threads of each rank.
-        speaks: True; see `Launcher`.
+        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
         timeout: deadline of every collective of the default process group, and for a rank that is stopped (SIGSTOP) to
             go on, in seconds.
-        pids: process ids, in rank order.
     """
 
     speaks = True
@@ -81,7 +77,7 @@ class RankPool:
         Args:
             world_size: number of ranks.
             device: ``"auto"`` takes CUDA when a GPU is there, else the CPU.
-            threads: threads of each rank; default: the physical cores shared out (at most 8 on CUDA).
+            threads: of each rank; default: the physical cores shared out (at most 8 on CUDA).
             timeout: deadline of every collective, in seconds.
             preload: modules that the fork server imports before the first rank starts (CPU only). It counts
                 for the first pool of a process: the server serves them all.
@@ -99,37 +95,33 @@ class RankPool:
         if from_torchrun():
             raise ConfigError("this process is a rank of torchrun already; ranks cannot start ranks of their own")
         self.world_size = world_size
-        self.device: Literal["cpu", "cuda"] = resolve_device(device, world_size)
-        self._gpus = tuple(range(world_size) if gpus is None else gpus)
-        if len(self._gpus) != world_size:
-            raise ConfigError(
-                f"gpus {list(self._gpus)} are {len(self._gpus)} for {world_size} ranks; name one for each"
-            )
+        self.device: DeviceKind = resolve_device(device, world_size)
+        gpus = range(world_size) if gpus is None else gpus
+        if len(gpus) != world_size:
+            raise ConfigError(f"gpus {list(gpus)} are {len(gpus)} for {world_size} ranks; name one for each")
         self.threads = default_threads(world_size, self.device) if threads is None else threads
         self.timeout = timeout
         self._closed: str | None = None
         self._lock = threading.Lock()
         self._processes: list[Any] = []
-        self._channels: list[Channel] = []
+        self._channels: list[OwnerChannel] = []
         self._settings: list[rank_.Settings] = []
         # How often the ranks have joined a process group.
         self._meetings = 1
-        self._folder = Path(tempfile.mkdtemp(prefix="ditmesh-"))
-        self._guard: Guard | None = None
+        self._resources = contextlib.ExitStack()
+        self._folder = Path(self._resources.enter_context(guarded_folder("ditmesh-")))
         # Registered after multiprocessing's own exit handler, so it runs before that one waits for the ranks.
         atexit.register(self.close)
         try:
-            self._guard = Guard(str(self._folder))
-            self._start(preload)
+            self._start(preload, gpus)
             limit = time.monotonic() + START_LIMIT
-            self._collect(limit, f"started within {START_LIMIT:g} s", None, joining=True)
+            self._collect(limit, f"started within {START_LIMIT:g} s", joining=True)
         except BaseException as error:
-            self._end(
-                f"a rank could not start: {error}" if isinstance(error, RankFailed) else "the start was broken off"
-            )
+            failed = isinstance(error, RankFailed)
+            self._end(f"a rank could not start: {error}" if failed else "the start was broken off")
             raise
 
-    def _start(self, preload: Sequence[str]) -> None:
+    def _start(self, preload: Sequence[str], gpus: Sequence[int]) -> None:
         server = None
         if self.device == "cuda":
             # CUDA does not survive a fork, and a fork server that had touched it would pass a broken copy on:
@@ -141,22 +133,15 @@ class RankPool:
             context = multiprocessing.get_context("forkserver")
             start_fork_server(list(preload))
             server = fork_server()
-        for rank in range(self.world_size):
-            ours, theirs = context.Pipe(duplex=True)
+        for rank, gpu in enumerate(gpus):
+            ours, theirs = socket.socketpair()
             settings = rank_.Settings(
-                rank=rank,
-                world_size=self.world_size,
-                device=self.device,
-                gpu=self._gpus[rank],
-                threads=self.threads,
-                timeout=self.timeout,
-                folder=str(self._folder),
-                server=server,
+                rank, self.world_size, self.device, gpu, self.threads, self.timeout, str(self._folder), server
             )
             # Not daemonic: a rank may start processes of its own, such as data loader workers.
             process = context.Process(target=rank_.main, args=(settings, theirs), name=f"ditmesh-rank-{rank}")
             self._settings.append(settings)
-            self._channels.append(Channel(ours))
+            self._channels.append(OwnerChannel(ours))
             # The fork server is deaf already, and may take long while it imports: waiting for it can be broken off.
             with ctrl_c_waits() if self.device == "cuda" else contextlib.nullcontext():
                 process.start()
@@ -182,21 +167,10 @@ class RankPool:
         on_message: OnMessage | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on every rank at once.
+        """Call ``fn(*args, **kwargs)`` on every rank at once; see `Launcher.run`. Arguments and results are pickled.
 
-        Args:
-            fn: the function. One of an importable module travels by its name; a lambda, a closure, or what was defined
-                in a notebook travels by value, with a copy of the globals that it uses.
-            args: its arguments; they are pickled.
-            deadline: seconds within which every rank has to answer; None: as long as the ranks like (their
-                collectives have the pool's timeout all the same).
-            on_message: called here, in this thread, as ``on_message(rank, message)`` for everything a
-                rank reports. With it, ``fn`` gets one more argument by name, ``report``: a function that takes
-                a picklable message and returns at once.
-            kwargs: its keyword arguments.
-
-        Returns:
-            What every rank returned, in rank order. Return CPU tensors or plain data: results are pickled.
+        A function of an importable module travels by its name; a lambda, a closure, or what was defined in a notebook
+        travels by value, with a copy of the globals that it uses.
 
         Raises:
             RankFailed: a rank raised, died, was stopped or missed the deadline. When its exception can be pickled, it
@@ -208,9 +182,10 @@ class RankPool:
             TypeError: ``fn`` or an argument cannot be pickled; the pool is as it was.
         """
         with self._lock:
-            self._check_open()
+            if self._closed is not None:
+                raise ConfigError(f"this RankPool is closed ({self._closed}); make a new one")
             try:
-                call = encode_call(fn, (fn, args, kwargs, on_message is not None))
+                call = encode((fn, args, kwargs, on_message is not None), fn)
             except Exception as error:
                 name = getattr(fn, "__qualname__", repr(fn))
                 raise TypeError(
@@ -221,7 +196,7 @@ class RankPool:
                 for channel in self._channels:
                     # A rank that is gone is noticed, with its reason, while the answers are collected.
                     channel.send(call)
-                limit = None if deadline is None else time.monotonic() + deadline
+                limit = math.inf if deadline is None else time.monotonic() + deadline
                 return self._collect(limit, f"answered within {deadline:g} s" if deadline else "", on_message)
             except RankFailed as error:
                 if not error.pool_open:
@@ -232,106 +207,82 @@ class RankPool:
                 # Some work may be done and kept, and not have been heard of.
                 with contextlib.suppress(BaseException):
                     for rank in range(self.world_size):
-                        self._hear(rank, {}, on_message)
+                        self._hear(rank, _Call(on_message))
                 self._end("a call was broken off")
                 raise
 
     def close(self) -> None:
-        """End the ranks. Harmless when they are gone."""
         if self._closed is None:
             for channel in self._channels:
                 channel.send(encode(None))
-            limit = time.monotonic() + CLOSE_LIMIT
-            for process in self._processes:
-                process.join(max(0.0, limit - time.monotonic()))
+            self._join(CLOSE_LIMIT)
         self._end("it was closed")
-
-    def __enter__(self) -> RankPool:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = f"closed: {self._closed}" if self.closed else f"{self.threads} threads each"
         return f"RankPool({self.world_size} ranks on {self.device}, {state})"
 
-    def _check_open(self) -> None:
-        if self._closed is not None:
-            raise ConfigError(f"this RankPool is closed ({self._closed}); make a new one")
+    def _join(self, seconds: float) -> None:
+        limit = time.monotonic() + seconds
+        for process in self._processes:
+            process.join(max(0.0, limit - time.monotonic()))
 
     def _kill(self) -> None:
         """Kill what is left of the ranks, at once: stopped ones too."""
         for process in self._processes:
             if process.is_alive():
                 process.kill()
-        for process in self._processes:
-            process.join(CLOSE_LIMIT)
+        self._join(CLOSE_LIMIT)
 
     def _end(self, reason: str) -> None:
         """Leave nothing behind, and remember why."""
-        if self._closed is None:
-            self._closed = reason
+        self._closed = self._closed or reason
         self._kill()
         for channel in self._channels:
             channel.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-        if self._guard is not None:
-            self._guard.end()
-            self._guard = None
+        self._resources.close()
         atexit.unregister(self.close)
 
     # ---- answers and failures
 
     def _collect(
-        self, limit: float | None, expected: str, on_message: OnMessage | None, joining: bool = False
+        self, limit: float, expected: str, on_message: OnMessage | None = None, joining: bool = False
     ) -> list[Any]:
-        """Wait for one answer of every rank; pass messages on meanwhile.
+        """Wait for one answer of every rank until a time on the monotonic clock; pass messages on meanwhile.
 
         Args:
-            limit: time on the monotonic clock; None: wait for ever, but not for ranks that are stopped.
-            expected: what a rank that misses the limit has failed to do.
+            limit, expected: the time, and what a rank that misses it has failed to do.
             on_message: receiver of the messages.
             joining: whether the ranks are about to join a process group: without one they can do nothing else.
         """
-        answers: dict[int, Any] = {}
-        failed: list[Failure] = []
-        stops = _Stops(self.pids, self.timeout)
-        while len(answers) < self.world_size and not stops.too_long:
+        call, stops, everyone = _Call(on_message), _Stops(self.pids, self.timeout), range(self.world_size)
+        while len(call.answers) < self.world_size and not stops.too_long:
             # Of whoever is gone no more is to be learned. Whoever raised may be followed by the others.
-            if failed and (failed[0].certain or len(failed) + len(answers) == self.world_size):
+            done = call.failed and (call.causes[0].certain or not call.silent(everyone))
+            remaining = min(stops.interval, limit - time.monotonic())
+            if done or remaining <= 0:
                 break
-            remaining = stops.interval if limit is None else min(stops.interval, limit - time.monotonic())
-            if remaining <= 0:
-                break
-            for rank in self._next_events({failure.rank for failure in failed}, remaining):
-                found = self._hear(rank, answers, on_message)
-                if found is not None:
-                    if not failed:
-                        # What was seen first may be a consequence; its cause shows up within moments.
-                        grace = time.monotonic() + GRACE
-                        limit = grace if limit is None else min(limit, grace)
-                    failed.append(found)
-                    failed.sort(key=lambda failure: failure.weight)
+            for rank in self._next_events(call.failed, remaining):
+                self._hear(rank, call)
+            if call.failed:
+                # What was seen first may be a consequence; its cause shows up within moments.
+                limit = min(limit, time.monotonic() + GRACE)
             stops.look()
-        if len(answers) == self.world_size:
-            return [answers[rank] for rank in range(self.world_size)]
-        if failed:
+        if len(call.answers) == self.world_size:
+            return [call.answers[rank] for rank in everyone]
+        if call.failed:
             # What the others have reported so far is heard as well: it may be work that is done and kept.
-            for rank in sorted(set(range(self.world_size)) - {failure.rank for failure in failed}):
-                found = self._hear(rank, answers, on_message)
-                if found is not None:
-                    failed.append(found)
-        silent = [r for r in range(self.world_size) if r not in answers and r not in {f.rank for f in failed}]
-        if failed:
-            stalled = self._whereabouts(silent) if failed[0].weight > 0 else dict.fromkeys(silent, "")
-            stay = not joining and failures.settled(failed, len(answers), self.world_size)
-            stay = stay and (failures.alike(failed, self.world_size) or self._join_anew())
-            raise failures.rank_failed(failed, stalled, self.world_size, stay)
+            for rank in set(everyone) - call.failed.keys():
+                self._hear(rank, call)
+            causes, silent = call.causes, call.silent(everyone)
+            stalled = self._whereabouts(silent) if causes[0].weight > 0 else dict.fromkeys(silent, "")
+            # All have come to an end of the call, and none has lost its device or a peer.
+            stay = not joining and not silent and not any(failure.weight or failure.gone for failure in causes)
+            stay = stay and (failures.alike(causes, self.world_size) or self._join_anew())
+            raise failures.rank_failed(causes, stalled, self.world_size, stay)
         if stops.too_long:
             expected = f"gone on for {self.timeout:g} s, the timeout, after it was stopped by a signal such as SIGSTOP"
-            silent = stops.too_long
-        raise self._late(silent, expected)
+        raise failures.late(self._whereabouts(stops.too_long or call.silent(everyone)), self.world_size, expected)
 
     def _join_anew(self) -> bool:
         """Let the ranks join a new process group: in the old one a message may be left that nobody has taken."""
@@ -341,70 +292,59 @@ class RankPool:
             for channel, settings in zip(self._channels, self._settings, strict=True):
                 channel.send(encode((rank_.join_group, (settings, name), {}, False)))
             limit = time.monotonic() + JOIN_LIMIT
-            self._collect(limit, f"joined a new process group within {JOIN_LIMIT:g} s", None, joining=True)
+            self._collect(limit, f"joined a new process group within {JOIN_LIMIT:g} s", joining=True)
         except RankFailed:
             return False
         return True
 
-    def _next_events(self, done: set[int], timeout: float) -> list[int]:
+    def _next_events(self, done: Collection[int], timeout: float) -> list[int]:
         """Ranks that have said something, have ended, or have room for what they are sent, in rank order."""
         with DefaultSelector() as selector:
-            for rank in range(self.world_size):
+            for rank, (channel, process) in enumerate(zip(self._channels, self._processes, strict=True)):
                 if rank not in done:
-                    channel = self._channels[rank]
                     selector.register(channel, EVENT_READ | (EVENT_WRITE if channel.sending else 0), rank)
-                    selector.register(self._processes[rank].sentinel, EVENT_READ, rank)
+                    selector.register(process.sentinel, EVENT_READ, rank)
             return sorted({key.data for key, _ in selector.select(timeout)})
 
-    def _hear(self, rank: int, answers: dict[int, Any], on_message: OnMessage | None) -> Failure | None:
-        """Read what a rank has sent so far; its failure if that is what it comes to."""
-        channel = self._channels[rank]
+    def _hear(self, rank: int, call: _Call) -> None:
+        """Read what a rank has sent so far, or how it has ended."""
+        channel, process = self._channels[rank], self._processes[rank]
         channel.flush()
         try:
             for data in channel.received():
                 kind, content = pickle.loads(data)
-                if kind == "message":
-                    if on_message is not None:
-                        on_message(rank, content)
-                elif kind == "answer":
-                    answers[rank] = content
-                else:
-                    return content
+                if kind == "answer":
+                    call.answers[rank] = content
+                elif kind == "failure":
+                    call.failed[rank] = content
+                    return
+                elif call.on_message is not None:
+                    call.on_message(rank, content)
+            if process.is_alive():
+                return
         except EOFError:
-            return self._death(rank)
-        return None if self._processes[rank].is_alive() else self._death(rank)
-
-    def _death(self, rank: int) -> Failure:
-        process = self._processes[rank]
+            pass
         process.join(CLOSE_LIMIT)
-        return failures.of_death(rank, process.exitcode, self._stack(rank))
-
-    def _late(self, silent: Sequence[int], expected: str) -> RankFailed:
-        names = ", ".join(map(str, silent))
-        parts = [f"{'rank' if len(silent) == 1 else 'ranks'} {names} of {self.world_size} had not {expected}"]
-        parts += [f"rank {rank} was here: {where}" for rank, where in self._whereabouts(silent).items()]
-        return RankFailed("\n\n".join(parts), silent[0], lost=tuple(silent))
+        call.failed[rank] = failures.of_death(rank, process.exitcode, self._stack(rank))
 
     def _whereabouts(self, ranks: Sequence[int]) -> dict[int, str]:
         """Where in their Python code the ranks are at this moment."""
-        found = {rank: STOPPED for rank in ranks if _stopped(self.pids[rank])}
+        places = {rank: STOPPED if _stopped(self.pids[rank]) else "" for rank in ranks}
+        running = [rank for rank in ranks if not places[rank]]
         if hasattr(signal, "SIGUSR1"):
-            for rank in ranks:
-                if rank not in found:
-                    with contextlib.suppress(OSError):
-                        os.kill(self.pids[rank], signal.SIGUSR1)
+            for rank in running:
+                with contextlib.suppress(OSError):
+                    os.kill(self.pids[rank], signal.SIGUSR1)
         limit = time.monotonic() + STACK_LIMIT
-        for rank in ranks:
-            if rank in found:
-                continue
+        for rank in running:
             before, text = "", self._stack(rank)
             # Read in the middle of writing, the last thread so far would not be the main one.
             while (not text or text != before) and time.monotonic() < limit:
                 time.sleep(0.05)
                 before, text = text, self._stack(rank)
             # Several threads are listed; the last is the main one, which runs the calls.
-            found[rank] = text.strip().rsplit("\n\n", 1)[-1] or "it did not say"
-        return {rank: found[rank] for rank in ranks}
+            places[rank] = text.strip().rsplit("\n\n", 1)[-1] or "it did not say"
+        return places
 
     def _stack(self, rank: int) -> str:
         """What the rank's fault handler has written, less what says nothing about the failure."""
@@ -421,22 +361,37 @@ class RankPool:
         return "\n".join(kept)
 
 
+@dataclass
+class _Call:
+    """A call of a function on every rank, and what the ranks have sent in return."""
+
+    on_message: OnMessage | None
+    answers: dict[int, Any] = field(default_factory=dict)
+    failed: dict[int, Failure] = field(default_factory=dict)
+
+    @property
+    def causes(self) -> list[Failure]:
+        """All failures, causes first."""
+        return sorted(self.failed.values(), key=lambda failure: failure.weight)
+
+    def silent(self, ranks: Sequence[int]) -> list[int]:
+        """Ranks that have neither answered nor failed."""
+        return [rank for rank in ranks if rank not in self.answers and rank not in self.failed]
+
+
 class _Stops:
-    """How long ranks have been stopped, at a stretch, by a signal.
+    """Seconds for which ranks have been stopped, at a stretch, by a signal.
 
     A stopped rank says nothing, and its collectives' deadlines are stopped with it. The kernel's word is taken for it:
     a rank that computes for long, or lets no thread run meanwhile, is not stopped, nor is one that a debugger holds.
-
-    Attributes:
-        interval: seconds between looks.
-        too_long: ranks that have been stopped for ``limit`` seconds.
     """
 
     def __init__(self, pids: Sequence[int], limit: float) -> None:
+        # Seconds between looks.
         self.interval = min(LOOK, limit / 4)
+        # Ranks that have been stopped for `limit` seconds.
         self.too_long: list[int] = []
-        self._pids, self._limit = pids, limit
-        self._seconds = [0.0] * len(pids)
+        self._seconds, self._limit = dict.fromkeys(pids, 0.0), limit
         self._last = time.monotonic()
 
     def look(self) -> None:
@@ -447,9 +402,8 @@ class _Stops:
         self._last += passed
         # This process may have been stopped itself, and its ranks with it (Ctrl-Z): that time does not count.
         passed = min(passed, 2 * self.interval)
-        for rank, pid in enumerate(self._pids):
-            self._seconds[rank] = self._seconds[rank] + passed if _stopped(pid) else 0.0
-        self.too_long = [rank for rank, seconds in enumerate(self._seconds) if seconds >= self._limit]
+        self._seconds = {pid: before + passed if _stopped(pid) else 0.0 for pid, before in self._seconds.items()}
+        self.too_long = [rank for rank, seconds in enumerate(self._seconds.values()) if seconds >= self._limit]
 
 
 def _stopped(pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""What this process and those it starts hear, and what is left of them when they end."""
+"""Signals of this process and those it starts, and the folders that must not outlive them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from collections.abc import Iterator
 from multiprocessing import spawn
 from typing import Any, NoReturn
 
-# Waits until its owner is gone, however that ended, and removes folders. Ranks may be writing for a moment still.
+# Waits until its owner is gone, however that ended, and removes a folder. Ranks may be writing for a moment still.
 GUARD = """
 import os, shutil, sys, time
 sys.stdin.buffer.read()
 limit = time.monotonic() + 30
-while any(map(os.path.exists, sys.argv[1:])) and time.monotonic() < limit:
-    for folder in sys.argv[1:]:
-        shutil.rmtree(folder, ignore_errors=True)
+while os.path.exists(sys.argv[1]) and time.monotonic() < limit:
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
     time.sleep(0.02)
 """
 
@@ -42,10 +41,10 @@ def sigterm_interrupts() -> None:
 
 @contextlib.contextmanager
 def ctrl_c_waits() -> Iterator[None]:
-    """Programs started meanwhile never hear Ctrl-C, which the terminal sends to all of them: their owner ends them.
+    """Block SIGINT: programs started meanwhile never hear Ctrl-C, which the terminal sends to all of them.
 
-    The owner hears it afterwards, or at once where it has other threads: SIGINT is blocked, which programs inherit, and
-    not ignored, which would lose it.
+    Their owner, which ends them, hears it afterwards, or at once where it has other threads: SIGINT is blocked, which
+    programs inherit, and not ignored, which would lose it.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -62,17 +61,17 @@ def ctrl_c_waits() -> Iterator[None]:
 
 
 class Guard:
-    """A process that removes folders when this one has ended without doing so, killed or not."""
+    """A process that removes a folder when this one has ended without doing so, killed or not."""
 
-    def __init__(self, *folders: str) -> None:
+    def __init__(self, folder: str) -> None:
         # In a session of its own: what is sent to all processes of a terminal's job does not reach it.
-        command = [os.fsdecode(spawn.get_executable()), "-I", "-S", "-c", GUARD, *map(os.path.abspath, folders)]
+        command = [os.fsdecode(spawn.get_executable()), "-I", "-S", "-c", GUARD, os.path.abspath(folder)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd=os.sep, start_new_session=True
         )
 
     def end(self) -> None:
-        """The folders are this process's business again."""
+        """Leave the folder to this process again."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
@@ -87,24 +86,18 @@ def guarded_folder(prefix: str, parent: str | None = None) -> Iterator[str]:
         prefix: how its name begins.
         parent: where it is made; default: where temporary files go.
     """
-    folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
-    try:
+    with contextlib.ExitStack() as stack:
+        folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
         guard = Guard(folder)
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            guard.end()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        stack.callback(guard.end)
+        # The guard ends when there is nothing left for it to remove.
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        yield folder
 
 
 def start_fork_server(preload: list[str]) -> None:
-    """Start the server that ranks are forked from, unless it runs.
-
-    Args:
-        preload: modules it imports first.
-    """
+    """Start the server that ranks are forked from, unless it runs; it imports the modules ``preload`` first."""
     from multiprocessing import forkserver, util
 
     forkserver.set_forkserver_preload(preload)
@@ -118,27 +111,29 @@ def start_fork_server(preload: list[str]) -> None:
 
 
 def fork_server() -> int | None:
-    """Process id of the server that ranks are forked from; None where it is not known.
-
-    There is no public name for it. Without it the server ends by itself, later.
-    """
+    """Process id of the server that ranks are forked from; None where it is not known."""
     from multiprocessing import forkserver
 
+    # There is no public name for it.
     return getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
 
 
-def leave(code: int) -> NoReturn:
-    """End this process, after everything that was registered for its end. For programs that are ditmesh's own.
-
-    An idle machine would not need it. On a busy one the interpreter takes seconds to take torch apart, and a fork
-    server that is still importing does not notice before it is through that its owner has gone. `atexit` has no public
-    way to run what was registered without ending the interpreter; `os._exit` alone would leave folders and processes.
-    """
-    atexit._run_exitfuncs()
-    server = fork_server()
+def end_fork_server(server: int | None) -> None:
+    """End the server now, where its process id is known: it ends by itself once it has taken torch apart."""
     if server is not None:
         with contextlib.suppress(OSError):
             os.kill(server, signal.SIGKILL)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process after its exit handlers have run. For programs that are ditmesh's own.
+
+    On a busy machine the interpreter takes seconds to take torch apart, and a fork server that is still importing does
+    not notice before it is through that its owner has gone.
+    """
+    # There is no public way that does not end the interpreter; `os._exit` alone would leave folders and processes.
+    atexit._run_exitfuncs()
+    end_fork_server(fork_server())
     for stream in (sys.stdout, sys.stderr):
         # A reader that has gone, a stream that is closed: nothing is left to be said.
         with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What runs in a rank: it joins, and answers calls until it is told to stop or left alone."""
+"""The process of a rank: it joins, and answers calls until it is told to stop or left alone."""
 
 from __future__ import annotations
 
@@ -8,37 +8,30 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import threading
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
 
+from .devices import DeviceKind, join, stay_on_loopback
 from .failures import of_exception
-from .group import join, stay_on_loopback
-from .messages import encode, receive, send
+from .messages import RankChannel
+from .processes import end_fork_server
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a rank is told when it starts.
-
-    Attributes:
-        rank, world_size: place among the ranks, and their number.
-        device, gpu: what it computes on, and which.
-        threads: threads of torch and of libraries.
-        timeout: deadline of every collective, in seconds.
-        folder: where ranks find one another and write where they are; the owner's.
-        server: process id of the fork server that serves this owner alone, if one does.
-    """
+    """Settings of a rank; see `RankPool`."""
 
     rank: int
     world_size: int
-    device: Literal["cpu", "cuda"]
+    device: DeviceKind
     gpu: int
     threads: int
     timeout: float
+    # Of the owner: here ranks find one another and write where they are.
     folder: str
+    # Process id of the fork server that serves this owner alone, if one does.
     server: int | None
 
     @property
@@ -47,8 +40,8 @@ class Settings:
         return Path(self.folder) / f"stack-{self.rank}"
 
 
-def main(settings: Settings, connection: Connection) -> None:
-    """A rank's life."""
+def main(settings: Settings, connection: socket.socket) -> None:
+    """Run a rank, from its first import to its end."""
     # The owner decides what Ctrl-C means; the terminal sends it to every process of the group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
@@ -60,7 +53,7 @@ def main(settings: Settings, connection: Connection) -> None:
     faulthandler.enable(stack_file)
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, stack_file)
-    if not _answer_calls(settings, connection):
+    if not _answer_calls(settings, RankChannel(connection)):
         # The owner has ended, or ends this rank in a moment: the thread sees to it.
         follower.join()
     import torch.distributed as dist
@@ -68,41 +61,42 @@ def main(settings: Settings, connection: Connection) -> None:
     dist.destroy_process_group()
 
 
-def _answer_calls(settings: Settings, connection: Connection) -> bool:
+def _answer_calls(settings: Settings, channel: RankChannel) -> bool:
     """Join, and answer calls; whether the owner has said that there are no more."""
-    speaker = _Speaker(connection)
     try:
-        _set_up(settings)
+        # torch may be loaded already, by the fork server: the variable is for libraries that come later.
+        os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+        stay_on_loopback()
+        import torch
+
+        torch.set_num_threads(settings.threads)
+        join_group(settings, "rendezvous")
     except BaseException as error:
-        speaker.send("failure", of_exception(settings.rank, error))
+        channel.send("failure", of_exception(settings.rank, error))
         return False
-    speaker.send("answer", None)
-    while True:
-        try:
-            call = receive(connection)
-        except (EOFError, OSError):
-            return False
-        answer = _answer(settings.rank, call, speaker)
-        if answer is None:
-            return True
-        speaker.send_bytes(answer)
-        # Nothing of the last call should live until the next one.
-        del call, answer
+    channel.send("answer", None)
+    with contextlib.suppress(EOFError, OSError):
+        while _answer(settings.rank, channel):
+            pass
+        return True
+    return False
 
 
-def _answer(rank: int, call: bytes, speaker: _Speaker) -> bytes | None:
-    """The answer to a call, or why there is none; None: there are no more calls."""
+def _answer(rank: int, channel: RankChannel) -> bool:
+    """Answer the next call, of which nothing lives on; whether there was one."""
+    call = channel.receive()
     try:
         request = pickle.loads(call)
         if request is None:
-            return None
+            return False
         fn, args, kwargs, reports = request
         if reports:
-            kwargs["report"] = speaker.report
-        return encode(("answer", fn(*args, **kwargs)))
+            kwargs["report"] = channel.report
+        channel.send("answer", fn(*args, **kwargs))
     except BaseException as error:
         # And stay, whatever it is: leaving would make the peers fail as well, and the owner may have more to run.
-        return encode(("failure", of_exception(rank, error)))
+        channel.send("failure", of_exception(rank, error))
+    return True
 
 
 def _follow_owner(settings: Settings) -> None:
@@ -111,53 +105,20 @@ def _follow_owner(settings: Settings) -> None:
     assert owner is not None
     owner.join()
     # Whoever has another parent by now is not the server's any more, and its number may be another process's.
-    if settings.server is not None and os.getppid() == settings.server:
-        # The fork server has nobody left to serve. By itself it would take torch apart before it ends.
-        with contextlib.suppress(OSError):
-            os.kill(settings.server, signal.SIGKILL)
+    if os.getppid() == settings.server:
+        end_fork_server(settings.server)
     os._exit(1)
-
-
-def _set_up(settings: Settings) -> None:
-    # torch may be loaded already, by the fork server: the variable is for libraries that come later.
-    os.environ["OMP_NUM_THREADS"] = str(settings.threads)
-    stay_on_loopback()
-    import torch
-
-    torch.set_num_threads(settings.threads)
-    join_group(settings, "rendezvous")
 
 
 def join_group(settings: Settings, meeting: str) -> None:
     """Join the default process group, after leaving the one there was, with all its subgroups.
 
-    Args:
-        settings: the rank's.
-        meeting: name of the file by which ranks find one another, another one each time. A file, not a port: nothing
-            to collide with, and nobody else on the machine can connect to it.
+    ``meeting`` names the file by which ranks find one another, another one each time.
     """
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    # A file, not a port: nothing to collide with, and nobody else on the machine can connect to it.
     rendezvous = (Path(settings.folder) / meeting).as_uri()
     join(settings.device, settings.rank, settings.world_size, settings.gpu, settings.timeout, rendezvous)
-
-
-class _Speaker:
-    """What a rank tells its owner; safe from any thread of the rank."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._lock = threading.Lock()
-
-    def send(self, kind: str, content: Any) -> None:
-        self.send_bytes(encode((kind, content)))
-
-    def send_bytes(self, data: bytes) -> None:
-        with self._lock:
-            send(self._connection, data)
-
-    def report(self, message: Any) -> None:
-        """Send ``message`` to the owner's ``on_message``."""
-        self.send("message", message)

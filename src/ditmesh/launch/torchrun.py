@@ -1,33 +1,24 @@
-"""Ranks that ``torchrun`` has started: joined, never started or ended."""
+"""Ranks that ``torchrun`` has started: joined, never started or ended here."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ConfigError
-from .devices import DeviceChoice, resolve_device
-from .group import check_timeout, join, stay_on_loopback
+from .backend import Launcher, OnMessage
+from .devices import DeviceChoice, DeviceKind, check_timeout, join, resolve_device, stay_on_loopback
 
 if TYPE_CHECKING:
     import torch
 
-    from .backend import OnMessage
-
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
-@dataclass(frozen=True)
-class TorchrunRank:
-    """What ``torchrun`` says about this process in the environment.
-
-    Attributes:
-        rank, world_size: place among all ranks, and their number.
-        local_rank, local_size: place among the ranks of this machine, and their number.
-    """
+class TorchrunRank(NamedTuple):
+    """The rank that this process is among all ranks, and among those of this machine, as ``torchrun`` says."""
 
     rank: int
     world_size: int
@@ -36,7 +27,7 @@ class TorchrunRank:
 
 
 def torchrun_rank() -> TorchrunRank | None:
-    """Which rank this process is; None when ``torchrun`` (or something like it) has not started it.
+    """The rank that this process is; None when ``torchrun`` (or something like it) has not started it.
 
     ``RANK`` and ``WORLD_SIZE`` without ``LOCAL_RANK`` are what a scheduler tells a machine, not a rank.
 
@@ -67,16 +58,11 @@ def from_torchrun() -> bool:
 
 
 def init_from_environment(timeout: float = 600.0, device: DeviceChoice = "auto") -> torch.device:
-    """Join the process group that ``torchrun`` describes in the environment.
-
-    Does nothing but name the device when the process group exists already.
+    """Join the process group that ``torchrun`` describes in the environment, unless there is one; this rank's device.
 
     Args:
         timeout: deadline of every collective, in seconds.
         device: ``"auto"`` takes CUDA when a GPU is there, else the CPU.
-
-    Returns:
-        The device of this rank.
 
     Raises:
         ConfigError: this process is not a rank of torchrun, or the device is not there.
@@ -102,25 +88,19 @@ def init_from_environment(timeout: float = 600.0, device: DeviceChoice = "auto")
     return join(kind, there.rank, there.world_size, there.local_rank, timeout, "env://")
 
 
-class TorchrunRanks:
-    """The ranks that ``torchrun`` has started, as a `Launcher`: every one of them makes this and calls it alike.
+class TorchrunRanks(Launcher):
+    """The ranks that ``torchrun`` has started: every one of them makes this and calls it alike.
 
     A call runs in this process; answers are gathered. What fails raises here as it is: torchrun ends the other ranks.
 
     Attributes:
-        world_size, device, threads: see `Launcher`.
         speaks: whether this is rank 0.
     """
 
     def __init__(
         self, world_size: int, device: DeviceChoice = "auto", threads: int | None = None, timeout: float = 600.0
     ) -> None:
-        """Join the process group.
-
-        Raises:
-            ConfigError: this process is not a rank of torchrun, there are not ``world_size`` of them, or the device is
-                not there.
-        """
+        """Join the process group; see `init_from_environment`. There have to be ``world_size`` ranks."""
         import torch
         import torch.distributed as dist
 
@@ -131,7 +111,7 @@ class TorchrunRanks:
                 f"with torchrun --nproc-per-node {world_size}"
             )
         self._leaves = not dist.is_initialized()
-        self.device: Literal["cpu", "cuda"] = "cuda" if init_from_environment(timeout, device).type == "cuda" else "cpu"
+        self.device: DeviceKind = "cuda" if init_from_environment(timeout, device).type == "cuda" else "cpu"
         if threads is not None:
             torch.set_num_threads(threads)
         self.world_size, self.threads = world_size, torch.get_num_threads()
@@ -145,16 +125,11 @@ class TorchrunRanks:
         on_message: OnMessage | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call ``fn`` in this process, which is one of the ranks; what all ranks returned, in rank order.
-
-        Args:
-            fn, args, kwargs: the function and its arguments.
-            deadline: not possible here: nobody watches the ranks.
-            on_message: takes what this rank reports.
-        """
+        """Call ``fn`` in this process; see `Launcher.run`. ``on_message`` takes what this rank alone reports."""
         import torch.distributed as dist
 
         if deadline is not None:
+            # Nobody watches the ranks.
             raise ConfigError(f"a deadline of {deadline:g} s is not possible for ranks of torchrun; leave it out")
         rank = dist.get_rank()
         if on_message is not None:
@@ -170,9 +145,3 @@ class TorchrunRanks:
         if self._leaves and dist.is_initialized():
             dist.destroy_process_group()
         self._leaves = False
-
-    def __enter__(self) -> TorchrunRanks:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

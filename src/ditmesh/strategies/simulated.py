@@ -41,7 +41,7 @@ class VirtualLink(Link):
     """A `Link` between virtual ranks of this process. Bytes are counted as if they were sent."""
 
     def __init__(self, name: str, rank: int, size: int, traffic: Traffic) -> None:
-        super().__init__(name, None, range(size), rank, traffic)
+        super().__init__(name, range(size), rank, traffic)
 
     def _all_to_all(
         self, kind: str, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
@@ -66,7 +66,7 @@ class VirtualLink(Link):
         """See `Link.shift`."""
         self.traffic.add(self.name, sum(t.numel() * t.element_size() for t in tensors))
         everyone: list[Any] = ask(("shift", tensors))
-        return Transfer([], [_copy(t) for t in everyone[self.rank - 1]], [])
+        return Transfer([_copy(t) for t in everyone[self.rank - 1]])
 
     def all_gather_async(self, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Transfer:
         """See `Link.all_gather_async`. What is sent is there at once: nobody may look before `Transfer.wait`."""
@@ -75,7 +75,7 @@ class VirtualLink(Link):
         everyone: list[Any] = ask(("post", outgoing))
         received = [_copy(t) for peer, sent in enumerate(everyone) if peer != self.rank for t in sent]
         ask(("taken", None))
-        return Transfer([], received, [])
+        return Transfer(received)
 
 
 class VirtualMesh(Mesh):
@@ -97,13 +97,13 @@ class VirtualMesh(Mesh):
             )
         self.ranks = [self._seen_by(rank, config, device) for rank in range(config.ring)]
         first = self.ranks[0]
-        self._hold(config, first.device, 0, 1, first.traffic, {"ring": first.ring, "sequence": first.sequence})
+        super().__init__(config, device, links={"ring": first.ring, "sequence": first.sequence})
 
     @staticmethod
     def _seen_by(rank: int, config: ParallelConfig, device: torch.device | str) -> Mesh:
         traffic = Traffic()
         links: dict[str, Link] = {name: VirtualLink(name, rank, config.ring, traffic) for name in ("ring", "sequence")}
-        return Mesh.from_links(config, device, traffic, links)
+        return Mesh(config, device, links=links)
 
     def close(self) -> None:
         """Nothing to give back."""
