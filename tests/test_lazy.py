@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ditmesh.strategies.pipefusion.lazy import COMMON, Later, LazyPatches, Owners
+from ditmesh.strategies.pipefusion.lazy import COMMON, Deferred, LazyPatches, Owners
 
 PATCHES = 3
 
@@ -32,8 +32,8 @@ def lazy(truth: Tensor, home: Here, asked: list[int] | None = None) -> LazyPatch
             asked.append(patch)
         return truth.masked_fill(of != patch, torch.nan)
 
-    versions = [Later(lambda m=patch: version(m)) for patch in range(PATCHES)]
-    return LazyPatches(truth.to("meta"), truth.device, Owners(of, PATCHES), versions, home)
+    versions = [Deferred(lambda m=patch: version(m)) for patch in range(PATCHES)]
+    return LazyPatches(truth.to("meta"), truth.device, Owners(of, PATCHES), versions, home.whole)
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_a_rank_without_versions_learns_the_whole_only(truth):
 
     of = torch.full(truth.shape, COMMON, dtype=torch.int16)
     with torch.no_grad():
-        x = LazyPatches(truth.to("meta"), truth.device, Owners(of, PATCHES), None, Far())
+        x = LazyPatches(truth.to("meta"), truth.device, Owners(of, PATCHES), None, Far().whole)
         assert repr(x * 2) == "LazyPatches((2, 4, 6, 6), torch.float32, 3 patches)"
         assert float((x * 2).sum()) == float((truth * 2).sum())
 
@@ -179,6 +179,6 @@ def test_maps_of_owners_that_come_once_are_not_remembered(truth):
             assert isinstance(meeting, LazyPatches)
         sizes.append(len(always.owners._made))
         assert torch.equal((always * picked).settle(), truth * truth[[1, 0]]), step
-        always = LazyPatches(truth.to("meta"), truth.device, always.owners, lazy(truth, home)._versions, home)
+        always = LazyPatches(truth.to("meta"), truth.device, always.owners, lazy(truth, home)._versions, home.whole)
     assert home.flushes == 4
     assert len(set(sizes[1:])) == 1

@@ -13,7 +13,7 @@ from peft.utils import get_peft_model_state_dict
 from torch import nn
 
 import ditmesh
-from ditmesh.strategies.tensor.parallel import TensorParallel
+from ditmesh.strategies.tensor.parallel import TensorParallel, _adapter_parameters
 from support.models import RAGGED, inputs, relative_error, run, tiny
 from support.tensor import bits, same_bits
 
@@ -132,8 +132,7 @@ def _cut_only(self: TensorParallel) -> None:
     for site, outer in self._linears():
         if site.kind == "gathered":
             self._hang_epilogue(site, outer)
-        if hasattr(outer, "base_layer"):
-            self._cut_adapters(site, outer)
+        self._cut(site, _adapter_parameters(site, outer))
 
 
 def fused(name: str, config: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -81,21 +82,25 @@ class Patch:
         self.undo()
 
 
+def refuse_saving(model: nn.Module, error: Exception) -> Callable[[], None]:
+    """Let a model that is not whole raise ``error`` instead of being saved; returns what undoes this."""
+    undo = ExitStack()
+    for name in ("save_pretrained", "save_lora_adapter"):
+        if hasattr(model, name):
+            undo.callback(Patch(model, name, partial(_refuse, error)))
+    return undo.close
+
+
 def refuse_calls(model: nn.Module, error: Exception) -> Callable[[], None]:
     """Let a model that is not whole raise ``error`` instead of computing or being saved; returns what undoes this."""
+    undo = ExitStack()
+    undo.callback(model.register_forward_pre_hook(partial(_refuse, error), prepend=True).remove)
+    undo.callback(refuse_saving(model, error))
+    return undo.close
 
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise type(error)(*error.args)
 
-    handle = model.register_forward_pre_hook(refuse, prepend=True)
-    replaced = [Patch(model, name, refuse) for name in ("save_pretrained", "save_lora_adapter") if hasattr(model, name)]
-
-    def undo() -> None:
-        handle.remove()
-        for restore in replaced:
-            restore.undo()
-
-    return undo
+def _refuse(error: Exception, *_: Any, **__: Any) -> Any:
+    raise type(error)(*error.args)
 
 
 class CallChain:

@@ -1,4 +1,4 @@
-"""Tensors whose patches are not all here yet.
+"""Deferred tensors: tensors whose patches are not all here yet.
 
 PipeFusion lets the first patch of a picture start the next denoising step while the last one is still in this step.
 The pipeline and its scheduler know nothing of patches: between two calls of the transformer they compute with whole
@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,88 +33,52 @@ COMMON = -1
 # A chain of operations that nobody has asked for is computed when it gets this long: Python's stack is finite.
 _LONGEST_CHAIN = 100
 
-_VIEWS = {
-    aten.view,
-    aten.permute,
-    aten.transpose,
-    aten.t,
-    aten.unsqueeze,
-    aten.squeeze,
-    aten.expand,
-    aten.slice,
-    aten.select,
-    aten.split,
-    aten.split_with_sizes,
-    aten.unbind,
-    aten.alias,
-    aten.detach,
-    aten.diagonal,
-    aten.unfold,
-}
-_JOINS = {aten.cat, aten.stack}
-_MOVES = {
-    *_VIEWS,
-    *_JOINS,
-    aten._unsafe_view,
-    aten.repeat,
-    aten.flip,
-    aten.roll,
-    aten.index,
-    aten.index_select,
-    aten.pixel_shuffle,
-    aten.pixel_unshuffle,
-}
-_ELEMENTWISE = {aten._to_copy, aten.clone, aten.lift_fresh}
-_REDUCTIONS = {aten.linalg_vector_norm, aten.norm, aten.sum, aten.mean, aten.amax, aten.amin, aten.var, aten.std}
-_PRODUCTS = {aten.bmm, aten.mm}
+
+def _named(names: str) -> set[Any]:
+    """Operations of aten by name."""
+    return {getattr(aten, name) for name in names.split()}
+
+
+_VIEWS = _named(
+    "view permute transpose t unsqueeze squeeze expand slice select split split_with_sizes unbind alias detach "
+    "diagonal unfold"
+)
+_JOINS = _named("cat stack")
+_MOVES = _VIEWS | _JOINS | _named("_unsafe_view repeat flip roll index index_select pixel_shuffle pixel_unshuffle")
+_ELEMENTWISE = _named("_to_copy clone lift_fresh")
+_REDUCTIONS = _named("linalg_vector_norm norm sum mean amax amin var std")
+_PRODUCTS = _named("bmm mm")
 # The values do not matter, only shape and dtype.
-_SHAPE_ONLY = {
-    aten.zeros_like,
-    aten.ones_like,
-    aten.full_like,
-    aten.empty_like,
-    aten.rand_like,
-    aten.randn_like,
-    aten.randint_like,
-    aten.new_empty,
-    aten.new_zeros,
-    aten.new_ones,
-    aten.new_full,
-}
+_SHAPE_ONLY = _named(
+    "zeros_like ones_like full_like empty_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full"
+)
 
 
-class Later:
+class Deferred:
     """A value that is computed when it is first wanted, and then kept.
 
     Args:
-        make: computes it; let go of afterwards, with all it holds.
-        depth: how many values wait behind this one.
+        compute: called once; let go of afterwards, with all it holds.
+        depth: how many deferred values are computed one inside the other.
     """
 
-    __slots__ = ("_depth", "_make", "_value")
+    __slots__ = ("_compute", "_depth", "_value")
 
-    def __init__(self, make: Callable[[], Any], depth: int = 1) -> None:
-        self._make: Callable[[], Any] | None = make
+    def __init__(self, compute: Callable[[], Any], depth: int = 1) -> None:
+        self._compute: Callable[[], Any] | None = compute
         self._value: Any = None
         self._depth = depth
 
-    @classmethod
-    def of(cls, value: Any) -> Later:
-        """A value that is here already."""
-        later = cls(lambda: value)
-        later.get()
-        return later
-
     @property
     def depth(self) -> int:
-        """How many values have to be computed one inside the other."""
-        return 0 if self._make is None else self._depth
+        """How many values are still to be computed one inside the other."""
+        return 0 if self._compute is None else self._depth
 
     def get(self) -> Any:
         """The value."""
-        if self._make is not None:
-            self._value = self._make()
-            self._make = None
+        if self._compute is not None:
+            self._value = self._compute()
+            self._compute = None
         return self._value
 
 
@@ -133,26 +98,16 @@ class Owners:
         self.lasting = True
         # Results of operations on this map: pipelines do the same thing in every step.
         self._made: dict[Any, tuple[Any, Any]] = {}
-        self._present: tuple[int, ...] | None = None
-        self._indices: dict[int, Tensor] = {}
 
-    @property
+    @cached_property
     def present(self) -> tuple[int, ...]:
         """The patches that own an element, in order."""
-        if self._present is None:
-            self._present = tuple(patch for patch in self.of.unique().tolist() if patch != COMMON)
-        return self._present
+        return tuple(patch for patch in self.of.unique().tolist() if patch != COMMON)
 
     def indices(self, patch: int) -> Tensor:
         """Where the elements of a patch, and those common to all, are in the flattened tensor: int64 (n,)."""
-        if patch not in self._indices:
-            flat = self.of.reshape(-1)
-            self._indices[patch] = ((flat == patch) | (flat == COMMON)).nonzero().flatten()
-        return self._indices[patch]
-
-    def same(self, other: Owners) -> bool:
-        """Whether both say the same."""
-        return self is other or (self.of.shape == other.of.shape and torch.equal(self.of, other.of))
+        flat = self.of.reshape(-1)
+        return self.made(("indices", patch), lambda: ((flat == patch) | (flat == COMMON)).nonzero().flatten())
 
     def made(self, key: Any, make: Callable[[], Any], others: Sequence[Owners] = ()) -> Any:
         """The result of ``make`` from this map and others, remembered under ``key`` unless one of those is passing."""
@@ -168,13 +123,33 @@ class Owners:
             self._made[key] = (result, others)
         return result
 
+    def expanded(self, shape: torch.Size) -> Owners:
+        """The map of the tensor expanded to a shape."""
+        if self.of.shape == shape:
+            return self
+        return self.made(("expand", tuple(shape)), lambda: Owners(self.of.expand(shape).contiguous(), self.patches))
 
-class Home(Protocol):
-    """Who can put the versions of a lazy tensor together."""
+    def union(self, other: Owners) -> Owners | None:
+        """The map of what is computed from both; None if elements of different owners meet."""
 
-    def whole(self, lazy: LazyPatches) -> Tensor:
-        """The whole tensor. Collective over the ranks that share the patches."""
-        ...
+        def make() -> Owners | None:
+            if torch.equal(self.of, other.of):
+                return self
+            clash = (self.of != other.of) & (self.of != COMMON) & (other.of != COMMON)
+            return None if bool(clash.any()) else Owners(torch.maximum(self.of, other.of), self.patches)
+
+        return self if self is other else self.made(("union", id(other)), make, [other])
+
+    def over(self, dims: tuple[int, ...], keepdim: bool) -> Owners | None:
+        """The map of what a reduction leaves; None if elements of different owners meet."""
+
+        def make() -> Owners | None:
+            top = self.of.amax(dims, keepdim=True)
+            if not bool(((self.of == top) | (self.of == COMMON)).all()):
+                return None
+            return Owners(top if keepdim else self.of.amax(dims), self.patches)
+
+        return self.made(("over", dims, keepdim), make)
 
 
 class LazyPatches(Tensor):
@@ -183,14 +158,14 @@ class LazyPatches(Tensor):
     Args:
         like: a tensor of its shape, strides and dtype, on any device (``meta`` will do).
         device: the device it stands for.
-        owners: whose which element is.
+        owners: which patch owns which element.
         versions: a value per patch; None on a rank that holds none and learns the whole tensor only.
-        home: puts the versions together.
+        assemble: returns a lazy tensor's whole tensor. Collective over the ranks that share the patches.
     """
 
-    _owners: Owners
-    _versions: list[Later] | None
-    _home: Home
+    owners: Owners
+    _versions: list[Deferred] | None
+    _assemble: Callable[[LazyPatches], Tensor]
     _whole: Tensor | None
     _origin: LazyPatches | None
     _recipe: Callable[[Tensor], Tensor] | None
@@ -201,30 +176,24 @@ class LazyPatches(Tensor):
 
     @staticmethod
     def __new__(
-        cls, like: Tensor, device: torch.device, owners: Owners, versions: list[Later] | None, home: Home
+        cls,
+        like: Tensor,
+        device: torch.device,
+        owners: Owners,
+        versions: list[Deferred] | None,
+        assemble: Callable[[LazyPatches], Tensor],
     ) -> LazyPatches:
         lazy = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device, requires_grad=False
         )
-        lazy._owners = owners
-        lazy._versions = versions
-        lazy._home = home
-        lazy._whole = None
-        lazy._origin = None
-        lazy._recipe = None
+        lazy.owners, lazy._versions, lazy._assemble = owners, versions, assemble
+        lazy._whole = lazy._origin = lazy._recipe = None
         lazy._views = []
         return lazy
 
     def __init__(self, *_: Any, **__: Any) -> None:
         # Everything is set in __new__.
         super().__init__()
-
-    # --- what there is -----------------------------------------------------------------------------------
-
-    @property
-    def owners(self) -> Owners:
-        """Whose which element is."""
-        return self._owners
 
     @property
     def settled(self) -> Tensor | None:
@@ -244,21 +213,20 @@ class LazyPatches(Tensor):
     def put_together(self) -> Tensor:
         """The whole tensor from all versions, on a rank that holds them."""
         whole = torch.empty_strided(self.shape, _dense(self), dtype=self.dtype, device=self.device)
-        present = self._owners.present or (0,)
+        present = self.owners.present or (0,)
         result = self.version(present[0])
         for patch in present[1:]:
-            result = torch.where(self._owners.of == patch, self.version(patch), result)
+            result = torch.where(self.owners.of == patch, self.version(patch), result)
         return whole.copy_(result)
 
     def settle(self) -> Tensor:
         """The whole tensor. The first time, this waits for all patches."""
         if self._whole is None:
-            base = self._origin
-            if base is not None and self._recipe is not None:
+            if self._origin is not None and self._recipe is not None:
                 # A view must stay a view: whoever writes to one of the two writes to both.
-                self._whole = self._recipe(base.settle())
+                self._whole = self._recipe(self._origin.settle())
             else:
-                self._whole = self._home.whole(self)
+                self._whole = self._assemble(self)
             self._versions = None
         return self._whole
 
@@ -268,23 +236,15 @@ class LazyPatches(Tensor):
         Args:
             function: of a version; called once per patch, in the order in which patches are wanted.
             like: shape and dtype of the result.
-            owners: whose which element of the result is.
+            owners: which patch owns which element of the result.
         """
-        versions = None
-        if self._versions is not None:
-            versions = [Later(lambda v=v: function(v.get()), v.depth + 1) for v in self._versions]
-        return LazyPatches(like, self.device, owners, versions, self._home)
+        return LazyPatches(like, self.device, owners, _deferred(function, [self])[0], self._assemble)
 
     def shared_out(self, function: Callable[[Tensor], list[Tensor]], count: int) -> list[Tensor]:
         """As `sent_through`, for a function that returns ``count`` tensors like this one, with the same owners."""
-        results: list[list[Later]] = [[] for _ in range(count)]
-        for version in self._versions or []:
-            together = Later(lambda v=version: function(v.get()), version.depth + 1)
-            for index in range(count):
-                results[index].append(Later(lambda t=together, i=index: t.get()[i], together.depth + 1))
         return [
-            LazyPatches(_stand_in(self), self.device, self._owners, versions if self.held else None, self._home)
-            for versions in results
+            LazyPatches(_meta(self), self.device, self.owners, versions, self._assemble)
+            for versions in _deferred(function, [self], count)
         ]
 
     # --- what Python does without the dispatcher -----------------------------------------------------------
@@ -313,9 +273,7 @@ class LazyPatches(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         # One rank may print what the others do not: this must not wait for them.
-        return f"LazyPatches({tuple(self.shape)}, {self.dtype}, {self._owners.patches} patches)"
-
-    # --- operations ------------------------------------------------------------------------------------------
+        return f"LazyPatches({tuple(self.shape)}, {self.dtype}, {self.owners.patches} patches)"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -323,23 +281,20 @@ class LazyPatches(Tensor):
         mutated = func._schema.is_mutable
         if mutated and args and isinstance(args[0], LazyPatches):
             return _in_place(func, args, kwargs)
-        plain_args, plain_kwargs = tree_map(_if_settled, (args, kwargs))
-        lazies = [leaf for leaf in tree_flatten((plain_args, plain_kwargs))[0] if isinstance(leaf, LazyPatches)]
-        if not lazies:
-            return func(*plain_args, **plain_kwargs)
-        if not mutated:
+        operation = _Operation(func, args, kwargs)
+        if operation.lazies and not mutated:
             packet = func.overloadpacket
             if packet in _SHAPE_ONLY:
-                lazy = plain_args[0]
+                lazy = operation.args[0]
                 stand_in = torch.empty_strided(lazy.shape, _dense(lazy), dtype=lazy.dtype, device=lazy.device)
-                return func(stand_in, *plain_args[1:], **plain_kwargs)
-            result = _every_version(func, plain_args, plain_kwargs, lazies)
+                return func(stand_in, *operation.args[1:], **operation.kwargs)
+            result = operation.by_version()
             if result is not None:
                 return result
             if packet not in _MOVES and func._can_decompose():
                 # Inference mode hands composite operations over whole.
                 return func.decompose(*args, **kwargs)
-        args, kwargs = tree_map(whole_of, (plain_args, plain_kwargs))
+        args, kwargs = tree_map(whole_of, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -348,7 +303,8 @@ def whole_of(value: Any) -> Any:
     return value.settle() if isinstance(value, LazyPatches) else value
 
 
-def _if_settled(value: Any) -> Any:
+def settled_of(value: Any) -> Any:
+    """A lazy tensor's whole tensor if somebody has asked for it; anything else as it is."""
     return value._whole if isinstance(value, LazyPatches) and value._whole is not None else value
 
 
@@ -359,241 +315,213 @@ def _dense(tensor: Tensor) -> Sequence[int]:
     return torch.empty(tensor.shape, device="meta").stride()
 
 
-def _every_version(func: Any, args: Any, kwargs: Any, lazies: list[LazyPatches]) -> Any:
-    """The operation on every version; None if it cannot be done version by version."""
-    first = lazies[0]
-    if any(lazy._home is not first._home or lazy.held != first.held for lazy in lazies):
-        return None
-    kind = _kind_of(func)
-    if kind is None:
-        return None
-    leaves, spec = tree_flatten((args, kwargs))
-    shapes = _shapes_of(func, leaves, spec)
-    if shapes is None:
-        return None
-    many = isinstance(shapes, (list, tuple))
-    likes: list[Tensor] = list(shapes) if many else [shapes]
-    owners = kind(func, args, kwargs, leaves, spec, lazies, likes)
-    if owners is None:
-        return None
-    device = kwargs.get("device") or first.device
-    versions = _computed(func, leaves, spec, first, len(likes) if many else None)
-    results = [
-        LazyPatches(like, torch.device(device), owner, None if versions is None else versions[index], first._home)
-        for index, (like, owner) in enumerate(zip(likes, owners, strict=True))
-    ]
-    if func.overloadpacket in _VIEWS:
-        for index, result in enumerate(results):
-            _note_view(result, first, func, args, kwargs, index if many else None)
-    return results if many else results[0]
-
-
-def _computed(
-    func: Any, leaves: list[Any], spec: Any, first: LazyPatches, count: int | None
-) -> list[list[Later]] | None:
-    """For every result the values of all versions."""
-    if first._versions is None:
-        return None
-    # What is not lazy is taken as it is now: the program may write to it before a version is computed.
-    now = [leaf.clone() if isinstance(leaf, Tensor) and not isinstance(leaf, LazyPatches) else leaf for leaf in leaves]
-    results: list[list[Later]] = [[] for _ in range(1 if count is None else count)]
-    for patch in range(first._owners.patches):
-        operands = [leaf._versions[patch] if isinstance(leaf, LazyPatches) else leaf for leaf in now]  # type: ignore[index]
-        depth = 1 + max(operand.depth for operand in operands if isinstance(operand, Later))
-        if depth > _LONGEST_CHAIN:
-            for operand in operands:
-                if isinstance(operand, Later):
-                    operand.get()
-            depth = 1
-
-        def compute(operands: list[Any] = operands) -> Any:
-            values = [operand.get() if isinstance(operand, Later) else operand for operand in operands]
-            args, kwargs = tree_unflatten(values, spec)
-            return func(*args, **kwargs)
-
-        together = Later(compute, depth)
-        if count is None:
-            results[0].append(together)
-        else:
-            for index in range(count):
-                results[index].append(Later(lambda t=together, i=index: t.get()[i], depth + 1))
-    return results
-
-
-def _shapes_of(func: Any, leaves: list[Any], spec: Any) -> Any:
-    """The results' shapes, strides and dtypes, as tensors without memory; None if they depend on values."""
-    stand_ins = [_stand_in(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    args, kwargs = tree_unflatten(stand_ins, spec)
-    kwargs.pop("device", None)
-    kwargs.pop("pin_memory", None)
-    try:
-        result = func(*args, **kwargs)
-    except (RuntimeError, NotImplementedError):
-        return None
-    several = isinstance(result, (list, tuple))
-    if not all(isinstance(one, Tensor) for one in (result if several else [result])):
-        return None
-    return result
-
-
-def _stand_in(tensor: Tensor) -> Tensor:
+def _meta(tensor: Tensor) -> Tensor:
+    """Shape, strides and dtype, without memory."""
     if isinstance(tensor, LazyPatches):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return torch.empty_like(tensor, device="meta")
 
 
-# --- who owns the results ------------------------------------------------------------------------------------------
+def _deferred(
+    function: Callable[..., Any], operands: Sequence[Any], count: int | None = None
+) -> list[list[Deferred] | None]:
+    """The versions of a function's result; of every one of ``count`` results, if it returns several.
+
+    Args:
+        function: takes the operands, of lazy ones a version.
+        operands: at least one of them lazy; all lazy ones held here, or none.
+    """
+    first = next(operand for operand in operands if isinstance(operand, LazyPatches))
+    if not first.held:
+        return [None] * (count or 1)
+    # What is not lazy is taken as it is now: the program may write to it before a version is computed.
+    now = [
+        leaf.clone() if isinstance(leaf, Tensor) and not isinstance(leaf, LazyPatches) else leaf for leaf in operands
+    ]
+    results: list[list[Deferred]] = [[] for _ in range(1 if count is None else count)]
+    for patch in range(first.owners.patches):
+        values = [leaf._versions[patch] if isinstance(leaf, LazyPatches) else leaf for leaf in now]  # type: ignore[index]
+        waiting = [value for value in values if isinstance(value, Deferred)]
+        depth = 1 + max(value.depth for value in waiting)
+        if depth > _LONGEST_CHAIN:
+            for value in waiting:
+                value.get()
+            depth = 1
+
+        def compute(values: list[Any] = values) -> Any:
+            return function(*(value.get() if isinstance(value, Deferred) else value for value in values))
+
+        together = Deferred(compute, depth)
+        if count is None:
+            results[0].append(together)
+        else:
+            for index, versions in enumerate(results):
+                versions.append(Deferred(lambda t=together, i=index: t.get()[i], depth + 1))
+    return list(results)
 
 
-def _kind_of(func: Any) -> Callable[..., list[Owners] | None] | None:
-    packet = func.overloadpacket
-    if packet in _MOVES:
-        return _moved
-    if packet in _REDUCTIONS:
-        return _reduced
-    if packet in _PRODUCTS:
-        return _multiplied
-    tags = func.tags
-    elementwise = packet in _ELEMENTWISE or (
-        torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    )
-    return _elementwise if elementwise else None
+class _Operation:
+    """An operation of the dispatcher with lazy tensors among its arguments.
 
+    Attributes:
+        args, kwargs: its arguments, plain where a lazy tensor is settled.
+        leaves, spec: the same, flattened.
+        lazies: the lazy tensors among them.
+    """
 
-def _elementwise(
-    func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: Any, lazies: list[LazyPatches], likes: list[Tensor]
-) -> list[Owners] | None:
-    result: list[Owners] = []
-    for like in likes:
-        joined = lazies[0]._owners
-        if joined.of.shape != like.shape:
-            joined = _expanded(joined, like.shape)
-        for lazy in lazies[1:]:
-            other = lazy._owners
-            if other is joined:
-                continue
-            if other.of.shape != like.shape:
-                other = _expanded(other, like.shape)
-            union = _union(joined, other)
-            if union is None:
-                return None
-            joined = union
-        result.append(joined)
-    return result
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.func = func
+        self.args, self.kwargs = tree_map(settled_of, (args, kwargs))
+        self.leaves, self.spec = tree_flatten((self.args, self.kwargs))
+        self.lazies = [leaf for leaf in self.leaves if isinstance(leaf, LazyPatches)]
 
+    def compute(self, *leaves: Any) -> Any:
+        """The result for other leaves."""
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return self.func(*args, **kwargs)
 
-def _expanded(owners: Owners, shape: torch.Size) -> Owners:
-    return owners.made(("expand", tuple(shape)), lambda: Owners(owners.of.expand(shape).contiguous(), owners.patches))
+    @property
+    def of_one_source(self) -> bool:
+        """Whether the lazy tensors' versions are in the same places."""
+        first = self.lazies[0]
+        return all(lazy._assemble == first._assemble and lazy.held == first.held for lazy in self.lazies)
 
+    def by_version(self) -> Any:
+        """The result as lazy tensors; None if it cannot be computed version by version."""
+        rule = _rule_of(self.func) if self.of_one_source else None
+        results = None if rule is None else self._results_on_meta()
+        if rule is None or results is None:
+            return None
+        several = isinstance(results, (list, tuple))
+        likes: list[Tensor] = list(results) if several else [results]
+        owners = rule(self, likes)
+        if owners is None:
+            return None
+        first = self.lazies[0]
+        device = torch.device(self.kwargs.get("device") or first.device)
+        versions = _deferred(self.compute, self.leaves, len(likes) if several else None)
+        lazies = [
+            LazyPatches(like, device, owner, of, first._assemble)
+            for like, owner, of in zip(likes, owners, versions, strict=True)
+        ]
+        if self.func.overloadpacket in _VIEWS:
+            for index, view in enumerate(lazies):
+                self._note_view(view, index if several else None)
+        return lazies if several else lazies[0]
 
-def _union(one: Owners, other: Owners) -> Owners | None:
-    def make() -> Owners | None:
-        if one.same(other):
-            return one
-        clash = (one.of != other.of) & (one.of != COMMON) & (other.of != COMMON)
-        return None if bool(clash.any()) else Owners(torch.maximum(one.of, other.of), one.patches)
-
-    return one if one is other else one.made(("union", id(other)), make, [other])
-
-
-def _moved(
-    func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: Any, lazies: list[LazyPatches], likes: list[Tensor]
-) -> list[Owners] | None:
-    first = lazies[0]._owners
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    joins = func.overloadpacket in _JOINS
-    if not joins and (tensors[0] is not lazies[0] or len(lazies) > 1):
-        # A plain tensor that is indexed by a lazy one.
-        return None
-    if any(leaf.dtype == torch.bool for leaf in tensors[1:]) and not joins:
-        return None
-
-    def stand_in(leaf: Any) -> Any:
-        if isinstance(leaf, LazyPatches):
-            return leaf._owners.of
-        if isinstance(leaf, Tensor) and joins:
-            return torch.full(leaf.shape, COMMON, dtype=torch.int16, device=leaf.device)
-        return leaf
-
-    def make() -> list[Owners] | None:
-        moved_args, moved_kwargs = tree_unflatten([stand_in(leaf) for leaf in leaves], spec)
+    def _results_on_meta(self) -> Any:
+        """Shapes, strides and dtypes of the results, as tensors without memory; None if they depend on values."""
+        args, kwargs = tree_unflatten([_meta(x) if isinstance(x, Tensor) else x for x in self.leaves], self.spec)
+        kwargs.pop("device", None)
+        kwargs.pop("pin_memory", None)
         try:
-            moved = func(*moved_args, **moved_kwargs)
-        except RuntimeError:  # a view that this memory order does not allow
+            result = self.func(*args, **kwargs)
+        except (RuntimeError, NotImplementedError):
             return None
-        several = isinstance(moved, (list, tuple))
-        return [Owners(one.contiguous(), first.patches) for one in (moved if several else [moved])]
+        several = isinstance(result, (list, tuple))
+        return result if all(isinstance(one, Tensor) for one in (result if several else [result])) else None
 
-    if not joins and len(tensors) > 1:  # index tensors: their values matter
-        moved = make()
-        for one in moved or []:
-            one.lasting = False
-        return moved
-    key = (
-        func,
-        tuple(
-            id(leaf._owners)
-            if isinstance(leaf, LazyPatches)
-            else ("plain", tuple(leaf.shape))
-            if isinstance(leaf, Tensor)
-            else leaf
-            for leaf in leaves
-        ),
-        str(spec),
-    )
-    return first.made(key, make, [lazy._owners for lazy in lazies if lazy._owners is not first])
+    def _note_view(self, view: LazyPatches, index: int | None) -> None:
+        """Note of what, and how, a result is a view."""
+        of = self.lazies[0]
+        base, before = of if of._origin is None else of._origin, of._recipe
 
+        def recipe(whole: Tensor) -> Tensor:
+            start = whole if before is None else before(whole)
+            result = self.func(start, *self.args[1:], **self.kwargs)
+            return result if index is None else result[index]
 
-def _over(owners: Owners, dims: tuple[int, ...], keepdim: bool) -> Owners | None:
-    """The owners of what is left after a reduction; None if elements of different owners meet."""
+        view._origin, view._recipe = base, recipe
+        base._views = [reference for reference in base._views if reference() is not None]
+        base._views.append(weakref.ref(view))
 
-    def make() -> Owners | None:
-        top = owners.of.amax(dims, keepdim=True)
-        if not bool(((owners.of == top) | (owners.of == COMMON)).all()):
+    # --- owners of the results: one map for each of ``likes``, or None if versions do not suffice ------------
+
+    def elementwise(self, likes: list[Tensor]) -> list[Owners] | None:
+        """Of an operation whose results have their operands' elements, broadcast."""
+        result: list[Owners] = []
+        for like in likes:
+            joined: Owners | None = self.lazies[0].owners.expanded(like.shape)
+            for lazy in self.lazies[1:]:
+                joined = joined and joined.union(lazy.owners.expanded(like.shape))
+            if joined is None:
+                return None
+            result.append(joined)
+        return result
+
+    def moved(self, likes: list[Tensor]) -> list[Owners] | None:
+        """Of an operation that only moves elements: the map moves alike."""
+        first = self.lazies[0].owners
+        tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        joins = self.func.overloadpacket in _JOINS
+        if not joins and (tensors[0] is not self.lazies[0] or len(self.lazies) > 1):
+            # A plain tensor that is indexed by a lazy one.
             return None
-        return Owners(top if keepdim else owners.of.amax(dims), owners.patches)
+        if any(leaf.dtype == torch.bool for leaf in tensors[1:]) and not joins:
+            return None
 
-    return owners.made(("over", dims, keepdim), make)
+        def stand_in(leaf: Any) -> Any:
+            if isinstance(leaf, LazyPatches):
+                return leaf.owners.of
+            if isinstance(leaf, Tensor) and joins:
+                return torch.full(leaf.shape, COMMON, dtype=torch.int16, device=leaf.device)
+            return leaf
+
+        def make() -> list[Owners] | None:
+            try:
+                moved = self.compute(*map(stand_in, self.leaves))
+            except RuntimeError:  # a view that this memory order does not allow
+                return None
+            several = isinstance(moved, (list, tuple))
+            return [Owners(one.contiguous(), first.patches) for one in (moved if several else [moved])]
+
+        if not joins and len(tensors) > 1:  # index tensors: their values matter
+            moved = make()
+            for one in moved or []:
+                one.lasting = False
+            return moved
+
+        def key_of(leaf: Any) -> Any:
+            if isinstance(leaf, LazyPatches):
+                return id(leaf.owners)
+            return ("plain", tuple(leaf.shape)) if isinstance(leaf, Tensor) else leaf
+
+        key = (self.func, tuple(map(key_of, self.leaves)), str(self.spec))
+        return first.made(key, make, [lazy.owners for lazy in self.lazies if lazy.owners is not first])
+
+    def reduced(self, likes: list[Tensor]) -> list[Owners] | None:
+        """Of a reduction over some dimensions."""
+        names = [argument.name for argument in self.func._schema.arguments]
+        named = {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+        dims = named.get("dim")
+        if dims is None or dims == [] or len(self.lazies) > 1:
+            return None
+        dims = (dims,) if isinstance(dims, int) else tuple(dims)
+        lazy = self.lazies[0]
+        owners = lazy.owners.over(tuple(dim % lazy.dim() for dim in dims), bool(named.get("keepdim")))
+        return None if owners is None else [owners] * len(likes)
+
+    def multiplied(self, likes: list[Tensor]) -> list[Owners] | None:
+        """Of a matrix product with one lazy factor."""
+        if len(self.lazies) > 1:
+            return None
+        # The dimension that is summed over: the last of the left factor, the last but one of the right.
+        lazy = self.lazies[0]
+        owners = lazy.owners.over((lazy.dim() - 1 if self.args[0] is lazy else lazy.dim() - 2,), True)
+        return None if owners is None else [owners.expanded(likes[0].shape)]
 
 
-def _reduced(
-    func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: Any, lazies: list[LazyPatches], likes: list[Tensor]
-) -> list[Owners] | None:
-    names = [argument.name for argument in func._schema.arguments]
-    named = {**dict(zip(names, args, strict=False)), **kwargs}
-    dims = named.get("dim")
-    if dims is None or dims == [] or len(lazies) > 1:
-        return None
-    dims = (dims,) if isinstance(dims, int) else tuple(dims)
-    owners = _over(lazies[0]._owners, tuple(dim % lazies[0].dim() for dim in dims), bool(named.get("keepdim")))
-    return None if owners is None else [owners] * len(likes)
-
-
-def _multiplied(
-    func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: Any, lazies: list[LazyPatches], likes: list[Tensor]
-) -> list[Owners] | None:
-    if len(lazies) > 1:
-        return None
-    # The dimension that is summed over: the last of the left factor, the last but one of the right.
-    lazy = lazies[0]
-    owners = _over(lazy._owners, (lazy.dim() - 1 if args[0] is lazy else lazy.dim() - 2,), True)
-    return None if owners is None else [_expanded(owners, likes[0].shape)]
-
-
-# --- writing in place, views ---------------------------------------------------------------------------------------
-
-
-def _note_view(view: LazyPatches, of: LazyPatches, func: Any, args: Any, kwargs: Any, index: int | None) -> None:
-    base, before = of if of._origin is None else of._origin, of._recipe
-
-    def recipe(whole: Tensor) -> Tensor:
-        start = whole if before is None else before(whole)
-        result = func(start, *args[1:], **kwargs)
-        return result if index is None else result[index]
-
-    view._origin, view._recipe = base, recipe
-    base._views = [reference for reference in base._views if reference() is not None]
-    base._views.append(weakref.ref(view))
+def _rule_of(func: Any) -> Callable[[_Operation, list[Tensor]], list[Owners] | None] | None:
+    """How the owners of an operation's results are found; None: it needs whole tensors."""
+    packet, tags = func.overloadpacket, func.tags
+    if packet in _MOVES:
+        return _Operation.moved
+    if packet in _REDUCTIONS:
+        return _Operation.reduced
+    if packet in _PRODUCTS:
+        return _Operation.multiplied
+    pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    return _Operation.elementwise if pointwise or packet in _ELEMENTWISE else None
 
 
 def _in_place(func: Any, args: Any, kwargs: Any) -> LazyPatches:
@@ -601,31 +529,22 @@ def _in_place(func: Any, args: Any, kwargs: Any) -> LazyPatches:
     target: LazyPatches = args[0]
     alone = target._origin is None and not any(reference() is not None for reference in target._views)
     if target._whole is None and alone:
-        others, others_kwargs = tree_map(_if_settled, (args[1:], kwargs))
-
-        lazies = [leaf for leaf in tree_flatten((args[0], others, others_kwargs))[0] if isinstance(leaf, LazyPatches)]
-        if _kind_of(func) is _elementwise and all(
-            lazy._home is target._home and lazy.held == target.held for lazy in lazies
-        ):
-            leaves, spec = tree_flatten(((target, *others), others_kwargs))
-            owners = _elementwise(func, args, kwargs, leaves, spec, lazies, [target])
+        operation = _Operation(func, args, kwargs)
+        if _rule_of(func) is _Operation.elementwise and operation.of_one_source:
+            owners = operation.elementwise([target])
             if owners is not None:
 
-                def on_a_copy(old: Tensor, *rest: Any, **more: Any) -> Tensor:
+                def on_a_copy(old: Tensor, *rest: Any) -> Tensor:
                     new = old.clone()
-                    func(new, *rest, **more)
+                    operation.compute(new, *rest)
                     return new
 
-                versions = _computed(on_a_copy, leaves, spec, target, None)
-                target._versions = None if versions is None else versions[0]
-                target._owners = owners[0]
+                target._versions = _deferred(on_a_copy, operation.leaves)[0]
+                target.owners = owners[0]
                 return target
     base = target if target._origin is None else target._origin
-    base.settle()
-    for reference in base._views:
-        view = reference()
-        if view is not None:
-            view.settle()
+    for one in [base, *(reference() for reference in base._views)]:
+        whole_of(one)
     plain_args, plain_kwargs = tree_map(whole_of, (args, kwargs))
     func(*plain_args, **plain_kwargs)
     return target

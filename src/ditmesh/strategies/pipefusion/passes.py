@@ -1,30 +1,31 @@
-"""Passes through a transformer on one stage of PipeFusion: to look at it, try it, time it, or compute one patch.
+"""Runs of a transformer's forward on one stage of PipeFusion: dry runs that show how patches lie, and those of patches.
 
-A pass runs the model's own forward. What happens at every block is the pass's: most blocks are passed over, and what
-is around them, the glue, runs as it is.
+A run is one of the model's own forward. What happens at every block is the run's: most blocks are skipped, and what is
+around them, the glue, runs as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
-from ...comm.link import Link, Transfer
+from ...comm.link import Transfer
 from ...core.arguments import Arguments
+from ...core.partition import Partition
 from ...errors import InputError, LayoutError
-from ...layout import Region
+from ...layout import Region, Stream
 from ..balance import median_seconds
 from ..hooks import BlockSite
+from ..sequence import result_of, shared
 from .lazy import COMMON, Owners
-from .patches import Memory, PatchParallel, is_read, passed_over, streams_of
+from .patches import Buffers, PatchParallel, Run, skipped
 from .stages import Stages, filled
 
 
@@ -34,13 +35,13 @@ class StageDone(Exception):
 
 @dataclass
 class Plan:
-    """What one look at a call has told: how its patches lie in streams, inputs and outputs.
+    """How the patches of calls of one form lie in streams, inputs and outputs; found by dry runs.
 
     Attributes:
         tokens: image tokens of every patch, by block list.
         streams: shape and dtype of the streams where a list begins, by block list and stream.
         outputs: shape and dtype of every tensor the model returns, on the meta device.
-        owners: whose which element of it is.
+        owners: which patch owns which element of it.
         leaves, spec: what the model returns, taken apart; an empty tensor stands for every tensor.
         skips: block -> the earlier block whose image tokens it is passed besides the streams, by number.
         text_along: block lists through which text must go with every patch.
@@ -63,87 +64,26 @@ class Plan:
         return tree_unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)
 
 
-class Stage(Protocol):
-    """What a pass knows of the stage it runs on; see `PipeFusion`.
-
-    Attributes:
-        numbers: of every block, by its path.
-        regions: the block list of every block, by its number.
-    """
-
-    model: nn.Module
-    link: Link
-    handler: PatchParallel
-    stages: Stages
-    device: torch.device
-    patches: int
-    numbers: dict[str, int]
-    regions: list[Region]
-
-    @property
-    def first(self) -> int:
-        """Number of the stage's first block."""
-        ...
-
-    @property
-    def last(self) -> int:
-        """Number of its last one."""
-        ...
-
-    def send_on(self, tensors: Sequence[Tensor]) -> None:
-        """Send tensors to the next stage."""
-        ...
-
-
-class Pass:
-    """A run that cuts nothing and leaves the blocks' streams as they come."""
-
-    memory: Memory | None = None
-    patches, patch = 1, 0
-
-    def __init__(self, owner: Stage) -> None:
-        self.owner = owner
-
-    def tokens(self, region: Region) -> tuple[int, ...]:
-        raise AssertionError("nothing is cut")
-
-    def text_along(self, region: Region) -> bool:
-        return False
-
-    def enter(self, site: BlockSite, arguments: Arguments) -> None:
-        pass
-
-    def arrive(self, site: BlockSite, arguments: Arguments) -> None:
-        pass
-
-    def block(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> Any:
-        return passed_over(site, arguments)
-
-    def leave(self, site: BlockSite, output: Any) -> Any:
-        return output
-
-    def number(self, site: BlockSite) -> int:
-        return self.owner.numbers[site.path]
-
-
-class Look(Pass):
-    """Runs the glue only, and records what it sees.
+class DryRun(Run):
+    """Runs the glue only, and records the streams it sees.
 
     Args:
-        owner: whose.
-        poison: block list and run of image tokens that are NaN when it ends.
-        until: stop where this list begins.
+        stages: of the model.
+        poison: block list, start and length of a run of image tokens that are set to NaN when it ends.
+        until: the run ends where this list begins.
     """
 
-    def __init__(self, owner: Stage, poison: tuple[Region, int, int] | None, until: Region | None) -> None:
-        super().__init__(owner)
-        self.poison, self.until = poison, until
+    def __init__(
+        self, stages: Stages, poison: tuple[Region, int, int] | None = None, until: Region | None = None
+    ) -> None:
+        self._stages, self._poison, self._until = stages, poison, until
         self.shapes: dict[str, dict[str, tuple[torch.Size, torch.dtype]]] = {}
         self.entered: dict[str, Tensor] = {}
         self.skips: dict[int, int] = {}
+        # Number and image tokens of the block that returned them, by the tensor's id.
         self._made: dict[int, tuple[int, Tensor]] = {}
 
-    def enter(self, site: BlockSite, arguments: Arguments) -> None:
+    def before_block(self, site: BlockSite, arguments: Arguments) -> None:
         region = site.region
         if site.index == 0:
             values = {stream.name: arguments.get(stream.arg) for stream in region.streams}
@@ -151,7 +91,7 @@ class Look(Pass):
                 name: (value.shape, value.dtype) for name, value in values.items() if isinstance(value, Tensor)
             }
             self.entered[region.blocks] = values[region.main.name]
-            if self.until is region:
+            if self._until is not None and self._until.blocks == region.blocks:
                 raise StageDone
         for path in region.local:
             value = arguments.get(path)
@@ -160,86 +100,72 @@ class Look(Pass):
                     raise LayoutError(
                         f"{site.path}: {path!r} is not what an earlier block returned, so its patches cannot be told"
                     )
-                self.skips[self.number(site)] = self._made[id(value)][0]
+                self.skips[self._stages.numbers[site.path]] = self._made[id(value)][0]
 
     def block(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> Any:
         main = site.region.main
         # A tensor of its own, so that it can be told from what other blocks return.
         value = arguments.get(main.arg).clone()
-        if self.poison is not None and self.poison[0] is site.region and site.is_last:
-            value.narrow(main.dim, self.poison[1], self.poison[2]).fill_(torch.nan)
-        self._made[id(value)] = (self.number(site), value)
-        return passed_over(site, arguments, {main.name: value})
+        if self._poison is not None and self._poison[0].blocks == site.region.blocks and site.is_last:
+            value.narrow(main.dim, *self._poison[1:]).fill_(torch.nan)
+        self._made[id(value)] = (self._stages.numbers[site.path], value)
+        return skipped(site, arguments, {main.name: value})
 
 
-class Trial(Pass):
-    """Runs this stage's first block of every list with a patch that has no text."""
+class TextlessRun(Run):
+    """A dry run that tries this stage's first block of every list on the second patch without text.
+
+    Attributes:
+        failed: block lists whose block raised, or returned another number of tokens.
+    """
 
     patch = 1
 
-    def __init__(self, owner: Stage, plan: Plan) -> None:
-        super().__init__(owner)
-        self.plan = plan
-        self.patches = owner.patches
+    def __init__(self, stages: Stages, plan: Plan, patches: int) -> None:
+        self._stages, self._plan, self.patches = stages, plan, patches
         self.failed: set[str] = set()
         self._tried: set[str] = set()
 
     def block(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> Any:
-        region, owner = site.region, self.owner
-        texts = [stream for stream in region.streams if stream.name == "text"]
-        own = owner.first <= self.number(site) <= owner.last
-        if own and texts and region.blocks not in self._tried:
+        region, stages = site.region, self._stages
+        own = stages.first <= stages.numbers[site.path] <= stages.last
+        if own and has_text(region) and region.blocks not in self._tried:
             self._tried.add(region.blocks)
-            if not self._can(site, forward, arguments):
+            if not self._runs(site, forward, Arguments(arguments.names, tuple(arguments.args), arguments.kwargs)):
                 self.failed.add(region.blocks)
-        return passed_over(site, arguments)
+        return skipped(site, arguments)
 
-    def _can(self, site: BlockSite, forward: Callable[..., Any], given: Arguments) -> bool:
-        """Whether the block runs on the second patch without text."""
-        arguments = copy(given)
-        arguments.args, arguments.kwargs = list(given.args), dict(given.kwargs)
-        region, plan = site.region, self.plan
+    def _runs(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> bool:
+        region = site.region
         if any(stream.replicate for stream in region.streams):
             return False
-        image, total = region.main, sum(plan.tokens[region.blocks])
-        count = plan.tokens[region.blocks][1]
-        segments = {image.name: (0, count, total)}
-        for stream in region.streams:
-            if stream.name == "text":
-                length = arguments.get(stream.arg).shape[stream.dim]
-                segments[stream.name] = (0, 0, length)
-
-        def part(value: Tensor, dim: int, names: Sequence[str]) -> Tensor:
-            pieces, start = [], 0
-            for name in names:
-                if name in segments:
-                    first, length, whole = segments[name]
-                    pieces.append(value.narrow(dim, start + first, length))
-                    start += whole
-            return torch.cat(pieces, dim) if start == value.shape[dim] else value
-
-        for stream in region.streams:
-            if stream.name in segments:
-                value = arguments.get(stream.arg)
-                arguments.set(stream.arg, part(value, stream.dim, (stream.name,)).contiguous())
-        for cut in region.cuts:
-            value = arguments.get(cut.arg)
-            if isinstance(value, Tensor) and cut.ndim in (None, value.dim()) and value.shape[cut.dim] > 1:
-                arguments.set(cut.arg, part(value, cut.dim % value.dim(), cut.tokens).contiguous())
+        held = Partition.beside([shared(stream, self._lengths(region, stream, arguments)) for stream in region.streams])
+        # Of a cut argument, a dimension of size 1 is the same for all tokens.
+        cuts = [(stream.arg, stream.dim, (stream.name,), None, 0) for stream in region.streams]
+        cuts += [(cut.arg, cut.dim, cut.tokens, cut.ndim, 2) for cut in region.cuts]
+        for path, dim, names, ndim, least in cuts:
+            value, tokens = arguments.get(path), held.select(names)
+            if isinstance(value, Tensor) and ndim in (None, value.dim()) and value.shape[dim] == tokens.total >= least:
+                arguments.set(path, tokens.take(value, dim % value.dim(), self.patch).contiguous())
         try:
             output = forward(*arguments.args, **arguments.kwargs)
         except Exception:
             return False
         for stream in region.streams:
-            value = output if stream.out is None else output[stream.out]
-            wanted = segments.get(stream.name, (0, 0, 0))[1]
-            if isinstance(value, Tensor) and value.shape[stream.dim] != wanted:
+            value = result_of(output, stream)
+            if isinstance(value, Tensor) and value.shape[stream.dim] != held.select((stream.name,)).lengths[self.patch]:
                 return False
         return True
 
+    def _lengths(self, region: Region, stream: Stream, arguments: Arguments) -> tuple[int, ...]:
+        """A stream's tokens in every patch: text goes with the first."""
+        if stream is region.main:
+            return self._plan.tokens[region.blocks]
+        return (arguments.get(stream.arg).shape[stream.dim], *(0,) * (self.patches - 1))
 
-class Timing(Pass):
-    """Runs the glue, and times the first block of every kind: as much work on every rank.
+
+class TimedRun(Run):
+    """A dry run that times the first block of every kind: as much work on every rank.
 
     A picture that goes through a block patch by patch costs what it costs as a whole: tokens and queries add up, and
     every query sees all keys.
@@ -248,32 +174,41 @@ class Timing(Pass):
         seconds: time of every kind.
     """
 
-    def __init__(self, owner: Stage) -> None:
-        super().__init__(owner)
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
         self.seconds: list[float] = []
 
     def block(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> Any:
-        owner = self.owner
+        stages = self._stages
         # Kinds are numbered in the order in which blocks run.
-        if owner.stages.kinds[self.number(site)] == len(self.seconds):
-            with filled(owner.model.get_submodule(site.path)):
+        if stages.kinds[stages.numbers[site.path]] == len(self.seconds):
+            with filled(stages.model.get_submodule(site.path)):
                 work = partial(forward, *arguments.args, **arguments.kwargs)
-                self.seconds.append(median_seconds(work, owner.device))
-        return passed_over(site, arguments)
+                self.seconds.append(median_seconds(work, stages.mesh.device))
+        return skipped(site, arguments)
 
 
-class PatchPass(Pass):
-    """One patch on its way through this stage.
+class PatchRun(Run):
+    """One patch on its way through this stage; ``send`` sends tensors to the next one.
 
     Attributes:
         finishes: whether this is the last stage, which runs the model to its end.
     """
 
-    def __init__(self, owner: Stage, plan: Plan, memory: Memory, patches: int, patch: int) -> None:
-        super().__init__(owner)
-        self.plan, self.memory = plan, memory
-        self.patches, self.patch = patches, patch
-        self.finishes = owner.link.rank == owner.link.size - 1
+    def __init__(
+        self,
+        stages: Stages,
+        handler: PatchParallel,
+        plan: Plan,
+        buffers: Buffers,
+        patches: int,
+        patch: int,
+        send: Callable[[Sequence[Tensor]], None],
+    ) -> None:
+        self._stages, self._handler, self._plan, self._send = stages, handler, plan, send
+        self.buffers, self.patches, self.patch = buffers, patches, patch
+        self._link = stages.mesh.pipe
+        self.finishes = self._link.rank == self._link.size - 1
         self._arriving: Transfer | None = None
         self._arrived: list[str | int] = []
         self._received: dict[str | int, Tensor] = {}
@@ -281,85 +216,66 @@ class PatchPass(Pass):
         self._skips: dict[int, Tensor] = {}
 
     def tokens(self, region: Region) -> tuple[int, ...]:
-        return self.plan.tokens[region.blocks]
+        return self._plan.tokens[region.blocks]
 
     def text_along(self, region: Region) -> bool:
-        return region.blocks in self.plan.text_along
+        return region.blocks in self._plan.text_along
 
-    # --- messages ----------------------------------------------------------------------------------------
-
-    def _contents(self, number: int) -> list[tuple[str | int, Region, str]]:
-        """What goes from the stage that ends with block ``number`` to the next: streams, then skips by block."""
-        owner, region = self.owner, self.owner.regions[number]
-        site = _Boundary(owner, number)
-        found: list[tuple[str | int, Region, str]] = [
-            (stream.name, region, stream.name)
-            for stream in region.streams
-            if stream.name in self.plan.streams[region.blocks] and is_read(site, stream)  # type: ignore[arg-type]
-        ]
-        crossing = {source for block, source in self.plan.skips.items() if source <= number < block}
-        return found + [(source, owner.regions[source], owner.regions[source].main.name) for source in sorted(crossing)]
+    def _sent_after(self, number: int) -> list[tuple[str | int, Region, Stream]]:
+        """What the stage that ends with block ``number`` sends to the next: streams, then skips by block."""
+        regions = self._stages.regions
+        region, known = regions[number], self._plan.streams[regions[number].blocks]
+        streams = [(stream.name, region, stream) for stream in self._stages.read_after(number) if stream.name in known]
+        crossing = {source for block, source in self._plan.skips.items() if source <= number < block}
+        return [*streams, *((source, regions[source], regions[source].main) for source in sorted(crossing))]
 
     def expect(self) -> None:
         """Post the receipt of what the stage before sends for this patch."""
-        owner = self.owner
-        if owner.link.rank == 0:
+        if self._link.rank == 0:
             return
-        owner.handler.start(self)
-        buffers = []
-        for name, region, stream_name in self._contents(owner.first - 1):
-            shape, dtype = self.plan.streams[region.blocks][stream_name]
-            stream = region.stream(stream_name)
-            tokens = owner.handler.partition(region, stream, shape[stream.dim])
-            here = tokens.lengths[owner.handler.link.rank]
+        handler, buffers = self._handler, []
+        handler.start(self)
+        for key, region, stream in self._sent_after(self._stages.first - 1):
+            shape, dtype = self._plan.streams[region.blocks][stream.name]
+            here = handler.partition(region, stream, shape[stream.dim]).lengths[handler.link.rank]
             size = (*shape[: stream.dim], here, *shape[stream.dim + 1 :])
-            buffers.append(torch.empty(size, dtype=dtype, device=owner.device))
-            self._arrived.append(name)
-        owner.handler.start(None)
-        self._arriving = owner.link.receive(buffers, owner.link.rank - 1)
+            buffers.append(torch.empty(size, dtype=dtype, device=self._stages.mesh.device))
+            self._arrived.append(key)
+        handler.start(None)
+        self._arriving = self._link.receive(buffers, self._link.rank - 1)
 
-    # --- blocks ------------------------------------------------------------------------------------------
-
-    def arrive(self, site: BlockSite, arguments: Arguments) -> None:
-        source = self.plan.skips.get(self.number(site))
+    def before_block(self, site: BlockSite, arguments: Arguments) -> None:
+        source = self._plan.skips.get(self._stages.numbers[site.path])
         if source is not None and source in self._received:
             for path in site.region.local:
                 arguments.set(path, self._received[source])
 
     def block(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> Any:
-        number, owner = self.number(site), self.owner
-        if owner.first <= number <= owner.last:
+        number, stages = self._stages.numbers[site.path], self._stages
+        if stages.first <= number <= stages.last:
             return forward(*arguments.args, **arguments.kwargs)
-        if number != owner.first - 1 or self._arriving is None:
-            return passed_over(site, arguments)
+        if number != stages.first - 1 or self._arriving is None:
+            return skipped(site, arguments)
         self._received = dict(zip(self._arrived, self._arriving.wait(), strict=True))
-        streams = {name: value for name, value in self._received.items() if isinstance(name, str)}
-        return passed_over(site, arguments, streams)
+        return skipped(site, arguments, {key: value for key, value in self._received.items() if isinstance(key, str)})
 
-    def leave(self, site: BlockSite, output: Any) -> Any:
-        number, owner = self.number(site), self.owner
-        if not owner.first <= number <= owner.last:
+    def after_block(self, site: BlockSite, output: Any) -> Any:
+        number, stages = self._stages.numbers[site.path], self._stages
+        if not stages.first <= number <= stages.last:
             return output
-        if number in self.plan.skips.values():
-            self._skips[number] = streams_of(site, output)[site.region.main.name]
-        if number == owner.last and not self.finishes:
-            streams = streams_of(site, output)
-            kept = {**self._received, **self._skips}
-            owner.send_on(
-                [streams[name] if isinstance(name, str) else kept[name] for name, *_ in self._contents(number)]
-            )
+        if number in self._plan.skips.values():
+            self._skips[number] = result_of(output, site.region.main)
+        if number == stages.last and not self.finishes:
+            streams = {stream.name: result_of(output, stream) for stream in site.region.streams}
+            kept = {**self._received, **self._skips, **streams}
+            self._send([kept[key] for key, *_ in self._sent_after(number)])
             raise StageDone
         return output
 
 
-class _Boundary:
-    """A block's place as `is_read` wants it, by number."""
-
-    def __init__(self, owner: Stage, number: int) -> None:
-        regions, region = owner.regions, owner.regions[number]
-        self.region = region
-        self.is_last = number + 1 == len(regions) or regions[number + 1] is not region
-        self.feeds_next = self.is_last and number + 1 < len(regions) and regions[number + 1].chained
+def has_text(region: Region) -> bool:
+    """Whether a stream of text goes through a block list."""
+    return any(stream.name == "text" for stream in region.streams)
 
 
 def marked_tokens(stream: Tensor, dim: int) -> Tensor:
@@ -384,7 +300,7 @@ def runs_of(marked: list[Tensor], model: str, blocks: str) -> tuple[int, ...]:
 
 
 def owners_of(marked: list[Tensor], model: str) -> Owners:
-    """Whose which element of an output is."""
+    """Which patch owns which element of an output, from the elements that each patch marks."""
     of = torch.full(marked[0].shape, COMMON, dtype=torch.int16, device=marked[0].device)
     for patch, mark in enumerate(marked):
         if bool((of[mark] != COMMON).any()):

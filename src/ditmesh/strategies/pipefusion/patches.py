@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,14 @@ from ..base import ParallelModel
 from ..heads import check_heads, heads_of
 from ..hooks import BlockSite, Handler
 from ..reproducible import check_tiles
-from ..sequence import MIN_TEXT_TOKENS, SequenceParallel, replicated, result_of, shared
+from ..sequence import MIN_TEXT_TOKENS, SequenceParallel, replicated, shared
 from ..stale.warmup import numbered
 from ..tokens import TokenStrategy
+from .stages import PipeStrategy
 
 
 @dataclass
-class Keys:
+class KVBuffer:
     """Keys and values of one attention call over the whole sequence, in the order of one device.
 
     Attributes:
@@ -55,7 +56,7 @@ class Keys:
 
 
 @dataclass
-class Memory:
+class Buffers:
     """What one branch of guidance keeps from patch to patch and from step to step. It belongs to one request.
 
     Attributes:
@@ -64,7 +65,7 @@ class Memory:
         step: the last step that wrote to it; before: the one before that.
     """
 
-    keys: dict[tuple[str, int], Keys] = field(default_factory=dict)
+    keys: dict[tuple[str, int], KVBuffer] = field(default_factory=dict)
     streams: dict[tuple[str, str], Tensor] = field(default_factory=dict)
     step: int = -1
     before: int = -1
@@ -74,63 +75,48 @@ class Memory:
         self.before, self.step = self.step, step
 
 
-class Run(Protocol):
-    """One run of the transformer's forward, as the hooks see it."""
+class Run:
+    """One run of the transformer's forward, as the hooks see it. This one cuts nothing and skips every block.
 
-    @property
-    def memory(self) -> Memory | None:
-        """Buffers of the branch; None while the model is only being looked at."""
-        ...
+    Attributes:
+        buffers: of the branch; None in a dry run, in which nothing is cut and numbers do not matter.
+        patches: how many patches the picture is cut into; 1 in a synchronous step.
+        patch: the one that is on its way.
+    """
 
-    @property
-    def patches(self) -> int:
-        """How many patches the picture is cut into; 1 in a synchronous step."""
-        ...
-
-    @property
-    def patch(self) -> int:
-        """The one that is on its way."""
-        ...
+    buffers: Buffers | None = None
+    patches, patch = 1, 0
 
     def tokens(self, region: Region) -> tuple[int, ...]:
         """Tokens of the region's image stream in every patch."""
-        ...
+        raise NotImplementedError
 
     def text_along(self, region: Region) -> bool:
         """Whether text goes with every patch; else with the first one only."""
-        ...
+        return False
 
-    def enter(self, site: BlockSite, arguments: Arguments) -> None:
-        """A block is about to run, its tokens not cut yet where a list begins."""
-        ...
-
-    def arrive(self, site: BlockSite, arguments: Arguments) -> None:
-        """A block is about to run, with its arguments cut."""
-        ...
+    def before_block(self, site: BlockSite, arguments: Arguments) -> None:
+        """A block is about to run or to be skipped; ``arguments`` are cut and may be changed."""
 
     def block(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> Any:
-        """Run the block, or pass it over."""
-        ...
+        """Run the block, or skip it."""
+        return skipped(site, arguments)
 
-    def leave(self, site: BlockSite, output: Any) -> Any:
+    def after_block(self, site: BlockSite, output: Any) -> Any:
         """A block has returned; its tokens are not put together yet where a list ends."""
-        ...
+        return output
 
 
 class PatchLink:
-    """Stands where `SequenceParallel` expects the link of the ranks that share a sequence.
-
-    Args:
-        sequence: the ranks that share every patch.
-    """
+    """The group of virtual ranks, from the link of the ranks that share every patch."""
 
     def __init__(self, sequence: Link) -> None:
         self.sequence = sequence
         self.name = sequence.name
         self.patches, self.patch = 1, 0
-        # While the model is only looked at, nothing is cut.
+        # In a dry run nothing is cut.
         self.alone = False
-        self._keys: Keys | None = None
+        self._buffer: KVBuffer | None = None
         self._masked: list[str] = []
 
     @property
@@ -152,14 +138,14 @@ class PatchLink:
         """The patch's tokens from all sequence ranks."""
         return self.sequence.all_gather(piece, [lengths[rank] for rank in self.group], dim)
 
-    def begin_attention(self, kept: Keys, keys: Partition) -> None:
+    def begin_attention(self, buffer: KVBuffer, keys: Partition) -> None:
         """The masks that are gathered from here on belong to this attention call."""
-        self._keys = kept
+        self._buffer = buffer
         self._masked = [name for block, name in enumerate(keys.names) if block not in keys.replicated]
 
     def all_gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
         """The whole mask of which this virtual rank has a piece: other patches' pieces are those they left."""
-        kept = self._keys
+        kept = self._buffer
         assert kept is not None
         # Masks are gathered stream by stream.
         stream = self._masked.pop(0)
@@ -185,8 +171,7 @@ class PatchParallel(SequenceParallel):
     """Handler of one transformer's hooks under PipeFusion.
 
     Args:
-        config: degrees, text policy.
-        mesh: ranks and links.
+        config, mesh: as `SequenceParallel` takes them.
         monitor: is shown how far keys and values have moved.
         blocks: number in the monitor of every block, by path.
 
@@ -214,7 +199,7 @@ class PatchParallel(SequenceParallel):
         self.begin_call()
         link = self.patch_link
         link.patches, link.patch = (run.patches, run.patch) if run is not None else (1, 0)
-        link.alone = run is None or run.memory is None
+        link.alone = run is None or run.buffers is None
 
     # --- blocks --------------------------------------------------------------------------------------------
 
@@ -236,13 +221,10 @@ class PatchParallel(SequenceParallel):
         return restore
 
     def before_block(self, site: BlockSite, arguments: Arguments) -> None:
-        """As in `SequenceParallel`, for the tokens of one patch."""
-        if self.run is not None:
-            self.run.enter(site, arguments)
         super().before_block(site, arguments)
         self._call.ran = False
         if self.run is not None:
-            self.run.arrive(site, arguments)
+            self.run.before_block(site, arguments)
         if self.config.reproducible and not self.patch_link.alone:
             # Where a stage begins, tokens come from a message, and elsewhere from the block before.
             for path in (*(stream.arg for stream in site.region.streams), *site.region.local):
@@ -255,7 +237,7 @@ class PatchParallel(SequenceParallel):
         self._check_coverage(site)
         self._call.ran = False
         if self.run is not None:
-            output = self.run.leave(site, output)
+            output = self.run.after_block(site, output)
         self._leaving = site
         return super().after_block(site, output)
 
@@ -267,13 +249,13 @@ class PatchParallel(SequenceParallel):
         if link.patches == 1:
             return value
         assert run is not None
-        assert run.memory is not None
+        assert run.buffers is not None
         assert site is not None
         shape = (*value.shape[: stream.dim], tokens.total, *value.shape[stream.dim + 1 :])
         key = (site.span, stream.name)
-        whole = run.memory.streams.get(key)
+        whole = run.buffers.streams.get(key)
         if whole is None or whole.shape != shape or whole.dtype != value.dtype:
-            whole = run.memory.streams[key] = value.new_zeros(shape)
+            whole = run.buffers.streams[key] = value.new_zeros(shape)
         whole.narrow(stream.dim, tokens.start(link.group.start), value.shape[stream.dim]).copy_(value)
         # The model may write to what it gets.
         return whole.clone()
@@ -311,7 +293,6 @@ class PatchParallel(SequenceParallel):
     def attend(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
-        """As in `SequenceParallel`. While the model is only looked at, numbers do not matter."""
         if self.patch_link.alone:
             return self.kernel(q_bhsd, k_bhsd, v_bhsd, mask if self.run is None else None, scale)
         return super().attend(q_bhsd, k_bhsd, v_bhsd, mask, scale)
@@ -321,10 +302,10 @@ class PatchParallel(SequenceParallel):
         queries, keys, mask = attention.queries, attention.keys, attention.mask
         run, site, link = self.run, self._call.site, self.patch_link
         assert run is not None
-        assert run.memory is not None
+        assert run.buffers is not None
         assert site is not None
-        memory, block = run.memory, self._blocks[site.path]
-        kept = memory.keys.setdefault((site.path, self._call.attention_calls - 1), Keys())
+        buffers, block = run.buffers, self._blocks[site.path]
+        kept = buffers.keys.setdefault((site.path, self._call.attention_calls - 1), KVBuffer())
         groups = self.mixer.groups(link.group.start)
         if mask is not None:
             link.begin_attention(kept, keys)
@@ -334,7 +315,7 @@ class PatchParallel(SequenceParallel):
 
         def compute(q: list[Tensor], k: Tensor, v: Tensor, given: list[Tensor | None]) -> list[Tensor]:
             (mask,) = given
-            if memory.before >= 0 and memory.before == memory.step - 1:
+            if buffers.before >= 0 and buffers.before == buffers.step - 1:
                 self._observe(block, kept, k, v, keys)
             k, v = _keep(kept, k, v, keys, link)
             if len(kept.seen) < link.patches:
@@ -358,7 +339,7 @@ class PatchParallel(SequenceParallel):
         )
         return out
 
-    def _observe(self, block: int, kept: Keys, k: Tensor, v: Tensor, keys: Partition) -> None:
+    def _observe(self, block: int, kept: KVBuffer, k: Tensor, v: Tensor, keys: Partition) -> None:
         """Compare a patch's keys and values with those of the step before, which they are about to replace."""
         link, (batch, heads, _, dim) = self.patch_link, k.shape
         if kept.k_bhsd is None or kept.v_bhsd is None or kept.k_bhsd.shape != (batch, heads, keys.total, dim):
@@ -374,7 +355,7 @@ class PatchParallel(SequenceParallel):
                 self._monitor.compare(block, now, before, dim=2)
 
 
-def _keep(kept: Keys, k: Tensor, v: Tensor, keys: Partition, link: PatchLink) -> tuple[Tensor, Tensor]:
+def _keep(kept: KVBuffer, k: Tensor, v: Tensor, keys: Partition, link: PatchLink) -> tuple[Tensor, Tensor]:
     """Write a patch's keys and values to their places; returns those of the whole sequence."""
     total = keys.total
     shape = (k.shape[0], k.shape[1], total)
@@ -396,7 +377,7 @@ def _keep(kept: Keys, k: Tensor, v: Tensor, keys: Partition, link: PatchLink) ->
     return kept.k_bhsd, kept.v_bhsd
 
 
-def _keep_mask(kept: Keys, mask: Tensor, keys: Partition) -> None:
+def _keep_mask(kept: KVBuffer, mask: Tensor, keys: Partition) -> None:
     """Remember a whole key mask of a synchronous step, as `PatchLink.all_gather` would have put it together."""
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     if mask.shape[-1] != keys.total:
@@ -437,7 +418,7 @@ def _of_patches(whole: Tensor, keys: Partition, link: PatchLink, seen: set[int],
     return torch.cat([whole.narrow(dim, *place) for place in places if place[1]], dim=dim)
 
 
-def passed_over(site: BlockSite, arguments: Arguments, streams: dict[str, Tensor] | None = None) -> Any:
+def skipped(site: BlockSite, arguments: Arguments, streams: dict[str, Tensor] | None = None) -> Any:
     """What a block that is not run returns: its streams as they came, or those given."""
     region = site.region
     values = {stream.name: arguments.get(stream.arg) for stream in region.streams}
@@ -450,40 +431,15 @@ def passed_over(site: BlockSite, arguments: Arguments, streams: dict[str, Tensor
     return tuple(result)
 
 
-def streams_of(site: BlockSite, output: Any) -> dict[str, Tensor]:
-    """The streams that a block returned and that somebody reads."""
-    found = {}
-    for stream in site.region.streams:
-        value = result_of(output, stream)
-        if isinstance(value, Tensor) and is_read(site, stream):
-            found[stream.name] = value
-    return found
-
-
-def is_read(site: BlockSite, stream: Stream) -> bool:
-    """Whether anybody reads this stream of the block's result."""
-    return stream.used_after or not site.is_last or site.feeds_next
-
-
-class PatchTokens(TokenStrategy):
+class PatchTokens(PipeStrategy, TokenStrategy):
     """Tokens of one patch after the other."""
-
-    name = "pipe"
-    promise = "none"
-
-    @classmethod
-    def wanted(cls, config: ParallelConfig) -> bool:
-        """See `Strategy.wanted`."""
-        return config.stages_or_patches
 
     @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
-        """See `Strategy.check`."""
         check_heads(config, heads_of(model), type(model).__name__)
         if config.reproducible:
             check_tiles(layout)
 
     def handler(self, model: ParallelModel) -> Handler:
-        """See `TokenStrategy.handler`."""
         monitor = self.context.get(WarmupControl).monitor
         return PatchParallel(self.context.config, self.context.mesh, monitor, numbered(model, monitor))

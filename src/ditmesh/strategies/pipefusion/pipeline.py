@@ -16,29 +16,40 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ...comm.link import Transfer
 from ...comm.mesh import Mesh
-from ...config import ParallelConfig
 from ...core.alignment import aligned
 from ...core.arguments import Arguments, parameter_names
-from ...core.clock import CallClock
-from ...core.partition import even_cut
-from ...core.patching import CallChain, Proceed
+from ...core.partition import Partition, even_cut
+from ...core.patching import Proceed
 from ...core.values import seen
 from ...errors import ConfigError, LayoutError
-from ...layout import Region, TokenLayout
+from ...layout import Region
 from ...staleness.control import PATIENCE, WarmupControl
-from ..base import Context, Request, Strategy
-from .lazy import COMMON, Later, LazyPatches, whole_of
-from .passes import Look, Pass, PatchPass, Plan, StageDone, Timing, Trial, marked_tokens, owners_of, runs_of
-from .patches import Memory, PatchParallel
-from .stages import Stages, blocks_of
+from ..base import ParallelModel, Request
+from .lazy import COMMON, Deferred, LazyPatches, settled_of, whole_of
+from .passes import (
+    DryRun,
+    PatchRun,
+    Plan,
+    StageDone,
+    TextlessRun,
+    TimedRun,
+    has_text,
+    marked_tokens,
+    owners_of,
+    runs_of,
+)
+from .patches import Buffers, PatchParallel, Run
+from .stages import PipeStrategy, Stages
 
 # Messages that a rank may have under way before it waits for the oldest: steps' worth of patches.
 _STEPS_UNDER_WAY = 4
@@ -50,68 +61,38 @@ class PipeFusion:
     """A transformer's forward, run patch by patch, stage by stage.
 
     Args:
-        model: the transformer.
-        layout: its layout.
-        handler: of the model's hooks.
+        model: the transformer, with its `Stages`, and the hooks of a `PatchParallel` in place; this becomes the next
+            layer of its forward.
         mesh: ranks and links.
-        stages: which stage has which blocks.
-        patches: patches of the picture, M.
         control: the request's steps.
-        chain: what wraps the model's forward; this becomes its next layer.
 
     Attributes:
-        numbers: of every block, by its path.
-        regions: the block list of every block, by its number.
+        stages: which stage has which blocks.
         flushes: how often a whole tensor was asked for since the request began and before its result: each time all
             stages wait for the last patch.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layout: TokenLayout,
-        handler: PatchParallel,
-        mesh: Mesh,
-        stages: Stages,
-        patches: int,
-        control: WarmupControl,
-        chain: CallChain,
-    ) -> None:
-        self.model = model
-        self.layout = layout
-        self.handler = handler
+    def __init__(self, model: ParallelModel, mesh: Mesh, control: WarmupControl) -> None:
+        self.layout = model.layout
+        self.stages, self.handler = model.get(Stages), model.get(PatchParallel)
+        self.patches = self.handler.patches
         self.link, self.back = mesh.pipe, mesh.pipe_back
         self.device = mesh.device
-        self.patches = patches
-        self.control = control
-        self.clock: CallClock = control.clock
-        self.numbers = {path: number for number, (path, _) in enumerate(blocks_of(model, layout))}
-        self.regions = [region for region in layout.regions for _ in model.get_submodule(region.blocks).children()]
-        self.stages = stages
-        self._names = parameter_names(type(model).forward)
+        self.control, self.clock = control, control.clock
+        self._names = parameter_names(type(model.model).forward)
         self._plans: OrderedDict[Any, Plan] = OrderedDict()
         self._sent: deque[Transfer] = deque()
         self._expected: list[Transfer] = []
         self.begin_request()
-        self._forward: Callable[..., Any] = model.forward
-        self._remove = chain.add(self._around_call)
-
-    @property
-    def first(self) -> int:
-        """Number of this stage's first block."""
-        return sum(self.stages.lengths[: self.link.rank])
-
-    @property
-    def last(self) -> int:
-        """Number of this stage's last block."""
-        return sum(self.stages.lengths[: self.link.rank + 1]) - 1
+        self._forward: Callable[..., Any] = model.model.forward
+        self._remove = model.chain.add(self._around_call)
 
     # --- a request -----------------------------------------------------------------------------------------
 
     def begin_request(self) -> None:
         """A new request starts: nothing of the one before may be seen by it."""
         self._drain(None)
-        self._memory: dict[Any, Memory] = {}
+        self._buffers: dict[Any, Buffers] = {}
         self.flushes = 0
 
     def end_request(self, failed: bool = False) -> None:
@@ -120,7 +101,7 @@ class PipeFusion:
         Args:
             failed: it has raised. What other stages have sent is taken, but ranks that are gone are not waited for.
         """
-        self._memory = {}
+        self._buffers = {}
         try:
             self._drain(timedelta(seconds=PATIENCE) if failed else None)
         except RuntimeError:
@@ -131,7 +112,7 @@ class PipeFusion:
                 raise
 
     def forget_plans(self) -> None:
-        """Look at every form of call anew, on all stages alike: looking takes the others, too."""
+        """Plan every form of call anew, on all stages alike: a dry run takes the others, too."""
         self._plans.clear()
 
     def _drain(self, timeout: timedelta | None) -> None:
@@ -151,30 +132,31 @@ class PipeFusion:
         self._forward = proceed
         call = self.clock.call
         # A branch that is run by others than in the step before is another one: its keys are with those.
-        memory = self._memory.setdefault((call.branch, call.link, call.ahead, call.rows), Memory())
+        buffers = self._buffers.setdefault((call.branch, call.link, call.ahead, call.rows), Buffers())
         # A branch that comes for the first time, or that was left out, has no keys of the step before.
-        synchronous = self.control.synchronous(memory.step >= 0 and call.step - memory.step <= 1)
-        memory.begin_step(call.step)
-        args, kwargs = tree_map(whole_of if synchronous else _settled, (args, kwargs))
+        synchronous = self.control.synchronous(buffers.step >= 0 and call.step - buffers.step <= 1)
+        buffers.begin_step(call.step)
+        args, kwargs = tree_map(whole_of if synchronous else settled_of, (args, kwargs))
         # Only before anything is kept: a block that moves leaves its keys behind.
-        if self.stages.wanted and not any(kept.keys for kept in self._memory.values()):
-            self._measure(*tree_map(_blank, (args, kwargs)))
+        if self.stages.wanted and not any(kept.keys for kept in self._buffers.values()):
+            timed = TimedRun(self.stages)
+            self._run(timed, *tree_map(_blank, (args, kwargs)))
+            self.stages.measured(timed.seconds)
         plan = self._plan(args, kwargs)
         if synchronous:
-            return self._whole_picture(plan, memory, args, kwargs)
+            return self._whole_picture(plan, buffers, args, kwargs)
         lazies = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, LazyPatches)]
         if lazies and not self._takes(plan, lazies, args, kwargs):
             args, kwargs = tree_map(whole_of, (args, kwargs))
-        return self._patch_by_patch(plan, memory, args, kwargs)
+        return self._patch_by_patch(plan, buffers, args, kwargs)
 
-    def _whole_picture(self, plan: Plan, memory: Memory, args: Any, kwargs: Any) -> Any:
+    def _whole_picture(self, plan: Plan, buffers: Buffers, args: Any, kwargs: Any) -> Any:
         """A synchronous step: the picture as one patch, exact. Every rank gets the result."""
-        run = PatchPass(self, plan, memory, 1, 0)
-        run.expect()
-        outputs = self._run(run, args, kwargs)
+        run = self._patch_run(plan, buffers, 1, 0)
+        outputs = self._run_patch(run, args, kwargs)
         if self.link.size == 1:
             return outputs
-        tensors = [leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor)] if run.finishes else []
+        tensors = _tensors(outputs)
         for index, like in enumerate(plan.outputs):
             if run.finishes:
                 self.back.broadcast(tensors[index].contiguous(), self.link.size - 1)
@@ -183,68 +165,64 @@ class PipeFusion:
                 tensors.append(self.back.broadcast(empty, self.link.size - 1))
         return outputs if run.finishes else plan.rebuilt(tensors)
 
-    def _patch_by_patch(self, plan: Plan, memory: Memory, args: Any, kwargs: Any) -> Any:
+    def _patch_by_patch(self, plan: Plan, buffers: Buffers, args: Any, kwargs: Any) -> Any:
         """A stale step: returns at once what other stages have yet to compute."""
         first, alone = self.link.rank == 0, self.link.size == 1
-        runs = [PatchPass(self, plan, memory, self.patches, patch) for patch in range(self.patches)]
-        for run in runs:
-            run.expect()
-        versions: list[list[Later]] = [[] for _ in plan.outputs]
+        runs = [self._patch_run(plan, buffers, self.patches, patch) for patch in range(self.patches)]
+        versions: list[list[Deferred]] = [[] for _ in plan.outputs]
         if first and not alone:
             for patch in range(self.patches):
                 self._expect_prediction(plan, patch, versions)
-        blanks: dict[int, Tensor] = {}
-
-        def known(leaf: Any, patch: int) -> Any:
-            if not isinstance(leaf, LazyPatches):
-                return leaf
-            if first:
-                return leaf.version(patch)
+        if not first:
             # The values are for the first stage to know; here the shape will do.
-            if id(leaf) not in blanks:
-                blanks[id(leaf)] = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-            return blanks[id(leaf)]
-
+            args, kwargs = tree_map(_blank, (args, kwargs))
         for run in runs:
-            patch_args, patch_kwargs = tree_map(lambda leaf, m=run.patch: known(leaf, m), (args, kwargs))
-            outputs = self._run(run, patch_args, patch_kwargs)
-            if not run.finishes:
-                continue
-            tensors = [leaf for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor)]
+            known = tree_map(partial(_version, run.patch), (args, kwargs))
+            outputs = self._run_patch(run, *known)
             if alone:
-                for index, tensor in enumerate(tensors):
-                    versions[index].append(Later.of(tensor))
-            else:
-                self._send_prediction(plan, run.patch, tensors)
+                for index, tensor in enumerate(_tensors(outputs)):
+                    versions[index].append(Deferred(lambda t=tensor: t))
+            elif run.finishes:
+                self._send_prediction(plan, run.patch, _tensors(outputs))
         return plan.rebuilt(
             [
-                LazyPatches(like, self.device, owners, versions[index] if first else None, self)
-                for index, (like, owners) in enumerate(zip(plan.outputs, plan.owners, strict=True))
+                LazyPatches(like, self.device, owners, of if first else None, self._assemble)
+                for like, owners, of in zip(plan.outputs, plan.owners, versions, strict=True)
             ]
         )
 
-    def _run(self, run: PatchPass, args: Any, kwargs: Any) -> Any:
+    def _patch_run(self, plan: Plan, buffers: Buffers, patches: int, patch: int) -> PatchRun:
+        """A run that waits for what the stage before sends."""
+        run = PatchRun(self.stages, self.handler, plan, buffers, patches, patch, self._send_on)
+        run.expect()
+        return run
+
+    def _run_patch(self, run: PatchRun, args: Any, kwargs: Any) -> Any:
         """The model's forward for one patch; None on a stage that leaves it half way."""
         if self.handler.config.reproducible:
             # What was sent lies in memory in another way than what was computed here.
             args, kwargs = tree_map(lambda leaf: aligned(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        self.handler.start(run)
-        try:
-            output = self._forward(*args, **kwargs)
-        except StageDone:
-            return None
-        finally:
-            self.handler.start(None)
-        if not run.finishes:
+        output, done = self._run(run, args, kwargs)
+        if done and not run.finishes:
             raise LayoutError(
                 f"{self.layout.model} skipped the last block of stage {self.link.rank}; do not skip blocks "
                 "(skip_layers) with pipe"
             )
         return output
 
+    def _run(self, run: Run, args: Any, kwargs: Any) -> tuple[Any, bool]:
+        """What the model's forward returns in a run, and whether it came to its end."""
+        self.handler.start(run)
+        try:
+            return self._forward(*args, **kwargs), True
+        except StageDone:
+            return None, False
+        finally:
+            self.handler.start(None)
+
     # --- messages ------------------------------------------------------------------------------------------
 
-    def send_on(self, tensors: Sequence[Tensor]) -> None:
+    def _send_on(self, tensors: Sequence[Tensor]) -> None:
         """Send a patch's streams to the next stage."""
         self._keep_sent(self.link.send([tensor.contiguous() for tensor in tensors], self.link.rank + 1))
 
@@ -260,7 +238,7 @@ class PipeFusion:
         ]
         self._keep_sent(self.back.send(pieces, 0))
 
-    def _expect_prediction(self, plan: Plan, patch: int, versions: list[list[Later]]) -> None:
+    def _expect_prediction(self, plan: Plan, patch: int, versions: list[list[Deferred]]) -> None:
         pieces = [
             torch.empty(owners.indices(patch).numel(), dtype=like.dtype, device=self.device)
             for like, owners in zip(plan.outputs, plan.owners, strict=True)
@@ -277,17 +255,17 @@ class PipeFusion:
             whole[owners.indices(patch)] = received
             return whole.view(like.shape)
 
-        for index in range(len(plan.outputs)):
-            versions[index].append(Later(lambda i=index: take(i)))
+        for index, of in enumerate(versions):
+            of.append(Deferred(lambda i=index: take(i)))
 
-    def whole(self, lazy: LazyPatches) -> Tensor:
+    def _assemble(self, lazy: LazyPatches) -> Tensor:
         """The whole tensor, on every rank: the first stage has it and tells the others. Waits for all patches."""
         self.flushes += 1
         if self.link.rank == 0:
             return self.back.broadcast(lazy.put_together().contiguous(), 0)
         return self.back.broadcast(torch.empty(lazy.shape, dtype=lazy.dtype, device=lazy.device), 0)
 
-    # --- looking at a call -----------------------------------------------------------------------------------
+    # --- dry runs --------------------------------------------------------------------------------------------
 
     def _plan(self, args: Any, kwargs: Any) -> Plan:
         """The plan for calls of these shapes; made once for each of the latest `_PLANS` kinds of calls."""
@@ -308,136 +286,119 @@ class PipeFusion:
         )
         key = (shapes, str(spec), masks)
         if key not in self._plans:
-            blank = tree_map(_blank, (args, kwargs))
-            self._plans[key] = self._look(*blank)
+            self._plans[key] = self._planned(*tree_map(_blank, (args, kwargs)))
         self._plans.move_to_end(key)
         while len(self._plans) > _PLANS:
             self._plans.popitem(last=False)
         return self._plans[key]
 
-    def _look(self, args: Any, kwargs: Any) -> Plan:
+    def _planned(self, args: Any, kwargs: Any) -> Plan:
         """Run the model's glue without its blocks, to see how patches lie in streams and outputs.
 
         Where a block list ends the tokens of one patch are set to NaN; where the next one begins, and in the
         output, NaN then marks what belongs to the patch.
         """
         plan = Plan()
-        base = Look(self, None, None)
-        outputs = self._looked(base, args, kwargs)
+        base = DryRun(self.stages)
+        outputs, _ = self._run(base, args, kwargs)
         plan.streams = base.shapes
         plan.skips = base.skips
-        plan.leaves, plan.spec = tree_flatten(outputs)
+        leaves, plan.spec = tree_flatten(outputs)
+        plan.leaves = [torch.empty(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         plan.outputs = [
             torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-            for leaf in plan.leaves
-            if isinstance(leaf, Tensor)
+            for leaf in _tensors(outputs)
         ]
-        plan.leaves = [torch.empty(0) if isinstance(leaf, Tensor) else leaf for leaf in plan.leaves]
         # Block lists that are fed by one another unchanged make one group.
         groups: list[list[Region]] = []
-        for position, region in enumerate(self.layout.regions):
-            if region.chained and position:
+        for region in self.layout.regions:
+            if region.chained and groups:
                 groups[-1].append(region)
             else:
                 groups.append([region])
-        tokens = plan.streams[groups[0][0].blocks][groups[0][0].main.name][0][groups[0][0].main.dim]
+        start = groups[0][0]
+        tokens = plan.streams[start.blocks][start.main.name][0][start.main.dim]
         if tokens < self.patches:
             raise ConfigError(
                 f"{tokens} image tokens cannot be cut into patches={self.patches}; use fewer or a larger picture"
             )
         counts = even_cut(tokens, self.patches)
-        for position, group in enumerate(groups):
-            for region in group:
-                plan.tokens[region.blocks] = counts
-            following = groups[position + 1][0] if position + 1 < len(groups) else None
+        for group, following in zip_longest(groups, [after[0] for after in groups[1:]]):
+            plan.tokens |= dict.fromkeys((region.blocks for region in group), counts)
             marked = [self._marked(args, kwargs, group[-1], following, counts, patch) for patch in range(self.patches)]
+            by_leaf = [list(marks) for marks in zip(*marked, strict=True)]
             if following is not None:
-                counts = runs_of([mark[0] for mark in marked], self.layout.model, following.blocks)
+                counts = runs_of(by_leaf[0], self.layout.model, following.blocks)
             else:
-                plan.owners = [
-                    owners_of([mark[index] for mark in marked], self.layout.model) for index in range(len(plan.outputs))
-                ]
+                plan.owners = [owners_of(marks, self.layout.model) for marks in by_leaf]
         if self.patches > 1:
-            self._try_text(plan, args, kwargs)
+            plan.text_along = self._text_along(plan, args, kwargs)
         return plan
 
     def _marked(
         self, args: Any, kwargs: Any, region: Region, following: Region | None, counts: tuple[int, ...], patch: int
     ) -> list[Tensor]:
         """What is NaN when a patch is NaN at the end of ``region``: tokens of the next list, or of the outputs."""
-        start = sum(counts[:patch])
-        look = Look(self, (region, start, counts[patch]), following)
-        outputs = self._looked(look, args, kwargs)
+        run = DryRun(self.stages, (region, sum(counts[:patch]), counts[patch]), following)
+        outputs, _ = self._run(run, args, kwargs)
         if following is not None:
-            return [marked_tokens(look.entered[following.blocks], following.main.dim)]
-        return [torch.isnan(leaf) for leaf in tree_flatten(outputs)[0] if isinstance(leaf, Tensor)]
-
-    def _looked(self, look: Pass, args: Any, kwargs: Any) -> Any:
-        self.handler.start(look)
-        try:
-            return self._forward(*args, **kwargs)
-        except StageDone:
-            return None
-        finally:
-            self.handler.start(None)
-
-    def _measure(self, args: Any, kwargs: Any) -> None:
-        """Time a block of every kind on this call's whole picture, and let the stages be cut by what was found."""
-        timing = Timing(self)
-        self._looked(timing, args, kwargs)
-        self.stages.measured(timing.seconds)
+            return [marked_tokens(run.entered[following.blocks], following.main.dim)]
+        return [torch.isnan(leaf) for leaf in _tensors(outputs)]
 
     def _takes(self, plan: Plan, lazies: list[LazyPatches], args: Any, kwargs: Any) -> bool:
         """Whether every patch of the first block list can be made from its own elements of the inputs."""
         key = tuple(id(lazy.owners) for lazy in lazies)
         if key not in plan.takes:
             region = self.layout.regions[0]
-            counts = plan.tokens[region.blocks]
+            tokens = Partition((plan.tokens[region.blocks],))
 
-            def known(leaf: Any, patch: int) -> Any:
+            def known(patch: int, leaf: Any) -> Any:
                 if not isinstance(leaf, LazyPatches):
                     return leaf
                 of = leaf.owners.of
-                blank = torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device)
-                return blank.masked_fill((of != patch) & (of != COMMON), torch.nan)
+                return _blank(leaf).masked_fill((of != patch) & (of != COMMON), torch.nan)
 
             good = True
-            for patch, count in enumerate(counts):
-                look = Look(self, None, region)
-                self._looked(look, *tree_map(lambda leaf, m=patch: known(leaf, m), (args, kwargs)))
-                marked = marked_tokens(look.entered[region.blocks], region.main.dim)
-                start = sum(counts[:patch])
-                good = good and not bool(marked[start : start + count].any())
+            for patch in range(tokens.parts):
+                run = DryRun(self.stages, until=region)
+                self._run(run, *tree_map(partial(known, patch), (args, kwargs)))
+                marked = marked_tokens(run.entered[region.blocks], region.main.dim)
+                good = good and not bool(tokens.take(marked, 0, patch).any())
             plan.takes[key] = (good, [lazy.owners for lazy in lazies])
             while len(plan.takes) > _PLANS:
                 plan.takes.pop(next(iter(plan.takes)))
         return plan.takes[key][0]
 
-    def _try_text(self, plan: Plan, args: Any, kwargs: Any) -> None:
-        """Find out which blocks can do without text tokens: text then goes with the first patch only.
+    def _text_along(self, plan: Plan, args: Any, kwargs: Any) -> set[str]:
+        """The block lists that cannot do without text tokens; elsewhere text goes with the first patch only.
 
         Each stage tries its own blocks; a block that cannot fails, or returns another number of tokens.
         """
-        lists = [region for region in self.layout.regions if any(s.name == "text" for s in region.streams)]
-        plan.text_along = {region.blocks for region in lists}
+        lists = [region.blocks for region in self.layout.regions if has_text(region)]
         if not lists:
-            return
-        trial = Trial(self, plan)
+            return set()
+        run = TextlessRun(self.stages, plan, self.patches)
         try:
-            self._looked(trial, args, kwargs)
+            self._run(run, args, kwargs)
         except LayoutError:
-            trial.failed = {region.blocks for region in lists}
-        good = torch.tensor([[int(region.blocks not in trial.failed) for region in lists]], device=self.device)
+            run.failed = set(lists)
+        good = torch.tensor([[int(blocks not in run.failed) for blocks in lists]], device=self.device)
         good = self.back.all_gather(good, [1] * self.link.size, 0).amin(0).tolist()
-        plan.text_along = {region.blocks for region, able in zip(lists, good, strict=True) if not able}
+        return {blocks for blocks, able in zip(lists, good, strict=True) if not able}
 
 
-def _settled(leaf: Any) -> Any:
-    return leaf.settled if isinstance(leaf, LazyPatches) and leaf.settled is not None else leaf
+def _tensors(output: Any) -> list[Tensor]:
+    """The tensors in what the model returns, in order."""
+    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
 
 
 def _blank(leaf: Any) -> Any:
+    """Zeros of a lazy tensor's shape; anything else as it is."""
     return torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if isinstance(leaf, LazyPatches) else leaf
+
+
+def _version(patch: int, leaf: Any) -> Any:
+    return leaf.version(patch) if isinstance(leaf, LazyPatches) else leaf
 
 
 def whole_result(result: Any) -> Any:
@@ -453,56 +414,33 @@ def whole_result(result: Any) -> Any:
     return whole_of(result)
 
 
-class PipeFusionCalls(Strategy):
+class PipeFusionCalls(PipeStrategy):
     """A call of every transformer as a row of calls, one for each patch."""
 
-    name = "pipe"
-    promise = "none"
-
-    def __init__(self, context: Context) -> None:
-        super().__init__(context)
-        self.pipes: list[PipeFusion] = []
-
-    @classmethod
-    def wanted(cls, config: ParallelConfig) -> bool:
-        """See `Strategy.wanted`."""
-        return config.stages_or_patches
-
     def apply(self, undo: ExitStack) -> None:
-        """See `Strategy.apply`."""
-        config, control = self.context.config, self.context.get(WarmupControl)
         for model in self.context.models:
-            handler = model.get(PatchParallel)
-            pipe = PipeFusion(
-                model.model,
-                model.layout,
-                handler,
-                self.context.mesh,
-                model.get(Stages),
-                config.patches or config.pipe,
-                control,
-                model.chain,
-            )
-            self.pipes.append(model.add(pipe))
-            undo.callback(pipe.close)
+            pipe = PipeFusion(model, self.context.mesh, self.context.get(WarmupControl))
+            undo.callback(model.add(pipe).close)
+
+    @property
+    def pipes(self) -> list[PipeFusion]:
+        """Of every transformer, once applied."""
+        return [model.get(PipeFusion) for model in self.context.models]
 
     def begin_request(self, request: Request) -> None:
-        """See `Strategy.begin_request`."""
         for pipe in self.pipes:
             pipe.begin_request()
 
     def end_request(self, failed: bool) -> None:
-        """See `Strategy.end_request`."""
         for pipe in self.pipes:
             pipe.end_request(failed)
 
     def forget(self) -> None:
-        """See `Strategy.forget`."""
         for pipe in self.pipes:
             pipe.forget_plans()
 
     def result(self, value: Any) -> Any:
-        """See `Strategy.result`: whole tensors in place of patches that have still to come."""
+        """Whole tensors in place of patches that have still to come."""
         flushes = [pipe.flushes for pipe in self.pipes]
         value = whole_result(value)
         # At the end everything has to come anyway: that is no pause.

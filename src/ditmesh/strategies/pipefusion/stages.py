@@ -5,7 +5,7 @@ A stage is a run of consecutive blocks over all block lists of a model, in the o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import Any
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from ...comm import Link, PeerError
 from ...comm.mesh import Mesh
 from ...config import ParallelConfig
-from ...core.patching import Patch, refuse_calls
+from ...core.patching import refuse_calls, refuse_saving
 from ...errors import ConfigError, InputError
-from ...layout import TokenLayout
+from ...layout import Stream, TokenLayout
 from ..balance import Balance, mixed
 from ..base import Strategy
 
@@ -140,6 +140,8 @@ class Stages:
         mesh: ranks and links.
 
     Attributes:
+        numbers: of every block, by its path.
+        regions: the block list of every block, by its number.
         lengths: blocks of every stage.
         costs: cost of every block, in any unit: estimated, or measured relative to the cheapest.
         balance: speeds of the stages.
@@ -148,17 +150,35 @@ class Stages:
     """
 
     def __init__(self, model: nn.Module, layout: TokenLayout, config: ParallelConfig, mesh: Mesh) -> None:
-        self.lengths = self._first = first_cut(model, layout, config)
+        self.model, self.mesh, self._config = model, mesh, config
+        self.numbers = {path: number for number, (path, _) in enumerate(blocks_of(model, layout))}
+        self.regions = [region for region in layout.regions for _ in model.get_submodule(region.blocks).children()]
+        self._estimated = first_cut(model, layout, config), estimated_costs(model, layout)
+        self.lengths, self.costs = self._estimated
         self.kinds = kinds_of(model, layout)
-        self.costs = self._estimated = estimated_costs(model, layout)
         several = mesh.pipe.size > 1
         self.balance = Balance(
             config.weights if several else None, mesh.world, mesh.device, mesh.pipe.size, mesh.pipe.rank
         )
-        self._config, self._mesh = config, mesh
         self._measured: list[float] | None = None
         self.wanted = self._measuring = several and (config.stages == "measured" or config.weights == "auto")
         self._weights = StageWeights(model, layout, self.lengths, mesh.pipe, mesh.device) if several else None
+
+    @property
+    def first(self) -> int:
+        """Number of this stage's first block."""
+        return sum(self.lengths[: self.mesh.pipe.rank])
+
+    @property
+    def last(self) -> int:
+        """Number of this stage's last block."""
+        return sum(self.lengths[: self.mesh.pipe.rank + 1]) - 1
+
+    def read_after(self, number: int) -> list[Stream]:
+        """The streams of a block's result that anybody reads."""
+        region, following = self.regions[number], self.regions[number + 1 : number + 2]
+        chained = bool(following) and (following[0] is region or following[0].chained)
+        return [stream for stream in region.streams if stream.used_after or chained]
 
     def measured(self, seconds: Sequence[float]) -> None:
         """Cut anew by the time that this rank takes for a block of every kind, and move blocks. A collective call.
@@ -180,14 +200,14 @@ class Stages:
         if self._weights is None:
             return
         self._measured, self.wanted = None, self._measuring
-        self.costs, self.lengths = self._estimated, self._first
+        self.lengths, self.costs = self._estimated
         self.balance.forget()
         # Blocks may have been on their way.
         self._weights.move(self.lengths)
 
     def _agree_on_costs(self, seconds: Sequence[float]) -> None:
-        world = self._mesh.world
-        mine = torch.tensor([seconds], dtype=torch.float64, device=self._mesh.device)
+        world = self.mesh.world
+        mine = torch.tensor([seconds], dtype=torch.float64, device=self.mesh.device)
         # Relative to the whole model: how fast a rank is does not count here.
         shares = mine / mine[:, self.kinds].sum()
         everybody = world.all_gather(shares, (1,) * world.size, dim=0)
@@ -210,40 +230,31 @@ class StageWeights:
     """The weights of a model's blocks, each on its own stage only. In place; `close` is the exact inverse.
 
     Args:
-        model: the transformer: whole on every rank, or with this rank's blocks only, as `ditmesh.load` leaves it.
-        layout: its block lists.
+        model, layout: as `Stages` takes them.
         lengths: blocks of every stage.
         link: the stages.
         device: where tensors that are sent may lie.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        layout: TokenLayout,
-        lengths: Sequence[int],
-        link: Link,
-        device: torch.device | str = "cpu",
+        self, model: nn.Module, layout: TokenLayout, lengths: Sequence[int], link: Link, device: torch.device
     ) -> None:
         self.link = link
         self._blocks = [block for _, block in blocks_of(model, layout)]
         self._model, self._device = model, device
-        self._undo: list[Callable[[], None]] = []
-        # Shapes of what is given up here.
-        self._shapes: dict[int, torch.Size] = {}
-        self._kept = kept_parameters(model, layout)
-        for block, stage in zip(self._blocks, stage_of(lengths), strict=True):
-            for parameter in block.parameters():
-                self._shapes[id(parameter)] = shape_of(parameter)
-                if stage != link.rank and parameter.numel() and id(parameter) not in self._kept:
-                    _give_up(parameter)
-                elif stage == link.rank and hasattr(parameter, ABSENT):
-                    raise InputError(
-                        "this model was loaded for other stages; load it with the configuration it is to run with"
-                    )
-        for name in ("save_pretrained", "save_lora_adapter"):
-            if hasattr(model, name):
-                self._undo.append(Patch(model, name, _refuse_to(name)))
+        # Adapters that are loaded later are on every stage.
+        self._movable = {id(parameter) for _, parameter in self._parameters()} - kept_parameters(model, layout)
+        stages = stage_of(lengths)
+        for number, parameter in self._parameters():
+            if stages[number] == link.rank and hasattr(parameter, ABSENT):
+                raise InputError(
+                    "this model was loaded for other stages; load it with the configuration it is to run with"
+                )
+            if stages[number] != link.rank and parameter.numel() and id(parameter) in self._movable:
+                _give_up(parameter)
+        self._allow_saving = refuse_saving(
+            model, InputError("saving would write this stage's blocks only; call ditmesh.restore(...) first")
+        )
 
     def move(self, lengths: Sequence[int]) -> None:
         """Let stages have other numbers of blocks: what changes hands is sent, weight by weight. A collective call.
@@ -255,9 +266,7 @@ class StageWeights:
             lengths: blocks of every stage, as many in all as before.
         """
         rank, stages = self.link.rank, stage_of(lengths)
-        # Adapters that came later are on every stage.
-        weights = [(stages[number], p) for number, p in self._parameters() if id(p) in self._shapes]
-        weights = [(stage, parameter) for stage, parameter in weights if id(parameter) not in self._kept]
+        weights = [(stages[number], p) for number, p in self._parameters() if id(p) in self._movable]
         held = self._held([parameter for _, parameter in weights])
         with torch.no_grad():
             for (stage, parameter), holders in zip(weights, held, strict=True):
@@ -265,11 +274,10 @@ class StageWeights:
                 if stage not in holders and rank == holders[0]:
                     self.link.send([parameter.data], stage).wait()
                 elif stage not in holders and rank == stage:
-                    like = parameter.data.new_empty(self._shapes[id(parameter)])
+                    like = parameter.data.new_empty(shape_of(parameter))
                     (received,) = self.link.receive([like], holders[0]).wait()
                     # What arrives may lie in memory that is only lent.
-                    parameter.data = received.clone()
-                    delattr(parameter, ABSENT)
+                    _take_back(parameter, received.clone())
             self._held([])
             for stage, parameter in weights:
                 if rank != stage and not hasattr(parameter, ABSENT):
@@ -282,14 +290,15 @@ class StageWeights:
             PeerError: the other stages' blocks did not come. Everything else is undone all the same, and the model
                 refuses its next call.
         """
-        while self._undo:
-            self._undo.pop()()
+        self._allow_saving()
         with whole_or_refused(self._model), torch.no_grad():
             parameters = [parameter for _, parameter in self._parameters()]
             for parameter, holders in zip(parameters, self._held(parameters), strict=True):
-                parameter.data = self._from(holders[0], parameter)
-                if hasattr(parameter, ABSENT):
-                    delattr(parameter, ABSENT)
+                if self.link.rank == holders[0]:
+                    self.link.broadcast(parameter.data.contiguous(), holders[0])
+                else:
+                    like = parameter.data.new_empty(shape_of(parameter))
+                    _take_back(parameter, self.link.broadcast(like, holders[0]))
 
     def _parameters(self) -> list[tuple[int, nn.Parameter]]:
         """Every parameter of the blocks, with the number of its block."""
@@ -306,12 +315,6 @@ class StageWeights:
         if not table.any(0).all():
             raise PeerError("no stage has some of the blocks any more")
         return [column.nonzero().flatten().tolist() for column in table.t()[1:]]
-
-    def _from(self, stage: int, parameter: nn.Parameter) -> Tensor:
-        mine = stage == self.link.rank
-        value = parameter.data if mine else parameter.data.new_empty(self._shapes.get(id(parameter), parameter.shape))
-        received = self.link.broadcast(value.contiguous(), stage)
-        return value if mine else received
 
 
 @contextmanager
@@ -344,6 +347,12 @@ ABSENT = "_ditmesh_absent"
 def _give_up(parameter: nn.Parameter) -> None:
     setattr(parameter, ABSENT, parameter.shape)
     parameter.data = parameter.data.new_empty(0)
+
+
+def _take_back(parameter: nn.Parameter, value: Tensor) -> None:
+    parameter.data = value
+    if hasattr(parameter, ABSENT):
+        delattr(parameter, ABSENT)
 
 
 @contextmanager
@@ -385,56 +394,41 @@ def spread_parameters(model: nn.Module, layout: TokenLayout) -> set[str]:
     return {f"{path}.{name}" for path, block in blocks_of(model, layout) for name, _ in block.named_parameters()}
 
 
-def _refuse_to(name: str) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise InputError(f"{name}() would save this stage's blocks only; call ditmesh.restore(...) first")
-
-    return refuse
-
-
-class PipelineStages(Strategy):
-    """The stages of every transformer of a pipeline."""
+class PipeStrategy(Strategy):
+    """What the strategies share that run patches of the picture through stages."""
 
     name = "pipe"
     promise = "none"
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
-        """See `Strategy.wanted`."""
         return config.stages_or_patches
+
+
+class PipelineStages(PipeStrategy):
+    """The stages of every transformer of a pipeline."""
 
     @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
-        """See `Strategy.check`."""
-        check_layout(layout)
+        reason = None
+        streams = [stream for region in layout.regions for stream in region.streams]
+        if layout.alternating:
+            reason = "its block lists run by turns over frames and over tokens, which are not patches of one another"
+        elif any(region.leaves or region.grid for region in layout.regions):
+            reason = "its blocks mix tokens by convolution or linear attention, of which no stale keys can be kept"
+        elif any(stream.name not in ("image", "text") for stream in streams):
+            reason = "it draws two streams of tokens at once, and only one is cut into patches"
+        elif any(stream.folded for stream in streams):
+            reason = "its tokens are folded into the batch"
+        if reason is not None:
+            raise ConfigError(f"{layout.model} cannot run with pipe or patches: {reason}; use ulysses, ring or tensor")
         first_cut(model, layout, config)
 
     def apply(self, undo: ExitStack) -> None:
-        """See `Strategy.apply`."""
         for model in self.context.models:
             stages = Stages(model.model, model.layout, self.context.config, self.context.mesh)
             undo.callback(model.add(stages).close)
 
     def forget(self) -> None:
-        """See `Strategy.forget`."""
         for model in self.context.models:
             model.get(Stages).forget()
-
-
-def check_layout(layout: TokenLayout) -> None:
-    """Refuse models whose blocks cannot be run patch by patch.
-
-    Raises:
-        ConfigError: with the model's name and the reason.
-    """
-    reason = None
-    if layout.alternating:
-        reason = "its block lists run by turns over frames and over tokens, which are not patches of one another"
-    elif any(region.leaves or region.grid for region in layout.regions):
-        reason = "its blocks mix tokens by convolution or linear attention, of which no stale keys can be kept"
-    elif any(stream.name not in ("image", "text") for region in layout.regions for stream in region.streams):
-        reason = "it draws two streams of tokens at once, and only one is cut into patches"
-    elif any(stream.folded for region in layout.regions for stream in region.streams):
-        reason = "its tokens are folded into the batch"
-    if reason is not None:
-        raise ConfigError(f"{layout.model} cannot run with pipe or patches: {reason}; use ulysses, ring or tensor")

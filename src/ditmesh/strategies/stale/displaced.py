@@ -38,8 +38,7 @@ class StaleSequence(SequenceParallel):
     """What sequence strategies share whose steps are not all synchronous.
 
     Args:
-        config: degrees, text policy, compression.
-        mesh: ranks and links; the ring axis is the one that shares tokens.
+        config, mesh: as `SequenceParallel` takes them; the ring axis is the one that shares tokens.
         control: the request's steps.
         blocks: number in the drift monitor of every block, by path.
     """
@@ -113,7 +112,6 @@ class DisplacedParallel(StaleSequence):
             buffer.arrive()
 
     def attend_stale(self, key: Key, attention: AttentionCall) -> Tensor:
-        """See `StaleSequence.attend_stale`."""
         k_bhsd, keys, now = attention.k_bhsd, attention.keys, self.control.clock.call
         step, rows = now.step, now.rows
         buffer = self._buffers.get(key)
@@ -127,8 +125,7 @@ class DisplacedParallel(StaleSequence):
             out = self.own_tokens(attention)
             buffer.post(step, self._codec)
             return out
-        synchronous = self.control.decision.synchronous or not known
-        if synchronous:
+        if self.control.decision.synchronous or not known:
             if not self.control.decision.synchronous:
                 self.control.filled()
             buffer.post(step, None)
@@ -211,16 +208,14 @@ class _Buffer:
                 # One message per peer: the streams one after the other.
                 outgoing = [packer.encode(own[0] if len(own) == 1 else torch.cat(own))]
         incoming = [
-            [] if rank == self._ring.rank else self._like_received(slots, packer)
+            []
+            if rank == self._ring.rank
+            else [packer.empty(_joined(slots), self.whole.device)]
+            if packer is not None
+            else [torch.empty(slot.shape, dtype=slot.dtype, device=slot.device) for slot in slots]
             for rank, slots in enumerate(self._slots)
         ]
         self._arriving, self._packer = self._ring.all_gather_async(outgoing, incoming), packer
-
-    def _like_received(self, slots: list[Tensor], packer: Codec | None) -> list[Tensor]:
-        """Tensors that take what a rank sends for its slots."""
-        if packer is None:
-            return [torch.empty(slot.shape, dtype=slot.dtype, device=slot.device) for slot in slots]
-        return [packer.empty(_joined(slots), self.whole.device)]
 
     def arrive(self) -> None:
         """Wait for what was posted, if it is still on its way."""
@@ -253,18 +248,19 @@ class StaleStrategy(TokenStrategy):
     # The handler's class.
     kind: ClassVar[type[StaleSequence]]
 
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        return config.exchange == cls.name
+
     def handler(self, model: ParallelModel) -> Handler:
-        """See `TokenStrategy.handler`."""
         control = self.context.get(WarmupControl)
         return self.kind(self.context.config, self.context.mesh, control, numbered(model, control.monitor))
 
     def begin_request(self, request: Request) -> None:
-        """See `Strategy.begin_request`."""
         for handler in self.handlers():
             handler.end_request()
 
     def end_request(self, failed: bool) -> None:
-        """See `Strategy.end_request`."""
         for handler in self.handlers():
             with suppress(RuntimeError) if failed else nullcontext():
                 handler.end_request()
@@ -275,8 +271,3 @@ class Displaced(StaleStrategy):
 
     name = "displaced"
     kind = DisplacedParallel
-
-    @classmethod
-    def wanted(cls, config: ParallelConfig) -> bool:
-        """See `Strategy.wanted`."""
-        return config.exchange == "displaced"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...attention.mixer import AttentionCall
-from ...config import ParallelConfig
 from ..sequence import SequenceParallel
 from .displaced import Key, StaleSequence, StaleStrategy
 
@@ -18,7 +17,6 @@ class NaiveParallel(StaleSequence):
     """Handler of one transformer: exact in synchronous steps, own tokens only in all others."""
 
     def attend_stale(self, key: Key, attention: AttentionCall) -> Tensor:
-        """See `StaleSequence.attend_stale`."""
         if self.control.decision.synchronous:
             return SequenceParallel.attend_distributed(self, attention)
         return self.own_tokens(attention)
@@ -29,8 +27,3 @@ class Naive(StaleStrategy):
 
     name = "naive"
     kind = NaiveParallel
-
-    @classmethod
-    def wanted(cls, config: ParallelConfig) -> bool:
-        """See `Strategy.wanted`."""
-        return config.exchange == "naive"

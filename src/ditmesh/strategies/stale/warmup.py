@@ -32,12 +32,10 @@ class StaleSteps(Strategy):
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
-        """See `Strategy.wanted`."""
         return config.exchange != "exact" or config.stages_or_patches
 
     @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
-        """See `Strategy.check`."""
         if timestep_of(model, layout) is None:
             raise ConfigError(
                 f"stale strategies tell steps by their timestep, and {type(model).__name__} takes none "
@@ -45,7 +43,6 @@ class StaleSteps(Strategy):
             )
 
     def apply(self, undo: ExitStack) -> None:
-        """See `Strategy.apply`."""
         context, config = self.context, self.context.config
         mesh, policy = context.mesh, parse(config.warmup)
         if config.stages_or_patches:
@@ -64,15 +61,12 @@ class StaleSteps(Strategy):
         return noise_levels(getattr(self.context.pipe, "scheduler", None))
 
     def begin_request(self, request: Request) -> None:
-        """See `Strategy.begin_request`."""
         self._control.begin_request(request.steps)
 
     def end_request(self, failed: bool) -> None:
-        """See `Strategy.end_request`."""
         self._control.end_request(failed)
 
     def outside_request(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See `Strategy.outside_request`."""
         raise InputError(
             "a transformer with stale keys and values was called outside of a request, and cannot know where one "
             "begins; call ditmesh.parallelize() on the pipeline that calls it, too (they share the ranks), or "

@@ -7,7 +7,7 @@ tensors, so adapters, other axes and every backend work as they do on one device
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,15 +19,13 @@ from ...comm import Link
 from ...config import ParallelConfig
 from ...core.arguments import Arguments, covers, parameter_names
 from ...core.partition import Partition
+from ...core.patching import Patch, refuse_saving
 from ...errors import InputError
 from ...layout import Table, TokenLayout
 from ..base import Strategy
 from ..heads import check_heads, heads_of
 from ..pipefusion.stages import whole_or_refused
 from .slices import Plan, Site, base_of, norm_width, plan
-
-# What a rank with slices must not do on its own, and why.
-_WHOLE_ONLY = ("save_pretrained", "save_lora_adapter")
 
 
 class TensorParallel:
@@ -50,7 +48,7 @@ class TensorParallel:
         self.model = model
         self.link = link
         self.plan: Plan = plan(model, link.size)
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
         self._places = [
             (site, model.get_submodule(parent), name)
             for site in self.plan.sites
@@ -61,22 +59,24 @@ class TensorParallel:
         self._epilogues: dict[str, tuple[nn.Module, RemovableHandle]] = {}
         for site in self.plan.sites:
             _check_plain(site, self._base(site))
-        self._cut_weights()
-        self._set_attributes()
+        for site in self.plan.sites:
+            self._cut(site, _base_parameters(site, self._base(site)))
+        for path, name, values in self.plan.attributes:
+            own = vars(model.get_submodule(path))
+            self._undo.callback(own.__setitem__, name, own[name])
+            own[name] = values[link.rank]
         for site in self.plan.sites:
             if site.kind == "norm":
-                norm = self.model.get_submodule(site.path)
-                self._replace(norm, "forward", _NormOverRanks(norm, link))
+                norm = model.get_submodule(site.path)
+                self._undo.callback(Patch(norm, "forward", _norm_over_ranks(norm, link)))
         for path, table, cut in self.plan.tables:
-            handle = self.model.get_submodule(path).register_forward_pre_hook(
-                _table_slicer(self.model.get_submodule(path), table, cut, link.rank), with_kwargs=True
-            )
-            self._undo.append(handle.remove)
+            module = model.get_submodule(path)
+            slicer = _table_slicer(module, table, cut, link.rank)
+            self._undo.callback(module.register_forward_pre_hook(slicer, with_kwargs=True).remove)
         self._guard()
         self._follow_adapters()
         # Adapters come and go between calls; looking once a call is cheap and misses none.
-        handle = model.register_forward_pre_hook(self._before_call, prepend=True)
-        self._undo.append(handle.remove)
+        self._undo.callback(model.register_forward_pre_hook(self._before_call, prepend=True).remove)
 
     def close(self) -> None:
         """Make the model whole again, bit for bit, adapters included. Collective over the link.
@@ -85,18 +85,14 @@ class TensorParallel:
             PeerError: the other ranks' slices did not come. Everything else is undone all the same, and the model
                 refuses its next call.
         """
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
         for _, handle in self._epilogues.values():
             handle.remove()
         self._epilogues.clear()
         with whole_or_refused(self.model):
             self.gather_adapters()
-            with torch.no_grad():
-                for site in self.plan.sites:
-                    base = self._base(site)
-                    for name, parameter in _own_parameters(base):
-                        parameter.data = self._whole(parameter.data, site, name)
+            for site in self.plan.sites:
+                self._gather(site, _base_parameters(site, self._base(site)))
 
     # --- weights -----------------------------------------------------------------------------------------
 
@@ -110,77 +106,59 @@ class TensorParallel:
             assert outer is not None
             yield site, outer
 
-    def _cut_weights(self) -> None:
+    def _cut(self, site: Site, parameters: Iterable[tuple[nn.Parameter, int | None]]) -> None:
+        """Cut those of a site's parameters that are whole to this rank's slices."""
         rank = self.link.rank
         with torch.no_grad():
-            for site in self.plan.sites:
-                for name, parameter in _own_parameters(self._base(site)):
-                    dim = _dim_of(site, name)
-                    if dim is None:
-                        # Added once: the other ranks add nothing.
-                        if rank > 0:
-                            parameter.data = torch.zeros_like(parameter.data)
-                    elif parameter.shape[dim] == site.cut.total:
-                        parameter.data = site.cut.copy(parameter.data, dim, rank)
+            for parameter, dim in parameters:
+                if dim is None:
+                    # Added once: the other ranks add nothing.
+                    if rank > 0:
+                        parameter.data = torch.zeros_like(parameter.data)
+                elif parameter.shape[dim] == site.cut.total:
+                    parameter.data = site.cut.copy(parameter.data, dim, rank)
 
-    def _whole(self, part: Tensor, site: Site, name: str) -> Tensor:
-        """A parameter of a site, or of its adapter, from all ranks' slices."""
-        dim = _dim_of(site, name)
-        if dim is None:
-            return self._of_first(part)
-        return self._joined(part, dim, site.cut)
+    def _gather(self, site: Site, parameters: Iterable[tuple[nn.Parameter, int | None]]) -> None:
+        """The inverse of `_cut`. Collective over the link."""
+        lengths = site.cut.lengths
+        with torch.no_grad():
+            for parameter, dim in parameters:
+                mine = parameter.data.contiguous()
+                if dim is None:
+                    parameter.data = self.link.broadcast(mine if self.link.rank == 0 else torch.empty_like(mine), 0)
+                elif mine.shape[dim] != site.cut.total:
+                    pieces = self.link.all_gather(mine, lengths, dim).split(lengths, dim)
+                    parameter.data = site.cut.join(pieces, dim)
 
-    def _joined(self, part: Tensor, dim: int, cut: Partition) -> Tensor:
-        lengths = cut.lengths
-        pieces = self.link.all_gather(part.contiguous(), lengths, dim).split(lengths, dim=dim)
-        return cut.join(pieces, dim)
-
-    def _of_first(self, part: Tensor) -> Tensor:
-        """The first rank's tensor, on every rank."""
-        parts = self.link.all_gather(part.contiguous()[None], [1] * self.link.size, 0)
-        return parts[0].clone()
-
-    # --- attributes, hooks -------------------------------------------------------------------------------
-
-    def _set_attributes(self) -> None:
-        for path, name, values in self.plan.attributes:
-            self._replace(self.model.get_submodule(path), name, values[self.link.rank])
-
-    def _replace(self, module: nn.Module, name: str, value: Any) -> None:
-        """Set an attribute of the instance, to be undone by `close`."""
-        own = vars(module)
-        if name in own:
-            before = own[name]
-            self._undo.append(lambda: own.__setitem__(name, before))
-        else:
-            self._undo.append(lambda: own.pop(name, None))
-        own[name] = value
+    # --- hooks -------------------------------------------------------------------------------------------
 
     def _guard(self) -> None:
         """Methods of the model that need whole weights, or adapters cut like the weights."""
         model = self.model
-        for name in _WHOLE_ONLY:
-            if hasattr(model, name):
-                self._replace(model, name, _refuse_to(name))
-        fuse = getattr(model, "fuse_lora", None)
-        if callable(fuse):
+        self._undo.callback(
+            refuse_saving(
+                model, InputError("saving would write this rank's slices only; call ditmesh.restore(...) first")
+            )
+        )
+        if hasattr(model, "fuse_lora"):
 
             def fuse_lora(*args: Any, **kwargs: Any) -> Any:
                 # Adapters are added to weights that are cut: they must be cut alike, even before the first call.
                 self._follow_adapters()
-                return fuse(*args, **kwargs)
+                return fuse.original(*args, **kwargs)
 
-            self._replace(model, "fuse_lora", fuse_lora)
-        load = getattr(model, "load_lora_adapter", None)
-        if callable(load):
+            fuse = Patch(model, "fuse_lora", fuse_lora)
+            self._undo.callback(fuse)
+        if hasattr(model, "load_lora_adapter"):
 
             def load_lora_adapter(*args: Any, **kwargs: Any) -> Any:
                 # A hot-swap copies into the tensors that are there: they must have their whole size.
                 if kwargs.get("hotswap"):
                     self.gather_adapters()
-                return load(*args, **kwargs)
+                return load.original(*args, **kwargs)
 
-            self._replace(model, "load_lora_adapter", load_lora_adapter)
+            load = Patch(model, "load_lora_adapter", load_lora_adapter)
+            self._undo.callback(load)
 
     def _before_call(self, *_: Any) -> None:
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters()):
@@ -190,26 +168,25 @@ class TensorParallel:
         self._follow_adapters()
 
     def _epilogue(self, site: Site) -> Callable[..., Tensor]:
+        """A hook that completes the output of a site's linear: the sum, or the features, of all ranks."""
         link, lengths = self.link, site.cut.lengths
 
         def add_up(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
             return link.all_reduce(output)
 
-        def put_together(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
+        def gather(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
             return link.all_gather(output.contiguous(), lengths, output.dim() - 1)
 
-        return add_up if site.kind == "row" else put_together
+        return add_up if site.kind == "row" else gather
 
     # --- adapters ----------------------------------------------------------------------------------------
 
     def _follow_adapters(self) -> None:
         """Cut adapters that are still whole, and hang every epilogue behind base and adapters together."""
         for site, outer in self._linears():
-            base = base_of(outer)
             if site.kind != "column":
                 self._hang_epilogue(site, outer)
-            if outer is not base:
-                self._cut_adapters(site, outer)
+            self._cut(site, _adapter_parameters(site, outer))
 
     def _hang_epilogue(self, site: Site, outer: nn.Module) -> None:
         hung = self._epilogues.get(site.path)
@@ -219,56 +196,32 @@ class TensorParallel:
             hung[1].remove()
         self._epilogues[site.path] = (outer, outer.register_forward_hook(self._epilogue(site)))
 
-    def _cut_adapters(self, site: Site, outer: nn.Module) -> None:
-        rank = self.link.rank
-        with torch.no_grad():
-            for parameter, dim, total in _adapter_parameters(site, outer):
-                if dim is None:
-                    if rank > 0:
-                        parameter.data = torch.zeros_like(parameter.data)
-                elif parameter.shape[dim] == total:
-                    parameter.data = site.cut.copy(parameter.data, dim, rank)
-
     def spread(self) -> set[int]:
         """Ids of the parameters that are this rank's slices at the moment. Adapters are whole until the next call."""
-        found = {id(p) for site in self.plan.sites for _, p in _own_parameters(self._base(site))}
+        found = {id(p) for site in self.plan.sites for p, _ in _base_parameters(site, self._base(site))}
         for site, outer in self._linears():
-            if outer is not base_of(outer):
-                parameters = _adapter_parameters(site, outer)
-                found.update(id(p) for p, dim, total in parameters if dim is None or p.shape[dim] != total)
+            parameters = _adapter_parameters(site, outer)
+            found.update(id(p) for p, dim in parameters if dim is None or p.shape[dim] != site.cut.total)
         return found
 
     def gather_adapters(self) -> None:
         """Make the adapters whole again; the next call cuts them anew. Collective over the link."""
-        with torch.no_grad():
-            for site, outer in self._linears():
-                if outer is base_of(outer):
-                    continue
-                for parameter, dim, total in _adapter_parameters(site, outer):
-                    if dim is None:
-                        parameter.data = self._of_first(parameter.data)
-                    elif parameter.shape[dim] != total:
-                        parameter.data = self._joined(parameter.data, dim, site.cut)
+        for site, outer in self._linears():
+            self._gather(site, _adapter_parameters(site, outer))
 
 
-class _NormOverRanks:
-    """RMS norm over features that lie on all ranks, called with this rank's: (..., features of this rank)."""
+def _norm_over_ranks(norm: nn.Module, link: Link) -> Callable[[Tensor], Tensor]:
+    """The forward of an RMS norm over features that lie on all ranks: (..., features of this rank)."""
+    width = norm_width(norm)
+    assert width is not None
 
-    def __init__(self, norm: nn.Module, link: Link) -> None:
-        width = norm_width(norm)
-        assert width is not None
-        self.norm = norm
-        self.link = link
-        self.width = width
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        norm = self.norm
+    def forward(hidden_states: Tensor) -> Tensor:
         wide = hidden_states.float()
-        squares = self.link.all_reduce(wide.square().sum(-1, keepdim=True))
+        squares = link.all_reduce(wide.square().sum(-1, keepdim=True))
         eps = getattr(norm, "eps", None)
         # torch.nn.RMSNorm's default
         eps = torch.finfo(hidden_states.dtype).eps if eps is None else eps
-        out = wide * torch.rsqrt(squares / self.width + eps)
+        out = wide * torch.rsqrt(squares / width + eps)
         weight, bias = norm._parameters.get("weight"), norm._parameters.get("bias")
         if weight is None:
             return out.to(hidden_states.dtype)
@@ -277,6 +230,8 @@ class _NormOverRanks:
         # diffusers' RMSNorm rounds before it applies a half-precision weight.
         out = out.to(weight.dtype) * weight
         return out if bias is None else out + bias
+
+    return forward
 
 
 def already_cut(model: nn.Module, degree: int) -> set[str]:
@@ -287,26 +242,24 @@ def already_cut(model: nn.Module, degree: int) -> set[str]:
         weight = base._parameters.get("weight")
         if weight is not None and weight.shape[site.dim] != site.cut.total:
             # With the weight its bias is cut too, or zero on all ranks but one.
-            found.update(f"{site.path}.{name}" for name, _ in _own_parameters(base))
+            found.update(f"{site.path}.{name}" for name in ("weight", "bias") if base._parameters.get(name) is not None)
     return found
 
 
-def _own_parameters(base: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+# Parameters of a site with the dimension that is cut; None: the first rank holds it whole, the others zeros.
+
+
+def _base_parameters(site: Site, base: nn.Module) -> Iterator[tuple[nn.Parameter, int | None]]:
     for name in ("weight", "bias"):
         parameter = base._parameters.get(name)
         if parameter is not None:
-            yield name, parameter
+            yield parameter, site.dim_of(name)
 
 
-def _dim_of(site: Site, name: str) -> int | None:
-    """The dimension of a parameter that is cut; none: it stays whole on the first rank only."""
-    if name == "weight":
-        return site.dim
-    return None if site.kind == "row" else 0
-
-
-def _adapter_parameters(site: Site, outer: nn.Module) -> Iterator[tuple[nn.Parameter, int | None, int]]:
-    """The parameters of a layer's adapters that follow its cut: parameter, dimension, whole size."""
+def _adapter_parameters(site: Site, outer: nn.Module) -> Iterator[tuple[nn.Parameter, int | None]]:
+    """The parameters of a layer's adapters, if it has any, that follow its cut."""
+    if outer is base_of(outer):
+        return
     lora_a, lora_b = outer._modules.get("lora_A"), outer._modules.get("lora_B")
     variants = getattr(outer, "lora_variant", None)
     if not isinstance(lora_a, nn.ModuleDict) or not isinstance(lora_b, nn.ModuleDict) or variants:
@@ -320,9 +273,9 @@ def _adapter_parameters(site: Site, outer: nn.Module) -> Iterator[tuple[nn.Param
         weight = side[name]._parameters.get("weight")
         bias = lora_b[name]._parameters.get("bias")
         if weight is not None:
-            yield weight, site.dim, site.cut.total
+            yield weight, site.dim_of("weight")
         if bias is not None:
-            yield bias, None if site.kind == "row" else 0, site.cut.total
+            yield bias, site.dim_of("bias")
 
 
 def _check_plain(site: Site, base: nn.Module) -> None:
@@ -364,13 +317,6 @@ def _table_slicer(module: nn.Module, table: Table, cut: Partition, rank: int) ->
     return slice_tables
 
 
-def _refuse_to(name: str) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise InputError(f"{name}() would save this rank's slices only; call ditmesh.restore(...) first")
-
-    return refuse
-
-
 class TensorSlices(Strategy):
     """Tensor parallelism of every transformer of a pipeline."""
 
@@ -378,15 +324,12 @@ class TensorSlices(Strategy):
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
-        """See `Strategy.wanted`."""
         return config.tensor > 1
 
     @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
-        """See `Strategy.check`."""
         check_heads(config, heads_of(model), type(model).__name__)
 
     def apply(self, undo: ExitStack) -> None:
-        """See `Strategy.apply`."""
         for model in self.context.models:
             undo.callback(model.add(TensorParallel(model.model, self.context.mesh.tensor)).close)

@@ -38,32 +38,36 @@ class Rule:
     attention: str | None = None
     gated: bool = False
 
-    def fits(self, linears: Callable[[str], bool], children: Container[str]) -> bool:
-        """Whether a module is of this kind, given which linears and children it has."""
+    def fits(self, linear: Callable[[str], object | None], children: Container[str]) -> bool:
+        """Whether a module is of this kind, given its linear at a path, if there is one, and its children's names."""
         return (
-            all(any(linears(path) for path in need.split("|")) for need in self.needs)
-            and not any(linears(path) for path in self.lacks)
+            all(any(linear(path) for path in need.split("|")) for need in self.needs)
+            and not any(linear(path) for path in self.lacks)
             and (not self.beside or any(name in children for name in self.beside))
         )
 
 
+def _feed_forward(
+    name: str,
+    column: tuple[str, ...],
+    row: str,
+    lacks: tuple[str, ...] = (),
+    beside: tuple[str, ...] = (),
+    gated: bool = False,
+) -> Rule:
+    """The rule of a feed-forward: linears into the inner features, and the one out of them."""
+    hidden = ("hidden",)
+    return Rule(name, (*column, row), dict.fromkeys(column, hidden), {row: hidden}, (), lacks, beside, None, gated)
+
+
 _PROJECTIONS = {
-    "to_q": ("queries",),
-    "to_k": ("keys",),
-    "to_v": ("keys",),
-    "add_q_proj": ("queries",),
-    "add_k_proj": ("keys",),
-    "add_v_proj": ("keys",),
-    "q_img": ("queries",),
-    "k_img": ("keys",),
-    "v_img": ("keys",),
-    # Fused by fuse_qkv_projections().
-    "to_qkv": ("queries", "keys", "keys"),
-    "to_kv": ("keys", "keys"),
-    "to_added_qkv": ("queries", "keys", "keys"),
-    # Gates on the attention's output: one per channel, or one per head.
-    "to_gate": ("queries",),
+    # Gates on the attention's output: one per channel (to_gate), or one per head.
+    **dict.fromkeys(("to_q", "add_q_proj", "q_img", "to_gate"), ("queries",)),
+    **dict.fromkeys(("to_k", "to_v", "add_k_proj", "add_v_proj", "k_img", "v_img"), ("keys",)),
     "to_gate_logits": ("heads",),
+    # Fused by fuse_qkv_projections().
+    **dict.fromkeys(("to_qkv", "to_added_qkv"), ("queries", "keys", "keys")),
+    "to_kv": ("keys", "keys"),
 }
 
 # In this order: what a rule has taken, later ones leave alone.
@@ -93,61 +97,16 @@ RULES: tuple[Rule, ...] = (
         row={"to_out.0": ("queries",), "to_out": ("queries",), "to_add_out": ("queries",)},
         attention="",
     ),
-    Rule(
-        name="feed-forward",
-        needs=("net.0.proj", "net.2"),
-        column={"net.0.proj": ("hidden",)},
-        row={"net.2": ("hidden",)},
-        gated=True,
-    ),
-    Rule(
-        name="feed-forward linear_in",
-        needs=("linear_in", "linear_out"),
-        column={"linear_in": ("hidden",)},
-        row={"linear_out": ("hidden",)},
-        gated=True,
-    ),
-    Rule(
-        name="gated feed-forward linear_1..3",
-        needs=("linear_1", "linear_2", "linear_3"),
-        # Text projections are chains of three linears with these names.
-        beside=("silu",),
-        column={"linear_1": ("hidden",), "linear_3": ("hidden",)},
-        row={"linear_2": ("hidden",)},
-    ),
-    Rule(
-        name="gated feed-forward out_projection",
-        needs=("linear_1", "linear_2", "out_projection"),
-        column={"linear_1": ("hidden",), "linear_2": ("hidden",)},
-        row={"out_projection": ("hidden",)},
-    ),
-    Rule(
-        name="gated feed-forward w1..w3",
-        needs=("w1", "w2", "w3"),
-        column={"w1": ("hidden",), "w3": ("hidden",)},
-        row={"w2": ("hidden",)},
-    ),
-    Rule(
-        name="gated feed-forward up",
-        needs=("gate", "up", "down"),
-        column={"gate": ("hidden",), "up": ("hidden",)},
-        row={"down": ("hidden",)},
-    ),
-    Rule(
-        name="gated feed-forward gate_layer",
-        needs=("proj", "gate_layer", "out"),
-        column={"proj": ("hidden",), "gate_layer": ("hidden",)},
-        row={"out": ("hidden",)},
-    ),
+    _feed_forward("feed-forward", ("net.0.proj",), "net.2", gated=True),
+    _feed_forward("feed-forward linear_in", ("linear_in",), "linear_out", gated=True),
+    # Text projections are chains of three linears with these names.
+    _feed_forward("gated feed-forward linear_1..3", ("linear_1", "linear_3"), "linear_2", beside=("silu",)),
+    _feed_forward("gated feed-forward out_projection", ("linear_1", "linear_2"), "out_projection"),
+    _feed_forward("gated feed-forward w1..w3", ("w1", "w3"), "w2"),
+    _feed_forward("gated feed-forward up", ("gate", "up"), "down"),
+    _feed_forward("gated feed-forward gate_layer", ("proj", "gate_layer"), "out"),
     # A timestep's embedder; DiT has one in every block.
-    Rule(
-        name="embedder",
-        needs=("linear_1", "linear_2"),
-        lacks=("linear_3", "out_projection"),
-        beside=("act",),
-        column={"linear_1": ("hidden",)},
-        row={"linear_2": ("hidden",)},
-    ),
+    _feed_forward("embedder", ("linear_1",), "linear_2", lacks=("linear_3", "out_projection"), beside=("act",)),
     # Modulation: up to 40 % of a model's weights, applied to one vector per picture. Cut by output features and
     # gathered, since gathering a (B, 6 D) vector costs nothing beside the blocks.
     Rule(name="modulation", needs=("linear",), beside=("norm", "act_fn", "nonlinearity"), gathered=("linear",)),
@@ -173,17 +132,9 @@ NORMS: Mapping[str, str] = {
 
 # Integers that attention processors read from their module.
 ATTRIBUTES: Mapping[str, str] = {
-    "heads": "heads",
-    "num_heads": "heads",
-    "n_heads": "heads",
-    "num_attention_heads": "heads",
-    "kv_heads": "kv_heads",
-    "num_kv_heads": "kv_heads",
-    "n_kv_heads": "kv_heads",
-    "num_key_value_heads": "kv_heads",
-    "inner_dim": "queries",
-    "inner_kv_dim": "keys",
-    "kv_inner_dim": "keys",
-    "out_dim": "queries",
+    **dict.fromkeys(("heads", "num_heads", "n_heads", "num_attention_heads"), "heads"),
+    **dict.fromkeys(("kv_heads", "num_kv_heads", "n_kv_heads", "num_key_value_heads"), "kv_heads"),
+    **dict.fromkeys(("inner_dim", "out_dim"), "queries"),
+    **dict.fromkeys(("inner_kv_dim", "kv_inner_dim"), "keys"),
     "mlp_hidden_dim": "hidden",
 }

@@ -45,6 +45,13 @@ class Site:
         """Dimension of the weight that is cut."""
         return 1 if self.kind == "row" else 0
 
+    def dim_of(self, parameter: str) -> int | None:
+        """Dimension of ``"weight"`` or ``"bias"`` that is cut; None: the first rank holds it whole, the others zeros.
+
+        So it is with the bias of a row-parallel linear, which is to be added once.
+        """
+        return self.dim if parameter == "weight" else None if self.kind == "row" else 0
+
 
 @dataclass
 class Plan:
@@ -61,17 +68,11 @@ class Plan:
     tables: list[tuple[str, Table, Partition]] = field(default_factory=list)
 
     def parameters(self) -> Iterator[tuple[str, int | None, Partition | None]]:
-        """Every parameter that a rank does not hold whole: its name, the dimension, the cut.
-
-        No cut: the first rank holds all of it and the others hold zeros (the bias of a row-parallel linear,
-        which is to be added once).
-        """
+        """Every parameter that a rank does not hold whole: its name, `Site.dim_of` it, and the cut if it has one."""
         for site in self.sites:
-            yield f"{site.path}.weight", site.dim, site.cut
-            if site.kind == "row":
-                yield f"{site.path}.bias", None, None
-            else:
-                yield f"{site.path}.bias", 0, site.cut
+            for name in ("weight", "bias"):
+                dim = site.dim_of(name)
+                yield f"{site.path}.{name}", dim, None if dim is None else site.cut
 
 
 def plan(model: nn.Module, degree: int) -> Plan:
@@ -91,8 +92,7 @@ def plan(model: nn.Module, degree: int) -> Plan:
     # An attention without an output projection may be cut only when its block has one: those blocks come first.
     for rule in RULES:
         for path, module in blocks.items():
-            linears = partial(_has_linear, module)
-            if path not in claimed and rule.fits(linears, module._modules) and _wired(rule, module):
+            if path not in claimed and rule.fits(partial(_linear_at, module), module._modules) and _wired(rule, module):
                 _apply(made, rule, path, module, degree, claimed)
     order = {path: index for index, path in enumerate(modules)}
     made.sites.sort(key=lambda site: order[site.path])
@@ -100,31 +100,29 @@ def plan(model: nn.Module, degree: int) -> Plan:
 
 
 def _apply(made: Plan, rule: Rule, path: str, module: nn.Module, degree: int, claimed: set[str]) -> None:
-    attention_path = _join(path, rule.attention) if rule.attention is not None else None
+    """Note what a rule cuts of a module that it fits."""
+    claimed.add(path)
+    for name in rule.gathered:
+        linear = _linear_at(module, name)
+        if linear is not None and linear.out_features >= linear.in_features:
+            made.sites.append(Site(_join(path, name), "gathered", _hidden_cut(linear.out_features, degree)))
+    if rule.gathered:
+        return
+    attention_path = _join(path, rule.attention or "")
     attention = None if rule.attention is None else _child(module, rule.attention)
-    widths: dict[str, Partition] = {}
-    if attention is not None:
-        assert attention_path is not None
-        widths.update(_head_cuts(attention, attention_path, degree))
-    rows = {name: linear for name in rule.row if (linear := _linear_at(module, name)) is not None}
-    for name, linear in rows.items():
-        missing = [width for width in rule.row[name] if width not in widths]
+    widths = {} if attention is None else _head_cuts(attention, attention_path, degree)
+    for name, parts in rule.row.items():
+        linear = _linear_at(module, name)
+        if linear is None:
+            continue
+        missing = [width for width in parts if width not in widths]
         if missing:
             # What the named widths leave of the input features is the hidden width.
-            rest = linear.in_features - sum(widths[w].total for w in rule.row[name] if w in widths)
+            rest = linear.in_features - sum(widths[width].total for width in parts if width in widths)
             widths[missing[0]] = _hidden_cut(rest, degree)
-    if rule.gathered:
-        for name in rule.gathered:
-            linear = _linear_at(module, name)
-            if linear is not None and linear.out_features >= linear.in_features:
-                made.sites.append(Site(_join(path, name), "gathered", _hidden_cut(linear.out_features, degree)))
-        claimed.add(path)
-        return
-    for name, parts in rule.row.items():
-        if name in rows:
-            cut = _packed(parts, widths)
-            _expect(path, name, rows[name].in_features, cut.total, "input", rule)
-            made.sites.append(Site(_join(path, name), "row", cut))
+        cut = _packed(parts, widths)
+        _expect(path, name, linear.in_features, cut.total, "input", rule)
+        made.sites.append(Site(_join(path, name), "row", cut))
     for name, parts in rule.column.items():
         linear = _linear_at(module, name)
         if linear is None:
@@ -135,35 +133,41 @@ def _apply(made: Plan, rule: Rule, path: str, module: nn.Module, degree: int, cl
         cut = Partition(cut.blocks * repeats)
         _expect(path, name, linear.out_features, cut.total, "output", rule)
         made.sites.append(Site(_join(path, name), "column", cut))
-    if attention is not None and attention_path is not None:
-        for name, width in NORMS.items():
-            norm = _child(attention, name)
-            if norm is not None and width in widths and norm_width(norm) == widths[width].total:
-                if "RMSNorm" not in type(norm).__name__:
-                    raise InputError(
-                        f"{_join(attention_path, name)} ({type(norm).__name__}) averages over all heads; tensor "
-                        "parallelism knows RMS norms there only. Use ulysses or ring for this model"
-                    )
-                made.sites.append(Site(_join(attention_path, name), "norm", widths[width]))
-        for table in known_tables():
-            if table.kind == type(attention).__name__:
-                made.tables.append((attention_path, table, widths[table.width]))
+    holders = {path: module}
+    if attention is not None:
+        _cut_attention(made, attention_path, attention, widths)
         claimed.add(attention_path)
-    for holder_path, holder in ((path, module), (attention_path, attention)):
-        if holder_path is None or holder is None or (holder is module and holder_path == attention_path):
-            continue
-        _attributes(made, holder_path, holder, widths)
-    if attention is module:
-        _attributes(made, path, module, widths)
-    claimed.add(path)
+        holders[attention_path] = attention
+    for holder_path, holder in holders.items():
+        for name, width in ATTRIBUTES.items():
+            value = vars(holder).get(name)
+            if width in widths and type(value) is int and value == widths[width].total:
+                made.attributes.append((holder_path, name, widths[width].lengths))
+
+
+def _cut_attention(made: Plan, path: str, attention: nn.Module, widths: dict[str, Partition]) -> None:
+    """Note the norms over all heads, and the positional tables, of an attention."""
+    for name, width in NORMS.items():
+        norm = _child(attention, name)
+        if norm is not None and width in widths and norm_width(norm) == widths[width].total:
+            if "RMSNorm" not in type(norm).__name__:
+                raise InputError(
+                    f"{_join(path, name)} ({type(norm).__name__}) averages over all heads; tensor "
+                    "parallelism knows RMS norms there only. Use ulysses or ring for this model"
+                )
+            made.sites.append(Site(_join(path, name), "norm", widths[width]))
+    for table in known_tables():
+        if table.kind == type(attention).__name__:
+            made.tables.append((path, table, widths[table.width]))
 
 
 def _wired(rule: Rule, module: nn.Module) -> bool:
     """Whether the sizes of a feed-forward's linears are those of one: a chain of three can have the same names."""
     if rule.attention is not None or not rule.row:
         return True
-    columns = [linear for name in rule.column if (linear := _linear_at(module, name)) is not None]
-    rows = [linear for name in rule.row if (linear := _linear_at(module, name)) is not None]
+    columns, rows = (
+        [linear for name in names if (linear := _linear_at(module, name))] for names in (rule.column, rule.row)
+    )
     hidden = {linear.in_features for linear in rows}
     factors = (1, 2) if rule.gated else (1,)
     return (
@@ -173,16 +177,10 @@ def _wired(rule: Rule, module: nn.Module) -> bool:
     )
 
 
-def _attributes(made: Plan, path: str, module: nn.Module, widths: dict[str, Partition]) -> None:
-    for name, width in ATTRIBUTES.items():
-        value = vars(module).get(name)
-        if width in widths and type(value) is int and value == widths[width].total:
-            made.attributes.append((path, name, widths[width].lengths))
-
-
 def _head_cuts(attention: nn.Module, path: str, degree: int) -> dict[str, Partition]:
     """Cuts of everything that follows the heads; keys and values of a group of queries stay with them."""
-    heads = heads_of_attention(attention)
+    named = (vars(attention).get(name) for name in ("heads", "num_heads", "n_heads", "num_attention_heads"))
+    heads = next((value for value in named if type(value) is int), None)
     if heads is None:
         raise InputError(f"{path} ({type(attention).__name__}) does not say how many heads it has")
     query, key = _linear_at(attention, "to_q"), _linear_at(attention, "to_k")
@@ -209,15 +207,6 @@ def _head_cuts(attention: nn.Module, path: str, degree: int) -> dict[str, Partit
         "queries": Partition((tuple(n * per_group * head_dim for n in share),)),
         "keys": Partition((tuple(n * head_dim for n in share),)),
     }
-
-
-def heads_of_attention(attention: nn.Module) -> int | None:
-    """The number of heads an attention module names (this rank's, while it is parallel)."""
-    for name in ("heads", "num_heads", "n_heads", "num_attention_heads"):
-        value = vars(attention).get(name)
-        if type(value) is int:
-            return value
-    return None
 
 
 def _hidden_cut(size: int, degree: int) -> Partition:
@@ -259,14 +248,8 @@ def _child(module: nn.Module, path: str) -> nn.Module | None:
 
 def _linear_at(module: nn.Module, path: str) -> nn.Linear | None:
     found = _child(module, path)
-    if found is None:
-        return None
-    found = base_of(found)
-    return found if isinstance(found, nn.Linear) else None
-
-
-def _has_linear(module: nn.Module, path: str) -> bool:
-    return _linear_at(module, path) is not None
+    base = None if found is None else base_of(found)
+    return base if isinstance(base, nn.Linear) else None
 
 
 def _join(*parts: str) -> str:
