@@ -121,8 +121,7 @@ def measure(tables: list[Table], out: Path, rounds: int) -> None:
     from rich.console import Console
 
     from ditmesh.tools.study.plan import Cell
-    from ditmesh.tools.study.store import Store
-    from ditmesh.tools.study.work import run_cells
+    from ditmesh.tools.study.store import Store, run_cells
 
     console = Console(stderr=True, highlight=False)
     for count in range(1, rounds + 1):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from ditmesh.core.digests import digest
 from ditmesh.errors import InputError
 from ditmesh.quality import curves, figures, metrics, perceptual, pictures
 from ditmesh.quality.report import Cell, Page, Shown
@@ -62,15 +63,20 @@ def test_pictures_may_be_of_pil_of_eight_bits_or_floats():
         pictures.as_picture(np.zeros((1, 2, 3, 4)))
 
 
+def relative_error(tensor: torch.Tensor, reference: torch.Tensor) -> float:
+    largest, scale = metrics.absolute_error(tensor, reference)
+    return largest / scale if scale else (inf if largest else 0.0)
+
+
 def test_relative_error_minds_what_is_not_a_number():
     reference = torch.tensor([1.0, -4.0, 2.0])
-    assert metrics.relative_error(torch.tensor([1.0, -4.0, 3.0]), reference) == 0.25
-    assert metrics.relative_error(torch.tensor([1.0, nan, 2.0]), reference) == inf
+    assert relative_error(torch.tensor([1.0, -4.0, 3.0]), reference) == 0.25
+    assert relative_error(torch.tensor([1.0, nan, 2.0]), reference) == inf
     odd = torch.tensor([nan, inf, 2.0])
-    assert metrics.relative_error(odd.clone(), odd) == 0
-    assert metrics.relative_error(torch.tensor([nan, -inf, 2.0]), odd) == inf
-    assert metrics.relative_error(torch.zeros(2), torch.zeros(2)) == 0
-    assert metrics.relative_error(torch.ones(2), torch.zeros(2)) == inf
+    assert relative_error(odd.clone(), odd) == 0
+    assert relative_error(torch.tensor([nan, -inf, 2.0]), odd) == inf
+    assert relative_error(torch.zeros(2), torch.zeros(2)) == 0
+    assert relative_error(torch.ones(2), torch.zeros(2)) == inf
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8])
@@ -93,8 +99,8 @@ def test_token_digests_see_every_bit_and_are_cut_like_tokens(dtype):
 
 def test_digest_tells_bits_shapes_and_types():
     values = torch.zeros(4)
-    same = {metrics.digest(values), metrics.digest(torch.zeros(4))}
-    others = {metrics.digest(x) for x in (-values, values.double(), values.view(2, 2), values.numpy())}
+    same = {digest(values), digest(torch.zeros(4))}
+    others = {digest(x) for x in (-values, values.double(), values.view(2, 2), values.numpy())}
     assert len(same) == 1
     assert len(others | same) == 5
 
@@ -122,14 +128,6 @@ def test_perceptual_distance_is_that_of_its_authors():
 # ---- curves
 
 
-def test_mean_of_runs_has_bars_of_one_deviation():
-    line = curves.mean_of_runs("two", [1, 2], [[1.0, 4.0], [3.0, 4.0]])
-    assert line.y == (2, 4)
-    assert line.low == pytest.approx((2 - 2**0.5, 4))
-    assert line.high == pytest.approx((2 + 2**0.5, 4))
-    assert curves.mean_of_runs("one", [1], [[5.0]]).low == ()
-
-
 def test_grid_keeps_order_and_leaves_gaps():
     grid = curves.grid({("b", "1"): 1.0, ("a", "2"): 2.0}, columns=["1", "2"])
     assert grid.rows == ("b", "a")
@@ -146,7 +144,7 @@ def numbers(svg: str, pattern: str) -> list[float]:
 
 def test_line_chart_is_to_scale():
     lines = [curves.Series("a", (1, 2, 3), (0.0, 5.0, 10.0)), curves.Series("b & <c>", (1, 2, 3), (nan, 1.0, nan))]
-    chart = figures.line_chart(lines, "A <title>", "step", "error", whole_x=True)
+    chart = figures.line_chart(lines, "A <title>", "step", "error")
     drawing = ElementTree.fromstring(chart.svg)
     assert drawing.find("title").text == "A <title>"
     points = [pair.split(",") for pair in re.search(r'points="([^"]+)"', chart.svg)[1].split()]
@@ -171,7 +169,7 @@ def test_error_bars_reach_from_low_to_high():
     chart = figures.line_chart([curves.Series("a", (1, 2), (1.0, 2.0), (0.5, 1.5), (2.0, 3.0))], "t", "x", "y")
     assert chart.svg.count("bar-line") == 2
     assert "(0.5 to 2)" in chart.svg
-    bars = figures.bar_chart(["g", "h"], [curves.Series("a", (0, 1), (1.0, 4.0), (0.5, 3), (2, 5))], "t", "y")
+    bars = figures.bar_chart(["g", "h"], curves.Series("a", (0, 1), (1.0, 4.0), (0.5, 3), (2, 5)), "t", "y")
     heights = numbers(bars.svg, r'class="bar s0"[^>]*height="([\d.]+)"')
     assert heights[1] / heights[0] == pytest.approx(4, rel=0.02)
     assert bars.rows == (("g", "1"), ("h", "4"))
@@ -196,8 +194,7 @@ def test_amplified_difference_uses_the_brightness_there_is():
     assert values == pytest.approx(np.full_like(one, 0.64))
     assert figures.amplified(one, one)[1] == 1
     assert not figures.amplified(one, one)[0].any()
-    cut = figures.amplified(one, other, 100)[0]
-    assert cut.max() == 1
+    assert 0.5 <= figures.amplified(one, other)[0].max() <= 1
 
 
 # ---- pages

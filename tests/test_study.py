@@ -124,8 +124,8 @@ def test_resumes(small, capsys):
         (["--warmup", "soon"], "is not a warm-up policy"),
         (["--warmup", ""], "is not a list"),
         (["--strategy", "magic"], "'magic' is not a stale strategy; use displaced, pipefusion, naive"),
-        (["--sampler", "heun"], "does not draw with a DDPM model"),
-        (["--model", "emoji-sd3", "--sampler", "ddim"], "does not draw with a flow-matching model"),
+        (["--sampler", "heun"], "does not go with a DDPM model"),
+        (["--model", "emoji-sd3", "--sampler", "ddim"], "does not go with a flow-matching model"),
         (["--model", "./nowhere"], "no such folder"),
         (["--images", "0"], "--images 0 draws nothing"),
         (["--steps", "0"], "--steps 0 draws nothing"),
@@ -175,9 +175,9 @@ def test_taps_change_nothing(tmp_path):
             taps = running.Taps(pipe, engine)
             if some.detail:
                 with taps:
-                    pictures.append(running.draw(pipe, setup, some)[0])
+                    pictures.append(running.generate(pipe, setup, some)[0])
             else:
-                pictures.append(running.draw(pipe, setup, some)[0])
+                pictures.append(running.generate(pipe, setup, some)[0])
     assert np.array_equal(*pictures)
     assert taps.attention_errors()
     assert "forward" not in vars(pipe.transformer)

@@ -25,9 +25,10 @@ from ditmesh.errors import ConfigError, InputError
 from ditmesh.generate.job import Job
 from ditmesh.generate.model_info import find_model
 from ditmesh.quality.metrics import token_digests
+from ditmesh.recipe import promise_of
 from ditmesh.strategies.reproducible import TiledSequence
 from ditmesh.strategies.sequence import SequenceParallel
-from ditmesh.tools.verify.runs import Run, Task, budget_of, name_of, promise_of, reference_of, run_tasks, sensible
+from ditmesh.tools.verify.runs import Run, Task, budget_of, name_of, reference_of, run_tasks, sensible
 from ditmesh.tools.verify.tracing import Recorder, Spot, Trace, TraceComparer, TraceWriter, merge, watch_blocks
 from ditmesh.tools.verify.verdicts import Verdict, judge
 from support import pipelines, processes
@@ -317,7 +318,6 @@ def guided_in_two_calls(folder: str, config: dict[str, Any]) -> dict[str, Any]:
     if dist.get_rank() == 0:
         writer = TraceWriter(folder, 1e9, 6)
         draw(writer)
-        writer.close()
     dist.barrier()
     trace = Trace(folder)
     comparer = TraceComparer(trace, dist.get_rank())
@@ -361,7 +361,6 @@ def test_virtual_ranks_show_their_pieces_too(tmp_path):
 
     writer = TraceWriter(tmp_path, 1e9, 4)
     draw(writer)
-    writer.close()
     comparer = TraceComparer(Trace(tmp_path), 0)
     with ditmesh.engine.simulated(pipe, {"ring": 2, "exchange": "naive", "warmup": "fixed(1)"}):
         draw(comparer)
@@ -384,15 +383,15 @@ def test_a_trace_keeps_to_its_budget_and_still_sees_every_bit(tmp_path):
         writer.take(spots[0], whole[row : row + 1, start:stop], row, 1, start)
     writer.end_call()
     writer.take(spots[1], whole * 2, 0, 1, 0)
-    writer.close()
+    writer.end_call()
     assert writer.stride == 8
-    assert (tmp_path / "values.bin").stat().st_size < whole.nbytes
     trace = Trace(tmp_path)
     first, second = trace.entries
+    assert first.values.nbytes + second.values.nbytes < whole.nbytes
     assert first.shape == (2, 6, 64)
-    assert torch.equal(trace.values(first), whole[..., ::8])
-    assert torch.equal(trace.digests(first), token_digests(whole))
-    assert torch.equal(trace.values(second), whole[..., ::8] * 2)
+    assert torch.equal(first.values, whole[..., ::8])
+    assert torch.equal(first.digests, token_digests(whole))
+    assert torch.equal(second.values, whole[..., ::8] * 2)
     # A bit of a channel that is not kept.
     ours = whole[:, 2:].clone()
     ours[1, 1, 3] += 1e-6
@@ -419,18 +418,19 @@ def test_a_trace_takes_no_more_than_half_of_what_is_free(tmp_path, monkeypatch):
         budget_of(tmp_path, 1)
 
 
-def test_a_trace_that_fails_is_closed(tmp_path, monkeypatch):
+def test_a_full_disk_is_told(ranks, job, tmp_path):
+    (said,) = ranks(1).run(fill_the_disk, job, str(tmp_path))
+    assert "no space is left in" in said
+    assert "--trace-dir" in said
+
+
+def fill_the_disk(job: Job, folder: str) -> str:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ditmesh.tools.verify.tracing._append", full)
-    writer = TraceWriter(tmp_path, 1e6, 1)
-    files = [value for value in vars(writer).values() if hasattr(value, "fileno")]
-    writer.take(Spot(0, 1, 1, "blocks.0", "image"), torch.zeros(1, 2, 4), 0, 1, 0)
-    with pytest.raises(OSError, match="No space left"):
-        writer.close()
-    assert len(files) == 2
-    assert all(file.closed for file in files)
+    with mock.patch("pathlib.Path.write_bytes", full), pytest.raises(InputError) as refused:
+        run_tasks(job, [Task(None, folder, writes=True)])
+    return str(refused.value)
 
 
 # ---- promises, references, combinations

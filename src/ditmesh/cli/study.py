@@ -176,8 +176,7 @@ def _run(plan: Plan, out: Path, jobs: int, target: float | None) -> dict[str, An
     """Run what is missing and write everything."""
     from ..tools.study.analysis import Results
     from ..tools.study.page import write
-    from ..tools.study.store import Store
-    from ..tools.study.work import run_cells
+    from ..tools.study.store import Store, run_cells
 
     store = Store(out)
     with bar() as progress:

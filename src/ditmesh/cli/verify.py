@@ -330,18 +330,18 @@ def _say(result: dict[str, Any]) -> None:
 
 def _lines(verdict: dict[str, Any]) -> list[str]:
     """What a row of the table has no room for."""
-    from ..tools.verify.verdicts import Found
+    from ..tools.verify.verdicts import Divergence
 
     name = verdict["config"]
     if verdict["refused"]:
         return [f"{name}: {verdict['refused']}"]
     lines = []
     if verdict["first_bit"] is not None:
-        first = Found(**verdict["first_bit"])
+        first = Divergence(**verdict["first_bit"])
         lines.append(f"{name}: first bits that differ: {first.describe()}")
         beyond = verdict["first_beyond"]
         if beyond is not None:
-            lines.append(f"{name}: first beyond the tolerance: {Found(**beyond).describe()}")
+            lines.append(f"{name}: first beyond the tolerance: {Divergence(**beyond).describe()}")
         if verdict["promise"] != "bits" and len(verdict["growth"]) > 1:
             start, end = verdict["growth"][0], verdict["growth"][-1]
             lines.append(

@@ -12,13 +12,14 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from math import ceil, floor, isfinite, log10
+from itertools import groupby, repeat
+from math import ceil, floor, isfinite, log10, nan
 from typing import Any
 
 import numpy as np
 
 from .curves import Grid, Series
-from .pictures import as_picture
+from .pictures import as_picture, eight_bits
 
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 70, 12, 14, 44
@@ -29,13 +30,7 @@ COLOURS = 6
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawn chart.
-
-    Attributes:
-        svg: the drawing.
-        legend: HTML that explains colours; may be empty.
-        header, rows: its numbers, for a table.
-    """
+    """A chart as SVG, its legend as HTML (may be empty), and its numbers for a table."""
 
     svg: str
     legend: str
@@ -69,21 +64,18 @@ class _Scale:
         if self.log:
             if self.zero:
                 yield self.start, "0"
-            first = ceil(self.low + (1 if self.zero else 0))
+            first = ceil(self.low + self.zero)
             step = max(1, ceil((self.high - first) / count))
             for power in range(first, floor(self.high) + 1, step):
                 yield self(10.0**power), f"1e{power}" if abs(power) > 3 else f"{10.0**power:g}"
             return
-        step = _nice((self.high - self.low) / count)
+        rough = (self.high - self.low) / count
+        power = 10.0 ** floor(log10(rough))
+        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
         value = ceil(self.low / step - 1e-9) * step
         while value <= self.high + step * 1e-9:
             yield self(value), f"{0 if abs(value) < step / 1e6 else value:g}"
             value += step
-
-
-def _nice(step: float) -> float:
-    power = 10.0 ** floor(log10(step)) if step > 0 else 1.0
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * 0.999) if step > 0 else 1.0
 
 
 def _scale(values: Sequence[float], start: float, stop: float, log: bool, from_zero: bool = False) -> _Scale:
@@ -105,44 +97,36 @@ def _scale(values: Sequence[float], start: float, stop: float, log: bool, from_z
 # Charts
 
 
-def line_chart(
-    series: Sequence[Series], title: str, x_label: str, y_label: str, *, log_y: bool = False, whole_x: bool = False
-) -> Chart:
-    """Lines through points, with error bars where the series have them.
+def line_chart(series: Sequence[Series], title: str, x_label: str, y_label: str, *, log_y: bool = False) -> Chart:
+    """Lines through points over whole numbers (steps), with error bars where the series have them.
 
-    Args:
-        series: one line each.
-        title: read by screen readers; say what the chart shows.
-        x_label, y_label: under and beside the axes, with units.
-        log_y: logarithmic y axis; values of zero and less are drawn on its lowest line.
-        whole_x: ticks at whole numbers only (steps).
+    Screen readers read the title. Labels are those of the axes, with units. On a logarithmic y axis values of zero and
+    less are drawn on its lowest line.
     """
     xs = [x for line in series for x in line.x]
     ys = [y for line in series for y in (*line.y, *line.low, *line.high)]
     across = _scale(xs, LEFT, WIDTH - RIGHT, False)
     up = _scale(ys, HEIGHT - BOTTOM, TOP, log_y)
-    parts = [_axes(across, up, x_label, y_label, whole_x)]
+    parts = [_axes(across, up, x_label, y_label)]
     barred = [line for line in series if line.low]
     for number, line in enumerate(series):
-        colour, dash = f"s{number % COLOURS}", DASHES[number % len(DASHES)]
+        colour = f"s{number % COLOURS}"
         # Bars of several lines stand beside one another.
         aside = 5 * (barred.index(line) - (len(barred) - 1) / 2) if line in barred else 0.0
-        for run in _runs(line):
-            path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in run)
-            dashes = f' stroke-dasharray="{dash}"' if dash else ""
-            parts.append(f'<polyline class="line {colour}" points="{path}"{dashes}/>')
-        for index, (x, y) in enumerate(zip(line.x, line.y, strict=True)):
+        # The stretches of a line between its gaps.
+        for whole, run in groupby(zip(line.x, line.y, strict=True), lambda point: isfinite(point[1])):
+            if whole:
+                path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in run)
+                parts.append(f'<polyline class="line {colour}" points="{path}"{_dashes(number)}/>')
+        bars = zip(line.low, line.high, strict=True) if line.low else repeat((nan, nan), len(line.x))
+        for x, y, (low, high) in zip(line.x, line.y, bars, strict=True):
             if not isfinite(y):
                 continue
             spread = ""
-            if line.low and isfinite(line.low[index]):
-                low, high = up(line.low[index]), up(line.high[index])
-                spread = f" ({line.low[index]:.3g} to {line.high[index]:.3g})"
-                at = across(x) + aside
-                parts.append(
-                    f'<path class="bar-line {colour}" d="M{at:.1f} {low:.1f}V{high:.1f}'
-                    f'm-2 0h4M{at - 2:.1f} {low:.1f}h4"/>'
-                )
+            if isfinite(low):
+                at, foot, spread = across(x) + aside, up(low), f" ({low:.3g} to {high:.3g})"
+                path = f"M{at:.1f} {foot:.1f}V{up(high):.1f}m-2 0h4M{at - 2:.1f} {foot:.1f}h4"
+                parts.append(f'<path class="bar-line {colour}" d="{path}"/>')
             tip = escape(f"{line.name}: {x_label} {x:g}, {y:.4g}{spread}")
             parts.append(_mark(MARKS[number % len(MARKS)], across(x), up(y), colour, tip))
     header = (x_label, *(line.name for line in series))
@@ -151,57 +135,39 @@ def line_chart(
     return Chart(_svg("".join(parts), title), _legend([line.name for line in series]), header, tuple(rows))
 
 
-def bar_chart(
-    groups: Sequence[str], series: Sequence[Series], title: str, y_label: str, *, x_label: str = "", log_y: bool = False
-) -> Chart:
-    """Bars side by side: group g of a series is its ``y[g]``, with an error bar where it has one.
+def bar_chart(groups: Sequence[str], bars: Series, title: str, y_label: str, *, x_label: str = "") -> Chart:
+    """One bar for each group, of height ``bars.y[group]``, with an error bar where there is one.
 
-    ``x_label`` says what the groups are; one series alone has no legend.
-
-    On a logarithmic axis bars stand on its lowest line; zero has no bar.
+    ``x_label`` says what the groups are.
     """
-    up = _scale([y for line in series for y in (*line.y, *line.low, *line.high)], HEIGHT - BOTTOM, TOP, log_y, True)
+    up = _scale((*bars.y, *bars.low, *bars.high), HEIGHT - BOTTOM, TOP, False, from_zero=True)
     across = _Scale(0, len(groups), LEFT, WIDTH - RIGHT)
     parts = [_axes(None, up, x_label, y_label)]
-    floor_ = HEIGHT - BOTTOM if log_y else up(0)
-    width = (across(1) - across(0)) * 0.8 / max(1, len(series))
-    for number, line in enumerate(series):
-        for group, y in enumerate(line.y):
-            if not isfinite(y):
-                continue
-            left = across(group + 0.1) + number * width
-            top, tall = min(up(y), floor_), abs(up(y) - floor_)
-            tip = escape(f"{groups[group]}, {line.name}: {y:.4g}")
-            parts.append(
-                f'<rect class="bar s{number % COLOURS}" x="{left:.1f}" y="{top:.1f}" width="{width * 0.92:.1f}" '
-                f'height="{tall:.1f}"><title>{tip}</title></rect>'
-            )
-            if line.low and isfinite(line.low[group]):
-                middle = left + width * 0.46
-                low, high = up(line.low[group]), up(line.high[group])
-                parts.append(f'<path class="bar-line ink" d="M{middle:.1f} {low:.1f}V{high:.1f}"/>')
-    for group, name in enumerate(groups):
+    width = (across(1) - across(0)) * 0.8
+    for group, (name, y) in enumerate(zip(groups, bars.y, strict=True)):
         parts.append(_text(name, across(group + 0.5), HEIGHT - BOTTOM + 16, "middle"))
-    header = (x_label, *(line.name for line in series))
-    rows = tuple((name, *(_number(line.y[group]) for line in series)) for group, name in enumerate(groups))
-    legend = _legend([line.name for line in series], bars=True) if len(series) > 1 else ""
-    return Chart(_svg("".join(parts), title), legend, header, rows)
+        if not isfinite(y):
+            continue
+        left = across(group + 0.1)
+        top, tall = min(up(y), up(0)), abs(up(y) - up(0))
+        parts.append(
+            f'<rect class="bar s0" x="{left:.1f}" y="{top:.1f}" width="{width * 0.92:.1f}" height="{tall:.1f}">'
+            f"<title>{escape(f'{name}, {bars.name}: {y:.4g}')}</title></rect>"
+        )
+        if bars.low and isfinite(bars.low[group]):
+            middle, low, high = left + width * 0.46, up(bars.low[group]), up(bars.high[group])
+            parts.append(f'<path class="bar-line ink" d="M{middle:.1f} {low:.1f}V{high:.1f}"/>')
+    rows = tuple((name, _number(y)) for name, y in zip(groups, bars.y, strict=True))
+    return Chart(_svg("".join(parts), title), "", (x_label, bars.name), rows)
 
 
 def heat_map(grid: Grid, title: str, x_label: str, y_label: str, *, log: bool = False) -> Chart:
     """Values as shades; every cell tells its value when pointed at. Rows run downwards.
 
-    Args:
-        grid: the values; cells that are not numbers stay empty.
-        title: read by screen readers.
-        x_label, y_label: what columns and rows are.
-        log: shades follow the logarithm; zero gets the lightest one.
+    Cells that are not numbers stay empty. With ``log`` shades follow the logarithm, and zero gets the lightest one.
     """
     values = [value for row in grid.values for value in row if isfinite(value)]
-    shade = _scale(values, 0, 1, log, from_zero=True)
-    low, high = (shade.low, shade.high) if log else (min([0.0, *values]), max([0.0, *values]) or 1.0)
-    if not log:
-        shade = _Scale(low, high, 0, 1)
+    shade = _scale(values, 0, 1, True) if log else _Scale(min([0.0, *values]), max([0.0, *values]) or 1.0, 0, 1)
     left = 12 + 6.2 * max((len(name) for name in grid.rows), default=0)
     cell = min(28.0, max(9.0, 240 / max(1, len(grid.rows))))
     wide = (WIDTH - left - RIGHT) / max(1, len(grid.columns))
@@ -222,13 +188,11 @@ def heat_map(grid: Grid, title: str, x_label: str, y_label: str, *, log: bool = 
             )
     every = ceil(26 / wide)
     for across in range(0, len(grid.columns), every):
-        x, y = left + (across + 0.5) * wide, TOP + cell * len(grid.rows) + 15
-        parts.append(_text(grid.columns[across], x, y, "middle"))
+        parts.append(_text(grid.columns[across], left + (across + 0.5) * wide, height - 29, "middle"))
     parts.append(_text(x_label, left + (WIDTH - left - RIGHT) / 2, height - 8, "middle"))
-    ends = [f"{10.0**low:.0e}" if low > -300 else "0", f"{10.0**high:.0e}"] if log else [f"{low:.3g}", f"{high:.3g}"]
-    if log and shade.zero:
-        ends[0] = "0"
-    legend = f'<p class="legend"><span>{ends[0]}</span><span class="ramp"></span><span>{ends[1]}</span></p>'
+    ends = [f"{10.0**end:.0e}" if log else f"{end:.3g}" for end in (shade.low, shade.high)]
+    low, high = "0" if shade.zero else ends[0], ends[1]
+    legend = f'<p class="legend"><span>{low}</span><span class="ramp"></span><span>{high}</span></p>'
     rows = tuple((name, *map(_number, row)) for name, row in zip(grid.rows, grid.values, strict=True))
     header = (f"{y_label} \\ {x_label}", *grid.columns)
     return Chart(_svg("".join(parts), title, height), legend, header, rows)
@@ -241,14 +205,14 @@ def _svg(content: str, title: str, height: float = HEIGHT) -> str:
     )
 
 
-def _axes(across: _Scale | None, up: _Scale, x_label: str, y_label: str, whole_x: bool = False) -> str:
+def _axes(across: _Scale | None, up: _Scale, x_label: str, y_label: str) -> str:
     parts = []
     for y, text in up.ticks():
         parts.append(f'<path class="rule" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         parts.append(_text(text, LEFT - 6, y + 4, "end"))
     if across is not None:
         for x, text in across.ticks(10):
-            if not whole_x or float(text).is_integer():
+            if float(text).is_integer():
                 parts.append(_text(text, x, HEIGHT - BOTTOM + 16, "middle"))
     parts.append(f'<path class="axis" d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
     parts.append(_text(x_label, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "middle"))
@@ -272,36 +236,20 @@ def _mark(kind: str, x: float, y: float, colour: str, tip: str) -> str:
     return f'<path class="mark {colour}" d="{shapes[kind]}"><title>{tip}</title></path>'
 
 
-def _legend(names: Sequence[str], bars: bool = False) -> str:
+def _dashes(number: int) -> str:
+    dash = DASHES[number % len(DASHES)]
+    return f' stroke-dasharray="{dash}"' if dash else ""
+
+
+def _legend(names: Sequence[str]) -> str:
     items = []
     for number, name in enumerate(names):
-        colour, dash = f"s{number % COLOURS}", DASHES[number % len(DASHES)]
-        if bars:
-            key = f'<rect class="bar {colour}" width="12" height="12"/>'
-        else:
-            dashes = f' stroke-dasharray="{dash}"' if dash else ""
-            key = f'<path class="line {colour}" d="M0 6H28"{dashes}/>' + _mark(
-                MARKS[number % len(MARKS)], 14, 6, colour, ""
-            )
-        width = 12 if bars else 28
-        items.append(
-            f'<span><svg width="{width}" height="12" viewBox="0 0 {width} 12" aria-hidden="true">{key}</svg> '
-            f"{escape(name)}</span>"
-        )
+        colour = f"s{number % COLOURS}"
+        key = f'<path class="line {colour}" d="M0 6H28"{_dashes(number)}/>'
+        key += _mark(MARKS[number % len(MARKS)], 14, 6, colour, "")
+        drawing = f'<svg width="28" height="12" viewBox="0 0 28 12" aria-hidden="true">{key}</svg>'
+        items.append(f"<span>{drawing} {escape(name)}</span>")
     return f'<p class="legend">{"".join(items)}</p>'
-
-
-def _runs(line: Series) -> Iterator[list[tuple[float, float]]]:
-    """The stretches of a line between its gaps."""
-    run: list[tuple[float, float]] = []
-    for x, y in zip(line.x, line.y, strict=True):
-        if isfinite(y):
-            run.append((x, y))
-        elif run:
-            yield run
-            run = []
-    if run:
-        yield run
 
 
 def _number(value: float | None) -> str:
@@ -316,7 +264,7 @@ def picture_source(image: Any) -> str:
     """A picture (as `as_picture` takes it) as the address of an ``<img>``: a PNG inside the page."""
     from PIL import Image
 
-    values = (as_picture(image).clip(0, 1) * 255).round().astype(np.uint8)
+    values = eight_bits(as_picture(image))
     if values.shape[2] == 1:
         values = values[:, :, 0]
     data = io.BytesIO()
@@ -324,19 +272,14 @@ def picture_source(image: Any) -> str:
     return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
 
 
-def amplified(picture: Any, reference: Any, factor: float | None = None) -> tuple[np.ndarray, float]:
-    """The absolute difference of two pictures times a factor: black where they are equal.
-
-    Args:
-        picture, reference: as `as_picture` takes them.
-        factor: None: the power of two that makes the largest difference as bright as it can be without being cut
-            off; 1 for equal pictures.
+def amplified(picture: Any, reference: Any) -> tuple[np.ndarray, float]:
+    """The absolute difference of two pictures (as `as_picture` takes them) amplified: black where they are equal.
 
     Returns:
-        The values (H, W, C) from 0 to 1, and the factor.
+        The values (H, W, C) from 0 to 1, and the factor: the power of two that makes the largest difference as bright
+        as it can be without being cut off; 1 for equal pictures.
     """
     apart = np.abs(as_picture(picture) - as_picture(reference))
     largest = float(apart.max())
-    bright = 2.0 ** floor(-np.log2(largest)) if 0 < largest < 1 else 1.0
-    times = bright if factor is None else factor
-    return (apart * times).clip(0, 1), times
+    factor = 2.0 ** floor(-np.log2(largest)) if 0 < largest < 1 else 1.0
+    return (apart * factor).clip(0, 1), factor

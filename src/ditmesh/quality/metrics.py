@@ -1,11 +1,10 @@
-"""Distances between pictures and between tensors, and digests that tell whether bits are the same.
+"""Distances between pictures and between tensors, and digests of tokens that tell whether bits are the same.
 
 No measure in this module needs weights; `quality.perceptual` has one that does.
 """
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import cache
 from math import inf, log10
@@ -46,26 +45,25 @@ class Difference:
 
 
 def compare(picture: Any, reference: Any, perceptual: bool = False) -> Difference:
-    """Every distance between two pictures of one size.
-
-    Args:
-        picture, reference: as `as_picture` takes them.
-        perceptual: measure the learned perceptual distance as well, where its weights are installed.
+    """Every distance between two pictures (see `as_picture`); the learned one if asked for, where its weights are.
 
     Raises:
         InputError: the pictures have different sizes.
     """
-    equal = digest(picture) == digest(reference)
+    from ..core.digests import digest
+    from .perceptual import distance
+
+    raw = (value if hasattr(value, "detach") else np.asarray(value) for value in (picture, reference))
     ours, theirs = _pair(picture, reference)
     apart = np.abs(ours - theirs)
     ratio = psnr(ours, theirs)
-    learned = None
-    if perceptual:
-        from .perceptual import distance
-
-        learned = distance(ours, theirs)
     return Difference(
-        equal, float(apart.max()), float(apart.mean()), None if ratio == inf else ratio, ssim(ours, theirs), learned
+        equal=len({digest(value) for value in raw}) == 1,
+        largest=float(apart.max()),
+        mean=float(apart.mean()),
+        psnr=None if ratio == inf else ratio,
+        ssim=ssim(ours, theirs),
+        perceptual=distance(ours, theirs) if perceptual else None,
     )
 
 
@@ -103,19 +101,8 @@ def ssim(picture: Any, reference: Any) -> float:
     return float(alike.mean())
 
 
-def relative_error(tensor: torch.Tensor, reference: torch.Tensor) -> float:
-    """Largest absolute difference over the largest absolute value of the reference.
-
-    Infinite where one of them is not a number and the other is not the same; 0 for empty tensors.
-    """
-    if reference.numel() == 0:
-        return 0.0
-    largest, _, scale = absolute_error(tensor, reference)
-    return largest / scale if scale else (inf if largest else 0.0)
-
-
-def absolute_error(tensor: torch.Tensor, reference: torch.Tensor) -> tuple[float, float, float]:
-    """Largest and summed absolute difference, and the largest absolute value of the reference, all in float32.
+def absolute_error(tensor: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
+    """Largest absolute difference, and the largest absolute value of the reference, in float32.
 
     A value that is not finite on one side and not the same on the other counts as an infinite difference.
     """
@@ -126,23 +113,7 @@ def absolute_error(tensor: torch.Tensor, reference: torch.Tensor) -> tuple[float
     apart = torch.where(same, 0.0, (ours - theirs).abs())
     apart = torch.nan_to_num(apart, nan=inf, posinf=inf)
     scale = torch.nan_to_num(theirs.abs(), nan=0.0, posinf=0.0).max()
-    return float(apart.max()), float(apart.sum(dtype=torch.float64)), float(scale)
-
-
-def digest(value: Any) -> str:
-    """SHA-256 of the bits, shape and type of a picture, an array or a tensor, as 64 hexadecimal digits."""
-    state = hashlib.sha256()
-    if hasattr(value, "detach"):
-        import torch
-
-        value = value.detach().cpu().contiguous()
-        state.update(f"{value.dtype} {tuple(value.shape)}".encode())
-        state.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
-    else:
-        values = np.ascontiguousarray(np.asarray(value))
-        state.update(f"{values.dtype} {values.shape}".encode())
-        state.update(values.tobytes())
-    return state.hexdigest()
+    return float(apart.max()), float(scale)
 
 
 def token_digests(tensor: torch.Tensor) -> torch.Tensor:
@@ -156,8 +127,7 @@ def token_digests(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     lanes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    tensor = tensor.detach()
-    integers = tensor.contiguous().view(lanes[tensor.element_size()]).long()
+    integers = tensor.detach().contiguous().view(lanes[tensor.element_size()]).long()
     return (integers * _odd_numbers(tensor.shape[-1]).to(tensor.device)).sum(-1)
 
 
@@ -173,5 +143,7 @@ def _pair(picture: Any, reference: Any) -> tuple[Picture, Picture]:
     ours, theirs = as_picture(picture), as_picture(reference)
     if ours.shape != theirs.shape:
         sizes = " and ".join("x".join(map(str, (p.shape[1], p.shape[0], p.shape[2]))) for p in (ours, theirs))
-        raise InputError(f"pictures of {sizes} (width x height x channels) cannot be compared; draw them in one size")
+        raise InputError(
+            f"pictures of {sizes} (width x height x channels) cannot be compared; generate them in one size"
+        )
     return ours, theirs

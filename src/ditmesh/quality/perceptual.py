@@ -40,20 +40,21 @@ def distance(picture: Any, reference: Any) -> float | None:
     import torch.nn.functional as F
 
     weights = _weights(str(file))
-    pair = []
-    for image in (picture, reference):
-        values = as_picture(image)
-        tensor = torch.from_numpy(values).float().permute(2, 0, 1).expand(3, -1, -1)[None]
+
+    def features(image: Any) -> list[torch.Tensor]:
+        """Those of a picture, of unit length."""
+        tensor = torch.from_numpy(as_picture(image)).float().permute(2, 0, 1).expand(3, -1, -1)[None]
         side = min(tensor.shape[-2:])
         if side < 64:
             tensor = F.interpolate(tensor, scale_factor=64 / side, mode="bilinear")
-        pair.append((2 * tensor - 1 - weights["scaling_layer.shift"]) / weights["scaling_layer.scale"])
-    total = 0.0
+        scaled = (2 * tensor - 1 - weights["scaling_layer.shift"]) / weights["scaling_layer.scale"]
+        return [each / ((each**2).sum(1, keepdim=True).sqrt() + 1e-10) for each in _features(scaled, weights)]
+
     with torch.no_grad():
-        for ours, theirs, head in zip(_features(pair[0], weights), _features(pair[1], weights), range(5), strict=True):
-            apart = (_unit(ours) - _unit(theirs)) ** 2
-            total += float(F.conv2d(apart, weights[f"lin{head}.model.1.weight"]).mean())
-    return total
+        return sum(
+            float(F.conv2d((ours - theirs) ** 2, weights[f"lin{head}.model.1.weight"]).mean())
+            for head, (ours, theirs) in enumerate(zip(features(picture), features(reference), strict=True))
+        )
 
 
 def _file() -> Path | None:
@@ -94,7 +95,3 @@ def _features(x: torch.Tensor, weights: dict[str, torch.Tensor]) -> list[torch.T
     fourth = F.relu(convolve(third, "slice4.11", 1))
     fifth = F.relu(convolve(fourth, "slice5.13", 1))
     return [first, second, third, fourth, fifth]
-
-
-def _unit(features: torch.Tensor) -> torch.Tensor:
-    return features / ((features**2).sum(1, keepdim=True).sqrt() + 1e-10)

@@ -166,24 +166,20 @@ class Page:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str | Cell]], caption: str) -> str:
-    kinds = [[cell.kind if isinstance(cell, Cell) else "" for cell in row] for row in rows]
-    left = {column: kind for row in kinds for column, kind in enumerate(row) if kind in ("words", "name")}
+    cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
+    left = {column: cell.kind for row in cells for column, cell in enumerate(row) if cell.kind in ("words", "name")}
     head = "".join(
         f'<th scope="col"{f" class={left[column]}" if column in left else ""}>{escape(name)}</th>'
         for column, name in enumerate(header)
     )
     body = []
-    for row in rows:
-        cells = []
+    for row in cells:
+        body.append("<tr>")
         for column, cell in enumerate(row):
-            text, kind = (cell.text, cell.kind) if isinstance(cell, Cell) else (cell, "")
-            attribute = f' class="{kind}"' if kind else ""
-            cells.append(
-                f'<th scope="row"{attribute}>{escape(text)}</th>'
-                if column == 0
-                else f"<td{attribute}>{escape(text)}</td>"
-            )
-        body.append(f"<tr>{''.join(cells)}</tr>")
+            start, end = ('th scope="row"', "th") if column == 0 else ("td", "td")
+            kind = f' class="{cell.kind}"' if cell.kind else ""
+            body.append(f"<{start}{kind}>{escape(cell.text)}</{end}>")
+        body.append("</tr>")
     return (
         f'<div class="scroll" tabindex="0"><table><caption><span>{escape(caption)}</span></caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"

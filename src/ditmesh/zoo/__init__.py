@@ -14,52 +14,43 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Embedded:
-    """What is worth knowing about an embedded model before it is loaded.
+    """Facts about an embedded model, known before it is loaded.
 
-    ``steps``, ``guidance_scale`` and ``max_sequence_length`` are those at which the figures of its card were
-    measured; ``size`` is in pixels; ``image_tokens`` is the length of the transformer's image stream.
-    A class-conditional model takes no text: its ``max_sequence_length`` is None, and ``classes`` says how many
-    classes it has (0: it takes text).
+    Attributes:
+        pipeline: class of the pipeline.
+        summary: what it makes of what.
+        steps, guidance_scale, max_sequence_length: those at which the figures of its card were measured; a
+            class-conditional model takes no text, and its ``max_sequence_length`` is None.
+        classes: number of classes of a class-conditional model; 0: it takes text.
+        size: width and height in pixels.
+        image_tokens: length of the transformer's image stream.
     """
 
     pipeline: str
     summary: str
-    size: int
-    image_tokens: int
     steps: int
     guidance_scale: float
     max_sequence_length: int | None = None
     classes: int = 0
+    size: int = 64
+    image_tokens: int = 256
+
+
+def _dit(blocks: int) -> Embedded:
+    summary = f"class to 64x64 emoji, 64 classes, {blocks} blocks, DDPM schedule"
+    return Embedded("DiTPipeline", summary, steps=20, guidance_scale=3.0, classes=64)
 
 
 EMBEDDED: dict[str, Embedded] = {
     "emoji-sd3": Embedded(
-        pipeline="StableDiffusion3Pipeline",
-        summary="text to 64x64 emoji, trained on 256 captioned Fluent Emoji",
-        size=64,
-        image_tokens=256,
+        "StableDiffusion3Pipeline",
+        "text to 64x64 emoji, trained on 256 captioned Fluent Emoji",
         steps=12,
         guidance_scale=2.0,
         max_sequence_length=16,
     ),
-    "emoji-dit-s": Embedded(
-        pipeline="DiTPipeline",
-        summary="class to 64x64 emoji, 64 classes, 6 blocks, DDPM schedule",
-        size=64,
-        image_tokens=256,
-        steps=20,
-        guidance_scale=3.0,
-        classes=64,
-    ),
-    "emoji-dit-l": Embedded(
-        pipeline="DiTPipeline",
-        summary="class to 64x64 emoji, 64 classes, 12 blocks, DDPM schedule",
-        size=64,
-        image_tokens=256,
-        steps=20,
-        guidance_scale=3.0,
-        classes=64,
-    ),
+    "emoji-dit-s": _dit(blocks=6),
+    "emoji-dit-l": _dit(blocks=12),
 }
 
 

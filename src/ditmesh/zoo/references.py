@@ -1,4 +1,4 @@
-"""The pictures that an embedded model was trained on, as its folder holds them: what it makes is compared with them."""
+"""The training pictures of an embedded model, as its folder holds them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ THUMBNAIL = 32
 COLUMNS = 16
 
 
-def nearest(drawn: np.ndarray, references: np.ndarray) -> np.ndarray:
-    """For each of (n, h, w, 3) drawings the number of the nearest of (m, h, w, 3) references: (n,)."""
-    a = drawn.reshape(len(drawn), -1).astype(np.float64)
+def nearest(pictures: np.ndarray, references: np.ndarray) -> np.ndarray:
+    """For each of (n, h, w, 3) pictures the number of the nearest of (m, h, w, 3) references: (n,)."""
+    a = pictures.reshape(len(pictures), -1).astype(np.float64)
     b = references.reshape(len(references), -1).astype(np.float64)
     squares = (a**2).sum(1)[:, None] - 2.0 * a @ b.T + (b**2).sum(1)[None]
     return squares.argmin(axis=1)
@@ -25,14 +25,14 @@ def shrink(pictures: np.ndarray, size: int = THUMBNAIL) -> np.ndarray:
 
 
 def read_sheet(file: Path, count: int, size: int = THUMBNAIL, columns: int = COLUMNS) -> np.ndarray:
-    """The inverse of :func:`thumbnails`: (count, size, size, 3) ``uint8``."""
+    """The first pictures of a sheet of ``columns`` columns: (count, size, size, 3) ``uint8``."""
     page = np.asarray(Image.open(file).convert("RGB"))
     places = [divmod(i, columns) for i in range(count)]
     return np.stack([page[y * size : (y + 1) * size, x * size : (x + 1) * size] for y, x in places])
 
 
 def views(pictures: np.ndarray, size: int = 64) -> np.ndarray:
-    """The four ways a class is drawn: (n, h, w, 3) ``uint8`` -> (n, 4, size, size, 3).
+    """The four views of a class: (n, h, w, 3) ``uint8`` -> (n, 4, size, size, 3).
 
     Each picture in the upper left and in the lower right corner of a white ground, as it is and mirrored. The
     class does not say which, so the image tokens must agree on it, which they can only by attention.

@@ -1,4 +1,4 @@
-"""Cells to figures: means with standard errors, paired differences, a rule for the warm-up, and what they say."""
+"""Figures of a study: means with standard errors, paired differences, a rule for the warm-up, and sentences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from math import floor, isfinite, nan, sqrt
+from math import floor, sqrt
 from random import Random
 from typing import Any
 
@@ -21,6 +21,8 @@ FEWEST = 8
 
 # Sampler, strategy, devices, warm-up.
 Combination = tuple[str, str, int, str]
+# Values of pictures, by prompt and seed.
+ByPicture = Mapping[tuple[str, int], float]
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,14 @@ class Mean:
 
 def mean(values: Iterable[float | None]) -> Mean:
     """Mean and standard error of what is not None."""
-    found = [float(value) for value in values if value is not None]
-    if not found:
+    known = [float(value) for value in values if value is not None]
+    if not known:
         return Mean(None, None, 0)
-    middle = sum(found) / len(found)
-    if len(found) == 1:
+    middle = sum(known) / len(known)
+    if len(known) == 1:
         return Mean(middle, None, 1)
-    variance = sum((value - middle) ** 2 for value in found) / (len(found) - 1)
-    return Mean(middle, sqrt(variance / len(found)), len(found))
+    variance = sum((value - middle) ** 2 for value in known) / (len(known) - 1)
+    return Mean(middle, sqrt(variance / len(known)), len(known))
 
 
 def capped(psnr: float | None) -> float:
@@ -55,8 +57,8 @@ def capped(psnr: float | None) -> float:
     return CAP if psnr is None else min(psnr, CAP)
 
 
-def difference(pairs: Iterable[tuple[Mapping[tuple[str, int], float], Mapping[tuple[str, int], float]]]) -> Mean:
-    """Mean difference in dB between two ways to draw, each pair measured alike, by prompt and seed.
+def difference(pairs: Iterable[tuple[ByPicture, ByPicture]]) -> Mean:
+    """Mean difference in dB between two ways to generate, each pair measured alike, by prompt and seed.
 
     One figure a picture: what was done to one picture in several ways is not independent.
     """
@@ -69,19 +71,19 @@ def difference(pairs: Iterable[tuple[Mapping[tuple[str, int], float], Mapping[tu
     return mean(sum(values) / len(values) for values in apart.values())
 
 
+def _paired(ours: ByPicture, theirs: ByPicture) -> Mean:
+    return mean(ours[picture] - theirs[picture] for picture in ours if picture in theirs)
+
+
 @dataclass(frozen=True)
 class Row:
     """One combination, over all its pictures.
 
     Attributes:
-        sampler, strategy, devices, warmup: the combination.
-        synchronous: synchronous steps of a request.
-        evaluations: steps of a request.
-        psnr, ssim, perceptual: against the synchronous picture.
-        right: share of pictures whose nearest training picture is the one asked for.
-        right_synchronous: the same of the synchronous pictures.
-        equal: pictures with the bits of the synchronous one.
-        pictures: their number.
+        synchronous, evaluations: synchronous steps of a request, and all of them.
+        psnr, ssim, perceptual: against the synchronous picture; equal: how many pictures have its bits.
+        right: share of pictures whose nearest training picture is the one asked for; right_synchronous: the same of
+            the synchronous pictures.
     """
 
     sampler: str
@@ -104,19 +106,14 @@ class Row:
 
 
 class Results:
-    """The finished cells of a plan, by combination.
-
-    Args:
-        plan: what was wanted.
-        cells: results in the order of the plan's cells, as the store has them.
-    """
+    """The finished cells of a plan, as the store has them and in the plan's order, by combination."""
 
     def __init__(self, plan: Plan, cells: Sequence[Mapping[str, Any]]) -> None:
         self.plan = plan
-        self.cells = [dict(cell) for cell in cells]
-        self.synchronous: dict[tuple[str, str, int], dict[str, Any]] = {}
-        self.by: dict[Combination, list[dict[str, Any]]] = {}
-        self.real: list[dict[str, Any]] = []
+        self.cells = list(cells)
+        self.synchronous: dict[tuple[str, str, int], Mapping[str, Any]] = {}
+        self.by: dict[Combination, list[Mapping[str, Any]]] = {}
+        self.real: list[Mapping[str, Any]] = []
         for result in self.cells:
             cell = result["cell"]
             if cell["strategy"] == SYNCHRONOUS:
@@ -128,9 +125,13 @@ class Results:
                 at = (cell["sampler"], cell["strategy"], cell["devices"], cell["warmup"])
                 self.by.setdefault(at, []).append(result)
 
-    def rows(self) -> list[Row]:
+    def asked(self) -> list[Combination]:
         """Every combination that was asked for, in the order of the plan."""
-        return [self.row(at) for at in self.by if not has_given_steps(at[3]) or at[3] in self.plan.warmups]
+        return [at for at in self.by if not has_given_steps(at[3]) or at[3] in self.plan.warmups]
+
+    def rows(self) -> list[Row]:
+        """Those of `asked`."""
+        return [self.row(at) for at in self.asked()]
 
     def row(self, at: Combination) -> Row:
         """One combination."""
@@ -152,74 +153,64 @@ class Results:
 
     def psnr_of(self, at: Combination) -> dict[tuple[str, int], float]:
         """PSNR of every picture of a combination, by prompt and seed."""
-        return {
-            (p["prompt"], p["seed"]): capped(p["psnr"]) for result in self.by.get(at, []) for p in result["pictures"]
-        }
+        pictures = [picture for result in self.by.get(at, []) for picture in result["pictures"]]
+        return {(p["prompt"], p["seed"]): capped(p["psnr"]) for p in pictures}
 
     def paired(self, ours: Combination, theirs: Combination) -> Mean:
-        """Mean difference in dB of the same pictures drawn in two ways; positive: the first is closer."""
-        a, b = self.psnr_of(ours), self.psnr_of(theirs)
-        return mean(a[picture] - b[picture] for picture in a if picture in b)
+        """Mean difference in dB of the same pictures generated in two ways; positive: the first is closer."""
+        return _paired(self.psnr_of(ours), self.psnr_of(theirs))
 
-    def paired_perceptual(self, ours: Combination, theirs: Combination) -> Mean:
-        """The same of the perceptual distance, where it was measured; negative: the first is closer."""
-        a, b = (
-            {(p["prompt"], p["seed"]): p["perceptual"] for result in self.by.get(at, []) for p in result["pictures"]}
-            for at in (ours, theirs)
-        )
-        return mean(
-            None if value is None or b[picture] is None else value - b[picture]
-            for picture, value in a.items()
-            if picture in b
-        )
+    def perceptual_of(self, at: Combination) -> dict[tuple[str, int], float]:
+        """Perceptual distance of every picture of a combination, where it was measured, by prompt and seed."""
+        pictures = [picture for result in self.by.get(at, []) for picture in result["pictures"]]
+        return {(p["prompt"], p["seed"]): p["perceptual"] for p in pictures if p["perceptual"] is not None}
 
     def fixed(self, sampler: str, strategy: str, devices: int) -> dict[int, Combination]:
         """Measured combinations of a fixed warm-up, by its number of steps."""
-        found = {}
-        for at in self.by:
-            match = re.fullmatch(r"fixed\((\d+)\)", at[3])
-            if at[:3] == (sampler, strategy, devices) and match:
-                found[int(match[1])] = at
-        return dict(sorted(found.items()))
+        matches = {
+            at: re.fullmatch(r"fixed\((\d+)\)", at[3]) for at in self.by if at[:3] == (sampler, strategy, devices)
+        }
+        return dict(sorted((int(match[1]), at) for at, match in matches.items() if match))
+
+    def stale_fixed(self, sampler: str, strategy: str, devices: int) -> dict[int, Combination]:
+        """Those of `fixed` with a stale step."""
+        fixed = self.fixed(sampler, strategy, devices)
+        return {warmup: at for warmup, at in fixed.items() if warmup < self.row(at).evaluations}
+
+    def _heading(self, at: Combination) -> dict[str, Any]:
+        row = self.row(at)
+        return {
+            **dict(zip(("sampler", "strategy", "devices", "warmup"), at, strict=True)),
+            "synchronous": row.synchronous.value,
+            "evaluations": row.evaluations,
+            "psnr": asdict(row.psnr),
+        }
 
     def against_fixed(self) -> list[dict[str, Any]]:
         """Every policy that is not fixed beside the fixed warm-up with as many synchronous steps, picture by picture.
 
         Where that warm-up was not measured, its PSNR is interpolated between its measured neighbours.
         """
-        found = []
-        for at in self.by:
-            sampler, strategy, devices, warmup = at
-            if warmup.startswith("fixed(") or (has_given_steps(warmup) and warmup not in self.plan.warmups):
+        compared = []
+        for at in self.asked():
+            if at[3].startswith("fixed("):
                 continue
-            fixed = {w: self.psnr_of(place) for w, place in self.fixed(sampler, strategy, devices).items()}
-            apart, theirs = [], []
-            for result in self.by[at]:
-                count = synchronous_steps(result)
-                if count is None:
-                    continue
-                for p in result["pictures"]:
-                    known = {w: of[p["prompt"], p["seed"]] for w, of in fixed.items() if (p["prompt"], p["seed"]) in of}
-                    expected = interpolate(known, count)
-                    if expected is not None:
-                        theirs.append(expected)
-                        apart.append(capped(p["psnr"]) - expected)
-            if apart:
-                row = self.row(at)
-                found.append(
-                    {
-                        "sampler": sampler,
-                        "strategy": strategy,
-                        "devices": devices,
-                        "warmup": warmup,
-                        "synchronous": row.synchronous.value,
-                        "evaluations": row.evaluations,
-                        "psnr": asdict(row.psnr),
-                        "fixed_psnr": asdict(mean(theirs)),
-                        "difference": asdict(mean(apart)),
-                    }
-                )
-        return found
+            fixed = {warmup: self.psnr_of(place) for warmup, place in self.fixed(*at[:3]).items()}
+            ours, counts = self.psnr_of(at), self._counts(at)
+            theirs = {
+                picture: expected
+                for picture, count in counts.items()
+                if count is not None
+                and (expected := interpolate({w: of[picture] for w, of in fixed.items() if picture in of}, count))
+                is not None
+            }
+            if theirs:
+                measured = {
+                    "fixed_psnr": asdict(mean(theirs.values())),
+                    "difference": asdict(mean(ours[picture] - expected for picture, expected in theirs.items())),
+                }
+                compared.append(self._heading(at) | measured)
+        return compared
 
     def against_others(self) -> list[dict[str, Any]]:
         """Every adaptive policy beside all others with as many synchronous steps, the same pictures.
@@ -229,39 +220,31 @@ class Results:
         made after the fact, in favour of the others. ``closer``: pictures on which the adaptive one has the higher
         PSNR.
         """
-        found = []
-        for at in self.by:
-            if not at[3].startswith("adaptive("):
-                continue
-            ours, steps = self._counts(at), self._sets(at)
-            others = []
-            for theirs in self.by:
-                if theirs[:3] != at[:3] or theirs[3].startswith("adaptive(") or theirs[3] not in self.plan.warmups:
-                    continue
-                if self._counts(theirs) == ours and None not in ours.values():
-                    a, b = self.psnr_of(at), self.psnr_of(theirs)
-                    others.append(
-                        {
-                            "warmup": theirs[3],
-                            "psnr": asdict(self.row(theirs).psnr),
-                            "difference": asdict(self.paired(at, theirs)),
-                            "closer": sum(a[picture] > b[picture] for picture in a),
-                            "perceptual_difference": asdict(self.paired_perceptual(at, theirs)),
-                            "same_steps": self._sets(theirs) == steps,
-                        }
-                    )
-            if others:
-                row = self.row(at)
-                found.append(
-                    {
-                        **dict(zip(("sampler", "strategy", "devices", "warmup"), at, strict=True)),
-                        "synchronous": row.synchronous.value,
-                        "evaluations": row.evaluations,
-                        "psnr": asdict(row.psnr),
-                        "others": sorted(others, key=lambda other: -(other["psnr"]["value"] or 0.0)),
-                    }
-                )
-        return found
+        adaptive = [at for at in self.by if at[3].startswith("adaptive(")]
+        others = [at for at in self.by if at not in adaptive and at[3] in self.plan.warmups]
+        compared = []
+        for at in adaptive:
+            counts = self._counts(at)
+            beside = [
+                self._beside(at, other)
+                for other in others
+                if other[:3] == at[:3] and None not in counts.values() and self._counts(other) == counts
+            ]
+            if beside:
+                beside.sort(key=lambda other: -(other["psnr"]["value"] or 0.0))
+                compared.append({**self._heading(at), "others": beside})
+        return compared
+
+    def _beside(self, at: Combination, other: Combination) -> dict[str, Any]:
+        ours, theirs = self.psnr_of(at), self.psnr_of(other)
+        return {
+            "warmup": other[3],
+            "psnr": asdict(self.row(other).psnr),
+            "difference": asdict(_paired(ours, theirs)),
+            "closer": sum(ours[picture] > theirs[picture] for picture in ours),
+            "perceptual_difference": asdict(_paired(self.perceptual_of(at), self.perceptual_of(other))),
+            "same_steps": self._sets(other) == self._sets(at),
+        }
 
     def _counts(self, at: Combination) -> dict[tuple[str, int], int | None]:
         """Synchronous steps by prompt and seed."""
@@ -274,25 +257,18 @@ class Results:
     def rule(self, sampler: str, strategy: str, target: float | None = None) -> dict[str, Any] | None:
         """The warm-up needed at every N for a mean PSNR, and w = a · N^b through it; None without fixed warm-ups.
 
-        Args:
-            sampler, strategy: of which combinations.
-            target: in dB; None: the highest whole number that some warm-up reaches at every N.
-
-        ``b_interval``: where b lies in 95 of 100 studies whose pictures are drawn from these with replacement; None
-        where under three N, or half of those studies, reach the target, and of fewer than `FEWEST` pictures.
+        The target is in dB; None: the highest whole number that some warm-up reaches at every N. ``b_interval``: where
+        b lies in 95 of 100 studies whose pictures are drawn from these with replacement; None where under three N, or
+        half of those studies, reach the target, and of fewer than `FEWEST` pictures.
         """
-        pictures: dict[int, dict[int, dict[tuple[str, int], float]]] = {}
-        for devices in self.plan.devices:
-            curve = {}
-            for warmup, at in self.fixed(sampler, strategy, devices).items():
-                if warmup < self.row(at).evaluations:
-                    curve[warmup] = self.psnr_of(at)
-            if curve:
-                pictures[devices] = curve
+        pictures = {
+            devices: {warmup: self.psnr_of(at) for warmup, at in fixed.items()}
+            for devices in self.plan.devices
+            if (fixed := self.stale_fixed(sampler, strategy, devices))
+        }
         if not pictures:
             return None
-        known = [picture for curve in pictures.values() for of in curve.values() for picture in of]
-        chosen = list(dict.fromkeys(known))
+        chosen = list(dict.fromkeys(picture for curve in pictures.values() for of in curve.values() for picture in of))
         curves = _curves(pictures, chosen)
         if target is None:
             target = float(floor(min(max(curve.values()) for curve in curves.values())))
@@ -300,11 +276,11 @@ class Results:
         points = {devices: warmup for devices, warmup in needed.items() if warmup is not None}
         fit = fit_power(points)
         base, spread = fit_root(points)
-        sure = len(points) > 2 and len(chosen) >= FEWEST and fit is not None
-        resampled = _resampled_powers(pictures, chosen, target) if sure else []
         interval = None
-        if len(resampled) >= RESAMPLES // 2:
-            interval = [resampled[round(share * (len(resampled) - 1))] for share in (0.025, 0.975)]
+        if fit is not None and len(points) > 2 and len(chosen) >= FEWEST:
+            powers = _resampled_powers(pictures, chosen, target)
+            if len(powers) >= RESAMPLES // 2:
+                interval = [powers[round(share * (len(powers) - 1))] for share in (0.025, 0.975)]
         return {
             "target_psnr": target,
             "needed": {str(devices): warmup for devices, warmup in needed.items()},
@@ -318,49 +294,44 @@ class Results:
 
         Every pair of measured fixed warm-ups that differ so, and the second one's PSNR less the first one's.
         """
-        found = []
+        pairs = []
         for devices in self.plan.devices:
             few, many = (self.fixed(sampler, strategy, n) for n in (devices, 4 * devices))
             for warmup, at in few.items():
                 other = many.get(2 * warmup)
                 if warmup and other is not None and 2 * warmup < self.row(at).evaluations:
-                    found.append({"devices": devices, "warmup": warmup, "difference": asdict(self.paired(other, at))})
-        return found
+                    pairs.append({"devices": devices, "warmup": warmup, "difference": asdict(self.paired(other, at))})
+        return pairs
 
     def single_steps(self) -> list[dict[str, Any]]:
         """For every sampler, what making one step synchronous gains and making one step stale costs, in dB."""
         if self.plan.which is None:
             return []
         strategy, devices = self.plan.which
-        steps, found = self.plan.setup.steps, []
-        for sampler in self.plan.samplers:
+        every = range(self.plan.setup.steps)
 
-            def at(some: Iterable[int], sampler: str = sampler) -> Combination:
+        def single(sampler: str) -> dict[str, Any]:
+            def at(some: Iterable[int]) -> Combination:
                 return sampler, strategy, devices, steps_text(some)
 
-            every = set(range(steps))
-            gains = [self.paired(at({0, step}), at({0})) for step in range(1, steps)]
+            gains = [self.paired(at({0, step}), at({0})) for step in every[1:]]
             # All but one step: the loss is counted from equal pictures, so the PSNR itself is what counts.
-            costs = [mean(self.psnr_of(at(every - {step})).values()) for step in range(1, steps)]
-            found.append(
-                {
-                    "sampler": sampler,
-                    "strategy": strategy,
-                    "devices": devices,
-                    "steps": list(range(2, steps + 1)),
-                    "gain": [asdict(gain) for gain in gains],
-                    "psnr_with_one_stale": [asdict(cost) for cost in costs],
-                }
-            )
-        return found
+            costs = [mean(self.psnr_of(at({*every} - {step})).values()) for step in every[1:]]
+            return {
+                "sampler": sampler,
+                "strategy": strategy,
+                "devices": devices,
+                "steps": [step + 1 for step in every[1:]],
+                "gain": [asdict(gain) for gain in gains],
+                "psnr_with_one_stale": [asdict(cost) for cost in costs],
+            }
+
+        return [single(sampler) for sampler in self.plan.samplers]
 
     def prediction_errors(self, at: Combination) -> list[Mean]:
         """Relative error of the prediction against the synchronous trajectory, for every evaluation."""
-        results = self.by.get(at, [])
-        steps = max((len(result["prediction_error"]) for result in results), default=0)
-        return [
-            mean(value for result in results for value in result["prediction_error"][step]) for step in range(steps)
-        ]
+        steps = zip(*(result["prediction_error"] for result in self.by.get(at, [])), strict=True)
+        return [mean(value for errors in step for value in errors) for step in steps]
 
 
 def synchronous_steps(result: Mapping[str, Any]) -> int | None:
@@ -370,7 +341,7 @@ def synchronous_steps(result: Mapping[str, Any]) -> int | None:
 
 
 def _curves(
-    pictures: Mapping[int, Mapping[int, Mapping[tuple[str, int], float]]], chosen: Sequence[tuple[str, int]]
+    pictures: Mapping[int, Mapping[int, ByPicture]], chosen: Sequence[tuple[str, int]]
 ) -> dict[int, dict[int, float]]:
     """Mean PSNR over the pictures chosen, by devices and warm-up."""
     curves: dict[int, dict[int, float]] = {}
@@ -383,20 +354,18 @@ def _curves(
 
 
 def _resampled_powers(
-    pictures: Mapping[int, Mapping[int, Mapping[tuple[str, int], float]]],
-    chosen: Sequence[tuple[str, int]],
-    target: float,
+    pictures: Mapping[int, Mapping[int, ByPicture]], chosen: Sequence[tuple[str, int]], target: float
 ) -> list[float]:
     """Exponents of w = a · N^b on pictures drawn with replacement, sorted; only where every N reaches the target."""
-    draw, found = Random(0), []
+    random, powers = Random(0), []
     for _ in range(RESAMPLES):
-        curves = _curves(pictures, draw.choices(chosen, k=len(chosen)))
-        needed = {devices: first_reaching(curve, target) for devices, curve in curves.items()}
-        points = {devices: warmup for devices, warmup in needed.items() if warmup is not None}
-        fit = fit_power(points) if len(points) == len(pictures) else None
+        curves = _curves(pictures, random.choices(chosen, k=len(chosen)))
+        points = {devices: first_reaching(curve, target) for devices, curve in curves.items()}
+        reached = {devices: warmup for devices, warmup in points.items() if warmup is not None}
+        fit = fit_power(reached) if len(reached) == len(pictures) else None
         if fit is not None:
-            found.append(fit[1])
-    return sorted(found)
+            powers.append(fit[1])
+    return sorted(powers)
 
 
 def interpolate(known: Mapping[int, float], at: float) -> float | None:
@@ -451,117 +420,108 @@ def fit_root(points: Mapping[int, float]) -> tuple[float | None, float | None]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What the figures say
+# In words
 
 
 def findings(results: Results, rules: Mapping[tuple[str, str], Mapping[str, Any] | None]) -> list[str]:
     """Sentences made from the figures. A difference under two standard errors is called none."""
-    plan, said = results.plan, []
-    rows = results.rows()
-    pictures = max((row.pictures for row in rows), default=0)
-    said.append(
-        f"Every figure is over {pictures} {'picture' if pictures == 1 else 'pictures'}; ± is the standard error of "
-        "the mean. PSNR compares with the synchronous picture from the same seed."
-    )
-    for sampler in plan.samplers:
-        for strategy in plan.strategies:
-            said += _of_strategy(results, sampler, strategy)
-            rule = rules.get((sampler, strategy))
-            if rule is not None:
-                said.append(_rule_text(sampler, strategy, rule))
-            for pair in results.root_pairs(sampler, strategy):
-                apart = Mean(**pair["difference"])
-                devices, warmup = pair["devices"], pair["warmup"]
-                said.append(
-                    f"{strategy}, {sampler}: {4 * devices} devices with {2 * warmup} warm-up steps against {devices} "
-                    f"with {warmup}, which a warm-up of base · √N takes for equal: {signed(apart)} dB: "
-                    f"{_verdict(apart, 'closer', 'farther off')}."
-                )
+    plan = results.plan
+    pictures = max((row.pictures for row in results.rows()), default=0)
+    sentences = [
+        f"Every figure is over {_count(pictures)}; ± is the standard error of the mean. PSNR compares with the "
+        "synchronous picture from the same seed."
+    ]
+    for sampler, strategy in plan.pairs:
+        sentences += _of_strategy(results, sampler, strategy)
+        rule = rules.get((sampler, strategy))
+        if rule is not None:
+            sentences.append(_rule_text(sampler, strategy, rule))
+        for pair in results.root_pairs(sampler, strategy):
+            apart = Mean(**pair["difference"])
+            devices, warmup = pair["devices"], pair["warmup"]
+            sentences.append(
+                f"{strategy}, {sampler}: {4 * devices} devices with {2 * warmup} warm-up steps against {devices} "
+                f"with {warmup}, which a warm-up of base · √N takes for equal: {signed(apart)} dB: "
+                f"{_verdict(apart, 'closer', 'farther off')}."
+            )
     for ours, theirs in pairwise(plan.strategies):
-        said += _compared(
-            results,
-            f"{ours} against {theirs}",
-            [(at, (at[0], theirs, at[2], at[3])) for at in results.by if at[1] == ours and not has_given_steps(at[3])],
-        )
+        sentences += _compared(results, f"{ours} against {theirs}", 1, ours, theirs)
     for ours, theirs in pairwise(plan.samplers):
-        said += _compared(
-            results,
-            f"sampler {ours} against {theirs}",
-            [(at, (theirs, *at[1:])) for at in results.by if at[0] == ours and not has_given_steps(at[3])],
-        )
-    said += policy_findings(results)
+        sentences += _compared(results, f"sampler {ours} against {theirs}", 0, ours, theirs)
+    sentences += policy_findings(results)
     for single in results.single_steps():
-        said += _single_text(single)
+        sentences += _single_text(single)
     for result in results.real:
         cell, ranks = result["cell"], result["ranks"]
         share = [100 * rank["in_collectives"] / rank["seconds"] for rank in ranks]
-        said.append(
+        sentences.append(
             f"On {cell['devices']} real ranks ({cell['strategy']}, {cell['warmup']}, {cell['sampler']}) the picture "
             f"{'has the same bits as' if result['equal_to_simulation'] else 'differs from'} the simulated one; ranks "
             f"spent {min(share):.0f} to {max(share):.0f} % of {max(rank['seconds'] for rank in ranks):.2f} s inside "
             "collectives."
         )
-    return said
+    return sentences
 
 
 def policy_findings(results: Results) -> list[str]:
     """Of `findings` those that compare policies with as many synchronous steps."""
-    said = []
-    for beside in results.against_fixed():
-        apart = Mean(**beside["difference"])
-        said.append(
-            f"{beside['warmup']} with {beside['devices']} devices ({beside['strategy']}, {beside['sampler']}): "
-            f"{beside['synchronous']:.3g} of {beside['evaluations']} steps synchronous, "
-            f"{Mean(**beside['psnr']).text()} dB; the fixed warm-up with as many: "
-            f"{Mean(**beside['fixed_psnr']).text()} dB. Difference {signed(apart)} dB: {_verdict(apart)}."
+    sentences = []
+    for policy in results.against_fixed():
+        apart = Mean(**policy["difference"])
+        sentences.append(
+            f"{_policy(policy)}: {policy['synchronous']:.3g} of {policy['evaluations']} steps synchronous, "
+            f"{Mean(**policy['psnr']).text()} dB; the fixed warm-up with as many: "
+            f"{Mean(**policy['fixed_psnr']).text()} dB. Difference {signed(apart)} dB: {_verdict(apart)}."
         )
-    for beside in results.against_others():
-        best = beside["others"][0]
+    for policy in results.against_others():
+        best = policy["others"][0]
         apart = Mean(**best["difference"])
         verdict = "the same steps" if best["same_steps"] else _verdict(apart)
-        said.append(
-            f"{beside['warmup']} with {beside['devices']} devices ({beside['strategy']}, {beside['sampler']}) against "
-            f"the best other policy of those measured with {beside['synchronous']:.3g} synchronous steps, "
-            f"{best['warmup']}: {signed(apart)} dB: {verdict}."
+        sentences.append(
+            f"{_policy(policy)} against the best other policy of those measured with {policy['synchronous']:.3g} "
+            f"synchronous steps, {best['warmup']}: {signed(apart)} dB: {verdict}."
         )
-    return said
+    return sentences
+
+
+def _policy(heading: Mapping[str, Any]) -> str:
+    return "{warmup} with {devices} devices ({strategy}, {sampler})".format(**heading)
+
+
+def _count(pictures: int) -> str:
+    return f"{pictures} {'picture' if pictures == 1 else 'pictures'}"
 
 
 def _of_strategy(results: Results, sampler: str, strategy: str) -> list[str]:
-    plan, said = results.plan, []
+    plan, sentences = results.plan, []
     for devices in plan.devices:
-        fixed = results.fixed(sampler, strategy, devices)
-        some = {w: at for w, at in fixed.items() if w < results.row(at).evaluations}
+        some = results.stale_fixed(sampler, strategy, devices)
         if len(some) < 2:
             continue
         low, high = min(some), max(some)
         gain = results.paired(some[high], some[low])
         steps = "step" if high == 1 else "steps"
-        said.append(
+        sentences.append(
             f"{strategy}, {sampler}, {devices} devices: {results.row(some[low]).psnr.text()} dB with {low} and "
             f"{results.row(some[high]).psnr.text()} dB with {high} warm-up {steps}; the difference is {signed(gain)} "
             f"dB: warm-up {_verdict(gain, 'helped', 'hurt', 'made no difference that can be told')}."
         )
-    if len(plan.devices) > 1:
-        few, many = min(plan.devices), max(plan.devices)
-        pairs = [
-            (at, (sampler, strategy, many, at[3]))
-            for at in results.by
-            if at[:3] == (sampler, strategy, few) and not has_given_steps(at[3])
-        ]
-        said += _compared(results, f"{strategy}, {sampler}: {few} devices against {many}", pairs)
-    return said
+    few, many = min(plan.devices), max(plan.devices)
+    if few < many:
+        what = f"{strategy}, {sampler}: {few} devices against {many}"
+        sentences += _compared(results, what, 2, few, many, (sampler, strategy))
+    return sentences
 
 
-def _compared(results: Results, what: str, pairs: Sequence[tuple[Combination, Combination]]) -> list[str]:
-    """One sentence over all pairs of combinations that were both measured."""
-    found = difference((results.psnr_of(ours), results.psnr_of(theirs)) for ours, theirs in pairs)
-    if found.value is None:
+def _compared(results: Results, what: str, axis: int, ours: Any, theirs: Any, of: tuple[str, ...] = ()) -> list[str]:
+    """One sentence over all pairs of combinations that begin with ``of`` and differ on one axis only."""
+    mine = [at for at in results.by if at[axis] == ours and at[: len(of)] == of and not has_given_steps(at[3])]
+    pairs: list[tuple[Combination, Any]] = [(at, (*at[:axis], theirs, *at[axis + 1 :])) for at in mine]
+    apart = difference((results.psnr_of(at), results.psnr_of(other)) for at, other in pairs)
+    if apart.value is None:
         return []
-    return [
-        f"{what}, the same pictures and warm-ups: {signed(found)} dB: {_verdict(found, 'closer', 'farther off')} "
-        f"({found.count} {'picture' if found.count == 1 else 'pictures'})."
-    ]
+    verdict = f"{_verdict(apart, 'closer', 'farther off')} ({_count(apart.count)})"
+    return [f"{what}, the same pictures and warm-ups: {signed(apart)} dB: {verdict}."]
 
 
 def _verdict(
@@ -601,24 +561,20 @@ def _rule_text(sampler: str, strategy: str, rule: Mapping[str, Any]) -> str:
 
 
 def _single_text(single: Mapping[str, Any]) -> list[str]:
-    gains = {step: Mean(**gain) for step, gain in zip(single["steps"], single["gain"], strict=True)}
-    costs = {step: Mean(**c) for step, c in zip(single["steps"], single["psnr_with_one_stale"], strict=True)}
-    measured = {step: gain.value for step, gain in gains.items() if gain.value is not None}
-    left = {step: cost.value for step, cost in costs.items() if cost.value is not None}
+    gains, costs = (
+        {step: Mean(**one) for step, one in zip(single["steps"], single[name], strict=True) if one["value"] is not None}
+        for name in ("gain", "psnr_with_one_stale")
+    )
     where = f"{single['strategy']}, {single['sampler']}, {single['devices']} devices"
-    said = []
-    if measured:
-        best = max(measured, key=lambda step: measured[step])
-        said.append(
+    sentences = []
+    if gains:
+        best = max(gains, key=lambda step: gains[step].value or 0.0)
+        sentences.append(
             f"{where}: of all steps after the first, making step {best} synchronous gains most, "
             f"{signed(gains[best])} dB."
         )
-    if left:
-        worst = min(left, key=lambda step: left[step])
-        said.append(f"{where}: the one stale step that costs most is step {worst}: {costs[worst].text()} dB are left.")
-    return said
-
-
-def finite_or_nan(value: float | None) -> float:
-    """For figures: what was not measured is not a number."""
-    return value if value is not None and isfinite(value) else nan
+    if costs:
+        worst = min(costs, key=lambda step: costs[step].value or 0.0)
+        left = costs[worst].text()
+        sentences.append(f"{where}: the one stale step that costs most is step {worst}: {left} dB are left.")
+    return sentences

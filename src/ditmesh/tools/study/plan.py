@@ -1,4 +1,4 @@
-"""What is to be measured: cells in plain data, and the checks before anything is drawn."""
+"""Plans of studies: cells in plain data, and the checks before anything runs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 from ...config import ParallelConfig
 from ...errors import ConfigError, InputError
@@ -51,16 +53,16 @@ class Setup:
 
 @dataclass(frozen=True)
 class Cell:
-    """One request: some pictures, drawn in one way.
+    """One request: some pictures, generated in one way.
 
     Attributes:
         sampler: see `samplers`.
+        prompts: one picture each, generated in one call.
+        seeds: one for each picture.
+        labels: the prompts' class numbers when the model is class-conditional, else empty.
         strategy: one of `STRATEGIES`, or `SYNCHRONOUS`.
         devices: N; for PipeFusion the number of patches.
         warmup: a policy.
-        prompts: one picture each, drawn in one call.
-        labels: their class numbers when the model is class-conditional, else empty.
-        seeds: one for each picture.
         detail: measure attention errors, and prediction errors on the same latents.
         real: on as many ranks instead of a simulation of them.
     """
@@ -76,21 +78,15 @@ class Cell:
     real: bool = False
 
     @property
-    def group(self) -> tuple[str, tuple[str, ...], tuple[int, ...]]:
-        """Cells of one group are compared with one synchronous run."""
-        return self.sampler, self.prompts, self.seeds
-
-    @property
     def reference(self) -> Cell:
         """The synchronous run to compare with."""
         return Cell(self.sampler, self.prompts, self.seeds, self.labels)
 
     def key(self, setup: Setup) -> str:
         """Digest of everything that decides the cell's figures."""
-        settings = {"format": 1, "setup": asdict(setup), "cell": asdict(self)}
         # The folder's place says nothing about the model.
-        settings["setup"].pop("model")
-        settings["setup"].pop("name")
+        known = {name: value for name, value in asdict(setup).items() if name not in ("model", "name")}
+        settings = {"format": 1, "setup": known, "cell": asdict(self)}
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
 
     def describe(self) -> str:
@@ -100,7 +96,7 @@ class Cell:
         return f"{self.sampler} {self.strategy} {self.devices} {self.warmup}{' on ranks' if self.real else ''}"
 
     def config(self) -> ParallelConfig:
-        """What the engine is given.
+        """The configuration of the engine.
 
         Raises:
             ConfigError: the engine does not know the setting.
@@ -118,7 +114,7 @@ def has_given_steps(warmup: str) -> bool:
 
 
 def steps_text(steps: Iterable[int]) -> str:
-    """The name of a policy of given steps."""
+    """The policy of given steps."""
     return f"steps({' '.join(map(str, sorted(steps)))})"
 
 
@@ -127,7 +123,6 @@ class Plan:
     """A whole study.
 
     Attributes:
-        setup: what all cells share.
         cells: in the order they are run; synchronous ones come before what is compared with them.
         devices, warmups, samplers, strategies: as asked for, in order.
         which: strategy and devices of the cells that make single steps synchronous or stale; None: there are none.
@@ -140,6 +135,11 @@ class Plan:
     samplers: tuple[str, ...]
     strategies: tuple[str, ...]
     which: tuple[str, int] | None = None
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Samplers and strategies, everything combined with everything."""
+        return list(product(self.samplers, self.strategies))
 
 
 def split_list(text: str, option: str) -> list[str]:
@@ -160,12 +160,11 @@ def read_devices(text: str) -> tuple[int, ...]:
     Raises:
         InputError: one is not a number of devices.
     """
-    found = []
-    for word in split_list(text, "--devices"):
+    words = split_list(text, "--devices")
+    for word in words:
         if not word.isdecimal() or int(word) < 2:
             raise InputError(f"--devices {text!r}: {word!r} is not a number of devices from 2 up; write 2,4,8")
-        found.append(int(word))
-    return tuple(found)
+    return tuple(map(int, words))
 
 
 def read_warmups(text: str, steps: int) -> tuple[str, ...]:
@@ -174,12 +173,11 @@ def read_warmups(text: str, steps: int) -> tuple[str, ...]:
     Raises:
         ConfigError: one is not a policy.
     """
-    found = []
-    for word in split_list(text, "--warmup"):
-        policy = f"fixed({min(int(word), steps)})" if word.isdecimal() else word
+    words = split_list(text, "--warmup")
+    policies = [f"fixed({min(int(word), steps)})" if word.isdecimal() else word for word in words]
+    for policy in policies:
         parse_warmup(policy)
-        found.append(policy)
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(policies))
 
 
 def read_strategies(text: str) -> tuple[str, ...]:
@@ -188,11 +186,11 @@ def read_strategies(text: str) -> tuple[str, ...]:
     Raises:
         InputError: one is not a strategy.
     """
-    found = split_list(text, "--strategy")
-    for word in found:
+    words = split_list(text, "--strategy")
+    for word in words:
         if word not in STRATEGIES:
             raise InputError(f"--strategy {text!r}: {word!r} is not a stale strategy; use {', '.join(STRATEGIES)}")
-    return tuple(found)
+    return tuple(words)
 
 
 def make_plan(
@@ -215,13 +213,13 @@ def make_plan(
     """All cells, checked.
 
     Args:
-        setup: what all cells share.
-        model: the model's files.
+        setup, model: what all cells share, and the model's files.
         devices, warmups, samplers, strategies: everything is combined with everything.
         prompts, labels: pictures; labels of a class-conditional model.
-        images: pictures of every prompt; picture ``i`` of prompt ``p`` has seed ``seed + i · len(prompts) + p``.
-        seed: of the first picture.
-        batch: pictures of one request at most.
+        images: pictures of every prompt, 1 or more; picture ``i`` of prompt ``p`` has seed
+            ``seed + i · len(prompts) + p``.
+        seed: of the first picture, from 0 up.
+        batch: pictures of one request at most, 1 or more.
         which: also make every single step synchronous, and every single step stale.
         detail: measure details in the first request of every combination.
         real: also run the first request of every combination on real ranks.
@@ -229,69 +227,46 @@ def make_plan(
     Raises:
         InputError, ConfigError: what cannot be, in one sentence.
     """
-    for number, name in ((images, "--images"), (batch, "--batch"), (setup.steps, "--steps")):
-        if number < 1:
-            raise InputError(f"{name} {number} draws nothing; use 1 or more")
     if setup.guidance is not None and not isfinite(setup.guidance):
         raise InputError(f"--guidance {setup.guidance} is not a number; use one such as 3.5")
+    if seed + images * len(prompts) > 2**63:
+        raise InputError(f"--seed {seed} is out of range; use one from 0 to 2^63 - {images * len(prompts)}")
     for sampler in samplers:
         check_sampler(sampler, Path(setup.model))
     size = setup.size or model.default_size
     tokens = model.image_tokens(*size) if size is not None else None
-    requests = []
-    for image in range(images):
-        for start in range(0, len(prompts), batch):
-            part = slice(start, start + batch)
-            seeds = tuple(seed + image * len(prompts) + p for p in range(len(prompts))[part])
-            requests.append((tuple(prompts[part]), seeds, tuple(labels[part])))
-    if requests[-1][1][-1] >= 2**63 or seed < 0:
-        raise InputError(f"--seed {seed} is out of range; use one from 0 to 2^63 - {images * len(prompts)}")
+    if tokens is not None and max(devices) > tokens:
+        raise ConfigError(
+            f"{max(devices)} devices are to share the {tokens} image tokens of a picture; use at most {tokens}"
+        )
     cells: list[Cell] = []
-    for sampler in samplers:
-        for number, (some, seeds, classes) in enumerate(requests):
-            base = Cell(sampler, some, seeds, classes)
-            cells.append(base)
-            for strategy in strategies:
-                for count in devices:
-                    if tokens is not None and count > tokens:
-                        raise ConfigError(
-                            f"{count} devices are to share the {tokens} image tokens of a picture; use at most {tokens}"
-                        )
-                    for warmup in warmups:
-                        cell = Cell(sampler, some, seeds, classes, strategy, count, warmup, detail and number == 0)
-                        cells.append(cell)
-                        if real and number == 0:
-                            cells.append(Cell(sampler, some, seeds, classes, strategy, count, warmup, real=True))
-            if which:
-                cells += _single_steps(base, strategies[0], devices[0], setup.steps)
-    _check_known(cells)
-    return Plan(
-        setup,
-        tuple(dict.fromkeys(cells)),
-        tuple(devices),
-        tuple(warmups),
-        tuple(samplers),
-        tuple(strategies),
-        (strategies[0], devices[0]) if which else None,
-    )
+    starts = range(0, len(prompts), batch)
+    for sampler, image, start in product(samplers, range(images), starts):
+        part = slice(start, start + batch)
+        seeds = range(seed + image * len(prompts), seed + (image + 1) * len(prompts))[part]
+        base = Cell(sampler, tuple(prompts[part]), tuple(seeds), tuple(labels[part]))
+        first = image == start == 0
+        cells.append(base)
+        for strategy, count, warmup in product(strategies, devices, warmups):
+            cell = replace(base, strategy=strategy, devices=count, warmup=warmup)
+            cells.append(replace(cell, detail=detail and first))
+            if real and first:
+                cells.append(replace(cell, real=True))
+        if which:
+            cells += _single_steps(base, strategies[0], devices[0], setup.steps)
+    for cell in cells:
+        # What the engine would refuse is refused here.
+        cell.config()
+    singles = (strategies[0], devices[0]) if which else None
+    asked: Any = map(tuple, (devices, warmups, samplers, strategies))
+    return Plan(setup, tuple(dict.fromkeys(cells)), *asked, which=singles)
 
 
 def _single_steps(base: Cell, strategy: str, devices: int, steps: int) -> list[Cell]:
     """Only step 0, or all steps, synchronous; and each other step added, or taken away."""
     chosen = [{0}, *({0, step} for step in range(1, steps))]
     chosen += [set(range(steps)) - {step} for step in range(1, steps)]
-    return [
-        Cell(base.sampler, base.prompts, base.seeds, base.labels, strategy, devices, steps_text(some))
-        for some in chosen
-    ]
-
-
-def _check_known(cells: Iterable[Cell]) -> None:
-    """Refuse what the engine would refuse, before anything is drawn."""
-    for strategy, devices, warmup, real in dict.fromkeys(
-        (c.strategy, c.devices, c.warmup, c.real) for c in cells if c.strategy != SYNCHRONOUS
-    ):
-        Cell("", (), (), (), strategy, devices, warmup, real=real).config()
+    return [replace(base, strategy=strategy, devices=devices, warmup=steps_text(some)) for some in chosen]
 
 
 def weights_digest(folder: Path) -> str:

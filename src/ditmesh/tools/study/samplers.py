@@ -27,50 +27,39 @@ DDPM: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def check_sampler(name: str, model: Path) -> None:
-    """Refuse a sampler that the model, a pipeline's folder, cannot be drawn with.
+    """Refuse a sampler that does not go with the model, a pipeline's folder.
 
     Raises:
         InputError: naming those it can.
     """
-    kind = _class_of(model)
+    try:
+        text = (model / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8")
+        kind = str(json.loads(text).get("_class_name", ""))
+    except (OSError, ValueError):
+        kind = ""
     known = _table(kind)
     if name != OWN and name not in known:
         what = "a flow-matching model" if known is FLOW else "a DDPM model"
         raise InputError(
-            f"--sampler {name!r} does not draw with {what} ({kind or 'unknown scheduler'}); use {', '.join(known)}, or "
+            f"--sampler {name!r} does not go with {what} ({kind or 'unknown scheduler'}); use {', '.join(known)}, or "
             f"{OWN!r} for the pipeline's own"
         )
 
 
 def set_sampler(pipe: Any, name: str, plain: Any) -> None:
-    """Give the pipeline a sampler.
-
-    Args:
-        pipe: the pipeline.
-        name: as `check_sampler` knows it.
-        plain: the scheduler that the model came with; settings are taken from it, as a sampler's own may lack some.
-    """
+    """Give the pipeline a sampler (see `check_sampler`) with the settings of ``plain``, the model's own scheduler."""
     import diffusers
 
     if name == OWN:
         pipe.scheduler = plain
         return
     kind, settings = _table(type(plain).__name__)[name]
-    own = dict(plain.config)
     if settings.get("use_flow_sigmas"):
         # A flow's schedule has a shift and no betas.
-        pipe.scheduler = getattr(diffusers, kind)(flow_shift=own.get("shift", 1.0), **settings)
+        pipe.scheduler = getattr(diffusers, kind)(flow_shift=plain.config.get("shift", 1.0), **settings)
     else:
-        pipe.scheduler = getattr(diffusers, kind).from_config(own, **settings)
+        pipe.scheduler = getattr(diffusers, kind).from_config(dict(plain.config), **settings)
 
 
 def _table(kind: str) -> dict[str, tuple[str, dict[str, Any]]]:
     return FLOW if "FlowMatch" in kind else DDPM
-
-
-def _class_of(model: Path) -> str:
-    try:
-        text = (model / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8")
-        return str(json.loads(text).get("_class_name", ""))
-    except (OSError, ValueError):
-        return ""

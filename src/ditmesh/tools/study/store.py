@@ -1,26 +1,31 @@
-"""A study's folder: every finished cell is on disk at once, and is not run again."""
+"""The folder of a study: every finished cell is on disk at once; cells that are missing are run, and no others."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from ...core.files import finite
 from ...errors import InputError
-from .plan import SYNCHRONOUS, Cell, Setup
-from .running import SUFFIX
+from .plan import SYNCHRONOUS, Cell, Plan, Setup
+from .running import SUFFIX, Runner
 
 # Cells, one JSON object a line, in the order they were finished.
 CELLS = "cells.jsonl"
 PICTURES = "cells"
 
+# Called before a cell runs (with how many are to run in all), and with None when it is done.
+OnCell = Callable[[Cell | None, int], None]
+
+# The runner of a worker process, made once.
+_runner: Runner | None = None
+
 
 class Store:
-    """What has been measured in a folder.
-
-    Args:
-        folder: of the study; made if need be.
+    """The finished cells of a folder, which is made if need be.
 
     Raises:
         InputError: the folder cannot be written to, or holds a file of cells that is none.
@@ -35,20 +40,17 @@ class Store:
         self._file = folder / CELLS
         self._cells: dict[str, dict[str, Any]] = {}
         lines = self._file.read_bytes().splitlines() if self._file.exists() else []
-        whole = []
         for number, line in enumerate(lines, 1):
             try:
                 result = json.loads(line)
                 self._cells[result["key"]] = result
-                whole.append(line)
             except (ValueError, KeyError, TypeError):
-                # The last line was being written when somebody pulled the plug.
                 if number < len(lines):
                     raise InputError(
                         f"{self._file} is not a study's: line {number} holds no cell; choose another --out"
                     ) from None
-        if len(whole) < len(lines):
-            self._file.write_bytes(b"".join(line + b"\n" for line in whole))
+                # The last line was being written when somebody pulled the plug.
+                self._file.write_bytes(b"".join(line + b"\n" for line in lines[:-1]))
 
     def get(self, cell: Cell, setup: Setup) -> dict[str, Any] | None:
         """A finished cell, whose files are there too; else None."""
@@ -68,3 +70,39 @@ class Store:
             file.write(line + "\n")
         # As it will be read back: the keys of objects are text.
         self._cells[result["key"]] = json.loads(line)
+
+
+def run_cells(plan: Plan, store: Store, jobs: int = 1, on_cell: OnCell | None = None) -> int:
+    """Run the cells that the store lacks, in so many processes (1: this one); returns how many were run."""
+    missing = [cell for cell in plan.cells if store.get(cell, plan.setup) is None]
+    say = on_cell or (lambda cell, total: None)
+    if jobs == 1 or len(missing) < 2:
+        runner = Runner(plan.setup, store.pictures)
+        for cell in missing:
+            say(cell, len(missing))
+            store.add(runner.run(cell))
+            say(None, len(missing))
+        return len(missing)
+    # What others are compared with comes first, all of it.
+    first = [cell for cell in missing if cell.strategy == SYNCHRONOUS]
+    rest = [cell for cell in missing if cell.strategy != SYNCHRONOUS]
+    with get_context("spawn").Pool(jobs, _start, (plan.setup, store.pictures)) as pool:
+        for some in (first, rest):
+            for cell, result in pool.imap_unordered(_run, some):
+                say(cell, len(missing))
+                store.add(result)
+                say(None, len(missing))
+    return len(missing)
+
+
+def _start(setup: Setup, folder: Path) -> None:
+    global _runner
+    import torch
+
+    torch.set_num_threads(1)
+    _runner = Runner(setup, folder)
+
+
+def _run(cell: Cell) -> tuple[Cell, dict[str, Any]]:
+    assert _runner is not None
+    return cell, _runner.run(cell)

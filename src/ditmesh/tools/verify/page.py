@@ -7,6 +7,7 @@ from typing import Any
 
 from ...generate.job import Job
 from ...quality import curves, figures, perceptual
+from ...quality.curves import Series
 from ...quality.report import Cell, Page, Shown
 from .runs import Run
 from .verdicts import TOLERANCES, Verdict
@@ -22,20 +23,18 @@ def page_of(
     references: Mapping[str, Run],
     facts: Mapping[str, Any],
 ) -> Page:
-    """Everything that was found, as a page.
+    """The page of a verification.
 
     Args:
-        job: what was drawn.
-        verdicts: of the configurations.
-        runs: rank 0's run of each configuration, by its name.
-        references: the runs of one device, by name.
+        job, verdicts: what was generated, and the verdicts on the configurations.
+        runs, references: rank 0's run of each configuration, and the runs of one device, by name.
         facts: name to value, for the list of circumstances.
     """
     page = Page(
         "Does it draw what one device draws?",
         f"{job.name}, {job.total} {'picture' if job.total == 1 else 'pictures'}, seed {job.seed}",
     )
-    drawn = [verdict for verdict in verdicts if not verdict.refused]
+    ran = [verdict for verdict in verdicts if not verdict.refused]
     page.section("Outcome")
     page.table(HEADER, [_row(verdict) for verdict in verdicts], "Every configuration against one device")
     page.table(
@@ -50,21 +49,16 @@ def page_of(
         "stale ones only if a tolerance was given.",
         note=True,
     )
-    if drawn:
+    if ran:
         page.section("Growth of the difference")
         lines = [
-            curves.per_step(verdict.config, {step.step: step.latents for step in verdict.growth}) for verdict in drawn
+            Series(one.config, tuple(step.step for step in one.growth), tuple(step.latents for step in one.growth))
+            for one in ran
         ]
-        chart = figures.line_chart(
-            lines,
-            "Relative difference of the latents after every step, by configuration",
-            "step",
-            "largest relative difference",
-            log_y=True,
-            whole_x=True,
-        )
+        title = "Relative difference of the latents after every step, by configuration"
+        chart = figures.line_chart(lines, title, "step", "largest relative difference", log_y=True)
         page.chart(chart, "Difference of the latents after every step. 0 on the axis: the same bits.")
-    for verdict in drawn:
+    for verdict in ran:
         _configuration(page, job, verdict, runs[verdict.config], references[verdict.reference])
     page.section("Circumstances")
     page.table(("what", "value"), [(name, Cell(str(value), "words")) for name, value in facts.items()], "This run")
@@ -72,40 +66,28 @@ def page_of(
 
 
 HEADER = (
-    "configuration",
-    "verdict",
-    "same bits",
-    "largest",
-    "mean",
-    "PSNR (dB)",
-    "SSIM",
-    perceptual.NAME,
-    "latents",
-    "seconds",
-    "one device (s)",
-    "sent (MB)",
+    *("configuration", "verdict", "same bits", "largest", "mean", "PSNR (dB)", "SSIM", perceptual.NAME, "latents"),
+    *("seconds", "one device (s)", "sent (MB)"),
 )
 
 
 def _row(verdict: Verdict) -> list[str | Cell]:
-    kept = "good" if verdict.passed else "bad"
-    outcome = Cell(verdict.outcome, kept if verdict.judged else "")
+    outcome = Cell(verdict.outcome, ("good" if verdict.passed else "bad") if verdict.judged else "")
     if verdict.refused:
         return [verdict.config, outcome, *[""] * (len(HEADER) - 2)]
-    return [
-        verdict.config,
-        outcome,
-        "yes" if verdict.equal else "no",
-        f"{verdict.largest:.2g}",
-        f"{verdict.mean:.2g}",
-        "" if verdict.psnr is None else f"{verdict.psnr:.1f}",
-        f"{verdict.ssim:.4f}",
-        "" if verdict.perceptual is None else f"{verdict.perceptual:.4f}",
-        "" if verdict.latents is None else f"{verdict.latents:.2g}",
-        f"{verdict.seconds:.2f}",
-        f"{verdict.one_device_seconds:.2f}",
-        f"{sum(verdict.bytes_sent.values()) / 1e6:.2f}",
-    ]
+    columns = (
+        (verdict.largest, ".2g"),
+        (verdict.mean, ".2g"),
+        (verdict.psnr, ".1f"),
+        (verdict.ssim, ".4f"),
+        (verdict.perceptual, ".4f"),
+        (verdict.latents, ".2g"),
+        (verdict.seconds, ".2f"),
+        (verdict.one_device_seconds, ".2f"),
+        (sum(verdict.bytes_sent.values()) / 1e6, ".2f"),
+    )
+    equal = "yes" if verdict.equal else "no"
+    return [verdict.config, outcome, equal, *("" if value is None else format(value, spec) for value, spec in columns)]
 
 
 def _where(verdict: Verdict) -> list[str | Cell]:
@@ -127,41 +109,25 @@ def _configuration(page: Page, job: Job, verdict: Verdict, run: Run, alone: Run)
     if not verdict.repeats:
         sentence += " Two runs of this configuration gave different bits."
     page.text(sentence)
+    pairs = [pair for calls in zip(run.pictures, alone.pictures, strict=True) for pair in zip(*calls, strict=True)]
     rows = []
-    prompts = [prompt for prompt in job.prompts for _ in range(job.images)]
-    pairs = [
-        pair
-        for ours, theirs in zip(run.pictures, alone.pictures, strict=True)
-        for pair in zip(ours, theirs, strict=True)
-    ]
     for number, (ours, theirs) in enumerate(pairs[:SHOWN]):
         apart, factor = figures.amplified(ours, theirs)
-        what = f"“{prompts[number]}”, seed {job.seed + number}"
+        what = f"“{job.prompts[number // job.images]}”, seed {job.seed + number}"
         difference = verdict.pictures[number]
-        rows.append(
-            [
-                Shown(theirs, f"{verdict.reference}: {what}"),
-                Shown(ours, f"{verdict.config}: {what}"),
-                Shown(
-                    apart,
-                    f"difference × {factor:,.0f}, largest {difference.largest:.2g}",
-                    f"the difference of the two pictures, amplified {factor:,.0f} times"
-                    + (": black, they are equal" if difference.equal else ""),
-                ),
-            ]
-        )
+        caption = f"difference × {factor:,.0f}, largest {difference.largest:.2g}"
+        alt = f"the difference of the two pictures, amplified {factor:,.0f} times"
+        if difference.equal:
+            alt += ": black, they are equal"
+        pair = Shown(theirs, f"{verdict.reference}: {what}"), Shown(ours, f"{verdict.config}: {what}")
+        rows.append([*pair, Shown(apart, caption, alt)])
     left = len(pairs) - len(rows)
-    page.pictures(
-        rows, f"One device, {verdict.config}, and the difference." + (f" {left} more were drawn." if left else "")
-    )
+    more = f" {left} more were drawn." if left else ""
+    page.pictures(rows, f"One device, {verdict.config}, and the difference.{more}")
     blocks = {(block, str(step)): error for block, row in verdict.heat.items() for step, error in row.items()}
     if blocks and not verdict.blocks_equal:
         steps = sorted({step for row in verdict.heat.values() for step in row})
-        heat = figures.heat_map(
-            curves.grid(blocks, columns=map(str, steps)),
-            f"Relative difference of every block's tokens at every step, {verdict.config}",
-            "step",
-            "block",
-            log=True,
-        )
+        grid = curves.grid(blocks, columns=map(str, steps))
+        title = f"Relative difference of every block's tokens at every step, {verdict.config}"
+        heat = figures.heat_map(grid, title, "step", "block", log=True)
         page.chart(heat, "Largest relative difference of what each block returns, by step")

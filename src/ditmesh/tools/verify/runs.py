@@ -1,7 +1,7 @@
-"""What ranks do to find out whether a configuration draws what one device draws.
+"""Verification runs: every configuration against one device.
 
-One device draws first and leaves a trace of everything on disk (`tracing`). Then every configuration draws twice: once
-watched, each rank comparing its own part with the trace, and once unwatched, against the clock.
+One device runs first and leaves a trace of everything on disk (`tracing`). Then every configuration runs twice: once
+recorded, each rank comparing its own part with the trace, and once unrecorded, against the clock.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from errno import ENOSPC
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from ...comm.traffic import Traffic
 from ...config import ParallelConfig
 from ...errors import ConfigError, InputError, LayoutError, UntestedWarning
 from ...generate.job import Job, check_config
 from ...generate.run import call_arguments, device_of_rank, load
 from ...launch import Report
-from ...quality import metrics
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,25 +35,9 @@ if TYPE_CHECKING:
 TRACE_BUDGET = 4e9
 LEAST_BUDGET = 64e6
 
-Promise = Literal["bits", "tolerance", "none"]
-
-
-# --------------------------------------------------------------------------------------------------
-# What is promised
-
-
-def promise_of(config: ParallelConfig) -> Promise:
-    """What the strategies of a configuration promise, see `ditmesh.recipe.promise_of`."""
-    from ...recipe import promise_of
-
-    return promise_of(config)
-
 
 def reference_of(config: ParallelConfig) -> ParallelConfig | None:
-    """What one device runs for comparison; None: the pipeline as diffusers has it, nothing parallelised.
-
-    Of a reproducible configuration: the same settings on one device.
-    """
+    """The one-device run to compare with: of a reproducible configuration the same settings, else None (diffusers')."""
     return config.resized(1) if config.reproducible else None
 
 
@@ -62,9 +46,9 @@ def name_of(config: ParallelConfig | None) -> str:
     if config is None:
         return "one device"
     described = config.describe()
-    told = {word.partition("=")[0] for word in described.split()} | set(config.degrees)
+    named = {word.partition("=")[0] for word in described.split()} | set(config.degrees)
     settings = config.model_dump(exclude_defaults=True)
-    return " ".join([described, *(f"{name}={value}" for name, value in settings.items() if name not in told)])
+    return " ".join([described, *(f"{name}={value}" for name, value in settings.items() if name not in named)])
 
 
 def sensible(
@@ -72,47 +56,36 @@ def sensible(
 ) -> list[ParallelConfig]:
     """Every configuration of ``devices`` devices that is worth trying: exact, then reproducible, then stale.
 
-    Args:
-        devices: number of ranks.
-        model: its heads and tokens bound the degrees.
-        pictures: pictures of one call; more data ranks have nothing to do.
-        guided: whether there are two branches of guidance to share.
-        size: width and height in pixels; None: the model's own.
+    Degrees are bounded by the model's heads and tokens, the pictures of one call, and whether there are two branches
+    of guidance to share. The size is in pixels, width and height; None: the model's own.
     """
-    found: list[ParallelConfig] = []
     degrees = [degree for degree in range(1, devices + 1) if devices % degree == 0]
+    most = {"data": pictures, "cfg": 2 if guided else 1, "tensor": model.heads or 1}
 
     def offer(**settings: Any) -> None:
-        try:
+        with suppress(ConfigError):
             config = ParallelConfig(**settings)
             check_config(config, model, devices, size)
-        except ConfigError:
-            return
-        if config.data <= pictures and config.cfg <= (2 if guided else 1) and config.tensor <= (model.heads or 1):
-            found.append(config)
+            offered.append(config)
 
-    def grids(*axes: str) -> Iterator[dict[str, int]]:
-        for chosen in product(*(degrees for _ in axes)):
-            settings = dict(zip(axes, chosen, strict=True))
-            if prod(chosen) == devices:
-                yield settings
+    def grids(*axes: str) -> list[dict[str, int]]:
+        """Degrees that multiply to the number of devices, the simplest first."""
+        chosen = (degrees if axis not in most else [d for d in degrees if d <= most[axis]] for axis in axes)
+        some = [dict(zip(axes, grid, strict=True)) for grid in product(*chosen) if prod(grid) == devices]
+        return sorted(some, key=lambda grid: (sum(d > 1 for d in grid.values()), [-d for d in grid.values()]))
 
-    for grid in sorted(grids("ulysses", "ring", "cfg", "data", "tensor"), key=_simple_first):
+    offered: list[ParallelConfig] = []
+    for grid in grids("ulysses", "ring", "cfg", "data", "tensor"):
         offer(**grid)
-    for grid in sorted(grids("ulysses", "ring", "cfg", "data"), key=_simple_first):
+    for grid in grids("ulysses", "ring", "cfg", "data"):
         offer(**grid, reproducible=True)
-    for grid in sorted(grids("ring", "cfg", "data"), key=_simple_first):
-        if grid["ring"] > 1:
-            offer(**grid, exchange="displaced")
-            offer(**grid, exchange="naive")
-    for grid in sorted(grids("pipe", "ulysses", "cfg"), key=_simple_first):
+    for grid in grids("ring", "cfg", "data"):
+        for exchange in ("displaced", "naive") if grid["ring"] > 1 else ():
+            offer(**grid, exchange=exchange)
+    for grid in grids("pipe", "ulysses", "cfg"):
         if grid["pipe"] > 1:
             offer(**grid)
-    return found
-
-
-def _simple_first(grid: dict[str, int]) -> tuple[int, list[int]]:
-    return sum(degree > 1 for degree in grid.values()), [-degree for degree in grid.values()]
+    return offered
 
 
 # --------------------------------------------------------------------------------------------------
@@ -121,7 +94,7 @@ def _simple_first(grid: dict[str, int]) -> tuple[int, list[int]]:
 
 @dataclass(frozen=True)
 class Began:
-    """A run begins: of one device or of a configuration, watched or against the clock."""
+    """A run begins: of one device or of a configuration, recorded or against the clock."""
 
     what: str
 
@@ -133,10 +106,10 @@ class Run:
     Attributes:
         pictures: float32 (B, H, W, C) from 0 to 1, one array for each call; of rank 0 only.
         digests: of every call's pictures on this rank.
-        seconds: time that the calls took unwatched.
-        repeats: whether the watched and the unwatched run gave the same bits.
-        sent: bytes this rank sent in the unwatched run, by axis.
-        parts, unknown: what the watched run found, when it was compared.
+        seconds: time that the calls took unrecorded.
+        repeats: whether the recorded and the unrecorded run gave the same bits.
+        sent: bytes this rank sent in the unrecorded run, by axis.
+        parts, unknown: results of the comparison, when there was one.
         stride: every so manieth channel is in the trace, when one was written.
         refused: why this configuration cannot run, if it cannot.
     """
@@ -201,8 +174,7 @@ def run_tasks(job: Job, tasks: Sequence[Task], *, report: Report | None = None) 
     from ...comm.mesh import Mesh
     from ...engine import parallelize, restore
 
-    grouped = dist.is_available() and dist.is_initialized()
-    rank = dist.get_rank() if grouped else 0
+    rank = dist.get_rank() if dist.is_initialized() else 0
     device = device_of_rank()
     pipe = load(job, device)
     runs = []
@@ -222,63 +194,59 @@ def run_tasks(job: Job, tasks: Sequence[Task], *, report: Report | None = None) 
                 continue
         if report is not None and rank == 0:
             report(Began(name_of(task.config)))
-        runs.append(_run(job, pipe, task, rank, grouped))
-        if task.config is not None:
-            restore(pipe)
+        runs.append(_run(job, pipe, task, rank))
         if mesh is not None:
+            restore(pipe)
             mesh.close()
     return runs
 
 
-def _run(job: Job, pipe: Any, task: Task, rank: int, grouped: bool) -> Run:
-    """Watched, then against the clock."""
+def _run(job: Job, pipe: Any, task: Task, rank: int) -> Run:
+    """Recorded, then against the clock."""
     import torch.distributed as dist
 
+    from ...core.digests import digest
     from ...engine import engine_of
     from .tracing import Recorder, Trace, TraceComparer, TraceWriter
 
     steps = call_arguments(job, pipe, 0)["num_inference_steps"]
-    with ExitStack() as files:
-        if task.writes:
-            # Guidance calls the transformer once or twice a step.
-            sink: Any = TraceWriter(task.trace, task.budget, steps * len(job.prompts) * 2)
-            files.callback(sink.close)
-        else:
-            sink = TraceComparer(Trace(task.trace), rank)
-        try:
-            with Recorder(pipe, sink) as recorder:
-                watched = [_draw(job, pipe, number, recorder) for number in range(job.calls)]
-        except OSError as error:
-            if error.errno != ENOSPC:
-                raise
-            files.pop_all()
-            raise InputError(
-                f"no space is left in {str(Path(task.trace).parent)!r} for what one device computes; name another "
-                "folder with --trace-dir, or keep less with --trace-gb"
-            ) from error
-    traffic = engine_of(pipe).mesh.traffic if task.config is not None else None
-    if traffic is not None:
-        traffic.reset()
-    if grouped:
+    if task.writes:
+        # Guidance calls the transformer once or twice a step.
+        sink: Any = TraceWriter(task.trace, task.budget, steps * len(job.prompts) * 2)
+    else:
+        sink = TraceComparer(Trace(task.trace), rank)
+    try:
+        with Recorder(pipe, sink) as recorder:
+            recorded = [_generate(job, pipe, number, recorder) for number in range(job.calls)]
+    except OSError as error:
+        if error.errno != ENOSPC:
+            raise
+        raise InputError(
+            f"no space is left in {str(Path(task.trace).parent)!r} for what one device computes; name another "
+            "folder with --trace-dir, or keep less with --trace-gb"
+        ) from error
+    traffic = engine_of(pipe).mesh.traffic if task.config is not None else Traffic()
+    traffic.reset()
+    if dist.is_initialized():
         # The clock starts when all are here.
         dist.barrier()
     started = time.perf_counter()
-    pictures = [_draw(job, pipe, number) for number in range(job.calls)]
+    pictures = [_generate(job, pipe, number) for number in range(job.calls)]
     seconds = time.perf_counter() - started
-    digests = tuple(map(metrics.digest, pictures))
+    digests = tuple(map(digest, pictures))
     return Run(
         pictures=tuple(pictures) if rank == 0 else (),
         digests=digests,
         seconds=seconds,
-        repeats=digests == tuple(map(metrics.digest, watched)),
-        sent=dict(traffic.bytes_sent) if traffic is not None else {},
+        repeats=digests == tuple(map(digest, recorded)),
+        sent=dict(traffic.bytes_sent),
         parts=() if task.writes else tuple(sink.parts),
         unknown=() if task.writes else tuple(sink.unknown),
         stride=(sink.stride or 1) if task.writes else 1,
     )
 
 
-def _draw(job: Job, pipe: Any, number: int, recorder: Recorder | None = None) -> np.ndarray:
+def _generate(job: Job, pipe: Any, number: int, recorder: Recorder | None = None) -> np.ndarray:
     """The pictures of one prompt, before they are rounded to 8 bits."""
     if recorder is not None:
         recorder.begin(number)

@@ -1,7 +1,8 @@
-"""What is said about a configuration, from what its ranks found."""
+"""Verdicts on configurations, from the runs of their ranks."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
@@ -12,7 +13,9 @@ from ...config import ParallelConfig
 from ...core.files import finite
 from ...generate.job import Job
 from ...quality import metrics
-from .runs import Promise, Run, name_of, promise_of, reference_of
+from ...recipe import promise_of
+from ...strategies.base import Promise
+from .runs import Run, name_of, reference_of
 from .tracing import SCHEDULER, Compared, Trace, merge
 
 # Largest relative difference of latents and pictures that rounding explains, by type of the weights. Measured with the
@@ -22,15 +25,12 @@ TOLERANCES = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 
 @dataclass(frozen=True)
-class Found:
+class Divergence:
     """The first place where a configuration differs from one device.
 
     Attributes:
         picture: number of the prompt, from 1.
-        step, call: denoising step, and the transformer's call within it, from 1; step 0 is what the first step starts
-            from; call 0 belongs to the scheduler.
-        block: path of the block, or ``"scheduler"``.
-        tensor: the stream, or ``"prediction"`` or ``"latents"``.
+        step, call, block, tensor: as in `Spot`; the block is its path.
         token: first token of it that differs, in the scheduler's tensors the first row of values.
         ranks: who computed what differs.
         error, largest: relative and absolute difference.
@@ -71,26 +71,21 @@ class Verdict:
     """A configuration against one device.
 
     Attributes:
-        config: in words; settings: as given to `ParallelConfig`.
-        devices: number of ranks.
-        reference: what it was compared with, in words.
-        promise: what it promises (`promise_of`).
+        config, reference: in words; settings: as given to `ParallelConfig`.
+        promise: of its strategies, see `ditmesh.recipe.promise_of`.
         tolerance: what it was judged by; None: not judged.
         passed: whether it kept its promise, or the tolerance; a refused one has not failed.
         refused: why it could not run, if it could not.
-        equal: pictures and all of the scheduler's tensors have the same bits as on one device.
-        blocks_equal: so have all blocks.
+        equal: pictures and all of the scheduler's tensors have the same bits as on one device; blocks_equal: so have
+            all blocks.
         seen: share of the trace that was compared.
         repeats: two runs of it gave the same bits.
         error: what is judged: the largest of the relative differences of latents (any step) and pictures.
-        largest, mean, psnr, ssim, perceptual: of the worst picture; see `quality.metrics.Difference`.
-        pictures: the same for every picture.
+        largest, mean, psnr, ssim, perceptual: of the worst picture; pictures: the same for every picture.
         latents: relative difference of the last step's latents.
-        seconds, one_device_seconds: unwatched, without loading.
-        bytes_sent: by axis, all ranks together, in the unwatched run.
+        seconds, one_device_seconds: unrecorded, without loading; bytes_sent: then, by axis, all ranks together.
         first_bit, first_beyond: where it first differs at all, and beyond the tolerance.
-        growth: difference per step.
-        heat: largest relative difference by block and step, over all prompts and streams.
+        growth: difference per step; heat: the largest by block and step, over all prompts and streams.
     """
 
     config: str
@@ -116,8 +111,8 @@ class Verdict:
     seconds: float = 0.0
     one_device_seconds: float = 0.0
     bytes_sent: dict[str, int] = field(default_factory=dict)
-    first_bit: Found | None = None
-    first_beyond: Found | None = None
+    first_bit: Divergence | None = None
+    first_beyond: Divergence | None = None
     growth: tuple[Step, ...] = ()
     heat: dict[str, dict[int, float]] = field(default_factory=dict)
 
@@ -152,18 +147,15 @@ def judge(
     tolerance: float | None = None,
     perceptual: bool = False,
 ) -> Verdict:
-    """Put together what all ranks found about one configuration.
+    """The verdict on a configuration, from the runs of all its ranks.
 
     Args:
-        job: what was drawn.
-        config: the configuration.
+        job, config: what was generated, and how.
         runs: every rank's, in rank order.
-        alone: the one device's.
-        trace: folder of its trace.
+        alone, trace: the one device's run, and the folder of its trace.
         tolerance: largest relative difference allowed; None: that of `TOLERANCES`, and none for stale strategies.
         perceptual: measure the learned perceptual distance too, where its weights are.
     """
-    reference = reference_of(config)
     promise = promise_of(config)
     if tolerance is None and promise == "tolerance":
         tolerance = TOLERANCES[job.dtype]
@@ -171,7 +163,7 @@ def judge(
         config=name_of(config),
         settings=config.model_dump(mode="json"),
         devices=config.world_size,
-        reference=name_of(reference),
+        reference=name_of(reference_of(config)),
         promise=promise,
         tolerance=tolerance,
         passed=True,
@@ -179,8 +171,7 @@ def judge(
     )
     if verdict.refused:
         return verdict
-    opened = Trace(trace)
-    compared = merge(opened, [part for run in runs for part in run.parts])
+    compared = merge(Trace(trace), [part for run in runs for part in run.parts])
     pictures = tuple(
         metrics.compare(ours, theirs, perceptual)
         for mine, whole in zip(runs[0].pictures, alone.pictures, strict=True)
@@ -188,36 +179,28 @@ def judge(
     )
     states = [one for one in compared if one.spot.path == SCHEDULER]
     latents = [one for one in states if one.spot.tensor == "latents"]
-    unknown = {spot for run in runs for spot in run.unknown}
     agreed = all(run.digests == runs[0].digests for run in runs)
-    equal = agreed and all(picture.equal for picture in pictures) and all(one.equal for one in states)
+    equal = agreed and all(one.equal for one in (*pictures, *states))
     error = max([one.error for one in latents] + [picture.largest for picture in pictures] + [0.0 if agreed else inf])
-    passed = equal if promise == "bits" else tolerance is None or error <= tolerance
-    last = [one.error for one in latents if one.spot.step == max(other.spot.step for other in latents)]
-    learned = [picture.perceptual for picture in pictures if picture.perceptual is not None]
-    sent: dict[str, int] = {}
-    for run in runs:
-        for axis, count in run.sent.items():
-            sent[axis] = sent.get(axis, 0) + count
+    last = max((one.spot.step for one in latents), default=0)
     beyond = tolerance if tolerance is not None else TOLERANCES[job.dtype]
+    sent: Counter[str] = Counter()
+    for run in runs:
+        sent.update(run.sent)
     return replace(
         verdict,
-        passed=passed,
+        **_worst(pictures),
+        passed=equal if promise == "bits" else tolerance is None or error <= tolerance,
         equal=equal,
-        blocks_equal=all(one.equal for one in compared) and not unknown,
+        blocks_equal=all(one.equal for one in compared) and not any(run.unknown for run in runs),
         seen=sum(one.seen for one in compared) / len(compared) if compared else 0.0,
         repeats=all(run.repeats for run in runs),
         error=error,
-        largest=max(picture.largest for picture in pictures),
-        mean=max(picture.mean for picture in pictures),
-        psnr=min((picture.psnr for picture in pictures if picture.psnr is not None), default=None),
-        ssim=min(picture.ssim for picture in pictures),
-        perceptual=max(learned, default=None),
         pictures=pictures,
-        latents=max(last, default=None),
+        latents=max((one.error for one in latents if one.spot.step == last), default=None),
         seconds=max(run.seconds for run in runs),
         one_device_seconds=alone.seconds,
-        bytes_sent=sent,
+        bytes_sent=dict(sent),
         first_bit=_first(compared, lambda one: not one.equal),
         first_beyond=_first(compared, lambda one: not one.error <= beyond),
         growth=_growth(compared),
@@ -225,32 +208,32 @@ def judge(
     )
 
 
-def _first(compared: Sequence[Compared], differs: Callable[[Compared], bool]) -> Found | None:
-    for one in compared:
-        if differs(one):
-            spot = one.spot
-            return Found(
-                spot.request + 1,
-                spot.step,
-                spot.call,
-                spot.path,
-                spot.tensor,
-                one.token,
-                one.ranks,
-                one.error,
-                one.largest,
-            )
-    return None
+def _worst(pictures: Sequence[metrics.Difference]) -> dict[str, float | None]:
+    """The worst value of each measure, where it was measured; equal pictures have no PSNR."""
+    worst = {"largest": max, "mean": max, "psnr": min, "ssim": min, "perceptual": max}
+    return {
+        name: of((value for one in pictures if (value := getattr(one, name)) is not None), default=None)
+        for name, of in worst.items()
+    }
+
+
+def _first(compared: Sequence[Compared], differs: Callable[[Compared], bool]) -> Divergence | None:
+    one = next(filter(differs, compared), None)
+    if one is None:
+        return None
+    spot = one.spot
+    place = (spot.request + 1, spot.step, spot.call, spot.path, spot.tensor)
+    return Divergence(*place, one.token, one.ranks, one.error, one.largest)
 
 
 def _growth(compared: Sequence[Compared]) -> tuple[Step, ...]:
     kinds = ("latents", "prediction", "blocks")
-    errors: dict[int, dict[str, float]] = {}
+    steps: dict[int, dict[str, float]] = {}
     for one in compared:
-        step = errors.setdefault(one.spot.step, dict.fromkeys(kinds, 0.0))
+        errors = steps.setdefault(one.spot.step, dict.fromkeys(kinds, 0.0))
         kind = "blocks" if one.spot.call else one.spot.tensor
-        step[kind] = max(step[kind], one.error)
-    return tuple(Step(step, **found) for step, found in sorted(errors.items()) if step > 0)
+        errors[kind] = max(errors[kind], one.error)
+    return tuple(Step(step, **errors) for step, errors in sorted(steps.items()) if step > 0)
 
 
 def _heat(compared: Sequence[Compared]) -> dict[str, dict[int, float]]:
