@@ -33,7 +33,7 @@ from .strategies.hooks import ModelHooks
 from .strategies.pipefusion.pipeline import PipeFusion
 from .strategies.pipefusion.stages import Stages
 from .strategies.rows import BatchParallel
-from .strategies.simulated import SimulatedExact, SimulatedStale, VirtualMesh
+from .strategies.simulated import SimulatedExact, SimulatedStale, virtual_mesh
 from .strategies.stale.warmup import StaleSteps
 from .strategies.tokens import KnownForms
 
@@ -442,7 +442,7 @@ def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None
     for model in models:
         _check_backend(model)
     parameter = next(models[0].parameters(), None)
-    mesh = VirtualMesh(config, "cpu" if parameter is None else parameter.device)
+    mesh = virtual_mesh(config, "cpu" if parameter is None else parameter.device)
     pairs = [(model, layout or find_layout(model)) for model in models]
     Engine(pairs, config, mesh, owns_mesh=False, recipe=SIMULATION).open(target)
     return target

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -40,10 +40,6 @@ class StepRecord:
     predicted: float | None = None
     drift: dict[str, float] = field(default_factory=dict)
     filled: int = 0
-
-    def measured(self, blocks: Sequence[str], drifts: Sequence[float | None]) -> None:
-        """Take in the drift of every block; None where nothing was compared."""
-        self.drift = {name: drift for name, drift in zip(blocks, drifts, strict=True) if drift is not None}
 
     @property
     def mean_drift(self) -> float | None:
@@ -130,7 +126,6 @@ class WarmupControl:
         self.log = StalenessLog()
         self.decision = Decision(True, "no step has begun")
         self._given = steps
-        self._past: list[Past] = []
         self._outlook = Outlook(self._devices, share=self._share)
 
     def end_request(self, failed: bool = False) -> None:
@@ -147,9 +142,8 @@ class WarmupControl:
             self._send()
             self._receive(0)
             if self._unread:
-                totals = self.monitor.post(torch.stack(self._unread))(None)
+                self._take(self.monitor.post(torch.stack(self._unread))(None))
                 self._unread.clear()
-                self._take(totals)
 
     def synchronous(self, known: bool) -> bool:
         """Whether a call of this step is synchronous, given whether there are keys of the step before.
@@ -163,11 +157,10 @@ class WarmupControl:
         return True
 
     def filled(self) -> None:
-        """A call of this stale step was synchronous, because it had no keys of the step before."""
+        """Count a call of this stale step that was synchronous, because it had no keys of the step before."""
         self.log.steps[-1].filled += 1
 
     def _begin_step(self, _: Call) -> None:
-        """A step begins: decide."""
         reads = getattr(self.policy, "reads_drift", True)
         if not self.log.steps:
             noise = even_levels(self._given) if self._given is not None else None
@@ -177,15 +170,14 @@ class WarmupControl:
             self._reads, self.monitor.active = reads, reads or self.measure_drift
         else:
             self._send()
-        self._receive(0 if not self._past or self._past[-1].synchronous else self._lag)
-        self.decision = self.policy.decide(len(self.log.steps), self._outlook, self._past)
-        self._past.append(Past(self.decision.synchronous))
-        self.log.steps.append(
-            StepRecord(len(self.log.steps), self.decision.synchronous, self.decision.reason, self.decision.predicted)
-        )
+        steps = self.log.steps
+        self._receive(0 if not steps or steps[-1].synchronous else self._lag)
+        past = [Past(record.synchronous, record.mean_drift) for record in steps]
+        made = self.decision = self.policy.decide(len(steps), self._outlook, past)
+        steps.append(StepRecord(len(steps), made.synchronous, made.reason, made.predicted))
 
     def _send(self) -> None:
-        """Tell the other ranks what was measured in the step that has run here, if the policy wants to know."""
+        """Send what was measured in the step that has run here, if the policy reads it."""
         self._sent += 1
         if not self.monitor.active:
             return
@@ -196,23 +188,22 @@ class WarmupControl:
             self._unread.append(sums)
 
     def _receive(self, under_way: int) -> None:
-        """Wait for the sums of all steps but the latest ``under_way``, and look at them."""
+        """Wait for the sums of all steps but the latest ``under_way``, and take them in."""
         while len(self._coming) > under_way:
             self._take(self._coming.popleft()(None).unsqueeze(0))
 
     def _take(self, totals: Tensor) -> None:
-        """Take the drifts of the next steps, sums of all ranks (steps, blocks, 2), into the past and the log."""
+        """Take the drifts of the next steps, sums of all ranks (steps, blocks, 2), into the log."""
         for drifts in drifts_of(totals):
-            record = self.log.steps[self._looked]
-            record.measured(self.monitor.blocks, drifts)
-            self._past[self._looked] = Past(record.synchronous, record.mean_drift)
-            self._looked += 1
+            by_block = zip(self.monitor.blocks, drifts, strict=True)
+            self.log.steps[self._taken].drift = {name: drift for name, drift in by_block if drift is not None}
+            self._taken += 1
 
     def _forget(self, timeout: timedelta | None) -> None:
         self.monitor.reset()
         self._unread.clear()
-        # Steps whose sums were sent, and looked at.
-        self._sent = self._looked = 0
+        # Steps whose sums were sent, and taken in.
+        self._sent = self._taken = 0
         self._reads = True
         while self._coming:
             self._coming.popleft()(timeout)

@@ -3,20 +3,8 @@
 A decision is a pure function of what every rank knows alike: the step, the number of steps, the devices and the
 drifts measured so far. All ranks therefore decide alike without asking one another.
 
-A policy of one's own is a frozen dataclass under a name; its fields are what stands in the parentheses::
-
-    @policy("every", "3, 1")
-    @dataclass(frozen=True)
-    class Every:
-        stride: int
-        offset: int = 0
-        reads_drift: ClassVar[bool] = False
-        needs_total: ClassVar[bool] = False
-
-        def decide(self, step, outlook, past):
-            return Decision(step % self.stride == self.offset, "its turn")
-
-    ParallelConfig(ring=2, exchange="displaced", warmup="every(4, 2)")
+A policy of one's own is a frozen dataclass under a name; its fields are what stands in the parentheses: see
+docs/extending.md.
 """
 
 from __future__ import annotations
@@ -31,9 +19,8 @@ from ..errors import ConfigError
 
 P = TypeVar("P", bound=type)
 
-# The policies by name, and how each is written.
-_POLICIES: dict[str, type] = {}
-_EXAMPLES: dict[str, tuple[str, ...]] = {}
+# The policies by name, and examples of what may stand in the parentheses.
+_POLICIES: dict[str, tuple[type, tuple[str, ...]]] = {}
 
 
 def policy(name: str, *examples: str) -> Callable[[P], P]:
@@ -49,8 +36,7 @@ def policy(name: str, *examples: str) -> Callable[[P], P]:
     """
 
     def register(cls: P) -> P:
-        _POLICIES[name] = cls
-        _EXAMPLES[name] = examples or (", ".join(field.name for field in fields(cls)),)
+        _POLICIES[name] = cls, examples or (", ".join(field.name for field in fields(cls)),)
         return cls
 
     return register
@@ -58,9 +44,13 @@ def policy(name: str, *examples: str) -> Callable[[P], P]:
 
 def forms(reads_drift: bool = True) -> str:
     """How policies are written, for messages; ``reads_drift``: those that decide by drift among them."""
-    known = [name for name, cls in _POLICIES.items() if reads_drift or not getattr(cls, "reads_drift", True)]
-    *most, last = [f"'{name}({example})'" for name in known for example in _EXAMPLES[name]]
-    return f"{', '.join(most)} or {last}" if most else last
+    *most, last = [
+        f"'{name}({example})'"
+        for name, (cls, examples) in _POLICIES.items()
+        for example in examples
+        if reads_drift or not getattr(cls, "reads_drift", True)
+    ]
+    return f"{', '.join(most)} or {last}"
 
 
 @dataclass(frozen=True)
@@ -114,10 +104,10 @@ class Past:
 class WarmupPolicy(Protocol):
     """Decides for one step at a time.
 
-    Class attributes say what it has to be told; true where there are none:
+    Class attributes say what it reads; true where there are none:
 
-    * ``reads_drift``: it looks at the drift of past steps. Else none is measured, sent or waited for.
-    * ``needs_total``: it looks at the noise levels, or at how many steps there are.
+    * ``reads_drift``: the drift of past steps. Else none is measured, sent or waited for.
+    * ``needs_total``: the noise levels, or how many steps there are.
     """
 
     def decide(self, step: int, outlook: Outlook, past: Sequence[Past]) -> Decision:
@@ -129,14 +119,19 @@ class WarmupPolicy(Protocol):
         ...
 
 
+class _ByNumber:
+    """Base of policies that read neither drift nor how many steps there are."""
+
+    reads_drift: ClassVar[bool] = False
+    needs_total: ClassVar[bool] = False
+
+
 @policy("fixed", "4")
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(_ByNumber):
     """The first ``steps`` steps. With 0 the very first step is stale with nothing to be stale on: see `displaced`."""
 
     steps: int
-    reads_drift: ClassVar[bool] = False
-    needs_total: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _require(self.steps >= 0)
@@ -147,12 +142,10 @@ class Fixed:
 
 @policy("sqrt", "2")
 @dataclass(frozen=True)
-class Sqrt:
+class Sqrt(_ByNumber):
     """The first round(base · √devices) steps: more devices see less of the picture fresh."""
 
     base: float
-    reads_drift: ClassVar[bool] = False
-    needs_total: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _require(self.base > 0)
@@ -163,12 +156,10 @@ class Sqrt:
 
 @policy("periodic", "5")
 @dataclass(frozen=True)
-class Periodic:
+class Periodic(_ByNumber):
     """Step 0 and every ``every``-th step."""
 
     every: int
-    reads_drift: ClassVar[bool] = False
-    needs_total: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _require(self.every >= 1)
@@ -187,7 +178,6 @@ class FirstLast:
     first: int
     last: int
     reads_drift: ClassVar[bool] = False
-    needs_total: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _require(min(self.first, self.last) >= 0)
@@ -228,8 +218,6 @@ class Adaptive:
 
     budget: float
     most: int | None = None
-    reads_drift: ClassVar[bool] = True
-    needs_total: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _require(self.budget > 0 and (self.most is None or self.most >= 1))
@@ -239,7 +227,7 @@ class Adaptive:
         if step == 0:
             return Decision(True, "the first step")
         noise = outlook.noise or ()
-        # A sampler that takes more steps than it has told of takes them at its last.
+        # A sampler that takes more steps than it has announced takes them at its last.
         place = [min(at, total - 1) for at in range(max(step + 1, total))]
         weights = [_weight(noise, at) * outlook.stale for at in place]
         news = [_news(noise, at) for at in place]
@@ -265,12 +253,10 @@ class Adaptive:
 
 @policy("steps", "0 1 5")
 @dataclass(frozen=True)
-class GivenSteps:
+class GivenSteps(_ByNumber):
     """Exactly these steps."""
 
     steps: frozenset[int]
-    reads_drift: ClassVar[bool] = False
-    needs_total: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _require(min(self.steps, default=0) >= 0)
@@ -301,9 +287,7 @@ def _weight(noise: Sequence[float], step: int) -> float:
 
 def _news(noise: Sequence[float], step: int) -> float:
     """The share of a step's signal-to-noise ratio that the step before did not have."""
-    if step == 0 or noise[step - 1] >= 1:
-        return 1.0
-    if noise[step] <= 0:
+    if step == 0 or noise[step - 1] >= 1 or noise[step] <= 0:
         return 1.0
     before, now = ((1 - noise[at]) / noise[at] for at in (step - 1, step))
     return max(1 - (before / now) ** 2 if now > 0 else 0.0, LEAST_NEWS)
@@ -339,7 +323,7 @@ def parse(text: str) -> WarmupPolicy:
     try:
         if match is None:
             raise ValueError("not of the form name(numbers)")
-        cls = _POLICIES[match[1]]
+        cls, _ = _POLICIES[match[1]]
         return cls(*_read(cls, match[2]))
     except (KeyError, ValueError):
         raise ConfigError(
@@ -348,11 +332,6 @@ def parse(text: str) -> WarmupPolicy:
 
 
 def _read(cls: type, text: str) -> list[Any]:
-    """The values of a policy's fields.
-
-    Raises:
-        ValueError: too many, too few, or not of the field's type.
-    """
     hints, known = get_type_hints(cls), fields(cls)
     parts = text.split(",") if text.strip() or known else []
     least = sum(field.default is MISSING and field.default_factory is MISSING for field in known)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -40,18 +41,16 @@ class Balance:
         shares: int | None = None,
         share: int | None = None,
     ) -> None:
-        self._link, self._setting = link, setting
-        self._device = torch.device(device)
-        self._measured = False
+        self._link, self._setting, self._device = link, setting, torch.device(device)
         self._shares = link.size if shares is None else shares
         self._share = link.rank if share is None else share
-        self.weights: tuple[float, ...] = setting if isinstance(setting, tuple) else (1.0,) * self._shares
-        self.wanted = setting == "auto"
+        self.forget()
 
     def forget(self) -> None:
         """Forget what was measured, on all ranks alike: the next call measures anew."""
-        if self._setting == "auto":
-            self.weights, self._measured, self.wanted = (1.0,) * self._shares, False, True
+        equal = (1.0,) * self._shares
+        self.weights: tuple[float, ...] = self._setting if isinstance(self._setting, tuple) else equal
+        self._measured, self.wanted = False, self._setting == "auto"
 
     def measure(self, work: Callable[[], Any]) -> None:
         """Time ``work``, which is as much on every rank, and set the weights. A collective call."""
@@ -64,8 +63,8 @@ class Balance:
         all tokens about.
         """
         mine = torch.tensor([[self._share, 1 / seconds]], dtype=torch.float64, device=self._device)
-        found = self._link.all_gather(mine, (1,) * self._link.size, dim=0).tolist()
-        speeds = [min(speed for share, speed in found if int(share) == number) for number in range(self._shares)]
+        measured = self._link.all_gather(mine, (1,) * self._link.size, dim=0).tolist()
+        speeds = [min(speed for share, speed in measured if int(share) == number) for number in range(self._shares)]
         fresh = [speed / sum(speeds) for speed in speeds]
         if self._measured:
             fresh = mixed(fresh, self.weights)
@@ -84,15 +83,12 @@ def median_seconds(work: Callable[[], Any], device: torch.device | str) -> float
 
     The median: a speed that lasts counts, not the best moment nor the worst.
     """
-    work()
-    return statistics.median(_seconds(work, torch.device(device)) for _ in range(RUNS))
-
-
-def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    wait = partial(torch.cuda.synchronize, device) if torch.device(device).type == "cuda" else lambda: None
+    seconds = []
+    for _ in range(1 + RUNS):
+        wait()
+        start = time.perf_counter()
+        work()
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])

@@ -26,13 +26,13 @@ Promise = Literal["bits", "tolerance", "none"]
 
 
 class Parts:
-    """What strategies leave for one another, found by type."""
+    """Objects that strategies share with one another, by type."""
 
     def __init__(self) -> None:
         self._parts: list[Any] = []
 
     def add(self, part: T) -> T:
-        """Leave ``part`` for those that come later; returns it."""
+        """Add ``part`` for the strategies after this one; returns it."""
         self._parts.append(part)
         return part
 
@@ -94,7 +94,7 @@ class Request:
 
     Attributes:
         pipe: the pipeline; None for a bare transformer.
-        steps: number of denoising steps, where somebody has told; some warm-up policies want to know.
+        steps: number of denoising steps, if known; some warm-up policies need it.
     """
 
     pipe: Any = None

@@ -7,62 +7,69 @@ summed over the ranks before it is compared, so that the decision is one device'
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..comm import Link
 from ..config import ParallelConfig
 from ..core.patching import Patch, Proceed
 from ..errors import InputError
-from .base import Strategy
+from .base import Context, Strategy
+
+# The method of a First Block Cache's hook that decides.
+DECIDE = "_should_compute_remaining_blocks"
 
 
-class AgreedCaches:
-    """Watches for First Block Cache hooks on a transformer's blocks and makes their decisions common.
+def diffusers_hooks(module: nn.Module) -> Mapping[str, Any]:
+    """diffusers' hooks on a module, by name."""
+    return getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
 
-    `begin_call` looks for hooks before every run of the transformer, so a cache may be enabled before or
-    after `parallelize`, and changed between requests.
 
-    Args:
-        model: the transformer.
-        link: all ranks. Those that share rows must agree as well as those that share tokens, since one device
-            decides for the whole batch; those that share weights add the same numbers again, which leaves the
-            ratio as it is.
+class Caches(Strategy):
+    """diffusers' caches of every transformer, deciding together.
+
+    Ranks that share rows must agree as well as those that share tokens, since one device decides for the whole batch;
+    those that share weights add the same numbers again, which leaves the ratio as it is.
     """
 
-    def __init__(self, model: nn.Module, link: Link) -> None:
-        self._model = model
-        self._link = link
-        self._replaced: list[tuple[Any, Patch]] = []
+    name = "caches"
 
-    def begin_call(self) -> None:
-        """Attach to hooks that are new."""
-        if self._link.size == 1 or not getattr(self._model, "is_cache_enabled", True):
-            return
-        known = [hook for hook, _ in self._replaced]
-        for hook in _first_block_hooks(self._model):
-            if all(hook is not other for other in known):
-                self._replaced.append((hook, self._agreeing(hook)))
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._agreeing: list[tuple[Any, Patch]] = []
 
-    def around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
-        """A layer of the model's forward that looks for hooks before each call."""
-        self.begin_call()
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        return config.world_size > 1
+
+    def apply(self, undo: ExitStack) -> None:
+        undo.callback(self._close)
+        for model in self.context.models:
+            undo.callback(model.chain.add(partial(self._around_call, model.model)))
+
+    def _close(self) -> None:
+        while self._agreeing:
+            self._agreeing.pop()[1].undo()
+
+    def _around_call(self, model: nn.Module, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        # A cache may be enabled before or after `parallelize`, and changed between requests.
+        if self.context.mesh.world.size > 1 and getattr(model, "is_cache_enabled", True):
+            for hook in _hooks_of(model):
+                if hasattr(hook, DECIDE) and all(hook is not other for other, _ in self._agreeing):
+                    self._agreeing.append((hook, self._agree(hook)))
         return proceed(*args, **kwargs)
 
-    def close(self) -> None:
-        """Give every hook its own decision back."""
-        while self._replaced:
-            self._replaced.pop()[1]()
-
-    def _agreeing(self, hook: Any) -> Patch:
+    def _agree(self, hook: Any) -> Patch:
         if not hasattr(hook, "state_manager") or not hasattr(hook, "threshold"):
             raise InputError(
                 f"this diffusers' {type(hook).__name__} decides in a way ditmesh does not know; disable the cache "
                 "or use one rank per sequence"
             )
+        link = self.context.mesh.world
 
         def decide(residual: Tensor) -> bool:
             state = hook.state_manager.get_state()
@@ -72,57 +79,29 @@ class AgreedCaches:
             sums = torch.stack(
                 [(residual - before).abs().sum(dtype=torch.float64), before.abs().sum(dtype=torch.float64)]
             )
-            parts = self._link.all_gather(sums.unsqueeze(0), (1,) * self._link.size, dim=0)
+            parts = link.all_gather(sums.unsqueeze(0), (1,) * link.size, dim=0)
             change, size = parts.sum(dim=0).tolist()
             return change / size > hook.threshold
 
-        return Patch(hook, "_should_compute_remaining_blocks", decide)
+        return Patch(hook, DECIDE, decide)
+
+    def forget(self) -> None:
+        # What a request that was broken off has left in diffusers' caches.
+        for model in self.context.models:
+            cached: Any = model.model
+            if getattr(cached, "is_cache_enabled", False):
+                _reset(cached)
 
 
-def _first_block_hooks(model: nn.Module) -> list[Any]:
-    found = []
-    for module in model.modules():
-        registry = getattr(module, "_diffusers_hook", None)
-        hooks = getattr(registry, "hooks", {})
-        found += [hook for hook in hooks.values() if hasattr(hook, "_should_compute_remaining_blocks")]
-    return found
+def _hooks_of(model: nn.Module) -> list[Any]:
+    return [hook for module in model.modules() for hook in diffusers_hooks(module).values()]
 
 
 def _reset(model: Any) -> None:
     """Empty a model's caches. A call may be in progress: which of a pipeline's calls it is stays known."""
-    managers = [
-        hook.state_manager
-        for module in model.modules()
-        for hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}).values()
-        if hasattr(hook, "state_manager")
-    ]
+    managers = [hook.state_manager for hook in _hooks_of(model) if hasattr(hook, "state_manager")]
     contexts = [getattr(manager, "_context", None) for manager in managers]
     model._reset_stateful_cache()
     for manager, context in zip(managers, contexts, strict=True):
         if context is not None:
             manager.set_context(context)
-
-
-class Caches(Strategy):
-    """diffusers' caches of every transformer, deciding together."""
-
-    name = "caches"
-
-    @classmethod
-    def wanted(cls, config: ParallelConfig) -> bool:
-        """See `Strategy.wanted`."""
-        return config.world_size > 1
-
-    def apply(self, undo: ExitStack) -> None:
-        """See `Strategy.apply`."""
-        for model in self.context.models:
-            caches = AgreedCaches(model.model, self.context.mesh.world)
-            undo.callback(caches.close)
-            undo.callback(model.chain.add(caches.around_call))
-
-    def forget(self) -> None:
-        """See `Strategy.forget`: what a request that was broken off has left in diffusers' caches."""
-        for model in self.context.models:
-            cached: Any = model.model
-            if getattr(cached, "is_cache_enabled", False):
-                _reset(cached)

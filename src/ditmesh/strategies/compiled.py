@@ -32,18 +32,11 @@ def compile_blocks(model: nn.Module, layout: TokenLayout, backend: str) -> Calla
     known = torch.compiler.list_backends(None)
     if backend not in known:
         raise InputError(f"compile={backend!r} is not a backend of torch.compile here; use one of {', '.join(known)}")
-    undo: list[Callable[[], None]] = []
+    undo = ExitStack()
     for region in layout.regions:
-        blocks = model.get_submodule(region.blocks)
-        for block in blocks.children():
-            compiled = torch.compile(block.forward, backend=backend, fullgraph=True)
-            undo.append(Patch(block, "forward", compiled))
-
-    def restore() -> None:
-        while undo:
-            undo.pop()()
-
-    return restore
+        for block in model.get_submodule(region.blocks).children():
+            undo.callback(Patch(block, "forward", torch.compile(block.forward, backend=backend, fullgraph=True)))
+    return undo.close
 
 
 class CompiledBlocks(Strategy):
@@ -53,11 +46,9 @@ class CompiledBlocks(Strategy):
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
-        """See `Strategy.wanted`."""
         return config.compile is not None
 
     def apply(self, undo: ExitStack) -> None:
-        """See `Strategy.apply`."""
         assert self.context.config.compile is not None
         for model in self.context.models:
             undo.callback(compile_blocks(model.model, model.layout, self.context.config.compile))

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..errors import LayoutError
 from ..layout import Attention
+from .caches import diffusers_hooks
 from .hooks import BlockSite
 
 
@@ -35,25 +36,25 @@ class Coverage:
         Raises:
             LayoutError: fewer than it has computed.
         """
-        if made < len(planned):
-            self._check_fewer(site, planned, made)
-        elif site.path not in self._covered:
-            self._covered[site.path] = _processors(site, self._blocks[site.path])
-
-    def _check_fewer(self, site: BlockSite, planned: Sequence[Attention], made: int) -> None:
+        if made >= len(planned):
+            if site.path not in self._covered:
+                self._covered[site.path] = _processors(site, self._blocks[site.path])
+            return
         if not any(call.keys for call in planned):
             return
         block = self._blocks[site.path]
         known = self._covered.get(site.path)
         if known is not None and made >= len(known) - 1 > 0:
             return
-        found = _processors(site, block)
-        least = max(1, min(len(found) - 1, len(planned)))
+        processors = _processors(site, block)
+        least = max(1, min(len(processors) - 1, len(planned)))
         if made >= least:
-            self._covered.setdefault(site.path, found)
+            self._covered.setdefault(site.path, processors)
             return
-        if known is not None and _hooked(block) and len(known) == len(found):
-            same = (a[0] is b[0] and a[1] == b[1] for a, b in zip(known, found, strict=True))
+        # Some of diffusers' hooks leave a module out.
+        hooked = any(diffusers_hooks(module) for module in block.modules())
+        if known is not None and hooked and len(known) == len(processors):
+            same = (a[0] is b[0] and a[1] == b[1] for a, b in zip(known, processors, strict=True))
             if all(same):
                 return
         raise LayoutError(
@@ -70,10 +71,5 @@ def _processors(site: BlockSite, block: nn.Module) -> list[tuple[Any, Any]]:
 
     leaves = {leaf.module for leaf in site.region.leaves}
     processors = [getattr(module, "processor", None) for name, module in block.named_modules() if name not in leaves]
-    found = [(one, getattr(one, "_attention_backend", None)) for one in processors if one is not None]
-    return [*found, (None, _AttentionBackendRegistry.get_active_backend()[0])]
-
-
-def _hooked(block: nn.Module) -> bool:
-    """Whether diffusers' hooks, of which some leave a module out, are on a block."""
-    return any(getattr(getattr(m, "_diffusers_hook", None), "hooks", None) for m in block.modules())
+    with_backend = [(one, getattr(one, "_attention_backend", None)) for one in processors if one is not None]
+    return [*with_backend, (None, _AttentionBackendRegistry.get_active_backend()[0])]

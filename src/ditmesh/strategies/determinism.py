@@ -28,40 +28,42 @@ def deterministic(device: torch.device | str) -> Iterator[None]:
     Args:
         device: where the work is done.
     """
-    device = torch.device(device)
     os.environ.setdefault(CUBLAS, ":4096:8")
-    threads = torch.get_num_threads()
-    was_deterministic = torch.are_deterministic_algorithms_enabled()
-    was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
-    was_filling = torch.utils.deterministic.fill_uninitialized_memory  # pyright: ignore[reportAttributeAccessIssue]
     # torch gives this module another class at import, which type checkers do not see.
     cudnn: Any = torch.backends.cudnn
     matmul = torch.backends.cuda.matmul
-    before = (cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32)
-    half = (matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction)
-    try:
+    with ExitStack() as undo:
+        for owner, name, value in (
+            (cudnn, "deterministic", True),
+            (cudnn, "benchmark", False),
+            (cudnn, "allow_tf32", False),
+            (matmul, "allow_tf32", False),
+            (matmul, "allow_fp16_reduced_precision_reduction", False),
+            (matmul, "allow_bf16_reduced_precision_reduction", False),
+            # Filling new memory finds bugs that read it before it is written; it costs time and changes no result.
+            (torch.utils.deterministic, "fill_uninitialized_memory", False),
+        ):
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        undo.callback(
+            torch.use_deterministic_algorithms,
+            torch.are_deterministic_algorithms_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
         torch.use_deterministic_algorithms(True)
-        # Filling new memory finds bugs that read it before it is written; it costs time and changes no result.
-        torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-        cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = True, False, False, False
-        matmul.allow_fp16_reduced_precision_reduction = False
-        matmul.allow_bf16_reduced_precision_reduction = False
-        if device.type == "cpu":
-            if threads != 1:
-                torch.set_num_threads(1)
-            yield
+        if torch.device(device).type == "cpu":
+            undo.callback(_set_threads, torch.get_num_threads())
+            _set_threads(1)
         else:
             # Flash where the dtype allows it, else the kernel that takes everything: which one depends on shapes
             # and dtypes alone, and those are fixed.
-            with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
-                yield
-    finally:
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(was_deterministic, warn_only=was_warning)
-        torch.utils.deterministic.fill_uninitialized_memory = was_filling  # pyright: ignore[reportAttributeAccessIssue]
-        cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = before
-        matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction = half
+            undo.enter_context(sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True))
+        yield
+
+
+def _set_threads(threads: int) -> None:
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 def settings() -> dict[str, bool | int | str]:
@@ -87,11 +89,9 @@ class FixedArithmetic(Strategy):
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
-        """See `Strategy.wanted`."""
         return config.reproducible
 
     def apply(self, undo: ExitStack) -> None:
-        """See `Strategy.apply`."""
         for model in self.context.models:
             undo.callback(model.chain.add(self._around_call))
 
@@ -100,11 +100,9 @@ class FixedArithmetic(Strategy):
             return proceed(*args, **kwargs)
 
     def begin_request(self, request: Request) -> None:
-        """See `Strategy.begin_request`."""
         self._request.close()
         if request.pipe is not None:
             self._request.enter_context(deterministic(self.context.mesh.device))
 
     def end_request(self, failed: bool) -> None:
-        """See `Strategy.end_request`."""
         self._request.close()

@@ -23,7 +23,7 @@ def heads_of(model: nn.Module) -> int | None:
 def check_heads(config: ParallelConfig, heads: int | None, model: str) -> None:
     """Refuse more tensor ranks than heads, and more Ulysses ranks than a tensor rank has heads.
 
-    Does nothing when the number of heads is not known; the first attention call looks again.
+    Does nothing when the number of heads is not known; the first attention call checks again.
 
     Raises:
         ConfigError: naming both and the way out.
@@ -38,14 +38,9 @@ def check_heads(config: ParallelConfig, heads: int | None, model: str) -> None:
     # Uneven cuts leave the last rank with the fewest heads.
     local = heads // config.tensor
     if config.ulysses > local:
-        divisors = [d for d in range(1, local + 1) if local % d == 0 and config.sequence % d == 0]
-        best = divisors[-1]
-        whose = (
-            f"{local} attention heads that tensor={config.tensor} leaves a rank"
-            if config.tensor > 1
-            else (f"{heads} attention heads")
-        )
+        best = max(d for d in range(1, local + 1) if local % d == 0 and config.sequence % d == 0)
+        left = f" that tensor={config.tensor} leaves a rank" if config.tensor > 1 else ""
         raise ConfigError(
-            f"ulysses={config.ulysses} is more than the {whose} of {model}; "
+            f"ulysses={config.ulysses} is more than the {local} attention heads{left} of {model}; "
             f"use ulysses={best} with ring={config.sequence // best}"
         )

@@ -84,19 +84,15 @@ class Handler(intercept.AttentionHandler, Protocol):
 
     def begin_call(self) -> None:
         """The transformer's own forward is about to run."""
-        ...
 
     def end_call(self) -> None:
         """The transformer's own forward has returned."""
-        ...
 
     def before_block(self, site: BlockSite, arguments: Arguments) -> None:
         """A block is about to run; ``arguments`` may be changed."""
-        ...
 
     def after_block(self, site: BlockSite, output: Any) -> Any:
         """A block has returned ``output``; returns what the model is to see."""
-        ...
 
     def pieces(self, site: BlockSite, output: Any) -> Iterable[Piece]:
         """What a block's output, before `after_block`, holds of each stream."""
@@ -122,9 +118,8 @@ class ModelHooks:
         fixed: what is set up by this layout, as in `Forms`.
 
     Attributes:
-        tap: is shown what every block returns; None: nobody looks.
+        tap: is called with what every block returns, if there is one.
         layout: that of the latest call.
-        followers: are told the layout of every call before it runs.
 
     Raises:
         LayoutError: a block list of the layout is not in the model.
@@ -137,10 +132,8 @@ class ModelHooks:
         self.layout = layout
         self.handler = handler
         self.tap: Tap | None = None
-        self.followers: list[Callable[[TokenLayout], None]] = []
         self._names = parameter_names(type(model).forward)
         self._undo = ExitStack()
-        lists = [(region, _blocks(model, region)) for region in layout.regions]
         intercept.install()
         # Also for a model that was dropped without `close`.
         self._undo.callback(weakref.finalize(self, intercept.uninstall))
@@ -149,9 +142,8 @@ class ModelHooks:
             self._forms = Forms(layout, partial(probe, model), fixed)
             self._of: dict[int, dict[str, BlockSite]] = {}
             self._sites = self._sites_of(layout)
-            for region, blocks in lists:
-                for index, block in enumerate(blocks):
-                    self._hook(block, self._sites[f"{region.blocks}.{index}"])
+            for path, site in self._sites.items():
+                self._hook(model.get_submodule(path), site)
         except BaseException:
             self.close()
             raise
@@ -207,10 +199,10 @@ class ModelHooks:
         return output
 
     def around_whole_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
-        """A layer that looks at a call before anything shares it out, where tokens are cut.
+        """A layer around a whole call, before rows and tokens are shared out.
 
         Arguments that the layout does not cover are refused, and a call of a form that a probed layout is not of is
-        looked at anew.
+        probed.
         """
         arguments = Arguments(self._names, args, kwargs)
         for path, reason in self.layout.refused.items():
@@ -221,8 +213,6 @@ class ModelHooks:
                 )
         self.layout = self._forms.layout_of(arguments)
         self._sites = self._sites_of(self.layout)
-        for follow in self.followers:
-            follow(self.layout)
         return proceed(*args, **kwargs)
 
     def _sites_of(self, layout: TokenLayout) -> dict[str, BlockSite]:
@@ -230,30 +220,28 @@ class ModelHooks:
         if id(layout) in self._of:
             return self._of[id(layout)]
         sites: dict[str, BlockSite] = {}
-        names = [region.blocks for region in layout.regions]
-        for position, region in enumerate(layout.regions):
-            blocks = _blocks(self.model, region)
-            feeds_next = position + 1 < len(names) and layout.regions[position + 1].chained
-            opens = not layout.alternating or position == 0
-            closes = not layout.alternating or position == len(names) - 1
-            for index in range(len(blocks)):
+        regions = layout.regions
+        for position, region in enumerate(regions):
+            opens, closes = (not layout.alternating or position == end for end in (0, len(regions) - 1))
+            blocks = len(_blocks(self.model, region))
+            for index in range(blocks):
                 site = BlockSite(
                     model=layout.model,
                     path=f"{region.blocks}.{index}",
                     region=region,
                     index=index,
-                    span=" and ".join(names) if layout.alternating else region.blocks,
+                    span=" and ".join(each.blocks for each in regions) if layout.alternating else region.blocks,
                     is_first=opens and index == 0,
-                    is_last=closes and index == len(blocks) - 1,
+                    is_last=closes and index == blocks - 1,
                     fed_by_previous=region.chained and position > 0,
-                    feeds_next=feeds_next,
+                    feeds_next=any(following.chained for following in regions[position + 1 : position + 2]),
                 )
                 sites[site.path] = site
         self._of[id(layout)] = sites
         return sites
 
 
-def _blocks(model: nn.Module, region: Region) -> list[nn.Module]:
+def _blocks(model: nn.Module, region: Region) -> nn.ModuleList:
     try:
         blocks = model.get_submodule(region.blocks)
     except AttributeError:
@@ -262,4 +250,4 @@ def _blocks(model: nn.Module, region: Region) -> list[nn.Module]:
         ) from None
     if not isinstance(blocks, nn.ModuleList) or len(blocks) == 0:
         raise LayoutError(f"{type(model).__name__}.{region.blocks} is not a list of at least one block")
-    return list(blocks)
+    return blocks

@@ -10,11 +10,12 @@ order when it is not.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +31,8 @@ from ..core.partition import Partition, even_cut, offsets, weighted_cut
 from ..core.patching import Patch
 from ..errors import ConfigError, LayoutError
 from ..layout import Stream, TokenLayout
-from .base import ParallelModel
-from .heads import check_heads, heads_of
-from .hooks import BlockSite, Handler
-from .sequence import SequenceParallel, counted_here, only, replicated, result_of, shared, with_result
-from .tokens import TokenStrategy
+from .hooks import BlockSite
+from .sequence import ExactSequence, SequenceParallel, counted_here, only, replicated, result_of, shared, with_result
 from .virtual import ask, run_together
 
 # How many attention calls of the block in progress the tile has made; -1 outside of a block. Every coroutine has a
@@ -43,8 +41,8 @@ _calls: ContextVar[int] = ContextVar("ditmesh_tile_attention_calls", default=-1)
 
 
 @dataclass
-class _Question:
-    """One tile's attention call. Masks as the block made them, of this tile's tokens or of all."""
+class _AttentionInput:
+    """One tile's input to attention. Masks as the block made them, of this tile's tokens or of all."""
 
     index: int
     q: Tensor
@@ -55,7 +53,7 @@ class _Question:
 
 
 @dataclass
-class _Product:
+class _LinearInput:
     """One tile's input to a linear of the block."""
 
     linear: nn.Module
@@ -65,13 +63,13 @@ class _Product:
 
 @dataclass
 class _Tiles:
-    """What one run of the transformer knows about its tiles. Nothing of it outlives the call."""
+    """The tiles of one span of blocks, and what has been cut into them."""
 
     # the streams by tile, first to last over all ranks, and the same by this rank's tiles
-    tokens: Partition = field(default_factory=lambda: Partition(()))
-    here: Partition = field(default_factory=lambda: Partition(()))
+    tokens: Partition
+    here: Partition
     # the tiles of every rank
-    runs: list[range] = field(default_factory=list)
+    runs: list[range]
     # id of a rank's part (and how it was cut) -> the part, kept so that its id stays its own, and its tiles
     cuts: dict[tuple[int, int, tuple[str, ...]], tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
     # stream -> what the latest block returned: as one tensor, its version, and tile by tile
@@ -92,36 +90,24 @@ class TiledSequence(SequenceParallel):
     def __init__(self, config: ParallelConfig, mesh: Mesh) -> None:
         super().__init__(config, mesh)
         self.passive = False
-        self._tiles = _Tiles()
         # Linears of the blocks that are known to get the same input for every tile, and those known not to.
         self._alike: dict[nn.Module, bool] = {}
 
-    def begin_call(self) -> None:
-        super().begin_call()
-        self._tiles = _Tiles()
-
-    def end_call(self) -> None:
-        super().end_call()
-        self._tiles = _Tiles()
+    @property
+    def _tiles(self) -> _Tiles:
+        return self._call.tiles
 
     # --- where the tiles are --------------------------------------------------------------------------------
-
-    def _enter(self, site: BlockSite, arguments: Arguments) -> None:
-        if not (site.fed_by_previous and self._call.handed_over):
-            self._tiles = _Tiles()
-        super()._enter(site, arguments)
 
     def _lay_out(self, site: BlockSite, streams: list[Stream], arguments: Arguments) -> Partition:
         """Tokens of every rank: those of its tiles, which are cut first."""
         by_stream: list[Partition] = []
         for stream in streams:
-            count = by_stream[0].parts if by_stream else 0
-            by_stream.append(self._by_tile(site, stream, arguments, count))
+            by_stream.append(self._by_tile(site, stream, arguments, by_stream[0].parts if by_stream else 0))
         tokens = Partition.beside(by_stream)
         shares = weighted_cut(tokens.parts, self.balance.weights)
         runs = [range(start, start + share) for start, share in zip(offsets(shares), shares, strict=True)]
-        tiles = self._tiles
-        tiles.tokens, tiles.runs, tiles.here = tokens, runs, tokens.of(runs[self.link.rank])
+        self._call.tiles = _Tiles(tokens, tokens.of(runs[self.link.rank]), runs)
         return tokens.regroup(runs)
 
     def _by_tile(self, site: BlockSite, stream: Stream, arguments: Arguments, count: int) -> Partition:
@@ -154,22 +140,18 @@ class TiledSequence(SequenceParallel):
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._timing:
                 return restore.original(*args, **kwargs)
-            # Where the block stands in the layout of this call, which need not be that of the first.
-            here = self._call.site or site
-            return self._run_block(here, restore.original, Arguments(names, args, kwargs))
+            # The layout of this call need not be that of the first.
+            return self._run_block(self._call.site or site, restore.original, Arguments(names, args, kwargs))
 
+        undo = ExitStack()
         restore = Patch(block, "forward", forward)
-        met = [self._meet_at(module) for module in block.modules() if isinstance(module, nn.Linear)]
+        undo.callback(restore)
+        for module in block.modules():
+            if isinstance(module, nn.Linear):
+                undo.callback(self._meet_at(module))
         # The timing stands outside and takes the block as one piece.
-        timing = super().wrap(site, block)
-
-        def undo() -> None:
-            timing()
-            while met:
-                met.pop()()
-            restore()
-
-        return undo
+        undo.callback(super().wrap(site, block))
+        return undo.close
 
     def _meet_at(self, linear: nn.Module) -> Callable[[], None]:
         """Let all tiles come to a linear before the first goes on: its weights are then fetched once for all."""
@@ -178,30 +160,27 @@ class TiledSequence(SequenceParallel):
             # A model may also use a linear of a block outside of it.
             if _calls.get() < 0 or self._timing or args or kwargs:
                 return restore.original(x, *args, **kwargs)
-            return ask(_Product(linear, x, restore.original))
+            return ask(_LinearInput(linear, x, restore.original))
 
         restore = Patch(linear, "forward", forward)
         return restore
 
     def _run_block(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> Any:
-        here = self._tiles.here
-        count = here.parts
-        parts = [Arguments(arguments.names, tuple(arguments.args), arguments.kwargs) for _ in range(count)]
+        here, region = self._tiles.here, site.region
+        parts = [Arguments(arguments.names, tuple(arguments.args), arguments.kwargs) for _ in range(here.parts)]
 
         def spread(path: str, pieces: Sequence[Any]) -> None:
             for part, piece in zip(parts, pieces, strict=True):
                 part.set(path, piece)
 
-        region = site.region
         for stream in region.streams:
             value = arguments.get(stream.arg)
             if isinstance(value, Tensor):
-                kept = self._tiles.results.get(stream.name)
+                whole, version, pieces = self._tiles.results.get(stream.name, (None, 0, []))
                 # What the block before returned need not be cut again, unless it was changed in place.
-                if kept is not None and kept[0] is value and kept[1] == value._version:
-                    spread(stream.arg, kept[2])
-                else:
-                    spread(stream.arg, self._split(value, stream.dim, (stream.name,), site.path))
+                fresh = whole is not value or version != value._version
+                pieces = self._split(value, stream.dim, (stream.name,), site.path) if fresh else pieces
+                spread(stream.arg, pieces)
         for path in region.local:
             # Results of an earlier block of this list, cut as the image is.
             value = arguments.get(path)
@@ -215,7 +194,7 @@ class TiledSequence(SequenceParallel):
             value = arguments.get(counted.arg)
             if isinstance(value, int):
                 own = here.select((counted.stream,))
-                spread(counted.arg, [counted_here(counted, value, own, tile) for tile in range(count)])
+                spread(counted.arg, [counted_here(counted, value, own, tile) for tile in range(here.parts)])
         if region.grid is not None:
             cols = arguments.get(region.grid.cols)
             spread(region.grid.rows, [length // cols for length in here.select((region.main.name,)).lengths])
@@ -233,7 +212,7 @@ class TiledSequence(SequenceParallel):
             if not isinstance(values[0], Tensor):
                 continue
             if not here.select((stream.name,)).replicated:
-                value = values[0] if count == 1 else torch.cat(values, dim=stream.dim)
+                value = values[0] if here.parts == 1 else torch.cat(values, dim=stream.dim)
                 output = with_result(output, stream, value)
                 self._tiles.results[stream.name] = (value, value._version, [aligned(part) for part in values])
             elif self._uneven and self.link.size > 1:
@@ -260,12 +239,11 @@ class TiledSequence(SequenceParallel):
             self._tiles.cuts[key] = (part, self._split(part, dim, tokens, what))
         return self._tiles.cuts[key][1]
 
-    def _products(self, asked: Sequence[_Product]) -> list[Tensor]:
-        """The linear's output for every tile.
+    def _products(self, asked: Sequence[_LinearInput]) -> list[Tensor]:
+        """The linear's output for every tile; computed once where all tiles give it the same input, without tokens.
 
-        It is computed once where all tiles give it the same input, which no token has a part in: that is the
-        modulation, made from the timestep, and keys and values of a text that every tile is given. Whether a linear
-        gets such an input is a property of the block; its values are compared once, which on a device means waiting.
+        That is the modulation, made from the timestep, and keys and values of a text that every tile is given. Whether
+        a linear gets such an input is a property of the block; its values are compared once: on a device that waits.
         """
         first = asked[0]
         if all(one.x is first.x for one in asked):
@@ -298,31 +276,38 @@ class TiledSequence(SequenceParallel):
         if not planned.keys:
             # Nobody else's keys: the shapes are those of the tile as it is.
             return self.kernel(aligned(q_bhsd), aligned(k_bhsd), aligned(v_bhsd), mask, scale)
-        return ask(_Question(index, q_bhsd, k_bhsd, v_bhsd, mask, scale))
+        return ask(_AttentionInput(index, q_bhsd, k_bhsd, v_bhsd, mask, scale))
 
     def _meet(self, asked: list[Any]) -> list[Tensor]:
         """What all tiles of this rank have come to: a linear, or attention."""
         site = self._call.site
         assert site is not None
-        what = [one.linear if isinstance(one, _Product) else _Question for one in asked]
+        what = [one.linear if isinstance(one, _LinearInput) else _AttentionInput for one in asked]
         if any(one is not what[0] for one in what):
             raise LayoutError(f"{site.path}: its tiles call different modules; it cannot run tile by tile")
-        return self._attend_tiles(site, asked) if what[0] is _Question else self._products(asked)
+        return self._attend_tiles(site, asked) if what[0] is _AttentionInput else self._products(asked)
 
-    def _attend_tiles(self, site: BlockSite, asked: list[_Question]) -> list[Tensor]:
+    def _attend_tiles(self, site: BlockSite, asked: list[_AttentionInput]) -> list[Tensor]:
         """Attention for all tiles of this rank, together with the other ranks."""
         first, tiles = asked[0], self._tiles
         planned = self._planned(site, first.index)
         run = tiles.runs[self.link.rank]
-        tile_queries, tile_keys = (
-            self._by_tile_of_call(names, planned.ragged, sample, run.start)
-            for names, sample in ((planned.queries, first.q), (planned.keys, first.k))
+        # The streams of queries and keys by tile, as the call has them.
+        queries, keys = (
+            tokens if planned.ragged is None else only(tokens, planned.ragged, sample, tokens, run.start)
+            for tokens, sample in (
+                (tiles.tokens.select(planned.queries), first.q),
+                (tiles.tokens.select(planned.keys), first.k),
+            )
         )
-        queries, keys = tile_queries.regroup(tiles.runs), tile_keys.regroup(tiles.runs)
-        self._check_tiles(site, asked, run, tile_queries, tile_keys)
-        mask_of = self._masks(asked, run, queries, keys, tile_queries, tile_keys)
-        here = tile_keys.of(run)
-        k, v = (self._agreed(here.join([getattr(one, name) for one in asked], 2), keys) for name in ("k", "v"))
+        for tile, one in zip(run, asked, strict=True):
+            if one.index != first.index:
+                raise LayoutError(f"{site.path}: its tiles make different attention calls; it cannot run tile by tile")
+            self._check_lengths(site, one.index, queries, keys, one.q, one.k, tile)
+        by_rank = queries.regroup(tiles.runs), keys.regroup(tiles.runs)
+        mask_of = self._masks([one.mask for one in asked], run, queries, keys)
+        here = keys.of(run)
+        k, v = (self._agreed(here.join([getattr(one, name) for one in asked], 2), by_rank[1]) for name in ("k", "v"))
         groups = self.mixer.groups()
         group = groups[self.mesh.ring.rank]
         around = range(tiles.runs[group[0]].start, tiles.runs[group[-1]].stop)
@@ -331,44 +316,13 @@ class TiledSequence(SequenceParallel):
             k,
             v,
             [mask_of(tile) for tile in around],
-            queries,
-            keys,
+            *by_rank,
             groups,
             self.balance.weights,
             first.scale,
             lambda q, k, v, given: _units(self.kernel, q, k, v, given, first.scale),
-            Tiles(tile_queries.of(run), tile_queries.of(around)),
+            Tiles(queries.of(run), queries.of(around)),
         )
-
-    def _by_tile_of_call(self, names: tuple[str, ...], ragged: str | None, sample: Tensor, tile: int) -> Partition:
-        """The streams of queries or keys by tile, as a call has them."""
-        tokens = self._tiles.tokens.select(names)
-        return tokens if ragged is None else only(tokens, ragged, sample, tokens, tile)
-
-    def _check_tiles(
-        self,
-        site: BlockSite,
-        asked: list[_Question],
-        run: range,
-        queries: Partition,
-        keys: Partition,
-    ) -> None:
-        for tile, one in zip(run, asked, strict=True):
-            if one.index != asked[0].index:
-                raise LayoutError(f"{site.path}: its tiles make different attention calls; it cannot run tile by tile")
-            for what, tensor, tokens in (("queries", one.q, queries), ("keys", one.k, keys)):
-                expected = tokens.lengths[tile]
-                if tensor.shape[2] != expected:
-                    names = " + ".join(tokens.names)
-                    raise LayoutError(
-                        f"{site.path}: attention call {one.index + 1} has {tensor.shape[2]} {what} on tile {tile}, "
-                        f"which holds {expected} tokens of {names}; the layout of {site.model} does not describe it"
-                    )
-        if self.mesh.ulysses.size > asked[0].q.shape[1]:
-            raise ConfigError(
-                f"ulysses={self.mesh.ulysses.size} is more than the {asked[0].q.shape[1]} heads of {site.path}; use "
-                f"ulysses <= {asked[0].q.shape[1]} and ring for the rest"
-            )
 
     def _agreed(self, tensor: Tensor, tokens: Partition) -> Tensor:
         """Tokens (dimension 2) of which every tile has a copy: those of the first tile, on every rank.
@@ -396,39 +350,36 @@ class TiledSequence(SequenceParallel):
         return len(set(self._tiles.tokens.blocks[0])) > 1
 
     def _masks(
-        self,
-        asked: list[_Question],
-        run: range,
-        queries: Partition,
-        keys: Partition,
-        tile_queries: Partition,
-        tile_keys: Partition,
+        self, given: list[Tensor | None], run: range, queries: Partition, keys: Partition
     ) -> Callable[[int], Tensor | None]:
-        """For every tile the mask of its queries over all keys."""
-        given = [one.mask for one in asked]
+        """For every tile the mask of its queries over all keys; ``queries``, ``keys`` by tile, ``run`` this rank's."""
         tiles = [mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape)) for mask in given if mask is not None]
         if not tiles:
             return lambda tile: None
         sample = tiles[0]
         rows, width = sample.shape[-2:]
-        tile_rows, tile_width = tile_queries.lengths[run.start], tile_keys.lengths[run.start]
+        tile_rows, tile_width = queries.lengths[run.start], keys.lengths[run.start]
         if width in (1, keys.total):
             if rows == 1:
                 return lambda tile: sample
             if rows == queries.total:
-                return lambda tile: tile_queries.take(sample, 2, tile)
+                return lambda tile: queries.take(sample, 2, tile)
+            if rows == tile_rows and self.mesh.ulysses.size > 1:
+                raise LayoutError(
+                    "an attention mask has a row for every query of this rank only, and Ulysses computes others' "
+                    "queries too; use ring instead, or list the mask's source as `whole` in the layout"
+                )
             if rows == tile_rows:
-                own = dict(zip(run, tiles, strict=True))
-                return lambda tile: _known(own, tile)
+                return dict(zip(run, tiles, strict=True)).__getitem__
         elif width == tile_width:
-            here = tile_keys.of(run)
+            here, by_rank = keys.of(run), keys.regroup(self._tiles.runs)
             if rows == 1:
-                whole = masks.whole_keys(here.join(tiles, 3), keys, self.link)
+                whole = masks.whole_keys(here.join(tiles, 3), by_rank, self.link)
                 return lambda tile: whole
             if rows == tile_rows and queries.names == keys.names:
                 entries = here.join([masks.per_token(mask) for mask in tiles], 3)
-                everyone = masks.whole_keys(entries, keys, self.link)
-                return lambda tile: masks.product(tile_queries.take(everyone, 3, tile), everyone)
+                everyone = masks.whole_keys(entries, by_rank, self.link)
+                return lambda tile: masks.product(queries.take(everyone, 3, tile), everyone)
         raise LayoutError(
             f"an attention mask of shape {tuple(sample.shape)} covers neither the {tile_width} keys of a tile nor all "
             f"{keys.total}; list the mask among the layout's cuts, or its source as `whole`"
@@ -445,15 +396,8 @@ def _units(
 ) -> list[Tensor]:
     """Tiles of queries over all keys, each head and tile by itself: the shapes do not depend on who has which.
 
-    Args:
-        kernel: computes each.
-        queries: one (B, H, tile, D) for every tile.
-        k, v: (B, H, S, D).
-        given: for every tile its mask, broadcastable to (B, H, tile, S), or None.
-        scale: factor of the scores.
-
-    Returns:
-        One (B, H, tile, D) for every tile; in memory (B, tile, H, D), as one call for all heads leaves it.
+    Of every tile the queries (B, H, tile, D) and the mask, broadcastable to (B, H, tile, S), if any; ``k``, ``v``
+    (B, H, S, D). Returns (B, H, tile, D) for every tile, in memory (B, tile, H, D), as one call for all heads does.
     """
     # One copy for all heads: a head's rows then lie together.
     k, v = k.contiguous(), v.contiguous()
@@ -483,37 +427,21 @@ def _side_by_side(queries: Sequence[Tensor], k: Tensor, v: Tensor, given: Sequen
     return alike and even and k.shape[0] == 1 and k.device.type == "cpu"
 
 
-def _known(own: dict[int, Tensor], tile: int) -> Tensor:
-    if tile not in own:
-        raise LayoutError(
-            "an attention mask has a row for every query of this rank only, and Ulysses computes others' queries too; "
-            "use ring instead, or list the mask's source as `whole` in the layout"
-        )
-    return own[tile]
-
-
-class ReproducibleSequence(TokenStrategy):
+class ReproducibleSequence(ExactSequence):
     """The same bits on any number of devices."""
 
-    # The handler's class.
-    kind: ClassVar[type[TiledSequence]] = TiledSequence
+    kind = TiledSequence
     name = "reproducible"
     promise = "bits"
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
-        """See `Strategy.wanted`."""
         return config.reproducible and not config.stages_or_patches
 
     @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
-        """See `Strategy.check`."""
-        check_heads(config, heads_of(model), type(model).__name__)
+        super().check(config, model, layout)
         check_tiles(layout)
-
-    def handler(self, model: ParallelModel) -> Handler:
-        """See `TokenStrategy.handler`."""
-        return self.kind(self.context.config, self.context.mesh)
 
 
 def check_tiles(layout: TokenLayout) -> None:

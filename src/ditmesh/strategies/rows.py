@@ -9,25 +9,28 @@ are exchanged, and the later calls are answered from them once their arguments h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..comm import Link
+from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.alignment import ALIGNMENT
 from ..core.arguments import Arguments, covers, parameter_names
 from ..core.clock import Call, CallClock, timestep_of
-from ..core.partition import even_cut, offsets
-from ..core.patching import CallChain, Patch, Proceed
+from ..core.partition import Partition, even_cut
+from ..core.patching import Patch, Proceed
 from ..core.values import Seen, seen
 from ..errors import InputError
-from ..layout import TokenLayout
-from .base import Context, Request, Strategy
+from .base import Context, ParallelModel, Request, Strategy
+from .caches import diffusers_hooks
+from .hooks import ModelHooks
 from .pipefusion.lazy import LazyPatches, Owners
 
 # Stands among the arguments of a call for what else the result depends on. No argument has such a name.
@@ -54,55 +57,25 @@ class BatchParallel:
     """A transformer's forward, with its rows and branches shared out.
 
     Args:
-        model: the transformer.
-        chain: what wraps its forward; this becomes the next layer.
-        rows: link over all ranks that may share rows (guidance and data axes).
-        data: link of the data axis alone, used when the guidance axis shares branches.
-        branches: link of the guidance axis.
-        unbatched: arguments whose first dimension is not the batch.
-        listed: arguments that are Python lists with an item per sample.
+        model: the transformer; `around_call` is to be a layer around its forward.
+        mesh: its guidance and data axes share rows; where the guidance axis shares branches, the data axis alone does.
+        clock: says which call this is, and is given its parts.
         one_by_one: run every row by itself, so that its bits do not depend on the rows beside it.
-        clock: says which call this is, and is told of its parts.
-        timestep: name of the transformer's timestep.
-
-    Attributes:
-        close: takes the layer off again.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        chain: CallChain,
-        rows: Link,
-        data: Link,
-        branches: Link,
-        unbatched: tuple[str, ...] = (),
-        listed: tuple[str, ...] = (),
-        one_by_one: bool = False,
-        *,
-        clock: CallClock,
-        timestep: str | None = None,
-    ) -> None:
-        self.model = model
-        self._clock = clock
-        self._timestep = timestep
+    def __init__(self, model: ParallelModel, mesh: Mesh, clock: CallClock, one_by_one: bool = False) -> None:
+        self.model = model.model
+        self._hooks = model.get(ModelHooks)
         self.one_by_one = one_by_one
-        self.rows, self.data, self.branches = rows, data, branches
-        self.unbatched, self.listed = unbatched, listed
-        self._names = parameter_names(type(model).forward)
-        self._forward: Callable[..., Any] = model.forward
-        self.close = chain.add(self._call)
+        self.rows, self.data, self.branches = mesh.batch, mesh.data, mesh.cfg
+        self._clock = clock
+        self._timestep = timestep_of(model.model, model.layout)
+        self._names = parameter_names(type(model.model).forward)
+        self._forward: Callable[..., Any] = model.model.forward
         self.begin_request()
 
-    def follow(self, layout: TokenLayout) -> None:
-        """The layout of the call that is about to run: which of its arguments have rows."""
-        self.unbatched, self.listed = layout.unbatched, layout.listed
-
     def begin_request(self) -> None:
-        """A new request starts: what the branches of the last one were is forgotten.
-
-        The first step of every request then runs alike, and the same request gives the same bits twice.
-        """
+        """Forget the branches of the request before: the same request then gives the same bits twice."""
         self._before, self._now = _Step(), _Step()
         self._at: tuple[int, int] | None = None
         self._modules: list[tuple[str, nn.Module]] | None = None
@@ -125,14 +98,15 @@ class BatchParallel:
 
     # --- one call ------------------------------------------------------------------------------------------
 
-    def _call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+    def around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        """One call of the transformer, of whole rows and of one branch."""
         self._forward = proceed
         arguments = Arguments(self._names, args, kwargs)
         if self.branches.size == 1:
             return self._shared(arguments, self.rows)
         call = self._clock.call
         state, stateful = self._state()
-        found = self._seen(arguments, state)
+        given = self._seen(arguments, state)
         if (call.request, call.step) != self._at:
             self._at = (call.request, call.step)
             self._before, self._now = self._now, _Step(call.branch)
@@ -141,10 +115,10 @@ class BatchParallel:
             if branches:
                 self._run_ahead(arguments, branches, state)
         number = len(self._now.calls)
-        self._now.calls.append(found)
+        self._now.calls.append(given)
         if number in self._now.ahead:
             predicted, own, output = self._now.ahead.pop(number)
-            if self._as_predicted(found, predicted, own, call):
+            if self._as_predicted(given, predicted, own, call):
                 return output
         sequential = bool(self._now.ahead) or number > 0
         return self._shared(arguments, self.data if sequential else self.rows)
@@ -152,22 +126,16 @@ class BatchParallel:
     def _seen(self, arguments: Arguments, state: tuple[Any, ...]) -> dict[str, Seen]:
         return {**{path: seen(value) for path, value in arguments.leaves()}, _STATE: Seen(state, None)}
 
-    def _as_predicted(self, found: dict[str, Seen], predicted: dict[str, Seen], own: set[str], call: Call) -> bool:
-        """Whether a call has the arguments that its result was computed for.
-
-        Args:
-            found, predicted: what it has, and was to have.
-            own: paths of the arguments that it was not to have from the first call of the step.
-            call: this one.
-        """
-        if found.keys() != predicted.keys():
+    def _as_predicted(self, given: dict[str, Seen], predicted: dict[str, Seen], own: set[str], call: Call) -> bool:
+        """Whether a call's arguments are the predicted ones; ``own``: paths of those that are not the first call's."""
+        if given.keys() != predicted.keys():
             return False
-        for path, value in found.items():
+        for path, value in given.items():
             expected = predicted[path]
             time = self._timestep is not None and covers(self._timestep, path) and path not in own
             if time and call.counted and _alike(value, expected) and value.key != expected.key:
                 # Pipelines compute it anew for every branch. That it is the step's one the scheduler's count says;
-                # the values are compared on the device, and looked at when the request is over.
+                # the values are compared on the device, and read when the request is over.
                 differs = (value.value != expected.value).any()
                 self._mistaken = differs if self._mistaken is None else self._mistaken | differs
                 self._clock.values.equated(value, expected)
@@ -186,14 +154,13 @@ class BatchParallel:
         """
         if len(step.calls) < 2:
             return []
-        first = step.calls[0]
-        main = self._names[0]
+        first, *others = step.calls
         differences: list[dict[str, Any]] = [{}]
-        for call in step.calls[1:]:
+        for call in others:
             if call.keys() != first.keys():
                 return []
             differing = {path: one for path, one in call.items() if not self._clock.values.same(one, first[path])}
-            if not differing or any(path == _STATE or covers(main, path) for path in differing):
+            if not differing or any(path == _STATE or covers(self._names[0], path) for path in differing):
                 return []
             differences.append({path: one.value for path, one in differing.items()})
         return differences
@@ -208,12 +175,10 @@ class BatchParallel:
                 branch.set(path, value)
             predictions.append(self._seen(branch, state))
             # With fewer branches than ranks, the ranks left over run the last one along.
-            owner = min(self.branches.rank, len(branches) - 1)
-            if number % self.branches.size == owner:
+            if number % self.branches.size == min(self.branches.rank, len(branches) - 1):
                 with self._clock.narrowed(branch=self._now.first + number, ahead=True):
                     mine.append(self._shared(branch, self.data))
-        rounds = -(-len(branches) // self.branches.size)
-        for round_ in range(rounds):
+        for round_ in range(-(-len(branches) // self.branches.size)):
             # A rank without a branch in the last round sends its latest result again: shapes must be known.
             for owner, result in enumerate(_exchanged(mine[min(round_, len(mine) - 1)], self.branches)):
                 number = round_ * self.branches.size + owner
@@ -221,40 +186,55 @@ class BatchParallel:
                     self._now.ahead[number] = (predictions[number], set(branches[number]), result)
 
     def _state(self) -> tuple[tuple[Any, ...], bool]:
-        """What a call depends on besides its arguments: hooks and adapters. And whether a hook keeps state.
-
-        Modules do not come and go within a request: they are listed once.
-        """
+        """What a call depends on besides its arguments: hooks and adapters. And whether a hook keeps state."""
         if self._modules is None:
+            # Modules do not come and go within a request.
             self._modules = list(self.model.named_modules())
-        return _state_of(self._modules)
+        state: list[Any] = []
+        stateful = False
+        for path, module in self._modules:
+            # Keys of torch's hooks are never used twice: a hook that is hung anew is another one.
+            state += [(path, *hooks) for hooks in (module._forward_pre_hooks, module._forward_hooks) if hooks]
+            for name, hook in diffusers_hooks(module).items():
+                state.append((path, name))
+                stateful = stateful or bool(getattr(hook, "_is_stateful", False))
+            adapters = getattr(module, "active_adapters", None)
+            if isinstance(adapters, list):
+                scales = tuple(getattr(module, "scaling", {}).items())
+                state.append((path, *adapters, getattr(module, "disable_adapters", False), scales))
+        return tuple(state), stateful
 
     # --- rows --------------------------------------------------------------------------------------------------
 
     def _shared(self, arguments: Arguments, link: Link) -> Any:
         """The forward with its rows shared over ``link``; every rank gets all rows of the result."""
-        batch = _batch_size(arguments.get(self._names[0]))
+        main = arguments.get(self._names[0])
+        # A list has an entry per row.
+        batch = main.shape[0] if isinstance(main, Tensor) else len(main)
         if batch < 2 or (link.size == 1 and not self.one_by_one) or _takes_halves(self.model):
             with self._clock.narrowed(rows=(0, batch)):
                 return self._forward(*arguments.args, **arguments.kwargs)
-        counts = even_cut(batch, link.size)
-        start, count = offsets(counts)[link.rank], counts[link.rank]
-        # A rank without rows computes the last one along, so that every rank of its group takes part alike.
-        take = slice(start, start + count) if count else slice(batch - 1, batch)
-        batched = _batched(arguments, batch, self.unbatched, self.listed)
-        if self.one_by_one:
-            rows = [slice(row, row + 1) for row in range(take.start, take.stop)]
-            output = _joined([self._rows(arguments, batched, row, link) for row in rows])
-        else:
-            output = self._rows(arguments, batched, take, link)
-        return _map(output, lambda rows: _gathered(rows, counts, link), lambda rows: _gathered_list(rows, counts, link))
+        batched = self._batched(arguments, batch)
 
-    def _rows(self, arguments: Arguments, batched: list[str], take: slice, link: Link) -> Any:
-        part = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
-        for path in batched:
-            part.set(path, self._cut(arguments.get(path), take))
-        with self._clock.narrowed(rows=(take.start, take.stop), link=link.name):
-            return self._forward(*part.args, **part.kwargs)
+        def run(take: slice) -> Any:
+            part = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
+            for path in batched:
+                part.set(path, self._cut(arguments.get(path), take))
+            with self._clock.narrowed(rows=(take.start, take.stop), link=link.name):
+                return self._forward(*part.args, **part.kwargs)
+
+        return _share_rows(batch, link, self.one_by_one, run)
+
+    def _batched(self, arguments: Arguments, batch: int) -> list[str]:
+        """Paths of the arguments that have a row per sample: lists with an item per sample, and tensors."""
+        layout = self._hooks.layout
+        listed, known = layout.listed, (*layout.unbatched, *layout.listed)
+        paths = [path for path in listed if isinstance(arguments.get(path), list) and len(arguments.get(path)) == batch]
+        return paths + [
+            path
+            for path, value in arguments.leaves()
+            if _has_rows(value, batch) and not any(covers(name, path) for name in known)
+        ]
 
     def _cut(self, value: Any, take: slice) -> Any:
         """Some rows of an argument; the same tensor as in the step before, if the argument is."""
@@ -265,49 +245,29 @@ class BatchParallel:
         return part.value if seen(part.value).key == part.key else _some(value, take)
 
 
-class RowSplit:
-    """Shares the rows of a method's tensors over ranks: the VAE's decode.
+def _share_rows(batch: int, link: Link, one_by_one: bool, run: Callable[[slice], Any]) -> Any:
+    """What ``run`` returns for all rows of a batch: it is called with this rank's, or with each of them by itself.
 
-    Args:
-        owner, name: the method; replaced on the instance until `close`.
-        link: ranks that share the rows.
-        one_by_one: every row by itself, as in `BatchParallel`.
-
-    Attributes:
-        open: whether a request of these ranks is in progress; outside of one every rank decodes what it is given, which
-            may be its own.
+    It returns tensors with a row per sample, or lists with an item per sample, in tuples or mappings.
     """
+    shares = Partition((even_cut(batch, link.size),))
+    ((start, count),) = shares.places(link.rank)
+    # A rank without rows computes the last one along, so that every rank of its group takes part alike.
+    take = slice(start, start + count) if count else slice(batch - 1, batch)
+    if one_by_one:
+        outputs = [run(slice(row, row + 1)) for row in range(take.start, take.stop)]
+        output = tree_map(_joined, *outputs, is_leaf=_is_list)
+    else:
+        output = run(take)
+    return tree_map(lambda part: _gathered(part, shares, link), output, is_leaf=_is_list)
 
-    def __init__(self, owner: Any, name: str, link: Link, one_by_one: bool = False) -> None:
-        self.link = link
-        self.one_by_one = one_by_one
-        self.open = False
-        self._restore = Patch(owner, name, self._call)
-        self.close = self._restore.undo
 
-    def _call(self, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
-        link, batch = self.link, rows.shape[0]
-        # A decoder that is told a number of frames has the frames of a video in its rows, and mixes them.
-        if batch < 2 or not self.open or "num_frames" in kwargs:
-            return self._restore.original(rows, *args, **kwargs)
-        counts = even_cut(batch, link.size)
-        start, count = offsets(counts)[link.rank], counts[link.rank]
-        take = slice(start, start + count) if count else slice(batch - 1, batch)
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
 
-        def decoded(take: slice) -> Any:
-            def part(value: Any) -> Any:
-                # Whatever has a row per sample goes with it: the noise level of a decoder that removes the last noise.
-                has_rows = isinstance(value, Tensor) and value.dim() and value.shape[0] == batch
-                return _some(value, take) if has_rows else value
 
-            named = {name: part(value) for name, value in kwargs.items()}
-            return self._restore.original(_some(rows, take), *map(part, args), **named)
-
-        if self.one_by_one:
-            output = _joined([decoded(slice(row, row + 1)) for row in range(take.start, take.stop)])
-        else:
-            output = decoded(take)
-        return _map(output, lambda rows: _gathered(rows, counts, link), lambda rows: rows)
+def _has_rows(value: Any, batch: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch
 
 
 def _some(value: Any, take: slice) -> Any:
@@ -316,37 +276,21 @@ def _some(value: Any, take: slice) -> Any:
     return part.clone() if isinstance(part, Tensor) and part.data_ptr() % ALIGNMENT else part
 
 
-def _joined(outputs: list[Any]) -> Any:
-    """Outputs of single rows as one of all of them."""
-    if len(outputs) == 1:
-        return outputs[0]
-    tensors: list[list[Tensor]] = []
-    lists: list[list[list[Tensor]]] = []
-    for output in outputs:
-        tensors.append([])
-        lists.append([])
-        _map(output, lambda t, all_=tensors[-1]: all_.append(t) or t, lambda t, all_=lists[-1]: all_.append(t) or t)
-    rows = iter([torch.cat(parts) for parts in zip(*tensors, strict=True)])
-    items = iter([[item for part in parts for item in part] for parts in zip(*lists, strict=True)])
-    return _map(outputs[0], lambda _: next(rows), lambda _: next(items))
+def _joined(first: Any, *others: Any) -> Any:
+    """Results of single rows as one of all of them."""
+    if isinstance(first, Tensor):
+        return torch.cat([first, *others]) if others else first
+    return sum(others, first) if _is_list(first) else first
 
 
-def _batch_size(main: Any) -> int:
-    """Rows of the transformer's first argument: a tensor, or a list with an entry per row."""
-    return main.shape[0] if isinstance(main, Tensor) else len(main)
+def _gathered(rows: Any, shares: Partition, link: Link) -> Any:
+    """All ranks' rows of a tensor, or of a list of equally shaped tensors, one per row."""
+    if _is_list(rows):
+        return list(_gathered(torch.stack(rows), shares, link).unbind())
+    if not isinstance(rows, Tensor):
+        return rows
+    counts = shares.lengths
 
-
-def _batched(arguments: Arguments, batch: int, unbatched: tuple[str, ...], listed: tuple[str, ...]) -> list[str]:
-    """Paths of the arguments that have a row per sample: lists with an item per sample, and tensors."""
-    paths = [path for path in listed if isinstance(arguments.get(path), list) and len(arguments.get(path)) == batch]
-    for path, value in arguments.leaves():
-        known = any(covers(name, path) for name in (*unbatched, *listed))
-        if not known and isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch:
-            paths.append(path)
-    return paths
-
-
-def _gathered(rows: Tensor, counts: tuple[int, ...], link: Link) -> Tensor:
     def gather(rows: Tensor) -> Tensor:
         return link.all_gather(rows[: counts[link.rank]].contiguous(), counts, dim=0)
 
@@ -360,47 +304,22 @@ def _gathered(rows: Tensor, counts: tuple[int, ...], link: Link) -> Tensor:
     return gather(rows)
 
 
-def _gathered_list(rows: list[Tensor], counts: tuple[int, ...], link: Link) -> list[Tensor]:
-    """Lists of equally shaped tensors, one per row."""
-    return list(_gathered(torch.stack(rows), counts, link).unbind())
-
-
 def _exchanged(output: Any, link: Link) -> list[Any]:
     """The output of every rank of the link, in rank order."""
-    received: list[list[Tensor]] = []
 
-    def exchange(tensor: Tensor) -> Tensor:
-        def parts_of(tensor: Tensor) -> list[Tensor]:
-            tensor = tensor.contiguous()
-            parts = link.all_gather_list([tensor], [[tuple(tensor.shape)]] * link.size)
-            # What a rank sends may be one piece of memory for all receivers, and pipelines may write to a result.
-            return [part if rank == link.rank else part.clone() for rank, (part,) in enumerate(parts)]
+    def parts_of(tensor: Tensor) -> list[Tensor]:
+        tensor = tensor.contiguous()
+        parts = link.all_gather_list([tensor], [[tuple(tensor.shape)]] * link.size)
+        # What a rank sends may be one piece of memory for all receivers, and pipelines may write to a result.
+        return [part if rank == link.rank else part.clone() for rank, (part,) in enumerate(parts)]
 
-        if isinstance(tensor, LazyPatches) and tensor.settled is None:
-            received.append(tensor.shared_out(parts_of, link.size))
-        else:
-            received.append(parts_of(tensor))
-        return tensor
+    def exchange(part: Any) -> Sequence[Any]:
+        if isinstance(part, LazyPatches) and part.settled is None:
+            return part.shared_out(parts_of, link.size)
+        return parts_of(part) if isinstance(part, Tensor) else [part] * link.size
 
-    _map(output, exchange, lambda tensors: [exchange(tensor) for tensor in tensors])
-    results = []
-    for rank in range(link.size):
-        tensors = iter([parts[rank] for parts in received])
-        results.append(_map(output, lambda _, t=tensors: next(t), lambda old, t=tensors: [next(t) for _ in old]))
-    return results
-
-
-def _map(output: Any, tensor: Callable[[Tensor], Tensor], tensors: Callable[[list[Tensor]], list[Tensor]]) -> Any:
-    """A transformer's output with every tensor, and every list of tensors, replaced."""
-    if isinstance(output, Tensor):
-        return tensor(output)
-    if isinstance(output, list):
-        return tensors(output)
-    if isinstance(output, tuple):
-        return tuple(_map(item, tensor, tensors) for item in output)
-    if isinstance(output, dict):  # diffusers' BaseOutput, too
-        return type(output)(**{key: _map(value, tensor, tensors) for key, value in output.items()})
-    return output
+    parts, form = tree_flatten(output)
+    return [tree_unflatten(rank, form) for rank in zip(*map(exchange, parts), strict=True)]
 
 
 def _alike(one: Seen, other: Seen) -> bool:
@@ -409,30 +328,9 @@ def _alike(one: Seen, other: Seen) -> bool:
     return type(a) is type(b) is Tensor and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
-def _state_of(modules: list[tuple[str, nn.Module]]) -> tuple[tuple[Any, ...], bool]:
-    """Hooks and adapters of modules, and whether a hook keeps state."""
-    worn: list[Any] = []
-    stateful = False
-    for path, module in modules:
-        # Keys of torch's hooks are never used twice: a hook that is hung anew is another one.
-        worn += [(path, *hooks) for hooks in (module._forward_pre_hooks, module._forward_hooks) if hooks]
-        for name, hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}).items():
-            worn.append((path, name))
-            stateful = stateful or bool(getattr(hook, "_is_stateful", False))
-        adapters = getattr(module, "active_adapters", None)
-        if isinstance(adapters, list):
-            scales = tuple(getattr(module, "scaling", {}).items())
-            worn.append((path, *adapters, getattr(module, "disable_adapters", False), scales))
-    return tuple(worn), stateful
-
-
 def _takes_halves(model: nn.Module) -> bool:
-    """Whether a hook on the model (Faster Cache) takes one half of the rows for one branch of guidance, whatever came.
-
-    Such a model needs its batch whole.
-    """
-    hooks = getattr(getattr(model, "_diffusers_hook", None), "hooks", {})
-    return any(getattr(hook, "is_guidance_distilled", None) is False for hook in hooks.values())
+    """Whether a hook (Faster Cache) takes half of the rows for one branch of guidance: the batch must stay whole."""
+    return any(getattr(hook, "is_guidance_distilled", None) is False for hook in diffusers_hooks(model).values())
 
 
 class Rows(Strategy):
@@ -446,70 +344,68 @@ class Rows(Strategy):
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
-        """See `Strategy.wanted`. Also on one device in reproducible mode: its rows run one by one."""
+        # On one device in reproducible mode, too: its rows run one by one.
         return config.data * config.cfg > 1 or config.reproducible
 
     def apply(self, undo: ExitStack) -> None:
-        """See `Strategy.apply`."""
-        mesh = self.context.mesh
-        for model in self.context.models:
-            layout = model.layout
-            rows = BatchParallel(
-                model.model,
-                model.chain,
-                mesh.batch,
-                mesh.data,
-                mesh.cfg,
-                layout.unbatched,
-                layout.listed,
-                self.context.config.reproducible,
-                clock=self.context.clock,
-                timestep=timestep_of(model.model, layout),
-            )
-            self.rows.append(model.add(rows))
-            undo.callback(rows.close)
+        context = self.context
+        for model in context.models:
+            rows = model.add(BatchParallel(model, context.mesh, context.clock, context.config.reproducible))
+            self.rows.append(rows)
+            undo.callback(model.chain.add(rows.around_call))
 
     def begin_request(self, request: Request) -> None:
-        """See `Strategy.begin_request`."""
         for rows in self.rows:
             rows.begin_request()
 
     def end_request(self, failed: bool) -> None:
-        """See `Strategy.end_request`."""
         for rows in self.rows:
             rows.end_request(failed)
 
 
 class DecodedRows(Strategy):
-    """Rows of the batch in the decoder of every pipeline."""
+    """Rows of the batch in the VAE's decode of every pipeline, inside of its requests.
+
+    Outside of one every rank decodes what it is given, which may be its own. Pipelines that share a decoder are decoded
+    by the request that is open.
+    """
 
     name = "data and cfg"
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._splits: dict[int, RowSplit] = {}
+        # The pipeline whose request is open.
+        self._open: Any = None
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
-        """See `Strategy.wanted`."""
         return Rows.wanted(config)
 
     def attach(self, pipe: Any, undo: ExitStack) -> None:
-        """See `Strategy.attach`. Pipelines that share a decoder are decoded by the request that is open."""
         vae = getattr(pipe, "vae", None)
-        if vae is not None:
-            split = RowSplit(vae, "decode", self.context.mesh.batch, self.context.config.reproducible)
-            self._splits[id(pipe)] = split
-            undo.callback(self._splits.pop, id(pipe))
-            undo.callback(split.close)
+        if vae is None:
+            return
+
+        def decode(rows: Tensor, *args: Any, **kwargs: Any) -> Any:
+            batch = rows.shape[0]
+            # A decoder that is given a number of frames has the frames of a video in its rows, and mixes them.
+            if batch < 2 or self._open is not pipe or "num_frames" in kwargs:
+                return patch.original(rows, *args, **kwargs)
+
+            def run(take: slice) -> Any:
+                def part(value: Any) -> Any:
+                    # Whatever has a row per sample goes with it: the noise level of a decoder that removes noise.
+                    return _some(value, take) if _has_rows(value, batch) else value
+
+                return patch.original(part(rows), *map(part, args), **{name: part(kwargs[name]) for name in kwargs})
+
+            return _share_rows(batch, self.context.mesh.batch, self.context.config.reproducible, run)
+
+        patch = Patch(vae, "decode", decode)
+        undo.callback(patch.undo)
 
     def begin_request(self, request: Request) -> None:
-        """See `Strategy.begin_request`."""
-        split = self._splits.get(id(request.pipe))
-        if split is not None:
-            split.open = True
+        self._open = request.pipe
 
     def end_request(self, failed: bool) -> None:
-        """See `Strategy.end_request`."""
-        for split in self._splits.values():
-            split.open = False
+        self._open = None

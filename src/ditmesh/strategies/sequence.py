@@ -57,6 +57,8 @@ class _Call:
     attention_calls: int = 0
     # whether the block in progress runs here, and not on another stage
     ran: bool = True
+    # in reproducible mode the tiles of the span
+    tiles: Any = None
 
 
 class SequenceParallel:
@@ -236,14 +238,20 @@ class SequenceParallel:
                     f"{tokens} {stream.name} tokens cannot be shared by {ranks} ranks; use at most {tokens} ranks "
                     "or a larger picture"
                 )
-            if site.region.grid is not None:
-                return shared(stream, self._rows(site, site.region.grid, arguments, tokens))
-            return shared(stream, self._shares(tokens))
+            if site.region.grid is None:
+                return shared(stream, self._shares(tokens))
+            rows, cols = self._grid(site, site.region.grid, arguments, tokens)
+            if rows < ranks:
+                raise ConfigError(
+                    f"{rows} rows of image tokens cannot be shared by {ranks} ranks; {site.model} is cut between rows: "
+                    f"use at most {rows} ranks or a taller picture"
+                )
+            return shared(stream, tuple(count * cols for count in weighted_cut(rows, self.balance.weights)))
         policy = self.config.text
-        if policy == "auto" or stream.name != "text":
-            policy = "shard" if tokens >= MIN_TEXT_TOKENS * ranks or stream.name != "text" else "replicate"
+        short = policy == "auto" and tokens < MIN_TEXT_TOKENS * ranks
+        whole = stream.name == "text" and (policy == "replicate" or short)
         # No rank is left without text: some models slice it off with `[:, :-length]`, and -0 takes everything.
-        if policy == "replicate" or stream.replicate or tokens < ranks:
+        if whole or stream.replicate or tokens < ranks:
             return replicated(stream, tokens, ranks) if ranks > 1 else shared(stream, (tokens,))
         return shared(stream, self._shares(tokens))
 
@@ -252,16 +260,6 @@ class SequenceParallel:
         weights = self.balance.weights
         even = len(set(weights)) == 1
         return weighted_cut(tokens, weights, 1 if even or tokens < 4 * UNIT * len(weights) else UNIT)
-
-    def _rows(self, site: BlockSite, grid: Grid, arguments: Arguments, tokens: int) -> tuple[int, ...]:
-        """Tokens of every sequence rank when the image is cut between rows."""
-        rows, cols = self._grid(site, grid, arguments, tokens)
-        if rows < self.link.size:
-            raise ConfigError(
-                f"{rows} rows of image tokens cannot be shared by {self.link.size} ranks; {site.model} is cut between "
-                f"rows: use at most {rows} ranks or a taller picture"
-            )
-        return tuple(count * cols for count in weighted_cut(rows, self.balance.weights))
 
     def _grid(self, site: BlockSite, grid: Grid, arguments: Arguments, tokens: int) -> tuple[int, int]:
         """Rows and columns of the image's tokens."""
@@ -307,12 +305,11 @@ class SequenceParallel:
             return
         # Without paths: those are made where something is to be said.
         key = (id(site.region), _form_of(arguments.args), _form_of(arguments.kwargs))
-        if key in self._checked:
-            return
-        for path, value in arguments.leaves():
-            if not _knows(site.region, path, *_sort_of(value)):
-                raise LayoutError(self._unknown(site, path, value))
-        self._checked.add(key)
+        if key not in self._checked:
+            for path, value in arguments.leaves():
+                if not _knows(site.region, path, value):
+                    raise LayoutError(self._unknown(site, path, value))
+            self._checked.add(key)
 
     def _unknown(self, site: BlockSite, path: str, value: Any) -> str:
         what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"the integer {value}"
@@ -321,16 +318,13 @@ class SequenceParallel:
         sizes[tokens.total] = " + ".join(tokens.names)
         counts = value.shape if isinstance(value, Tensor) else (value,)
         follows = next((f", and {n} is the number of {sizes[n]} tokens" for n in counts if n in sizes and n > 1), "")
-        if site.region.known:
-            return (
-                f"{site.path}: argument {path!r} is {what}{follows}, which the probe of {site.model} has not seen; "
-                "write a layout that has it (see docs/layouts.md)"
-            )
-        return (
-            f"{site.path}: argument {path!r} is {what}{follows}, but the layout of {site.model} does not mention it. "
-            "Add it to the layout's `cuts` (or to `whole`, if it does not follow the tokens), or pass strict=False to "
-            "hand it on as it is"
+        advice = (
+            f"but the layout of {site.model} does not mention it. Add it to the layout's `cuts` (or to `whole`, if "
         )
+        advice += "it does not follow the tokens), or pass strict=False to hand it on as it is"
+        if site.region.known:
+            advice = f"which the probe of {site.model} has not seen; write a layout that has it (see docs/layouts.md)"
+        return f"{site.path}: argument {path!r} is {what}{follows}, {advice}"
 
     def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
         """Time the first block, on every rank at once, whenever the balance wants to know."""
@@ -342,13 +336,13 @@ class SequenceParallel:
             if self.balance.wanted:
                 self._timing = True
                 try:
-                    self.balance.measure(lambda: restore.original(*args, **kwargs))
+                    self.balance.measure(lambda: patch.original(*args, **kwargs))
                 finally:
                     self._timing = False
-            return restore.original(*args, **kwargs)
+            return patch.original(*args, **kwargs)
 
-        restore = Patch(block, "forward", forward)
-        return restore
+        patch = Patch(block, "forward", forward)
+        return patch
 
     # --- modules that mix tokens without attention ---------------------------------------------------------
 
@@ -407,14 +401,17 @@ class SequenceParallel:
         return out
 
     def _check_lengths(
-        self, site: BlockSite, index: int, queries: Partition, keys: Partition, q: Tensor, k: Tensor
+        self, site: BlockSite, index: int, queries: Partition, keys: Partition, q: Tensor, k: Tensor, tile: int = -1
     ) -> None:
+        """Refuse tensors that are not of this rank's tokens, or of a tile's, as the layout has them."""
+        part = self.link.rank if tile < 0 else tile
         for what, tensor, tokens in (("queries", q, queries), ("keys", k, keys)):
-            expected = tokens.lengths[self.link.rank]
+            expected = tokens.lengths[part]
             if tensor.shape[2] != expected:
                 raise LayoutError(
-                    f"{site.path}: attention call {index + 1} has {tensor.shape[2]} {what}, but this rank holds "
-                    f"{expected} tokens of {' + '.join(tokens.names)}; the layout of {site.model} does not describe it"
+                    f"{site.path}: attention call {index + 1} has {tensor.shape[2]} {what}, but "
+                    f"{'this rank' if tile < 0 else f'tile {tile}'} holds {expected} tokens of "
+                    f"{' + '.join(tokens.names)}; the layout of {site.model} does not describe it"
                 )
         if self.mesh.ulysses.size > q.shape[1]:
             raise ConfigError(
@@ -433,7 +430,7 @@ def counted_here(counted: Count, number: int, tokens: Partition, part: int) -> i
 
 
 def _form_of(value: Any) -> Any:
-    """What `_sort_of` depends on, of every tensor and integer of some arguments."""
+    """What `_knows` depends on, of every tensor and integer of some arguments."""
     if isinstance(value, Tensor):
         return value.dtype, value.dim()
     if isinstance(value, (list, tuple)):
@@ -443,13 +440,9 @@ def _form_of(value: Any) -> Any:
     return type(value) is int
 
 
-def _sort_of(value: Any) -> tuple[str, int]:
-    """Class and rank of a tensor or an integer, as `Region.known` has them."""
-    return (dtype_class(value.dtype), value.dim()) if isinstance(value, Tensor) else ("count", 0)
-
-
-def _knows(region: Region, path: str, kind: str, dims: int) -> bool:
-    """Whether the layout says what is to be done with an argument."""
+def _knows(region: Region, path: str, value: Any) -> bool:
+    """Whether the layout says what is to be done with an argument, a tensor or an integer."""
+    kind, dims = (dtype_class(value.dtype), value.dim()) if isinstance(value, Tensor) else ("count", 0)
     if region.known:
         return (path, kind, dims) in region.known
     names = [stream.arg for stream in region.streams] + [*region.whole, *region.local]
@@ -466,12 +459,12 @@ def _true(arguments: Arguments, path: str) -> bool:
 
 
 def shared(stream: Stream, lengths: tuple[int, ...]) -> Partition:
-    """A stream of which every rank (or tile) has a run of its own."""
+    """The partition of a stream of which every rank (or tile) has a run of its own."""
     return Partition((lengths,), names=(stream.name,))
 
 
 def replicated(stream: Stream, tokens: int, parts: int) -> Partition:
-    """A stream that every rank (or tile) holds whole."""
+    """The partition of a stream that every rank (or tile) holds whole."""
     return Partition(((tokens,) * parts,), frozenset((0,)), (stream.name,))
 
 
@@ -510,14 +503,11 @@ class ExactSequence(TokenStrategy):
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
-        """See `Strategy.wanted`."""
         return config.exchange == "exact" and not config.reproducible and not config.stages_or_patches
 
     @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
-        """See `Strategy.check`."""
         check_heads(config, heads_of(model), type(model).__name__)
 
     def handler(self, model: ParallelModel) -> Handler:
-        """See `TokenStrategy.handler`."""
         return self.kind(self.context.config, self.context.mesh)

@@ -78,21 +78,21 @@ def as_markdown() -> str:
         "| transformer | " + " | ".join(key.replace("+", " + ") for key in combinations) + " |",
         "|---|" + "---|" * len(combinations),
     ]
-    reasons: dict[str, str] = {}
+    reasons: list[tuple[str, str]] = []
     for name, row in sorted(data["classes"].items()):
         cells = []
         for key in combinations:
-            outcome = row.get(key)
-            if outcome is None:
-                cells.append("")
-            elif "refused" in outcome:
-                reasons[f"{name}, {key}"] = outcome["refused"]
-                cells.append("refused")
+            outcome = row.get(key, {})
+            cell = ""
+            if "refused" in outcome:
+                reasons.append((f"{name}, {key}", outcome["refused"]))
+                cell = "refused"
             elif "wrong" in outcome:
-                cells.append(f"**wrong** ({outcome['wrong']:.0e})")
-            else:
-                cells.append("0" if outcome["error"] == 0 else f"{outcome['error']:.0e}")
+                cell = f"**wrong** ({outcome['wrong']:.0e})"
+            elif "error" in outcome:
+                cell = f"{outcome['error']:.0e}" if outcome["error"] else "0"
+            cells.append(cell)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     if reasons:
-        lines += ["", "## Refusals", "", *(f"* {where}: {why}" for where, why in sorted(reasons.items()))]
+        lines += ["", "## Refusals", "", *(f"* {where}: {why}" for where, why in sorted(reasons))]
     return "\n".join(lines) + "\n"

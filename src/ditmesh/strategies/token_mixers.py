@@ -7,6 +7,8 @@ what takes the change off again. Which module needs which rule is data: `ditmesh
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,13 +57,10 @@ def conv_rows(module: nn.Module, link: ExchangeGroup, what: str, processor: str 
         last = reach if link.rank < link.size - 1 else 0
         return output[:, :, first : output.shape[2] - last]
 
-    handles = (module.register_forward_pre_hook(with_halo), module.register_forward_hook(without_halo))
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
+    undo = ExitStack()
+    undo.callback(module.register_forward_pre_hook(with_halo).remove)
+    undo.callback(module.register_forward_hook(without_halo).remove)
+    return undo.close
 
 
 def _neighbours_rows(x: Tensor, reach: int, link: ExchangeGroup) -> tuple[Tensor, Tensor]:
@@ -101,11 +100,7 @@ def linear_attention(module: nn.Module, link: ExchangeGroup, what: str, processo
     # Any: to a type checker an attribute of a module is a tensor or a module, and a processor is neither.
     attention: Any = module
     attention.processor = _LinearAttention(link)
-
-    def undo() -> None:
-        attention.processor = original
-
-    return undo
+    return partial(setattr, attention, "processor", original)
 
 
 class _LinearAttention:

@@ -8,7 +8,6 @@ from typing import Any
 from ..config import ParallelConfig
 from .base import ParallelModel, Strategy
 from .hooks import Handler, ModelHooks
-from .rows import BatchParallel
 
 
 class TokenStrategy(Strategy):
@@ -19,7 +18,6 @@ class TokenStrategy(Strategy):
         raise NotImplementedError
 
     def apply(self, undo: ExitStack) -> None:
-        """See `Strategy.apply`."""
         config = self.context.config
         for model in self.context.models:
             handler = model.add(self.handler(model))
@@ -31,7 +29,6 @@ class TokenStrategy(Strategy):
             undo.callback(model.add(hooks).close)
 
     def forget(self) -> None:
-        """See `Strategy.forget`."""
         for handler in self.handlers():
             handler.balance.forget()
 
@@ -41,19 +38,15 @@ class TokenStrategy(Strategy):
 
 
 class KnownForms(Strategy):
-    """Only calls that the layout was made for: of another form, they are looked at anew or refused."""
+    """Only calls that the layout was made for: those of another form are probed or refused."""
 
     name = "layouts"
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
-        """See `Strategy.wanted`: where a block sees a part of the tokens only."""
+        # Where a block sees a part of the tokens only.
         return config.sequence > 1 or config.reproducible or config.stages_or_patches
 
     def apply(self, undo: ExitStack) -> None:
-        """See `Strategy.apply`."""
         for model in self.context.models:
-            hooks, rows = model.get(ModelHooks), model.find(BatchParallel)
-            if rows is not None:
-                hooks.followers.append(rows.follow)
-            undo.callback(model.chain.add(hooks.around_whole_call))
+            undo.callback(model.chain.add(model.get(ModelHooks).around_whole_call))
