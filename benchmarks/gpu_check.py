@@ -64,7 +64,7 @@ RANKS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor": 2},
     "cfg": {"cfg": 2},
     "data": {"data": 2},
-    "ring, weights 2,1": {"ring": 2, "weights": (2, 1)},
+    "ring, speeds 2,1": {"ring": 2, "speeds": (2, 1)},
     "displaced": {"ring": 2, "exchange": "displaced", **STALE},
     "displaced, int8": {"ring": 2, "exchange": "displaced", "compress": "int8", **STALE},
     "naive": {"ring": 2, "exchange": "naive", **STALE},
@@ -543,7 +543,7 @@ def one_strategy(family: str, config: dict[str, Any], staged: bool) -> dict[str,
 
     stale = "warmup" in config
     config = {**config, "shared_memory": False}
-    config["weights"] = tuple(config["weights"]) if "weights" in config else None
+    config["speeds"] = tuple(config["speeds"]) if "speeds" in config else None
     if not stale:
         pipe = pipelines.MAKERS[family.lower()]()
         pipe.transformer = copy.deepcopy(pipe.transformer).to(DEVICE)

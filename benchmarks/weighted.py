@@ -27,13 +27,13 @@ from machine import describe_machine
 
 CONTENDERS: dict[str, dict[str, Any]] = {
     "ring=2, even": {"ring": 2},
-    "ring=2, weights=2,1": {"ring": 2, "weights": (2, 1)},
-    "ring=2, weights=auto": {"ring": 2, "weights": "auto"},
+    "ring=2, speeds=2,1": {"ring": 2, "speeds": (2, 1)},
+    "ring=2, speeds=auto": {"ring": 2, "speeds": "auto"},
     "ulysses=2, even": {"ulysses": 2},
-    "ulysses=2, weights=2,1": {"ulysses": 2, "weights": (2, 1)},
-    "ulysses=2, weights=auto": {"ulysses": 2, "weights": "auto"},
+    "ulysses=2, speeds=2,1": {"ulysses": 2, "speeds": (2, 1)},
+    "ulysses=2, speeds=auto": {"ulysses": 2, "speeds": "auto"},
     "reproducible ulysses=2, even": {"ulysses": 2, "reproducible": True},
-    "reproducible ulysses=2, weights=2,1": {"ulysses": 2, "weights": (2, 1), "reproducible": True},
+    "reproducible ulysses=2, speeds=2,1": {"ulysses": 2, "speeds": (2, 1), "reproducible": True},
 }
 
 
@@ -45,7 +45,7 @@ def spin(core: int) -> None:
 
 
 def seconds(config: dict[str, Any], runs: int) -> tuple[float, tuple[float, ...]]:
-    """Best time of some forwards on this rank, pinned to its core; and the weights in force."""
+    """Best time of some forwards on this rank, pinned to its core; and the speeds in force."""
     import torch
 
     import ditmesh
@@ -54,8 +54,8 @@ def seconds(config: dict[str, Any], runs: int) -> tuple[float, tuple[float, ...]
     model = exact.benchmark_model()
     with ditmesh.parallelized(model, config, mesh=exact.mesh_of(json.dumps(config))), torch.no_grad():
         model(**exact.benchmark_inputs())
-        weights = ditmesh.engine_of(model).balances[0].weights
-        return exact.timed_forward(runs), weights
+        speeds = ditmesh.engine_of(model).balances[0].speeds
+        return exact.timed_forward(runs), speeds
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def main() -> None:
 
     neighbour = multiprocessing.get_context("spawn").Process(target=spin, args=(1,), daemon=True)
     times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    weights: dict[str, tuple[float, ...]] = {}
+    speeds: dict[str, tuple[float, ...]] = {}
     with RankPool(2, threads=1) as pool:
         neighbour.start()
         try:
@@ -78,13 +78,13 @@ def main() -> None:
                 for name, config in CONTENDERS.items():
                     results = pool.run(seconds, config, options.runs)
                     times[name].append(max(result[0] for result in results))
-                    weights[name] = results[0][1]
+                    speeds[name] = results[0][1]
         finally:
             neighbour.kill()
 
     machine = describe_machine()
     table = Table(title="Two ranks, one at half speed")
-    for column in ("", "weights", "median s", "against the even split, median", "min", "max"):
+    for column in ("", "speeds", "median s", "against the even split, median", "min", "max"):
         table.add_column(column, justify="left" if not column else "right")
     speedup = {}
     for name, values in times.items():
@@ -93,7 +93,7 @@ def main() -> None:
         speedup[name] = statistics.median(ratios)
         table.add_row(
             name,
-            ", ".join(f"{weight:g}" for weight in weights[name]),
+            ", ".join(f"{speed:g}" for speed in speeds[name]),
             f"{statistics.median(values):.3f}",
             f"{speedup[name]:.3f}x",
             f"{min(ratios):.3f}",
@@ -103,7 +103,7 @@ def main() -> None:
     console.print(table)
     console.print(machine["text"])
     if options.json:
-        result = {"machine": machine, "seconds": times, "speedup": speedup, "weights": weights}
+        result = {"machine": machine, "seconds": times, "speedup": speedup, "speeds": speeds}
         options.json.write_text(json.dumps(result, indent=1))
 
 

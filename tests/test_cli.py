@@ -151,9 +151,9 @@ def test_ctrl_c_and_sigterm_keep_what_is_drawn_and_leave_nothing_else(
     assert drawn
     assert list(temporary.iterdir()) == []
     # The pictures are named: those that were reported, which may be all but the last.
-    named = int(re.search(r"(\d+) of 100000 pictures were drawn before: ", said)[1])
+    named = int(re.search(r"(\d+) of 100000 pictures were generated before: ", said)[1])
     assert len(drawn) - 1 <= named <= len(drawn)
-    assert f"were drawn before: {', '.join(map(str, drawn[: min(named, 8)]))}" in said
+    assert f"were generated before: {', '.join(map(str, drawn[: min(named, 8)]))}" in said
     for path in drawn:
         assert path.suffix == ".png"
         assert read_receipt(path).prompt.startswith("picture number")
@@ -207,7 +207,7 @@ def test_a_rank_that_dies_is_reported_and_pictures_are_kept(
     said = capfd.readouterr().err
     assert code == 1
     assert "rank 1 of 2 was killed by SIGKILL" in said
-    assert "of 300 pictures were drawn before" in said
+    assert "of 300 pictures were generated before" in said
     assert [pid for pid in pids if processes.alive(pid)] == []
     assert all(read_receipt(path).prompt == "fox" for path in tmp_path.glob("*.png"))
 
@@ -258,7 +258,7 @@ FOX = "a red fox"
         bad(FOX, "--size", "big", says=("'big'", "WIDTHxHEIGHT"), name="size malformed"),
         bad(FOX, "--size", "0x32", says=("'0x32'",), name="size zero"),
         bad(FOX, "--devices", "4", "--ulysses", "3", says=("ulysses=3", "multiplies to 3", "4"), name="degrees"),
-        bad(FOX, "--devices", "0", says=("0 devices", "--devices 1"), name="no devices"),
+        bad(FOX, "--devices", "0", says=("--devices 0", "--devices 1"), name="no devices"),
         bad(FOX, "--ulysses", "0", says=("ulysses=0", "not possible"), name="degree 0"),
         bad(FOX, "--ulysses", "16", says=("ulysses=16", "8 attention heads", "ring"), name="heads"),
         bad(FOX, "--ring", "65", says=("65 ranks", "64 image tokens", "at most 64"), name="tokens"),
@@ -269,27 +269,29 @@ FOX = "a red fox"
         bad(FOX, "--config", "GOOD", "--ring", "2", says=("--config", "--ring"), name="config and degree"),
         bad(FOX, "--config", "GOOD", "--devices", "3", says=("ulysses=2", "3 are there"), name="config and devices"),
         bad(FOX, "--out", "FILE", says=("folder", "--out"), name="out is a file"),
-        bad(FOX, "--steps", "0", says=("0 steps", "--steps 1"), name="steps"),
-        bad(FOX, "--num-images", "0", says=("0 images", "--num-images 1"), name="images"),
-        bad(FOX, "--threads", "0", says=("0 threads", "--threads 1"), name="threads"),
-        bad(FOX, "--timeout", "nan", says=("timeout of nan seconds",), name="timeout that is no number"),
-        bad(FOX, "--timeout", "inf", says=("timeout of inf seconds",), name="endless timeout"),
-        bad(FOX, "--timeout", "0", says=("timeout of 0 seconds",), name="timeout"),
+        bad(FOX, "--steps", "0", says=("--steps 0", "--steps 1"), name="steps"),
+        bad(FOX, "--num-images", "0", says=("--num-images 0", "--num-images 1"), name="images"),
+        bad(FOX, "--threads", "0", says=("--threads 0", "--threads 1"), name="threads"),
+        bad(FOX, "--timeout", "nan", says=("--timeout nan is not possible",), name="timeout that is no number"),
+        bad(FOX, "--timeout", "inf", says=("--timeout inf is not possible",), name="endless timeout"),
+        bad(FOX, "--timeout", "0", says=("--timeout 0 is not possible",), name="timeout"),
         bad(FOX, "--compare", says=("--compare with 1 device", "--devices 2"), name="compare nothing"),
         bad(FOX, "--model", "./nowhere", says=("'./nowhere'", "no such folder", "save_pretrained"), name="no model"),
         bad(FOX, "--model", "nobody/nothing", says=("'nobody/nothing'", "go online"), name="no hub model"),
         bad(FOX, "--model", "FOLDER", says=("no model_index.json", "save_pretrained"), name="not a model"),
         bad(FOX, "--model", "UNET", says=("SomePipeline has no transformer", "unet", "Flux"), name="not a DiT"),
-        bad(FOX, "--model", "CLASSES", says=(f"{FOX!r}", "draws classes", "'fox'"), name="no such class"),
+        bad(FOX, "--model", "CLASSES", says=(f"{FOX!r}", "takes classes", "'fox'"), name="no such class"),
         bad("fox", "--model", "CLASSES", "--size", "8x8", says=("size 8x8", "one size"), name="size of classes"),
         bad(FOX, "--guidance", "nan", says=("guidance nan", "--guidance 3.5"), name="guidance nan"),
         bad(FOX, "--guidance", "inf", says=("guidance inf",), name="guidance infinite"),
-        bad(FOX, "--timeout", "nan", says=("timeout of nan seconds",), name="timeout nan"),
+        bad(FOX, "--timeout", "nan", says=("--timeout nan is not possible",), name="timeout nan"),
         bad(FOX, "--seed", "-1", says=("seed -1", "--seed 0"), name="seed below 0"),
         bad(FOX, "--out", "", says=("--out names no folder", "--out ."), name="out empty"),
-        bad(FOX, "--num-images", "1000000", says=("1000000 pictures", "100000"), name="a million pictures"),
-        bad(FOX, "--steps", str(10**30), says=("more than any sampler", "--steps 10000"), name="steps without end"),
-        bad(FOX, "--batch", "5000", says=("5000 pictures in one call", "--batch 1 to 1024"), name="too large a batch"),
+        bad(
+            FOX, "--num-images", "1000000", says=("--num-images 1000000", "use 1 to 100000"), name="a million pictures"
+        ),
+        bad(FOX, "--steps", str(10**30), says=("--steps 1000", "use 1 to 10000"), name="steps without end"),
+        bad(FOX, "--batch", "5000", says=("--batch 5000", "use 1 to 1024"), name="too large a batch"),
         bad("half \ud83e", says=("prompt 1 is not Unicode", "character 6"), name="half a character"),
         bad(FOX, "--negative", "\ud83e", says=("the negative prompt is not Unicode",), name="half a negative"),
         bad("x" * 200_000, says=("prompt 1 has 200000 characters", "100000"), name="prompt without end"),
@@ -380,7 +382,7 @@ def test_what_ranks_refuse_is_one_sentence_too(
     (video / "model_index.json").write_text(json.dumps({**index, "_class_name": "WanPipeline"}))
     assert run("generate", FOX, "--model", video, "--device", "cpu", "--threads", "1", "--out", tmp_path) == 2
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("ditmesh:")]
-    assert said == ["ditmesh: WanPipeline draws videos, and `ditmesh generate` saves pictures; call it from Python"]
+    assert said == ["ditmesh: WanPipeline makes videos, and `ditmesh generate` saves pictures; call it from Python"]
 
 
 @pytest.mark.parametrize(
@@ -446,9 +448,9 @@ def test_a_model_that_cannot_be_loaded_is_one_sentence(model: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("study", "fox", "--target", "nan"), "--target nan is no PSNR"),
-        (("study", "fox", "--steps", "-3"), "--steps -3 draws nothing"),
-        (("study", "fox", "--jobs", "0"), "--jobs 0 runs nothing"),
+        (("study", "fox", "--target", "nan"), "--target nan is not possible"),
+        (("study", "fox", "--steps", "-3"), "--steps -3 is not possible"),
+        (("study", "fox", "--jobs", "0"), "--jobs 0 is not possible"),
         (("study", "fox", "--out", ""), "--out names no folder"),
         (("verify", ""), "the configuration '' says nothing"),
         (("verify", "ulysses=1"), "'1 device' compares one device with itself"),
@@ -485,11 +487,11 @@ def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
     from ditmesh.cli.options import ConfigOptions
     from ditmesh.config import ParallelConfig, setting
 
-    options = ConfigOptions(ring=2, stages="5,7", weights="auto", shared_memory=False, compile="eager")
+    options = ConfigOptions(ring=2, stages="5,7", speeds="auto", shared_memory=False, compile="eager")
     assert options.settings() == {
         "ring": 2,
         "stages": (5, 7),
-        "weights": "auto",
+        "speeds": "auto",
         "shared_memory": False,
         "compile": "eager",
     }
@@ -539,7 +541,7 @@ def test_doctor_prints_what_to_type_as_it_is(monkeypatch, capsys):
 
 def test_doctor_refuses_no_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("doctor", "--devices", "0") == 2
-    assert "0 devices" in capsys.readouterr().err
+    assert "--devices 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["generate", "doctor", "inspect"])

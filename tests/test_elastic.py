@@ -222,12 +222,12 @@ def test_a_request_goes_on_at_any_call_on_any_number_of_ranks(ranks: Ranks, tmp_
         ({"ulysses": 2, "text": "replicate", "tiles": 16}, [1], {"text": "replicate", "tiles": 16}),
         ({"pipe": 4}, range(3), {"pipe": 3, "patches": 4}),
         # Weights follow the ranks that are left.
-        ({"ring": 3, "weights": (3, 2, 1)}, [0, 2], {"ring": 2, "weights": (3, 1)}),
-        ({"ring": 2, "weights": (3, 2)}, [1], {}),
-        ({"cfg": 2, "ring": 2, "weights": (3, 1)}, [1, 2, 3], {"ring": 3, "weights": (1, 3, 1)}),
-        ({"data": 4, "ring": 2, "weights": (3, 1)}, [1, 2, 3, 4], {"data": 2, "ring": 2, "weights": (1, 3)}),
-        ({"data": 4, "ring": 2, "weights": (3, 1)}, [0, 2, 3, 5], {"data": 2, "ring": 2, "weights": (1, 1)}),
-        ({"ring": 2, "weights": "auto"}, [0], {"weights": "auto"}),
+        ({"ring": 3, "speeds": (3, 2, 1)}, [0, 2], {"ring": 2, "speeds": (3, 1)}),
+        ({"ring": 2, "speeds": (3, 2)}, [1], {}),
+        ({"cfg": 2, "ring": 2, "speeds": (3, 1)}, [1, 2, 3], {"ring": 3, "speeds": (1, 3, 1)}),
+        ({"data": 4, "ring": 2, "speeds": (3, 1)}, [1, 2, 3, 4], {"data": 2, "ring": 2, "speeds": (1, 3)}),
+        ({"data": 4, "ring": 2, "speeds": (3, 1)}, [0, 2, 3, 5], {"data": 2, "ring": 2, "speeds": (1, 1)}),
+        ({"ring": 2, "speeds": "auto"}, [0], {"speeds": "auto"}),
     ],
 )
 def test_the_smaller_configuration(config: dict[str, Any], survivors: Any, expected: dict[str, Any]) -> None:
@@ -489,7 +489,7 @@ def test_the_command_goes_on(
 
     monkeypatch.setattr(RankPool, "run", run_and_kill)
     common = ["generate", "a red fox", "--steps", str(STEPS), "--threads", "1", "--device", "cpu", "--json"]
-    code = run(*common, "--weights", "2,1", "--reproducible", "--elastic", "--out", tmp_path)
+    code = run(*common, "--speeds", "2,1", "--reproducible", "--elastic", "--out", tmp_path)
     captured = capfd.readouterr()
     assert code == 0, captured.err
     result = json.loads(captured.out)
@@ -514,8 +514,8 @@ def test_the_command_goes_on(
         (["--devices", "2", "--elastic"], "only reproducible mode draws the same picture on them; add --reproducible"),
         (["--reproducible", "--elastic"], "--elastic with 1 device has nothing to go on with; use --devices 2"),
         (["--devices", "2", "--tiles", "4"], "--tiles 4 counts in reproducible mode only; add --reproducible"),
-        (["--devices", "2", "--weights", "fast,slow"], "weights 'fast,slow' are not numbers; write them as 2,1"),
-        (["--devices", "3", "--weights", "2,1"], "are 2, but"),
+        (["--devices", "2", "--speeds", "fast,slow"], "speeds 'fast,slow' are not numbers; write them as 2,1"),
+        (["--devices", "3", "--speeds", "2,1"], "are 2, but"),
         (["--devices", "16", "--reproducible"], "16 sequence ranks cannot share tiles=8; use tiles=16"),
         (["--config", "CONFIG", "--reproducible"], "both configure; write all of it into the file"),
         (["--config", "CONFIG", "--elastic"], "'reproducible: true' to the configuration file"),

@@ -75,7 +75,7 @@ def test_a_size_is_refused_with_the_nearest_ones(tmp_path: Path) -> None:
     for size, said in {
         (100, 64): "size 100x64: the model needs multiples of 16; use 96x64 or 112x64",
         (5, 5): "size 5x5: the model needs multiples of 16; use 16x16",
-        (2048, 64): "size 2048x64: the model draws up to 1536x1536; use 1536x64",
+        (2048, 64): "size 2048x64: the model goes up to 1536x1536; use 1536x64",
     }.items():
         with pytest.raises(InputError) as caught:
             info.check_size(*size)

@@ -21,9 +21,9 @@ from support.stale import moving
 # World size -> configurations. One rank is the reference.
 SEQUENCE: dict[int, list[dict[str, Any]]] = {
     1: [{}],
-    2: [{"ulysses": 2}, {"ring": 2}, {"ring": 2, "weights": (3, 1)}],
-    3: [{"ulysses": 3}, {"ring": 3}, {"ulysses": 3, "weights": (1, 2, 4)}],
-    4: [{"ulysses": 2, "ring": 2}, {"ring": 4}, {"ulysses": 2, "ring": 2, "weights": (1, 2, 3, 1)}],
+    2: [{"ulysses": 2}, {"ring": 2}, {"ring": 2, "speeds": (3, 1)}],
+    3: [{"ulysses": 3}, {"ring": 3}, {"ulysses": 3, "speeds": (1, 2, 4)}],
+    4: [{"ulysses": 2, "ring": 2}, {"ring": 4}, {"ulysses": 2, "ring": 2, "speeds": (1, 2, 3, 1)}],
     8: [{"ulysses": 8}, {"ulysses": 2, "ring": 4}],
 }
 ROWS: dict[int, list[dict[str, Any]]] = {
@@ -31,7 +31,7 @@ ROWS: dict[int, list[dict[str, Any]]] = {
     3: [{"data": 3}],
     4: [
         {"cfg": 2, "ulysses": 2},
-        {"cfg": 2, "ring": 2, "weights": (3, 1)},
+        {"cfg": 2, "ring": 2, "speeds": (3, 1)},
         {"data": 2, "ring": 2},
         {"data": 2, "cfg": 2},
     ],
@@ -78,7 +78,7 @@ def test_close_to_the_plain_pipeline(ranks, family):
 @pytest.mark.parametrize("name", CLASSES)
 def test_odd_lengths_and_head_sizes(ranks, name, head_dim):
     """49 image and 13 text tokens, and B=2 with ragged masks; 3 heads where the size of heads is given."""
-    configs = {1: [{}], 2: [{"ulysses": 2}, {"ring": 2, "weights": (2, 1)}], 3: [{"ulysses": 3}], 4: [{"ring": 4}]}
+    configs = {1: [{}], 2: [{"ulysses": 2}, {"ring": 2, "speeds": (2, 1)}], 3: [{"ulysses": 3}], 4: [{"ring": 4}]}
     if head_dim is None:
         configs |= {8: [{"ulysses": 2, "ring": 4}]}
     found = gathered(ranks, forward_bits, configs, name, head_dim)
@@ -129,7 +129,7 @@ def test_the_embedded_model(ranks):
     configs = {
         1: [{}],
         2: [{"ulysses": 2}, {"cfg": 2}, {"data": 2}],
-        3: [{"ring": 3, "weights": (2, 1, 1)}],
+        3: [{"ring": 3, "speeds": (2, 1, 1)}],
         4: [{"cfg": 2, "ring": 2}],
         8: [{"ulysses": 8}, {"data": 2, "cfg": 2, "ulysses": 2}],
     }
@@ -293,8 +293,8 @@ def test_settings_are_put_back(ranks):
         ({"patches": 4, "ring": 2}, "ring=2 x ulysses=1 ranks would cut the patches"),
         ({"pipe": 2, "cfg": 2}, "cfg=2 makes exact steps.*use more stages"),
         ({"pipe": 2, "warmup": "adaptive(0.1)"}, "depend on those beside it"),
-        ({"weights": (1, 0), "ring": 2}, "above 0"),
-        ({"weights": (1, 2, 3), "ring": 2}, "are 3"),
+        ({"speeds": (1, 0), "ring": 2}, "above 0"),
+        ({"speeds": (1, 2, 3), "ring": 2}, "are 3"),
     ],
 )
 def test_refused_settings(settings, words):
@@ -355,7 +355,7 @@ def test_aligned():
 @pytest.mark.parametrize("name", [name for name in MAKERS if name not in CLASSES and name not in MIXING])
 def test_every_class(ranks, name):
     """All other classes and modes: B=1 with odd lengths and B=2 ragged."""
-    configs = {1: [{}], 2: [{"ulysses": 2}, {"data": 2}], 3: [{"ulysses": 3}, {"ring": 3, "weights": (3, 1, 1)}]}
+    configs = {1: [{}], 2: [{"ulysses": 2}, {"data": 2}], 3: [{"ulysses": 3}, {"ring": 3, "speeds": (3, 1, 1)}]}
     found = gathered(ranks, forward_bits, configs, name)
     assert len({str(value) for value in found.values()}) == 1, found
 

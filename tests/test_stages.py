@@ -69,7 +69,7 @@ def cut(config: dict[str, Any], slow: str = "", slow_rank: int | None = None, ag
         stages = ditmesh.engine_of(pipe).pipes[0].stages
         found["before"], found["held before"] = stages.lengths, held(pipe)
         found["first"] = drawn(pipe)
-        found["after"], found["held"], found["weights"] = stages.lengths, held(pipe), stages.balance.weights
+        found["after"], found["held"], found["speeds"] = stages.lengths, held(pipe), stages.balance.speeds
         costs = stages.costs
         if again:
             for handle in handles:
@@ -77,7 +77,7 @@ def cut(config: dict[str, Any], slow: str = "", slow_rank: int | None = None, ag
             ditmesh.engine_of(pipe).rebalance()
         found["second"] = drawn(pipe)
         found["costs"], found["later costs"], found["later"] = costs, stages.costs, stages.lengths
-        found["later weights"] = stages.balance.weights
+        found["later speeds"] = stages.balance.speeds
     found["restored"] = same_bits(before, bits(pipe.transformer))
     return found
 
@@ -90,7 +90,7 @@ def check(results: list[dict[str, Any]], truth: torch.Tensor) -> dict[str, Any]:
         assert result["held before"] == owns(result["rank"], result["before"])
         assert result["held"] == owns(result["rank"], result["after"])
         assert result["restored"]
-        for what in ("before", "after", "later", "costs", "weights", "later weights"):
+        for what in ("before", "after", "later", "costs", "speeds", "later speeds"):
             assert result[what] == results[0][what], what
     return results[0]
 
@@ -100,8 +100,8 @@ def check(results: list[dict[str, Any]], truth: torch.Tensor) -> dict[str, Any]:
     [
         ({"stages": (1, 3)}, (1, 3)),
         ({"stages": (3, 1)}, (3, 1)),
-        ({"weights": (3, 1)}, (3, 1)),
-        ({"weights": (1, 3)}, (1, 3)),
+        ({"speeds": (3, 1)}, (3, 1)),
+        ({"speeds": (1, 3)}, (1, 3)),
     ],
     ids=str,
 )
@@ -141,11 +141,11 @@ def test_measured_beside_ranks_that_share_rows(ranks, alone):
 
 def test_speeds_are_measured(ranks, alone):
     """A slow rank gets fewer blocks; the costs stay estimates."""
-    found = check(ranks(2).run(cut, {"pipe": 2, "weights": "auto"}, "single_transformer_blocks", 1, True), alone)
+    found = check(ranks(2).run(cut, {"pipe": 2, "speeds": "auto"}, "single_transformer_blocks", 1, True), alone)
     assert found["before"] == (2, 2)
     assert found["after"] == (3, 1)
-    assert found["weights"][0] > 2 * found["weights"][1]
-    assert found["weights"][1] < found["later weights"][1] < found["later weights"][0]
+    assert found["speeds"][0] > 2 * found["speeds"][1]
+    assert found["speeds"][1] < found["later speeds"][1] < found["later speeds"][0]
     assert found["costs"] == found["later costs"]
 
 
@@ -172,7 +172,7 @@ def loaded(folder: str, config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("config", "expected"),
-    [({"stages": "measured"}, [(2, 2), (3, 1)]), ({"weights": (1, 3)}, [(1, 3), (1, 3)])],
+    [({"stages": "measured"}, [(2, 2), (3, 1)]), ({"speeds": (1, 3)}, [(1, 3), (1, 3)])],
     ids=str,
 )
 def test_loaded_stage_by_stage(ranks, alone, tmp_path, config, expected):
@@ -215,11 +215,11 @@ def test_kinds():
     [
         ({"pipe": 2, "stages": (1, 2, 3)}, r"stages=\[1, 2, 3\] are not the blocks of pipe=2"),
         ({"pipe": 2, "stages": (4, 0)}, "one number from 1 up"),
-        ({"stages": (4,), "weights": (1,)}, "leave weights"),
+        ({"stages": (4,), "speeds": (1,)}, "leave speeds"),
         ({"pipe": 2, "stages": "guessed"}, "'estimated' or 'measured'"),
-        ({"pipe": 2, "weights": (1, 2, 3)}, "the 2 stages; give one weight for each"),
-        ({"pipe": 2, "ulysses": 2, "weights": (1, 1, 2, 2)}, "sequence ranks of a stage share evenly"),
-        ({"patches": 2, "ulysses": 2, "weights": (1, 2)}, "use pipe=2 or more, or leave weights out"),
+        ({"pipe": 2, "speeds": (1, 2, 3)}, "the 2 stages; give one speed for each"),
+        ({"pipe": 2, "ulysses": 2, "speeds": (1, 1, 2, 2)}, "sequence ranks of a stage share evenly"),
+        ({"patches": 2, "ulysses": 2, "speeds": (1, 2)}, "use pipe=2 or more, or leave speeds out"),
     ],
 )
 def test_refused(settings, words):

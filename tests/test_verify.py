@@ -442,11 +442,11 @@ def test_what_is_promised_and_compared_with():
     assert promise_of(ParallelConfig(pipe=2)) == "none"
     assert promise_of(ParallelConfig(pipe=2, reproducible=True)) == "bits"
     assert reference_of(ParallelConfig(ulysses=2, cfg=2)) is None
-    weighted = ParallelConfig(ulysses=2, weights=(2, 1), reproducible=True, tiles=4)
+    weighted = ParallelConfig(ulysses=2, speeds=(2, 1), reproducible=True, tiles=4)
     assert reference_of(weighted) == ParallelConfig(reproducible=True, tiles=4)
     staged = ParallelConfig(pipe=2, data=2, stages=(5, 7), reproducible=True)
     assert reference_of(staged) == ParallelConfig(patches=2, reproducible=True)
-    assert name_of(weighted) == "ulysses=2 weights=2,1 reproducible tiles=4"
+    assert name_of(weighted) == "ulysses=2 speeds=2,1 reproducible tiles=4"
     assert name_of(None) == "one device"
 
 
@@ -473,7 +473,7 @@ def test_every_sensible_configuration(model):
     ("text", "settings"),
     [
         ("ulysses=2 cfg=2 reproducible", {"ulysses": 2, "cfg": 2, "reproducible": True}),
-        ("ring=2  weights=2,1", {"ring": 2, "weights": (2.0, 1.0)}),
+        ("ring=2  speeds=2,1", {"ring": 2, "speeds": (2.0, 1.0)}),
         ("pipe=2 warmup=first_last(2, 1)", {"pipe": 2, "warmup": "first_last(2, 1)"}),
         ("ring=2 exchange=displaced compress=int8", {"ring": 2, "exchange": "displaced", "compress": "int8"}),
         ("tiles=4 reproducible=false", {"tiles": 4}),
@@ -546,17 +546,17 @@ def test_the_command_in_words(model, tmp_path, capfd):
 BAD = [
     ((), ("no configuration", "ulysses=2")),
     (("--all", "1"), ("--all 1", "--all 2")),
-    (("ulysses=2", "--tolerance", "-1"), ("tolerance of -1",)),
-    (("ulysses=2", "--tolerance", "nan"), ("tolerance of nan",)),
+    (("ulysses=2", "--tolerance", "-1"), ("--tolerance -1",)),
+    (("ulysses=2", "--tolerance", "nan"), ("--tolerance nan",)),
     (("ulysses=9",), ("ulysses=9", "8 attention heads")),
     (("ulises=2",), ("'ulises'", "ulysses")),
     (("ring=65",), ("65 ranks", "64 image tokens")),
     (("ring=2 exchange=displaced ulysses=2",), ("exchange='displaced'", "ring")),
-    (("ring=2", "--steps", "0"), ("0 steps",)),
+    (("ring=2", "--steps", "0"), ("--steps 0",)),
     (("ring=2", "--size", "31x32"), ("31x32", "multiples of 4")),
     (("ring=2", "--model", "./nowhere"), ("'./nowhere'", "no such folder")),
-    (("ring=2", "--threads", "0"), ("0 threads",)),
-    (("ring=2", "--timeout", "0"), ("timeout of 0 seconds",)),
+    (("ring=2", "--threads", "0"), ("--threads 0",)),
+    (("ring=2", "--timeout", "0"), ("--timeout 0",)),
     (("ring=2", "--html", "FOLDER"), ("is a folder",)),
     (("ring=2", "--no-prompt"), ("there is no prompt",)),
 ]

@@ -19,10 +19,10 @@ TOLERANCE = 1e-5  # relative, float32
 @pytest.mark.parametrize(
     "config",
     [
-        {"ulysses": 2, "weights": (2, 1)},
-        {"ring": 3, "weights": (1, 5, 2)},
-        {"ulysses": 3, "weights": (4, 1, 1)},
-        {"ulysses": 2, "ring": 2, "weights": (1, 2, 3, 4)},
+        {"ulysses": 2, "speeds": (2, 1)},
+        {"ring": 3, "speeds": (1, 5, 2)},
+        {"ulysses": 3, "speeds": (4, 1, 1)},
+        {"ulysses": 2, "ring": 2, "speeds": (1, 2, 3, 4)},
     ],
     ids=str,
 )
@@ -59,12 +59,12 @@ def tokens_and_heads(config: dict[str, Any]) -> tuple[int, int]:
     return seen[0][0], seen[1][1]
 
 
-def test_tokens_and_heads_follow_the_weights(ranks):
-    assert ranks(2).run(tokens_and_heads, {"ulysses": 2, "weights": (3, 1)}) == [(48, 6), (16, 2)]
+def test_tokens_and_heads_follow_the_speeds(ranks):
+    assert ranks(2).run(tokens_and_heads, {"ulysses": 2, "speeds": (3, 1)}) == [(48, 6), (16, 2)]
 
 
 def slow_rank_one(config: dict[str, Any]) -> dict[str, Any]:
-    """A delay in the first block makes rank 1 slow; weights before, after, and after measuring again."""
+    """A delay in the first block makes rank 1 slow; speeds before, after, and after measuring again."""
     model, made = tiny("Flux"), inputs("Flux", RAGGED)
     truth = run(model, made)
 
@@ -76,15 +76,15 @@ def slow_rank_one(config: dict[str, Any]) -> dict[str, Any]:
     try:
         with ditmesh.parallelized(model, config):
             balance = ditmesh.engine_of(model).balances[0]
-            found["before"] = balance.weights
+            found["before"] = balance.speeds
             run(model, made)
-            found["measured"] = balance.weights
+            found["measured"] = balance.speeds
             found["error"] = relative_error(run(model, made), truth)
-            found["kept"] = balance.weights
+            found["kept"] = balance.speeds
             inner.remove()
             ditmesh.engine_of(model).rebalance()
             run(model, made)
-            found["again"] = balance.weights
+            found["again"] = balance.speeds
     finally:
         for handle in handles:
             handle.remove()
@@ -92,9 +92,9 @@ def slow_rank_one(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_weights_are_measured(ranks):
+def test_speeds_are_measured(ranks):
     """The slow rank gets less; all ranks agree; measuring again moves half of the way back."""
-    first, second = ranks(2).run(slow_rank_one, {"ring": 2, "weights": "auto"})
+    first, second = ranks(2).run(slow_rank_one, {"ring": 2, "speeds": "auto"})
     assert first == second
     assert first["before"] == (1.0, 1.0)
     assert first["measured"][0] > 2 * first["measured"][1]
@@ -103,8 +103,8 @@ def test_weights_are_measured(ranks):
     assert first["error"] <= TOLERANCE
 
 
-def given_weights() -> str:
-    with ditmesh.parallelized(tiny("Flux"), {"ring": 2, "weights": (2, 1)}) as model:
+def given_speeds() -> str:
+    with ditmesh.parallelized(tiny("Flux"), {"ring": 2, "speeds": (2, 1)}) as model:
         try:
             ditmesh.engine_of(model).rebalance()
         except ConfigError as error:
@@ -112,5 +112,5 @@ def given_weights() -> str:
     return ""
 
 
-def test_given_weights_are_not_measured(ranks):
-    assert all("weights='auto'" in message for message in ranks(2).run(given_weights))
+def test_given_speeds_are_not_measured(ranks):
+    assert all("speeds='auto'" in message for message in ranks(2).run(given_speeds))

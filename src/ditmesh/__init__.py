@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
+from ._moved import MovedFinder
 from ._version import __version__
 from .config import ParallelConfig
 from .errors import ConfigError, DitmeshError, InputDifferenceWarning, InputError, LayoutError, RankFailed
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from .generate.loading import load
     from .layout import TokenLayout
 
+sys.meta_path.append(MovedFinder())  # type: ignore[arg-type]
 
 __all__ = [
     "ConfigError",

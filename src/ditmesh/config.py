@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .errors import ConfigError
+from .errors import ConfigError, warn_renamed
 from .staleness.policy import forms as warmup_forms
 from .staleness.policy import parse as parse_warmup
 
@@ -28,6 +28,9 @@ AXES = ("data", "cfg", "pipe", "ring", "ulysses", "tensor")
 
 # Most ranks of an axis, patches or tiles: nobody has more, and a number that somebody else wrote fills no memory.
 MOST = 2**16
+
+# Settings by the names they had before, which go with the next release.
+RENAMED = {"weights": "speeds"}
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,20 @@ class Setting:
 def setting(name: str) -> Setting:
     """What is to be known of a field of `ParallelConfig`."""
     return next(item for item in ParallelConfig.model_fields[name].metadata if isinstance(item, Setting))
+
+
+def current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by the names they have now; warns about former ones.
+
+    Raises:
+        ConfigError: a setting is given by both of its names.
+    """
+    for old, new in RENAMED.items():
+        if old in settings and new in settings:
+            raise ConfigError(f"{old!r} is the former name of {new!r}, and both are given; leave {old} out")
+        if old in settings:
+            warn_renamed(old, new)
+    return {RENAMED.get(name, name): value for name, value in settings.items()}
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
@@ -96,7 +113,7 @@ class ParallelConfig(BaseModel):
         stages: blocks of every stage. ``"estimated"``: by the weights that image tokens pass through. ``"measured"``:
             cut so at first; the first call times one block of every kind, and blocks move if another cut is faster.
             Or numbers, ``(5, 7)``. The result stays the same.
-        weights: relative speeds of the sequence ranks, ``(2, 1)``: a faster rank gets more tokens; with ``pipe`` those
+        speeds: relative speeds of the sequence ranks, ``(2, 1)``: a faster rank gets more tokens; with ``pipe`` those
             of the stages: a faster stage gets more blocks. The result stays the same. ``"auto"`` measures them while
             the first steps run.
         reproducible: the same bits on any number of devices, even or weighted: token-local work is done tile by
@@ -142,7 +159,7 @@ class ParallelConfig(BaseModel):
         Setting('Exact steps of a stale strategy: "fixed(4)", "adaptive(0.05)".', decides=True, form="POLICY"),
     ] = "fixed(4)"
     compress: Annotated[Compression | None, Setting("What displaced keys travel as.", decides=True)] = None
-    weights: Annotated[
+    speeds: Annotated[
         tuple[float, ...] | Literal["auto"] | None,
         Setting("Relative speeds of the sequence ranks, or of the stages of --pipe.", form="2,1|auto"),
     ] = None
@@ -171,7 +188,7 @@ class ParallelConfig(BaseModel):
 
     def __init__(self, /, **data: Any) -> None:
         try:
-            super().__init__(**data)
+            super().__init__(**current_names(data))
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
         self._check()
@@ -182,30 +199,30 @@ class ParallelConfig(BaseModel):
         Raises:
             ConfigError: naming both, and the way out.
         """
-        self._check_weights()
+        self._check_speeds()
         self._check_stages()
         self._check_stale()
         if self.reproducible:
             self._check_reproducible()
 
-    def _check_weights(self) -> None:
-        if isinstance(self.weights, tuple):
-            if any(not isfinite(weight) or weight <= 0 for weight in self.weights):
-                raise ConfigError(f"weights={list(self.weights)}: every weight must be above 0; leave a slow rank out")
-            if self.pipe > 1 and len(self.weights) != self.pipe:
+    def _check_speeds(self) -> None:
+        if isinstance(self.speeds, tuple):
+            if any(not isfinite(speed) or speed <= 0 for speed in self.speeds):
+                raise ConfigError(f"speeds={list(self.speeds)}: every speed must be above 0; leave a slow rank out")
+            if self.pipe > 1 and len(self.speeds) != self.pipe:
                 raise ConfigError(
-                    f"weights={list(self.weights)} are {len(self.weights)}, but with pipe={self.pipe} they are those "
-                    f"of the {self.pipe} stages; give one weight for each (sequence ranks of a stage share evenly)"
+                    f"speeds={list(self.speeds)} are {len(self.speeds)}, but with pipe={self.pipe} they are those "
+                    f"of the {self.pipe} stages; give one speed for each (sequence ranks of a stage share evenly)"
                 )
-            if self.pipe == 1 and len(self.weights) != self.sequence:
+            if self.pipe == 1 and len(self.speeds) != self.sequence:
                 raise ConfigError(
-                    f"weights={list(self.weights)} are {len(self.weights)}, but ring={self.ring} x "
-                    f"ulysses={self.ulysses} is {self.sequence} sequence ranks; give one weight for each"
+                    f"speeds={list(self.speeds)} are {len(self.speeds)}, but ring={self.ring} x "
+                    f"ulysses={self.ulysses} is {self.sequence} sequence ranks; give one speed for each"
                 )
-        if self.weights is not None and self.pipe == 1 and self.stages_or_patches:
+        if self.speeds is not None and self.pipe == 1 and self.stages_or_patches:
             raise ConfigError(
-                f"weights={self.weights!r} have nothing to share out with patches={self.patches} and one stage: a "
-                "patch is cut evenly over its sequence ranks; use pipe=2 or more, or leave weights out"
+                f"speeds={self.speeds!r} have nothing to share out with patches={self.patches} and one stage: a "
+                "patch is cut evenly over its sequence ranks; use pipe=2 or more, or leave speeds out"
             )
 
     def _check_stages(self) -> None:
@@ -215,9 +232,9 @@ class ParallelConfig(BaseModel):
                     f"stages={list(self.stages)} are not the blocks of pipe={self.pipe} stages; give one number from 1 "
                     "up for each, or 'estimated' or 'measured'"
                 )
-            if self.weights is not None:
+            if self.speeds is not None:
                 raise ConfigError(
-                    f"stages={list(self.stages)} leave weights={self.weights!r} nothing to decide; leave one out"
+                    f"stages={list(self.stages)} leave speeds={self.speeds!r} nothing to decide; leave one out"
                 )
 
     def _check_stale(self) -> None:
@@ -284,6 +301,12 @@ class ParallelConfig(BaseModel):
             )
 
     @property
+    def weights(self) -> tuple[float, ...] | Literal["auto"] | None:
+        """The former name of ``speeds``."""
+        warn_renamed("weights", "speeds")
+        return self.speeds
+
+    @property
     def stages_or_patches(self) -> bool:
         """Whether PipeFusion runs: several stages, or one that cuts the picture in patches."""
         return self.pipe > 1 or (self.patches or 1) > 1
@@ -319,9 +342,9 @@ class ParallelConfig(BaseModel):
             parts += [f"exchange={self.exchange}", f"warmup={self.warmup}"]
         if self.compress is not None:
             parts.append(f"compress={self.compress}")
-        if self.weights is not None:
-            weights = self.weights if isinstance(self.weights, str) else ",".join(f"{w:g}" for w in self.weights)
-            parts.append(f"weights={weights}")
+        if self.speeds is not None:
+            speeds = self.speeds if isinstance(self.speeds, str) else ",".join(f"{speed:g}" for speed in self.speeds)
+            parts.append(f"speeds={speeds}")
         if self.reproducible:
             parts.append("reproducible")
         return " ".join(parts)
@@ -345,9 +368,9 @@ class ParallelConfig(BaseModel):
                 stages' (pipe), then the tokens' (ring and ulysses together, which grow only where that uses more
                 ranks). ``"strategy"``: all devices, for PipeFusion or a stale exchange as far as it can use them, the
                 other axes given up for ring and ulysses.
-            lost: with ``"bits"``: ranks of this configuration that are gone. The others keep their weights and become
+            lost: with ``"bits"``: ranks of this configuration that are gone. The others keep their speeds and become
                 ranks 0, 1, … in their order, the last ones perhaps without work; sequence ranks that several of them
-                share have the slowest one's weight. None: the devices are others, and the weights are not kept.
+                share have the slowest one's speed. None: the devices are others, and the speeds are not kept.
             heads: with ``"strategy"``: attention heads of the model, when known.
 
         Returns:
@@ -373,12 +396,12 @@ class ParallelConfig(BaseModel):
         if lost is None or (degrees["pipe"] != self.pipe and isinstance(self.stages, tuple)):
             # Other stages: how their blocks are cut is decided anew.
             changed["stages"] = "estimated"
-        if lost is None or (self.pipe > 1 and (degrees["pipe"] == 1 or isinstance(self.weights, tuple))):
+        if lost is None or (self.pipe > 1 and (degrees["pipe"] == 1 or isinstance(self.speeds, tuple))):
             # Those of stages, or of ranks, that are no more.
-            changed["weights"] = None
-        elif isinstance(self.weights, tuple):
+            changed["speeds"] = None
+        elif isinstance(self.speeds, tuple):
             survivors = [rank for rank in range(self.world_size) if rank not in lost]
-            changed["weights"] = self._weights_of(self.weights, survivors, degrees)
+            changed["speeds"] = self._speeds_of(self.speeds, survivors, degrees)
         return ParallelConfig(**{**self.model_dump(), **changed})
 
     def _closest_degrees(self, devices: int) -> dict[str, int]:
@@ -402,14 +425,14 @@ class ParallelConfig(BaseModel):
         ]
         return dict(zip(("data", "cfg", "pipe", "ring", "ulysses"), max(fitting, key=closeness), strict=True))
 
-    def _weights_of(
-        self, weights: tuple[float, ...], survivors: Sequence[int], degrees: Mapping[str, int]
+    def _speeds_of(
+        self, given: tuple[float, ...], survivors: Sequence[int], degrees: Mapping[str, int]
     ) -> tuple[float, ...] | None:
-        """Weights of the new sequence ranks, from those of the ranks that take their places."""
+        """Speeds of the new sequence ranks, from those of the ranks that take their places."""
         sequence, shared = degrees["ring"] * degrees["ulysses"], self.tensor
         if sequence == 1:
             return None
-        speeds = [weights[rank // shared % self.sequence] for rank in survivors]
+        speeds = [given[rank // shared % self.sequence] for rank in survivors]
         replicas = degrees["data"] * degrees["cfg"] * degrees["pipe"]
         return tuple(
             min(
@@ -424,7 +447,7 @@ class ParallelConfig(BaseModel):
         """All devices for the stale strategy, or for ring and ulysses (see `resized`)."""
         if devices == self.world_size:
             return self
-        settings = self.model_dump() | dict.fromkeys(self.degrees, 1) | {"weights": None}
+        settings = self.model_dump() | dict.fromkeys(self.degrees, 1) | {"speeds": None}
         if self.stages_or_patches:
             patches = self.patches or self.pipe
             settings |= {"patches": patches, "stages": "estimated"}

@@ -306,17 +306,17 @@ class Engine:
     def rebalance(self) -> None:
         """Measure again at the next call. On all ranks alike.
 
-        The speed of every sequence rank (``weights="auto"``); with stages, at the beginning of the next request, their
+        The speed of every sequence rank (``speeds="auto"``); with stages, at the beginning of the next request, their
         speeds and the cost of every kind of block (``stages="measured"``).
 
         Raises:
             ConfigError: nothing is measured.
         """
         config = self.config
-        if config.weights != "auto" and config.stages != "measured":
-            given = f"stages={config.stages!r} and weights={config.weights!r}"
+        if config.speeds != "auto" and config.stages != "measured":
+            given = f"stages={config.stages!r} and speeds={config.speeds!r}"
             raise ConfigError(
-                f"{given if config.pipe > 1 else f'weights={config.weights!r}'} are not measured; use weights='auto'"
+                f"{given if config.pipe > 1 else f'speeds={config.speeds!r}'} are not measured; use speeds='auto'"
                 + (" or stages='measured'" if config.pipe > 1 else "")
             )
         for pipe in self.pipes:
@@ -435,7 +435,7 @@ def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None
     """
     _refuse_twice(target)
     config = ParallelConfig.read(config)
-    for setting, given in (("weights", config.weights), ("reproducible", config.reproducible)):
+    for setting, given in (("speeds", config.speeds), ("reproducible", config.reproducible)):
         if given:
             raise ConfigError(f"{setting}={given!r} is not simulated; leave it out")
     models = denoisers(target)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 
 class DitmeshError(Exception):
     """Base of everything ditmesh raises on purpose."""
@@ -56,3 +59,13 @@ class UntestedWarning(UserWarning):
 
 class InputDifferenceWarning(UserWarning):
     """Ranks were given different inputs, and all of them run the first rank's."""
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Warn, at the caller outside of ditmesh, that ``old`` is deprecated."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("ditmesh"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(
+        f"{old!r} is called {new!r} now; the old name goes with the next release", DeprecationWarning, stacklevel=level
+    )

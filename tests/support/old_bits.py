@@ -23,8 +23,8 @@ DTYPES = ["float32", "bfloat16"]
 # decide bits.
 WHOLE: dict[int, list[dict[str, Any]]] = {
     1: [{}],
-    2: [{"ulysses": 2}, {"ring": 2, "weights": (3, 1)}],
-    3: [{"ring": 3}, {"ulysses": 3, "weights": (1, 2, 4)}],
+    2: [{"ulysses": 2}, {"ring": 2, "speeds": (3, 1)}],
+    3: [{"ring": 3}, {"ulysses": 3, "speeds": (1, 2, 4)}],
 }
 PATCHES: dict[int, list[dict[str, Any]]] = {1: [{"patches": 2}], 2: [{"patches": 2, "pipe": 2}]}
 

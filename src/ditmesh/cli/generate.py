@@ -18,7 +18,6 @@ from .show import bar, count, emit
 from .values import fetched, parallel_config, picture_job, read_prompts
 
 if TYPE_CHECKING:
-    from ..config import ParallelConfig
     from ..generate.job import Generated, Job
     from ..launch import Launcher, Report
 
@@ -37,7 +36,7 @@ def generate(
     ranks: RankOptions,
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PROMPT...", help="What to draw; several prompts draw several pictures."),
+        typer.Argument(metavar="PROMPT...", help="What to generate; several prompts: several pictures."),
     ] = None,
     model: Annotated[
         str | None,
@@ -50,7 +49,7 @@ def generate(
         typer.Option(
             help="Pictures of one call of the pipeline, at most.",
             show_default="64, fewer if they are large",
-            callback=at_least(1, "{value} pictures in one call are not possible; use --batch 1 or more"),
+            callback=at_least(1),
         ),
     ] = None,
     elastic: Annotated[
@@ -59,11 +58,11 @@ def generate(
     out: Annotated[str, typer.Option(metavar="DIR", help="Folder for the PNGs.")] = "pictures",
     overwrite: Overwrite = False,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Draw the same on one device too; say how much faster, how different.")
+        bool, typer.Option("--compare", help="Generate on one device too; say how much faster, how different.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Draw pictures from prompts on N devices. Each PNG says how it was drawn.
+    """Generate pictures from prompts on N devices. Each PNG holds its metadata: how it was generated.
 
     A file that is there already is kept: the new ones get a number.
 
@@ -119,34 +118,45 @@ def _on_ranks(
     compare: bool,
     elastic: bool,
 ) -> dict[str, Any] | None:
-    """Draw on ranks of the launcher of that name, and once more on one rank when ``compare``.
+    """Generate on ranks of the launcher of that name, and once more on one rank when ``compare``.
 
     What to say about it; None: another process says it.
     """
+    from ..config import ParallelConfig
+    from ..generate.elastic import generate_elastically
     from ..launch import default_threads, guarded_folder, launcher
 
+    started = time.perf_counter()
     if elastic:
         threads = threads or default_threads(world_size, kind)
-        drawn, facts = _elastically(job, world_size, kind, threads)
+        with progress(job, "generating") as (report, made, facts):
+            restarts, seconds = generate_elastically(job, world_size, kind, threads, report)
+        facts |= {"seconds": seconds, "total_seconds": time.perf_counter() - started}
+        facts["restarts"] = [past.plain() for past in restarts]
     else:
         with launcher(name, world_size, kind, threads, job.timeout) as ranks:
-            drawn, facts = _generated(job, ranks)
+            made, facts = _generated(job, ranks)
             # The same for one device and for N: the ratio is then one of devices.
             threads = ranks.threads
             if not ranks.speaks:
                 return None
     result: dict[str, Any] = {
-        **_described(job, drawn),
+        "pictures": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in made],
+        "out": job.out,
+        "config": job.config.model_dump() if not isinstance(job.config, str) else made[0].receipt.config,
         "devices": world_size,
         "device": kind,
         "threads": threads,
         **facts,
     }
     if compare:
+        # One device, in the same mode.
+        config = ParallelConfig()
+        if not isinstance(job.config, str) and job.config.reproducible:
+            config = job.config.resized(1)
         with guarded_folder("ditmesh-compare-") as folder, launcher(name, 1, kind, threads, job.timeout) as ranks:
-            alone_job = replace(job, config=_alone(job), out=folder, number=1)
-            alone, facts = _generated(alone_job, ranks, "one device")
-            difference = _largest_difference(drawn, alone)
+            alone, facts = _generated(replace(job, config=config, out=folder, number=1), ranks, "one device")
+            difference = _largest_difference(made, alone)
         result["compare"] = {
             "one_device_seconds": facts["seconds"],
             "ratio": facts["seconds"] / result["seconds"],
@@ -155,53 +165,14 @@ def _on_ranks(
     return result
 
 
-def _alone(job: Job) -> ParallelConfig:
-    """What the job is compared with: one device, in the same mode."""
-    from ..config import ParallelConfig
-
-    if isinstance(job.config, str) or not job.config.reproducible:
-        return ParallelConfig()
-    return job.config.resized(1)
-
-
-def _described(job: Job, drawn: list[Generated]) -> dict[str, Any]:
-    """Pictures and configuration, as plain data."""
-    return {
-        "pictures": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in drawn],
-        "out": job.out,
-        "config": job.config.model_dump() if not isinstance(job.config, str) else drawn[0].receipt.config,
-    }
-
-
-def _generated(job: Job, ranks: Launcher, what: str = "drawing") -> tuple[list[Generated], dict[str, Any]]:
+def _generated(job: Job, ranks: Launcher, what: str = "generating") -> tuple[list[Generated], dict[str, Any]]:
     """The pictures, and the seconds it took."""
     from ..generate.run import generate
 
     started = time.perf_counter()
-    with progress(job, what, ranks.speaks) as (report, drawn, facts):
+    with progress(job, what, ranks.speaks) as (report, made, facts):
         seconds = ranks.run(generate, job, on_message=lambda _, message: report(message))
-    return drawn, {**facts, "seconds": max(seconds), "total_seconds": time.perf_counter() - started}
-
-
-def _elastically(
-    job: Job, world_size: int, kind: Literal["cpu", "cuda"], threads: int
-) -> tuple[list[Generated], dict[str, Any]]:
-    """The pictures, the seconds it took, and the restarts."""
-    from ..generate.elastic import generate_elastically
-
-    started = time.perf_counter()
-    with progress(job, "drawing") as (report, drawn, facts):
-        restarts, seconds = generate_elastically(job, world_size, kind, threads, report)
-    facts |= {"seconds": seconds, "total_seconds": time.perf_counter() - started}
-    return drawn, {**facts, "restarts": [past.plain() for past in restarts]}
-
-
-def _say_kept(job: Job, drawn: list[Generated]) -> None:
-    """Name the pictures that are complete on disk."""
-    if drawn:
-        names = [picture.path for picture in drawn[:NAMED]]
-        more = f" and {len(drawn) - NAMED} more in {job.out}" if len(drawn) > NAMED else ""
-        print(f"{len(drawn)} of {job.total} pictures were drawn before: {', '.join(names)}{more}", file=sys.stderr)
+    return made, {**facts, "seconds": max(seconds), "total_seconds": time.perf_counter() - started}
 
 
 @contextlib.contextmanager
@@ -215,7 +186,7 @@ def progress(job: Job, what: str, shown: bool = True) -> Iterator[tuple[Report, 
     from ..generate.elastic import Restarted
     from ..generate.job import Generated, Loaded, Stepped
 
-    drawn: list[Generated] = []
+    made: list[Generated] = []
     facts: dict[str, Any] = {}
     try:
         with bar(TextColumn("steps"), TimeRemainingColumn(), shown=shown) as progress:
@@ -224,39 +195,38 @@ def progress(job: Job, what: str, shown: bool = True) -> Iterator[tuple[Report, 
             def report(message: Any) -> None:
                 if isinstance(message, Loaded):
                     facts.setdefault("load_seconds", message.seconds)
+                    if message.sampled is not None:
+                        facts["sampled"] = message.sampled
                     progress.update(task, description=what, total=message.steps * job.total)
                 elif isinstance(message, Stepped):
                     progress.update(task, description=f"{what}, {message.note}" if message.note else what)
                     progress.advance(task, message.pictures * message.steps)
                 elif isinstance(message, Generated):
-                    drawn.append(_lean(message, drawn))
+                    # There may be many: what is the same in all of them is kept once.
+                    ours, first = message.receipt, made[0].receipt if made else message.receipt
+                    same = {one: value for one in SHARED if (value := getattr(first, one)) == getattr(ours, one)}
+                    made.append(replace(message, receipt=ours.model_copy(update=same)))
                 elif isinstance(message, Restarted):
                     # One line, above the bar.
                     progress.console.print(f"ditmesh: {message}", markup=False, highlight=False, soft_wrap=True)
                     progress.update(task, description="loading")
 
-            yield report, drawn, facts
+            yield report, made, facts
     except (RankFailed, KeyboardInterrupt):
-        _say_kept(job, drawn)
+        if made:
+            names = ", ".join(picture.path for picture in made[:NAMED])
+            more = f" and {len(made) - NAMED} more in {job.out}" if len(made) > NAMED else ""
+            print(f"{len(made)} of {job.total} pictures were generated before: {names}{more}", file=sys.stderr)
         raise
 
 
-def _lean(message: Generated, drawn: list[Generated]) -> Generated:
-    """The message, without copies of what all pictures of a job have in common: there may be many."""
-    if not drawn:
-        return message
-    ours, first = message.receipt, drawn[0].receipt
-    same = {name: value for name in SHARED if (value := getattr(first, name)) == getattr(ours, name)}
-    return replace(message, receipt=ours.model_copy(update=same))
-
-
-def _largest_difference(drawn: list[Generated], alone: list[Generated]) -> int:
+def _largest_difference(made: list[Generated], alone: list[Generated]) -> int:
     """Largest difference of any channel of any pixel, of 255."""
     import numpy
     from PIL import Image
 
     largest = 0
-    for ours, theirs in zip(drawn, alone, strict=True):
+    for ours, theirs in zip(made, alone, strict=True):
         with Image.open(ours.path) as one, Image.open(theirs.path) as other:
             left, right = (numpy.asarray(image.convert("RGBA"), dtype=numpy.int16) for image in (one, other))
         largest = max(largest, int(abs(left - right).max()))
@@ -286,11 +256,8 @@ def _say(result: dict[str, Any]) -> None:
         console.print(f"restarted at step {past['step']}: {past['to']} ranks instead of {past['from']}", markup=False)
     if "compare" in result:
         facts = result["compare"]
-        pixels = (
-            "the same pixels"
-            if facts["largest_difference"] == 0
-            else f"pixels differ by at most {facts['largest_difference']} of 255"
-        )
+        most = facts["largest_difference"]
+        pixels = "the same pixels" if most == 0 else f"pixels differ by at most {most} of 255"
         console.print(
             f"one device{f' ({threads})' if on_cpu else ''}: {facts['one_device_seconds']:.2f} s; "
             f"{devices}: {facts['ratio']:.2f} times as fast, {pixels}",

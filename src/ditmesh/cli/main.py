@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -18,7 +20,7 @@ from .replay import replay
 from .study import study
 from .verify import verify
 
-# Commands that a rank of torchrun is no use to.
+# Commands that start their own ranks.
 OF_OWN_RANKS = ("verify", "study", "replay", "doctor")
 
 
@@ -27,9 +29,9 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except Terminated:
-            _leave("ditmesh: stopped by SIGTERM", 143)
+            _leave("stopped by SIGTERM", 143)
         except KeyboardInterrupt:
-            _leave("ditmesh: stopped by Ctrl-C", 130)
+            _leave("stopped by Ctrl-C", 130)
 
 
 app = typer.Typer(
@@ -41,12 +43,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command()(generate)
-app.command()(verify)
-app.command()(study)
-app.command()(replay)
-app.command()(inspect)
-app.command()(doctor)
+for command in (generate, verify, study, replay, inspect, doctor):
+    app.command()(command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -77,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     one sentence on stderr says why and what can. 130: stopped by Ctrl-C. 143: by SIGTERM.
     """
     if arguments is not None:
-        _run(arguments)
+        _run(list(arguments))
         return
     try:
         # Ranks of torchrun wait for one another: there SIGTERM ends at once.
@@ -91,23 +89,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
         leave(left.code or 0)
 
 
-def _run(arguments: Sequence[str] | None) -> None:
+def _run(arguments: list[str] | None) -> None:
     try:
-        app(None if arguments is None else list(arguments), prog_name="ditmesh")
+        with _deprecations_on_stderr():
+            app(arguments, prog_name="ditmesh")
     except (InputError, LayoutError) as error:
-        _leave(f"ditmesh: {error}", 2)
+        _leave(str(error), 2)
     except RankFailed as error:
         # Every rank refuses what rank 0 refuses: that is an answer, not a failure.
         if isinstance(error.__cause__, (InputError, LayoutError)):
-            _leave(f"ditmesh: {error.__cause__}", 2)
-        _leave(f"ditmesh: {error}", 1)
+            _leave(str(error.__cause__), 2)
+        _leave(str(error), 1)
+
+
+@contextlib.contextmanager
+def _deprecations_on_stderr() -> Iterator[None]:
+    """Print a warning about a former name as one line."""
+    show = warnings.showwarning
+
+    def line(message: Any, category: type[Warning], *where: Any) -> None:
+        if category is DeprecationWarning:
+            _say(str(message))
+        else:
+            show(message, category, *where)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", ".* goes with the next release", DeprecationWarning)
+        warnings.showwarning = line
+        yield
 
 
 def _leave(message: str, code: int) -> None:
+    _say(message)
+    sys.exit(code)
+
+
+def _say(message: str) -> None:
     # Under torchrun all ranks arrive here; one says it.
     if not _rank():
-        print(message, file=sys.stderr)
-    sys.exit(code)
+        print(f"ditmesh: {message}", file=sys.stderr)
 
 
 def _rank() -> int | None:

@@ -16,40 +16,36 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 
 import typer
 
-from ..config import ParallelConfig, did_you_mean, setting
+from ..config import RENAMED, ParallelConfig, current_names, did_you_mean, setting
 from ..errors import ConfigError, InputError
 
-PICTURES, RANKS, PARALLEL = "Pictures", "Ranks", "Parallel configuration"
+picture_option = functools.partial(typer.Option, rich_help_panel="Pictures")
+rank_option = functools.partial(typer.Option, rich_help_panel="Ranks")
+config_option = functools.partial(typer.Option, rich_help_panel="Parallel configuration")
 
 
-def at_least(least: float, says: str) -> Callable[[Any], Any]:
-    """Refuses numbers below ``least``, and those that are none, with a sentence that has a place for the value."""
+def at_least(least: float) -> Callable[[typer.CallbackParam, Any], Any]:
+    """Refuses numbers of an option that are below ``least`` or not finite."""
 
-    def check(value: Any) -> Any:
+    def check(param: typer.CallbackParam, value: Any) -> Any:
         if value is not None and not (isfinite(value) and value >= least):
-            raise InputError(says.format(value=f"{value:g}" if isinstance(value, float) else value))
+            raise InputError(f"{param.opts[0]} {value:g} is not possible; use {param.opts[0]} {least:g} or more")
         return value
 
     return check
 
 
-def one_of(words: tuple[str, ...], name: str, also: dict[str, str] | None = None) -> Callable[[Any], Any]:
-    """Refuses other words, and says what was perhaps meant.
+def one_of(words: tuple[str, ...], short: dict[str, str]) -> Callable[[typer.CallbackParam, Any], Any]:
+    """Refuses other words of an option, and says what was perhaps meant; ``short`` has other words for them."""
 
-    Args:
-        words: the possible ones.
-        name: of the option.
-        also: other words for them.
-    """
-
-    def check(value: Any) -> Any:
-        value = (also or {}).get(value, value)
+    def check(param: typer.CallbackParam, value: Any) -> Any:
+        value = short.get(value, value)
         if value is None or value in words:
             return value
         hint = did_you_mean(value, words)
-        if name == "--device" and value.isdecimal():
+        if param.name == "device" and value.isdecimal():
             hint = f"; for {value} ranks say --devices {value}"
-        raise InputError(f"{name} {value!r} is none of {', '.join(words)}{hint}")
+        raise InputError(f"{param.opts[0]} {value!r} is none of {', '.join(words)}{hint}")
 
     return check
 
@@ -57,42 +53,13 @@ def one_of(words: tuple[str, ...], name: str, also: dict[str, str] | None = None
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16")
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+PIPELINES = "the pipeline's"
 
-PromptsFile = Annotated[
-    Path | None,
-    typer.Option("--prompts", metavar="FILE", help="More prompts, one a line.", rich_help_panel=PICTURES),
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(
-        help="Denoising steps.",
-        show_default="the pipeline's",
-        rich_help_panel=PICTURES,
-        callback=at_least(1, "--steps {value} draws nothing: {value} steps; use --steps 1 or more"),
-    ),
-]
-Guidance = Annotated[
-    float | None,
-    typer.Option(
-        help="Guidance scale.",
-        show_default="the pipeline's",
-        rich_help_panel=PICTURES,
-    ),
-]
-Size = Annotated[
-    str | None,
-    typer.Option(
-        metavar="WxH", help="Width and height in pixels.", show_default="the pipeline's", rich_help_panel=PICTURES
-    ),
-]
-Seed = Annotated[
-    int,
-    typer.Option(
-        help="Seed of the first picture; picture i has seed + i.",
-        rich_help_panel=PICTURES,
-        callback=at_least(0, "--seed {value} is out of range; use --seed 0 or more"),
-    ),
-]
+PromptsFile = Annotated[Path | None, picture_option("--prompts", metavar="FILE", help="More prompts, one a line.")]
+Steps = Annotated[int | None, picture_option(help="Denoising steps.", show_default=PIPELINES, callback=at_least(1))]
+Guidance = Annotated[float | None, picture_option(help="Guidance scale.", show_default=PIPELINES)]
+Size = Annotated[str | None, picture_option(metavar="WxH", help="Width and height in pixels.", show_default=PIPELINES)]
+Seed = Annotated[int, picture_option(help="Seed of the first picture; picture i has seed + i.", callback=at_least(0))]
 if TYPE_CHECKING:
     from ..generate.receipt import Dtype
     from ..launch import DeviceChoice as Device
@@ -102,48 +69,31 @@ else:
     # Words, so that what is said of a wrong one is ours.
     DType = Annotated[
         str | None,
-        typer.Option(
+        rank_option(
             metavar="|".join(DTYPES),
             help="Type of the weights.",
             show_default="float32 on the CPU, bfloat16 on CUDA",
-            rich_help_panel=RANKS,
-            callback=one_of(DTYPES, "--dtype", SHORT),
+            callback=one_of(DTYPES, SHORT),
         ),
     ]
     Device = Annotated[
         str,
-        typer.Option(
+        rank_option(
             metavar="|".join(DEVICES),
             help="What the ranks run on; auto: GPUs if there are any.",
-            rich_help_panel=RANKS,
-            callback=one_of(DEVICES, "--device"),
+            callback=one_of(DEVICES, {}),
         ),
     ]
 Devices = Annotated[
-    int | None,
-    typer.Option(
-        help="Number of ranks, each with a device of its own.",
-        rich_help_panel=RANKS,
-        callback=at_least(1, "{value} devices draw nothing; use --devices 1 or more"),
-    ),
+    int | None, rank_option(help="Number of ranks, each with a device of its own.", callback=at_least(1))
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(
-        help="Threads of each rank.",
-        show_default="the cores shared out",
-        rich_help_panel=RANKS,
-        callback=at_least(1, "{value} threads compute nothing; use --threads 1 or more"),
-    ),
+    rank_option(help="Threads of each rank.", show_default="the cores shared out", callback=at_least(1)),
 ]
 Timeout = Annotated[
     float,
-    typer.Option(
-        metavar="SECONDS",
-        help="How long a rank may wait for another one.",
-        rich_help_panel=RANKS,
-        callback=at_least(1e-9, "a timeout of {value} seconds lets no rank answer; use more than 0"),
-    ),
+    rank_option(metavar="SECONDS", help="How long a rank may wait for another one.", callback=at_least(0.001)),
 ]
 Overwrite = Annotated[
     bool,
@@ -159,20 +109,10 @@ class PictureOptions:
     prompts_file: PromptsFile = None
     steps: Steps = None
     guidance: Guidance = None
-    negative: Annotated[
-        str | None,
-        typer.Option(help="What the pictures should not show.", rich_help_panel=PICTURES),
-    ] = None
+    negative: Annotated[str | None, picture_option(help="What the pictures should not show.")] = None
     size: Size = None
     seed: Seed = 0
-    num_images: Annotated[
-        int,
-        typer.Option(
-            help="Pictures per prompt.",
-            rich_help_panel=PICTURES,
-            callback=at_least(1, "{value} images per prompt draw nothing; use --num-images 1 or more"),
-        ),
-    ] = 1
+    num_images: Annotated[int, picture_option(help="Pictures per prompt.", callback=at_least(1))] = 1
 
 
 @dataclass(frozen=True)
@@ -197,28 +137,23 @@ class RankOptions:
 
 def _config_option(name: str) -> tuple[str, Any, Any]:
     """Name, annotation and default of the option for a field of `ParallelConfig`; what is not given is None."""
-    known, of = ParallelConfig.model_fields[name], setting(name)
+    now = RENAMED.get(name, name)
+    known, of = ParallelConfig.model_fields[now], setting(now)
     kind, flags, default = known.annotation, (), known.default
-    if kind is bool:
-        flag = f"--{name.replace('_', '-')}"
-        flags = (f"{flag}/--no-{flag[2:]}",) if default else (flag,)
-    elif any(get_origin(arm) is tuple for arm in get_args(kind)):
-        kind = str
     shown = of.usual or (None if default in (None, False, 1) else str(default))
     if kind is bool:
-        shown = None
-    option = typer.Option(*flags, help=of.help, metavar=of.form, show_default=shown or False, rich_help_panel=PARALLEL)
+        flag = name.replace("_", "-")
+        flags, shown = (f"--{flag}/--no-{flag}" if default else f"--{flag}",), None
+    elif any(get_origin(arm) is tuple for arm in get_args(kind)):
+        kind = str
+    option = config_option(*flags, help=of.help, metavar=of.form, show_default=shown or False, hidden=name in RENAMED)
     return name, Annotated[kind | None, option], field(default=None)
 
 
 def _settings(options: Any) -> dict[str, Any]:
     """The settings that were given, by name."""
-    found = {}
-    for one in fields(options):
-        value = getattr(options, one.name)
-        if value is not None:
-            found[one.name] = _numbers(one.name, value) if isinstance(value, str) else value
-    return found
+    given = current_names({name: value for name, value in vars(options).items() if value is not None})
+    return {name: _numbers(name, value) if isinstance(value, str) else value for name, value in given.items()}
 
 
 def _numbers(name: str, text: str) -> Any:
@@ -231,10 +166,9 @@ def _numbers(name: str, text: str) -> Any:
         return tuple(float(word) for word in text.split(","))
     except ValueError:
         form = (setting(name).form or "").partition("|")[0]
-        each = "rank" if name == "weights" else "stage"
         raise ConfigError(
-            f"{name} {text!r} are not numbers; write them as {form} (one for each {each}), or {' or '.join(words)}"
-            f"{did_you_mean(text, words)}"
+            f"{name} {text!r} are not numbers; write them as {form} (one for each "
+            f"{'rank' if name == 'speeds' else 'stage'}), or {' or '.join(words)}{did_you_mean(text, words)}"
         ) from None
 
 
@@ -249,7 +183,8 @@ if TYPE_CHECKING:
 else:
     ConfigOptions = make_dataclass(
         "ConfigOptions",
-        [_config_option(name) for name in ParallelConfig.model_fields if setting(name).option],
+        [_config_option(name) for name in ParallelConfig.model_fields if setting(name).option]
+        + [_config_option(name) for name in RENAMED],
         frozen=True,
         namespace={"settings": _settings},
     )
@@ -257,20 +192,18 @@ else:
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     """The command with an option for every field of those of its parameters that are dataclasses."""
-    hints = get_type_hints(command, include_extras=True)
     groups: dict[str, tuple[Any, list[str]]] = {}
     parameters: list[inspect.Parameter] = []
-    for parameter in inspect.signature(command).parameters.values():
-        kind = hints[parameter.name]
-        if not is_dataclass(kind):
-            parameters.append(parameter.replace(annotation=kind, kind=parameter.KEYWORD_ONLY))
-            continue
-        own = get_type_hints(kind, include_extras=True)
-        groups[parameter.name] = kind, [one.name for one in fields(kind)]
-        parameters += [
-            inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=own[one.name])
-            for one in fields(kind)
-        ]
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        kind = parameter.annotation
+        if is_dataclass(kind):
+            hints = get_type_hints(kind, include_extras=True)
+            groups[parameter.name] = kind, [one.name for one in fields(kind)]
+            parameters += [
+                parameter.replace(name=f.name, default=f.default, annotation=hints[f.name]) for f in fields(kind)
+            ]
+        else:
+            parameters.append(parameter)
 
     @functools.wraps(command)
     def flat(**given: Any) -> None:
@@ -278,6 +211,7 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
             given[name] = kind(**{one: given.pop(one) for one in names})
         command(**given)
 
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return flat

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..core.files import free_names, written_whole
 from ..errors import InputError
+from .generate import progress
 from .options import AsJson, Device, Devices, Overwrite, Threads, Timeout, with_groups
 from .show import emit
 from .values import config_of as config_of_words
 from .values import fetched
 
 if TYPE_CHECKING:
-    from ..generate.job import Generated, Job
     from ..generate.receipt import Receipt
 
 # Ranks that are started on the CPU because a receipt says so, however few cores there are.
@@ -26,7 +24,7 @@ UNASKED = 8
 
 @with_groups
 def replay(
-    image: Annotated[Path, typer.Argument(metavar="IMAGE.png", help="A picture that ditmesh drew.")],
+    image: Annotated[Path, typer.Argument(metavar="IMAGE.png", help="A picture that ditmesh generated.")],
     devices: Devices = None,
     config: Annotated[
         str | None,
@@ -46,12 +44,12 @@ def replay(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Draw a picture again from its receipt, compare the pixels, and say what is different.
+    """Generate a picture again from its receipt (metadata), compare the pixels, and say what is different.
 
     Ranks, type of device and threads are those of the receipt where nothing else is said and they are there. A model
     that the receipt names is fetched from a hub only when --model says so, too.
 
-    A picture drawn in reproducible mode has the same pixels again, on any number of devices, where nothing else that
+    A picture of reproducible mode has the same pixels again, on any number of devices, where nothing else that
     decides bits has changed; exits with code 1 when it has not. Any other picture is compared, and nothing is promised.
 
     [bold]Example[/bold]
@@ -61,9 +59,10 @@ def replay(
     from PIL import Image
 
     from ..generate.job import check_folder, check_job
-    from ..generate.receipt import read_receipt
+    from ..generate.receipt import read_receipt, write_free
     from ..generate.replay import compare, config_of, job_of, model_of, place_of
-    from ..launch import guarded_folder
+    from ..generate.run import generate
+    from ..launch import guarded_folder, launcher
 
     was = read_receipt(image)
     info = model_of(was, model)
@@ -75,12 +74,16 @@ def replay(
     with guarded_folder("ditmesh-replay-") as folder:
         job = job_of(was, info, chosen, folder, timeout)
         check_job(job, info, there)
-        job = fetched(job, info)
         number = threads or _threads(was, there, kind)
-        drawn = _generated(job, there, kind, number)[place_of(was, chosen)]
-        path = _copied(Path(drawn.path), Path(out) / f"{image.stem}-replayed.png", overwrite)
-    with Image.open(image) as before, Image.open(path) as after:
-        found = compare(before, after, was, drawn.receipt)
+        with (
+            launcher(None, there, kind, number, job.timeout) as ranks,
+            progress(job, "generating") as (report, pictures, facts),
+        ):
+            ranks.run(generate, fetched(job, info), on_message=lambda _, message: report(message))
+        again = pictures[place_of(was, chosen)]
+        with Image.open(image) as before, Image.open(again.path) as after:
+            path = write_free(after, Path(out) / f"{image.stem}-replayed.png", again.receipt, overwrite)
+            found = compare(before, after, was, again.receipt, facts.get("sampled"))
     result = {
         "image": str(image),
         "replayed": str(path),
@@ -94,27 +97,11 @@ def replay(
         "device": kind,
         "threads": number,
         "config": chosen.model_dump(mode="json"),
-        "seconds": drawn.receipt.seconds,
+        "seconds": again.receipt.seconds,
     }
     emit(result, as_json, _say)
     if found.promised and not found.equal:
         raise typer.Exit(1)
-
-
-def _copied(source: Path, path: Path, overwrite: bool) -> Path:
-    """Copy the new picture to the first of its names that is free."""
-    from ..generate.receipt import holds_receipt
-
-    for free in free_names(path):
-        try:
-            with written_whole(free, overwrite and holds_receipt(free)) as temporary:
-                shutil.copyfile(source, temporary)
-            return free
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise InputError(f"cannot write {str(free)!r} ({error.strerror or error}); choose another --out") from None
-    raise AssertionError("names do not end")
 
 
 def _where(
@@ -151,16 +138,6 @@ def _threads(was: Receipt, devices: int, kind: Literal["cpu", "cuda"]) -> int:
     return default_threads(devices, kind)
 
 
-def _generated(job: Job, devices: int, kind: Literal["cpu", "cuda"], threads: int) -> list[Generated]:
-    from ..generate.run import generate
-    from ..launch import launcher
-    from .generate import progress
-
-    with launcher(None, devices, kind, threads, job.timeout) as ranks, progress(job, "drawing") as (report, drawn, _):
-        ranks.run(generate, job, on_message=lambda _, message: report(message))
-    return drawn
-
-
 def _say(result: dict[str, Any]) -> None:
     from rich.console import Console
 
@@ -170,7 +147,7 @@ def _say(result: dict[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print(result["replayed"], markup=False)
     config = ParallelConfig(**result["config"]).describe()
-    console.print(f"drawn again with {config} on {result['device']} in {result['seconds']:.2f} s", markup=False)
+    console.print(f"generated again with {config} on {result['device']} in {result['seconds']:.2f} s", markup=False)
     if result["equal"]:
         console.print("[green]the same pixels[/]" + (", as promised" if result["promised"] else ""))
     elif result["largest_difference"] is None:

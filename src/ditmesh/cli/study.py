@@ -27,10 +27,7 @@ class StudyOptions:
     prompts_file: PromptsFile = None
     devices: Annotated[str, typer.Option(metavar="2,4,8", help="Numbers of devices.")] = "2,4"
     warmup: Annotated[
-        str,
-        typer.Option(
-            metavar="0,4,sqrt(2)", help="Warm-up policies; a number is so many synchronous steps at the beginning."
-        ),
+        str, typer.Option(metavar="0,4,sqrt(2)", help="Warm-up policies; a number: so many synchronous steps first.")
     ] = "0,1,2,4"
     strategy: Annotated[str, typer.Option(metavar="NAMES", help="Of displaced, pipefusion and naive.")] = (
         "displaced,naive"
@@ -40,23 +37,13 @@ class StudyOptions:
         typer.Option(metavar="NAMES", help="Such as ddim,dpm for a DDPM model, euler,heun for a flow; own: its own."),
     ] = "own"
     images: Annotated[
-        int,
-        typer.Option(
-            help="Pictures of every prompt, each with a seed of its own.",
-            callback=at_least(1, "--images {value} draws nothing; use 1 or more"),
-        ),
+        int, typer.Option(help="Pictures of every prompt, each with a seed of its own.", callback=at_least(1))
     ] = 1
     steps: Steps = None
     guidance: Guidance = None
     size: Size = None
     seed: Seed = 0
-    batch: Annotated[
-        int,
-        typer.Option(
-            help="Pictures of one call of the pipeline, at most.",
-            callback=at_least(1, "--batch {value} draws nothing; use 1 or more"),
-        ),
-    ] = 8
+    batch: Annotated[int, typer.Option(help="Pictures of one call of the pipeline, at most.", callback=at_least(1))] = 8
     which_steps: Annotated[
         bool,
         typer.Option(
@@ -76,15 +63,11 @@ class StudyOptions:
             metavar="DB",
             help="PSNR the rule for the warm-up is for.",
             show_default="what all N reach",
-            callback=at_least(0, "--target {value} is no PSNR in dB; use one such as 30"),
+            callback=at_least(0),
         ),
     ] = None
     jobs: Annotated[
-        int,
-        typer.Option(
-            help="Processes that run cells at the same time, one thread each.",
-            callback=at_least(1, "--jobs {value} runs nothing; use 1 or more"),
-        ),
+        int, typer.Option(help="Processes that run cells at the same time, one thread each.", callback=at_least(1))
     ] = 1
     dtype: DType = "float32"
     device: Device = "auto"
@@ -95,7 +78,7 @@ class StudyOptions:
 def study(
     options: StudyOptions,
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT...", help="What to draw; captions of an embedded model.")
+        list[str] | None, typer.Argument(metavar="PROMPT...", help="What to generate; captions of an embedded model.")
     ] = None,
     model: Annotated[
         str, typer.Option(help="Folder or hub id of a diffusers pipeline, or the name of an embedded model.")
@@ -194,16 +177,9 @@ def _run(plan: Plan, out: Path, jobs: int, target: float | None) -> dict[str, An
         progress.update(task, description="writing")
         cells = [found for cell in plan.cells if (found := store.get(cell, plan.setup)) is not None]
         data = write(Results(plan, cells), out, target)
-    return {
-        "out": str(out),
-        "report": str(out / "report.html"),
-        "cells": len(plan.cells),
-        "ran": ran,
-        **{
-            name: data[name]
-            for name in ("findings", "table", "rules", "against_fixed", "against_others", "single_steps")
-        },
-    }
+    shown = ("findings", "table", "rules", "against_fixed", "against_others", "single_steps")
+    facts = {"out": str(out), "report": str(out / "report.html"), "cells": len(plan.cells), "ran": ran}
+    return facts | {name: data[name] for name in shown}
 
 
 def _say(result: dict[str, Any]) -> None:
@@ -242,7 +218,7 @@ def _say(result: dict[str, Any]) -> None:
     right = [row["right_synchronous"] for row in result["table"] if row["right_synchronous"]["value"] is not None]
     if right:
         console.print(
-            f"nearest: share of drawings whose nearest training picture is the one asked for; of the synchronous ones "
+            f"nearest: share of pictures whose nearest training picture is the one asked for; of the synchronous ones "
             f"{number(right[0], 2)}",
             soft_wrap=True,
         )

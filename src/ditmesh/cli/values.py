@@ -59,7 +59,7 @@ def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
 def parallel_config(
     devices: int | None, file: Path | None, settings: Mapping[str, Any], heads: int | None
 ) -> tuple[int, ParallelConfig | None]:
-    """Number of ranks and their configuration, from whichever of the three was given.
+    """Number of ranks and their configuration (None: the engine chooses), from whichever of the three was given.
 
     Args:
         devices: number of ranks; None: what the configuration multiplies to, or what torchrun has started.
@@ -67,16 +67,13 @@ def parallel_config(
         settings: those of `ParallelConfig` that were given.
         heads: attention heads of the model, when known.
 
-    Returns:
-        The ranks, and the configuration; None when only the engine can choose it.
-
     Raises:
         ConfigError: they contradict one another.
     """
     degrees = any(name in AXES for name in settings)
     there = torchrun_rank()
-    if devices is None and not degrees and isinstance(settings.get("weights"), tuple) and there is None:
-        devices = len(settings["weights"])
+    if devices is None and not degrees and isinstance(settings.get("speeds"), tuple) and there is None:
+        devices = len(settings["speeds"])
     if there is not None:
         if devices not in (None, there.world_size):
             raise ConfigError(
@@ -145,11 +142,7 @@ def _value(text: str) -> Any:
 def embedded_or(
     model: str | None, steps: int | None, guidance: float | None
 ) -> tuple[ModelInfo, int | None, float | None, int | None]:
-    """The model that was asked for, ``emoji-sd3`` if none was; an embedded one with the settings it was trained for.
-
-    Returns:
-        What its files say, steps, guidance scale, and longest prompt in tokens.
-    """
+    """The model (``emoji-sd3`` if None), steps, guidance and longest prompt in tokens; of an embedded one its own."""
     from .. import zoo
     from ..generate.model_info import find_model
 
@@ -158,29 +151,14 @@ def embedded_or(
     if own is None:
         return info, steps, guidance, None
     # The pipeline's own defaults are those of a model a thousand times its size.
-    return (
-        info,
-        own.steps if steps is None else steps,
-        own.guidance_scale if guidance is None else guidance,
-        own.max_sequence_length,
-    )
+    steps, guidance = steps or own.steps, own.guidance_scale if guidance is None else guidance
+    return info, steps, guidance, own.max_sequence_length
 
 
 def picture_job(
     model: str | None, prompts: Sequence[str], pictures: PictureOptions, timeout: float, out: str, **more: Any
 ) -> tuple[Job, ModelInfo]:
-    """What the options ask for, but for the parallel configuration and the type of the weights.
-
-    Args:
-        model: as the user named it; None: the embedded one.
-        prompts: what to generate.
-        pictures: the options.
-        timeout, out: of the job.
-        more: other fields of the job.
-
-    Returns:
-        The job, and what the model's files say.
-    """
+    """A job without configuration and dtype, from options and ``more`` fields; and what the model's files say."""
     from ..generate.job import PER_CALL, job_for
     from ..generate.receipt import MOST_PIXELS
 

@@ -1,4 +1,4 @@
-"""`ditmesh verify`: does a configuration draw what one device draws?"""
+"""`ditmesh verify`: does a configuration generate what one device generates?"""
 
 from __future__ import annotations
 
@@ -30,33 +30,26 @@ class CompareOptions:
 
     all_of: Annotated[
         int | None,
-        typer.Option(
-            "--all",
-            metavar="N",
-            help="Every sensible configuration of N devices.",
-            callback=at_least(2, "--all {value} compares nothing; use --all 2 or more"),
-        ),
+        typer.Option("--all", metavar="N", help="Every sensible configuration of N devices.", callback=at_least(2)),
     ] = None
     tolerance: Annotated[
         float | None,
         typer.Option(
             help="Largest relative difference of latents and pictures.",
             show_default="float32 1e-4, float16 0.02, bfloat16 0.1; none for stale strategies",
-            callback=at_least(0, "a tolerance of {value} is not possible; use 0 or more, such as 1e-4"),
+            callback=at_least(0),
         ),
     ] = None
     trace_dir: Annotated[
         str | None,
-        typer.Option(
-            metavar="DIR", help="Folder for what one device computes, while this runs.", show_default="TMPDIR"
-        ),
+        typer.Option(metavar="DIR", help="Folder for one device's results, while this runs.", show_default="TMPDIR"),
     ] = None
     trace_gb: Annotated[
         float,
         typer.Option(
             metavar="GB",
             help="Room for it, and no more than half of what is free; of a large model some channels are kept.",
-            callback=at_least(1e-3, "--trace-gb {value} has room for nothing; use 0.001 or more"),
+            callback=at_least(0.001),
         ),
     ] = 4.0
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page with pictures and curves.")] = None
@@ -75,7 +68,8 @@ def verify(
         list[str] | None, typer.Option("--configs", metavar="CONFIG", help="The same, as an option.")
     ] = None,
     prompt: Annotated[
-        list[str] | None, typer.Option(help="What to draw; may be given again.", show_default="a red fox, if embedded")
+        list[str] | None,
+        typer.Option(help="What to generate; may be given again.", show_default="a red fox, if embedded"),
     ] = None,
     model: Annotated[
         str | None,
@@ -83,7 +77,7 @@ def verify(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw on one device and on several, and say whether, by how much, and where first they differ.
+    """Generate on one device and on several, and say whether, by how much, and where first they differ.
 
     The one device runs the pipeline as diffusers has it; for a reproducible configuration it runs the same settings on
     one device, and every bit has to be the same. Exits with code 1 when a configuration is outside its tolerance.
@@ -172,22 +166,23 @@ def _verify(
     references = list(dict.fromkeys(reference_of(config) for config in configs))
     runs: dict[str, list[Run]] = {}
     alone: dict[str, Run] = {}
-    traces: dict[ParallelConfig | None, str] = {}
-    verdicts: dict[str, Verdict] = {}
-    with (
-        guarded_folder("ditmesh-verify-", job.out) as folder,
-        _Progress(len(references) + len(configs)) as bar,
-    ):
+    verdicts: list[Verdict] = []
+    with guarded_folder("ditmesh-verify-", job.out) as folder, bar() as progress:
+        task = progress.add_task("starting", total=len(references) + len(configs))
         budget = budget_of(folder, len(references), comparing.trace_gb * 1e9)
-        for number, reference in enumerate(references):
-            traces[reference] = str(Path(folder) / f"trace-{number}")
-            os.mkdir(traces[reference])
+        traces = {reference: f"{folder}/trace-{number}" for number, reference in enumerate(references)}
+        for trace in traces.values():
+            os.mkdir(trace)
 
         def run(devices: int, tasks: Sequence[Task]) -> list[list[Run]]:
             """For each task every rank's run."""
-            bar.say(f"starting {count(devices, 'rank')}")
+            progress.update(task, description=f"starting {count(devices, 'rank')}")
+
+            def begin(rank: int, began: Any) -> None:
+                progress.update(task, description=began.what, advance=1)
+
             with launcher(None, devices, kind, threads, job.timeout) as pool:
-                every = pool.run(run_tasks, job, tasks, on_message=lambda _, began: bar.begin(began.what))
+                every = pool.run(run_tasks, job, tasks, on_message=begin)
             return [list(of_ranks) for of_ranks in zip(*every, strict=True)]
 
         tasks = [Task(reference, traces[reference], writes=True, budget=budget) for reference in references]
@@ -201,7 +196,7 @@ def _verify(
             ]
             done = run(devices, [Task(config, traces[reference_of(config)]) for config in mine]) if mine else []
             runs |= {name_of(config): of_ranks for config, of_ranks in zip(mine, done, strict=True)}
-        bar.say("comparing")
+        progress.update(task, description="comparing")
         learned = perceptual.available()
         for config in configs:
             name, reference = name_of(config), reference_of(config)
@@ -212,10 +207,10 @@ def _verify(
             )
             if found.refused and config in asked:
                 raise ConfigError(f"{name}: {found.refused}")
-            verdicts[name] = found
+            verdicts.append(found)
     rank_0 = {name: of_ranks[0] for name, of_ranks in runs.items()}
     where = {"device": kind, "threads": threads}
-    return _result(job, list(verdicts.values()), alone, where, rank_0 if comparing.html is not None else None)
+    return _result(job, verdicts, alone, where, rank_0 if comparing.html is not None else None)
 
 
 def _result(
@@ -225,8 +220,8 @@ def _result(
     from .._version import library_versions
     from ..tools.verify.page import page_of
 
-    drawn = [verdict for verdict in verdicts if not verdict.refused]
-    if not drawn:
+    ran = [verdict for verdict in verdicts if not verdict.refused]
+    if not ran:
         raise InputError(f"none of the {len(verdicts)} configurations can run: {verdicts[0].refused}")
     facts = {
         "model": job.name,
@@ -246,34 +241,9 @@ def _result(
         ],
     }
     said = [verdict.as_data() | {"outcome": verdict.outcome, "judged": verdict.judged} for verdict in verdicts]
-    result = {**facts, "configs": said, "passed": all(verdict.passed for verdict in drawn)}
+    result = {**facts, "configs": said, "passed": all(verdict.passed for verdict in ran)}
     known = {name: value for name, value in facts.items() if value is not None}
     return result, page_of(job, verdicts, rank_0, alone, known) if rank_0 is not None else None
-
-
-class _Progress:
-    """A bar that counts runs, and says what is running."""
-
-    def __init__(self, runs: int) -> None:
-        self._progress = bar()
-        self._bar = self._progress.add_task("starting", total=runs)
-        self._begun = 0
-
-    def __enter__(self) -> _Progress:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
-
-    def say(self, what: str) -> None:
-        """What happens between runs."""
-        self._progress.update(self._bar, description=what, completed=self._begun)
-
-    def begin(self, what: str) -> None:
-        """A run begins; the one before is done."""
-        self._progress.update(self._bar, description=what, completed=self._begun)
-        self._begun += 1
 
 
 def _say(result: dict[str, Any]) -> None:
@@ -298,34 +268,27 @@ def _say(result: dict[str, Any]) -> None:
         colour = "yellow" if not verdict["judged"] else "green" if verdict["passed"] else "red"
         outcome = f"[{colour}]{verdict['outcome']}[/]"
         if verdict["refused"]:
-            table.add_row(verdict["config"], *[""] * 6, outcome)
-            continue
-        table.add_row(
-            verdict["config"],
-            _error(verdict["largest"]),
-            f"{verdict['psnr']:.1f}" if verdict["psnr"] is not None else "",
-            f"{verdict['ssim']:.4f}",
-            _error(verdict["latents"]),
-            f"{verdict['seconds']:.2f}",
-            f"{sum(verdict['bytes_sent'].values()) / 1e6:.2f}",
-            outcome,
-        )
+            cells = [""] * 6
+        else:
+            psnr = f"{verdict['psnr']:.1f}" if verdict["psnr"] is not None else ""
+            sent = f"{sum(verdict['bytes_sent'].values()) / 1e6:.2f}"
+            cells = [_error(verdict["largest"]), psnr, f"{verdict['ssim']:.4f}", _error(verdict["latents"])]
+            cells += [f"{verdict['seconds']:.2f}", sent]
+        table.add_row(verdict["config"], *cells, outcome)
     console.print(table)
+    lines: list[str] = []
     for one in result["one_device"]:
         if not one["repeats"]:
-            console.print(f"{one['config']}: two runs of it gave different bits", markup=False, soft_wrap=True)
+            lines.append(f"{one['config']}: two runs of it gave different bits")
         if one["channel_stride"] > 1:
-            console.print(
+            lines.append(
                 f"{one['config']}: every bit was compared; how far blocks differ was measured on one channel in "
-                f"{one['channel_stride']}",
-                markup=False,
-                soft_wrap=True,
+                f"{one['channel_stride']}"
             )
     for verdict in result["configs"]:
-        for line in _lines(verdict):
-            console.print(line, markup=False, soft_wrap=True)
-    if "html" in result:
-        console.print(result["html"], markup=False, soft_wrap=True)
+        lines += _lines(verdict)
+    for line in [*lines, *([result["html"]] if "html" in result else [])]:
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def _lines(verdict: dict[str, Any]) -> list[str]:

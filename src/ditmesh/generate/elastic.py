@@ -24,7 +24,7 @@ from .run import generate
 
 
 def check_elastic(config: ParallelConfig, devices: int) -> None:
-    """Refuse a configuration that cannot go on with fewer ranks and draw the same pictures.
+    """Refuse a configuration that cannot go on with fewer ranks and the same pictures.
 
     Raises:
         ConfigError: naming the setting and the way out.
@@ -78,7 +78,7 @@ def generate_elastically(
         threads: threads of each, before and after a restart: arithmetic depends on them.
         report: takes what rank 0 reports (`job.Loaded`, `Stepped`, `Generated`), each step and picture once, and
             `Restarted`.
-        generate: what the ranks run, called as `generation.generate` is.
+        generate: what the ranks run, called as `run.generate` is.
 
     Returns:
         The restarts, and the seconds from the first picture's beginning to the last one's end, with what the restarts
@@ -129,11 +129,11 @@ def generate_elastically(
 
 
 class _Progress:
-    """What has been heard of a job, over all its restarts; passes on every step and picture once."""
+    """What ranks have reported of a job, over all its restarts; passes on every step and picture once."""
 
     def __init__(self, job: Job, report: Callable[[Any], None]) -> None:
         self.done: set[int] = set()
-        # Steps of the request that is being drawn.
+        # Steps of the request that is being generated.
         self.steps = 0
         self.steps_of_each = 0
         self._job, self._report = job, report

@@ -44,6 +44,7 @@ class Job:
         dtype: of the weights.
         timeout: deadline of every collective, in seconds.
         overwrite: pictures replace those of the same names that ditmesh has written.
+        sampled: `Loaded` is to hold the weights' `sampled_fingerprint`, for a receipt of an earlier version.
         number: from 2 up, part of all the files' names: files of these names without it are there already.
     """
 
@@ -65,6 +66,7 @@ class Job:
     dtype: Dtype = "float32"
     timeout: float = 600.0
     overwrite: bool = False
+    sampled: bool = False
     number: int = 1
 
     @property
@@ -75,22 +77,18 @@ class Job:
     @property
     def calls(self) -> int:
         """Number of calls of the pipeline."""
-        return len(self.prompts) * self._calls_per_prompt
-
-    @property
-    def _calls_per_prompt(self) -> int:
-        return -(-self.images // self.per_call)
+        return len(self.prompts) * -(-self.images // self.per_call)
 
     def call(self, number: int) -> Call:
         """Call ``number`` of the pipeline, from 0."""
-        prompt, part = divmod(number, self._calls_per_prompt)
+        prompt, part = divmod(number, self.calls // len(self.prompts))
         start = part * self.per_call
         return Call(prompt, prompt * self.images + start, min(self.per_call, self.images - start))
 
     def call_of(self, index: int) -> int:
         """Number of the call that makes picture ``index``."""
         prompt, place = divmod(index, self.images)
-        return prompt * self._calls_per_prompt + place // self.per_call
+        return prompt * (self.calls // len(self.prompts)) + place // self.per_call
 
 
 @dataclass(frozen=True)
@@ -147,10 +145,11 @@ class Kept:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The pipeline is ready: seconds it took, and steps that every picture will take."""
+    """The pipeline is ready: seconds it took, steps that every picture will take, weights' fingerprint if asked for."""
 
     seconds: float
     steps: int
+    sampled: str | None = None
 
 
 @dataclass(frozen=True)
@@ -170,12 +169,8 @@ class Generated:
     receipt: Receipt
 
 
-# --------------------------------------------------------------------------------------------------
-# Before any rank starts
-
-
 def check_job(job: Job, model: ModelInfo, devices: int) -> None:
-    """Refuse what cannot be drawn, as far as the model's JSON files tell.
+    """Refuse what cannot be generated, as far as the model's JSON files tell.
 
     Args:
         job: what is asked for.
@@ -185,17 +180,38 @@ def check_job(job: Job, model: ModelInfo, devices: int) -> None:
     Raises:
         InputError: one sentence that names the thing, its value, and the way out.
     """
-    _check_numbers(job)
-    _check_texts(job)
+    for option, value, most in (
+        ("--steps", job.steps, MOST_STEPS),
+        ("--num-images", job.images, MOST_PICTURES // len(job.prompts)),
+        ("--batch", job.per_call, MOST_TOGETHER),
+    ):
+        if value is not None and not 1 <= value <= most:
+            raise InputError(f"{option} {value} is not possible; use 1 to {most}")
+    if job.guidance is not None and not isfinite(job.guidance):
+        raise InputError(f"guidance {job.guidance} is not a number; use one such as --guidance 3.5")
+    if not -(2**63) <= job.seed <= 2**63 - job.total:
+        raise InputError(f"seed {job.seed} does not fit into 64 bits; use a smaller one")
+    for number, prompt in enumerate(job.prompts, 1):
+        if not prompt.strip():
+            raise InputError(f'prompt {number} is empty; write what to generate, such as "a red fox"')
+        check_text(prompt, f"prompt {number}")
+    check_text(job.negative or "", "the negative prompt")
     if job.size is not None:
         model.check_size(*job.size)
         if model.labels and job.size != model.default_size:
             own = "x".join(map(str, model.default_size or ()))
             raise InputError(
-                f"size {job.size[0]}x{job.size[1]}: {model.pipeline_class} draws one size only"
+                f"size {job.size[0]}x{job.size[1]}: {model.pipeline_class} has one size only"
                 f"{f', {own}' if own else ''}; leave --size out"
             )
-    _check_amount(job, job.size or model.default_size)
+    size = job.size or model.default_size
+    if size is not None:
+        pixels, together = size[0] * size[1], min(job.images, job.per_call)
+        if pixels * together > MOST_PIXELS:
+            way = f"--batch {MOST_PIXELS // pixels}" if together > 1 and pixels <= MOST_PIXELS else "a smaller --size"
+            raise InputError(
+                f"{together} x {size[0]}x{size[1]} are more than {MOST_PIXELS} pixels, the most of one call; use {way}"
+            )
     if not isinstance(job.config, str):
         check_config(job.config, model, devices, job.size)
     check_folder(job.out)
@@ -203,53 +219,14 @@ def check_job(job: Job, model: ModelInfo, devices: int) -> None:
         check_layout(model)
 
 
-def _check_numbers(job: Job) -> None:
-    if job.steps is not None and job.steps < 1:
-        raise InputError(f"{job.steps} steps draw nothing; use --steps 1 or more")
-    if job.steps is not None and job.steps > MOST_STEPS:
-        raise InputError(f"{job.steps} steps are more than any sampler has; use --steps {MOST_STEPS} or fewer")
-    if job.guidance is not None and not isfinite(job.guidance):
-        raise InputError(f"guidance {job.guidance} is not a number; use one such as --guidance 3.5")
-    if job.images < 1:
-        raise InputError(f"{job.images} images per prompt draw nothing; use --num-images 1 or more")
-    if job.total > MOST_PICTURES:
-        raise InputError(f"{job.total} pictures are more than {MOST_PICTURES}, the most of one job; use several jobs")
-    if not 1 <= job.per_call <= MOST_TOGETHER:
-        raise InputError(f"{job.per_call} pictures in one call are not possible; use --batch 1 to {MOST_TOGETHER}")
-    if not -(2**63) <= job.seed <= 2**63 - job.total:
-        raise InputError(f"seed {job.seed} does not fit into 64 bits; use a smaller one")
-
-
-def _check_texts(job: Job) -> None:
-    if not job.prompts:
-        raise InputError('there is no prompt; write one, such as "a red fox", or give a file with --prompts')
-    named = [(f"prompt {number}", prompt) for number, prompt in enumerate(job.prompts, 1)]
-    for name, text in named:
-        if not text.strip():
-            raise InputError(f'{name} is empty; write what to draw, such as "a red fox"')
-    for name, text in [*named, ("the negative prompt", job.negative or "")]:
-        if len(text) > LONGEST_PROMPT:
-            raise InputError(f"{name} has {len(text)} characters; use {LONGEST_PROMPT} at most")
-        check_unicode(text, name)
-
-
-def _check_amount(job: Job, size: tuple[int, int] | None) -> None:
-    """Refuse pictures that are too many or too large for one call."""
-    if size is None:
-        return
-    pixels, together = size[0] * size[1], min(job.images, job.per_call)
-    if pixels * together > MOST_PIXELS:
-        text = f"{together} pictures of {size[0]}x{size[1]} in one call are" if together > 1 else "the picture is"
-        way = f"--batch {MOST_PIXELS // pixels}" if together > 1 and pixels <= MOST_PIXELS else "a smaller --size"
-        raise InputError(f"{text} larger than {MOST_PIXELS} pixels, the most of one call; use {way}")
-
-
-def check_unicode(text: str, name: str) -> None:
-    """Refuse text that no file can hold: half of a surrogate pair, as bytes of another encoding become.
+def check_text(text: str, name: str) -> None:
+    """Refuse text that is too long, or that no file can hold: half of a surrogate pair.
 
     Raises:
         InputError: naming the text.
     """
+    if len(text) > LONGEST_PROMPT:
+        raise InputError(f"{name} has {len(text)} characters; use {LONGEST_PROMPT} at most")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -269,13 +246,12 @@ def check_layout(model: ModelInfo) -> None:
         LayoutError: the class has no reviewed layout and the probe failed.
         InputError: the installed diffusers has no such class.
     """
-    if model.transformer_class in support.table():
-        return
-    from ..layout import known_models
-    from ..layout.describe import checked
+    if model.transformer_class not in support.table():
+        from ..layout import known_models
+        from ..layout.describe import checked
 
-    if model.transformer_class not in known_models():
-        checked(model.transformer_class, model.transformer)
+        if model.transformer_class not in known_models():
+            checked(model.transformer_class, model.transformer)
 
 
 def check_config(config: ParallelConfig, model: ModelInfo, devices: int, size: tuple[int, int] | None = None) -> None:
@@ -314,7 +290,7 @@ def check_named(out: str | Path, option: str = "--out") -> None:
     """
     if not str(out):
         raise InputError(f"{option} names no folder; write {option} . for the one you are in")
-    check_unicode(str(out), option)
+    check_text(str(out), option)
 
 
 def check_folder(out: str | Path, option: str = "--out") -> None:
@@ -328,26 +304,21 @@ def check_folder(out: str | Path, option: str = "--out") -> None:
         InputError: naming the folder and the reason.
     """
     check_named(out, option)
-    folder = Path(out)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        Path(out).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"cannot write to folder {str(out)!r} ({reason}); choose another one with {option}") from None
 
 
-def job_for(
-    model: ModelInfo, prompts: Sequence[str], out: str | Path, labels: Sequence[int] | None = None, **more: Any
-) -> Job:
+def job_for(model: ModelInfo, prompts: Sequence[str], out: str | Path, **more: Any) -> Job:
     """A job for a model.
 
     Args:
         model: the model's files.
         prompts, out: of the job.
-        labels: numbers of the classes, when they are known; None: found by the prompts.
-        more: the other fields of the job.
+        more: the other fields of the job; ``labels`` are found by the prompts if not given.
 
     Raises:
         InputError: a prompt is not one of the model's classes.
@@ -358,8 +329,7 @@ def job_for(
         pipeline_class=model.pipeline_class,
         prompts=tuple(prompts),
         out=str(out),
-        labels=class_numbers(prompts, model) if labels is None else tuple(labels),
-        **more,
+        **(more if "labels" in more else {"labels": class_numbers(prompts, model), **more}),
     )
 
 
@@ -369,18 +339,12 @@ def class_numbers(prompts: Sequence[str], model: ModelInfo) -> tuple[int, ...]:
     Raises:
         InputError: a prompt is not one of the model's classes.
     """
-    labels = model.labels
-    if not labels:
-        return ()
-    folded = {name.casefold(): number for name, number in labels.items()}
-    numbers = []
-    for prompt in prompts:
-        number = folded.get(prompt.strip().casefold())
-        if number is None:
+    folded = {name.casefold(): number for name, number in model.labels.items()}
+    for prompt in prompts if folded else ():
+        if prompt.strip().casefold() not in folded:
             close = difflib.get_close_matches(prompt.casefold(), list(folded), 3, 0.4) or list(folded)[:3]
             raise InputError(
-                f"prompt {prompt!r}: {model.pipeline_class} draws classes and has none of that name; "
+                f"prompt {prompt!r}: {model.pipeline_class} takes classes and has none of that name; "
                 f"use one of its {len(folded)}, such as {', '.join(map(repr, close))}"
             )
-        numbers.append(number)
-    return tuple(numbers)
+    return tuple(folded[prompt.strip().casefold()] for prompt in prompts) if folded else ()

@@ -19,11 +19,13 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +34,7 @@ from ..errors import JournalError
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import nn
 
     from ..core.clock import CallClock
 
@@ -73,7 +75,7 @@ class Entry:
 
 
 class Journal:
-    """Stands in for the forward of a pipeline's transformers: answers what is known, computes and records the rest.
+    """Replaces the forward of a pipeline's transformers: answers what is known, computes and records the rest.
 
     Put on last, around everything `parallelize` has put on, so that it sees the calls the pipeline makes and whole
     outputs; taken off first.
@@ -95,8 +97,7 @@ class Journal:
     ) -> None:
         from ..core.clock import CallClock, timestep_of
 
-        self.answered = 0
-        self.computed = 0
+        self.answered = self.computed = 0
         self._folder, self._rank = Path(folder), rank
         self._known: list[Entry] = []
         self._file: Any = None
@@ -106,7 +107,7 @@ class Journal:
         for name, model in models.items():
             if self._own_clock:
                 self._restore.append(self._clock.watch(model, timestep_of(model)))
-            self._restore.append(Patch(model, "forward", self._standing_in(name, model)))
+            self._restore.append(Patch(model, "forward", self._answering(name, model)))
 
     def begin(self, request: int) -> None:
         """A request starts, or starts again.
@@ -123,7 +124,7 @@ class Journal:
         if self._own_clock:
             self._clock.begin_request()
         with self._writing():
-            self._file = _own(self._folder, request, self._rank).open("wb")
+            self._file = (self._folder / f"{request:08d}.rank{self._rank}").open("wb")
 
     def close(self) -> None:
         """Put every forward back as it was. The files stay."""
@@ -132,13 +133,14 @@ class Journal:
             self._restore.pop()()
 
     def _end(self) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if self._file is not None:
                 self._file.close()
-            self._file = None
+        self._file = None
 
-    def _standing_in(self, name: str, model: nn.Module) -> Any:
+    def _answering(self, name: str, model: nn.Module) -> Any:
         from ..core.arguments import Arguments, parameter_names
+        from ..core.digests import digest
 
         names, forward = parameter_names(type(model).forward), model.forward
 
@@ -146,41 +148,41 @@ class Journal:
             if self._request < 0:
                 return forward(*args, **kwargs)
             inputs = dict(Arguments(names, args, kwargs).leaves())
+            # Before the call: nobody promises that it leaves its arguments alone.
+            digests = {path: digest(value) for path, value in inputs.items()}
             number = self.answered + self.computed
             if number < len(self._known):
-                return self._answer(self._known[number], name, inputs)
-            # Before the call: nobody promises that it leaves its arguments alone.
-            digests = _digests(inputs)
+                self._check(self._known[number], name, digests)
+                self.answered += 1
+                devices = (value.device for value in inputs.values() if hasattr(value, "device"))
+                return self._known[number].output(next(devices, None))
             output = forward(*args, **kwargs)
             self.computed += 1
-            self._record(number, name, digests, output)
+            if self._file is not None:
+                self._record({"call": number, "model": name, "step": self._clock.call.step, "inputs": digests}, output)
             return output
 
         return call
 
-    def _answer(self, entry: Entry, name: str, inputs: dict[str, Any]) -> Any:
-        digests = _digests(inputs)
+    def _check(self, entry: Entry, name: str, digests: dict[str, str]) -> None:
         differing = [path for path in {**digests, **entry.inputs} if digests.get(path) != entry.inputs.get(path)]
         if name != entry.model:
             differing.insert(0, f"the model ({entry.model} then, {name} now)")
         if differing:
             raise JournalError(
                 f"call {entry.call} of {name} in request {self._request} is not the one the journal holds: "
-                f"{', '.join(differing)} differ; the request cannot go on from there, draw it anew"
+                f"{', '.join(differing)} differ; the request cannot go on from there, generate it anew"
             )
-        self.answered += 1
-        return entry.output(next((value.device for value in inputs.values() if hasattr(value, "device")), None))
 
-    def _record(self, number: int, name: str, digests: dict[str, str], output: Any) -> None:
-        if self._file is None:
-            return
+    def _record(self, facts: dict[str, Any], output: Any) -> None:
         import torch  # not for those who only count entries
 
-        head = {"call": number, "model": name, "step": self._clock.call.step, "inputs": digests}
         body = BytesIO()
         torch.save(_compact(output), body)
+        head, data = json.dumps(facts).encode(), body.getvalue()
         with self._writing():
-            self._file.write(framed(json.dumps(head).encode(), body.getvalue()))
+            self._file.write(_FRAME.pack(_MARK, len(head), len(data), hashlib.sha256(head + data).digest()))
+            self._file.write(head + data)
             # Into the kernel's hands: it survives this process, which is all it has to survive.
             self._file.flush()
 
@@ -198,22 +200,17 @@ class Journal:
             )
 
 
-# --------------------------------------------------------------------------------------------------
-# The files
-
-
-def read(path: str | Path) -> list[Entry]:
+def read(path: Path) -> list[Entry]:
     """The entries of a file, up to the first that is not whole; none when there is no such file."""
     entries: list[Entry] = []
-    path = Path(path)
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        size = path.stat().st_size
         while len(frame := file.read(_FRAME.size)) == _FRAME.size:
             mark, head_length, length, checksum = _FRAME.unpack(frame)
-            if mark != _MARK or head_length + length > _size(path):
+            if mark != _MARK or head_length + length > size:
                 break
             head, offset = file.read(head_length), file.tell()
-            body = file.read(length)
-            if len(head) + len(body) < head_length + length or hashlib.sha256(head + body).digest() != checksum:
+            if hashlib.sha256(head + file.read(length)).digest() != checksum:
                 break
             entries.append(Entry(**json.loads(head), path=path, offset=offset, length=length))
     return entries
@@ -234,18 +231,16 @@ def keep_longest(folder: str | Path, request: int) -> list[Entry]:
     """
     folder = Path(folder)
     kept = _kept(folder, request)
-    known = read(kept)
+    start = len(read(kept))
     # A rank's own file begins where the file that is kept ended when the rank started.
-    longest = max((_following(read(own), len(known)) for own in _ranks(folder, request)), key=len, default=[])
+    added = [read(own) for own in sorted(folder.glob(f"{request:08d}.rank*"))]
+    added = [entries for entries in added if [entry.call - start for entry in entries] == [*range(len(entries))]]
+    longest = max(added, key=len, default=[])
     if longest:
-        temporary = kept.with_suffix(".new")
-        with temporary.open("wb") as file:
-            for entry in (*known, *longest):
-                with entry.path.open("rb") as source:
-                    head = _head(entry)
-                    source.seek(entry.offset)
-                    file.write(framed(head, source.read(entry.length)))
-        os.replace(temporary, kept)
+        last = longest[-1]
+        os.truncate(last.path, last.offset + last.length)
+        with last.path.open("rb") as source, kept.open("ab") as file:
+            shutil.copyfileobj(source, file)
     for path in folder.iterdir():
         if path != kept:
             path.unlink()
@@ -257,53 +252,13 @@ def steps(entries: list[Entry]) -> int:
 
     Of a single step nobody knows how many calls it takes: it counts as none.
     """
-    lengths: list[int] = []
-    for number, entry in enumerate(entries):
-        if number and entry.step == entries[number - 1].step:
-            lengths[-1] += 1
-        else:
-            lengths.append(1)
-    if not lengths:
-        return 0
+    lengths = [len(list(calls)) for _, calls in groupby(entry.step for entry in entries)]
     whole = len(lengths) > 1 and lengths[-1] >= lengths[0]
-    return len(lengths) - (not whole)
-
-
-def framed(head: bytes, body: bytes) -> bytes:
-    """A record as it stands in a file."""
-    return _FRAME.pack(_MARK, len(head), len(body), hashlib.sha256(head + body).digest()) + head + body
+    return len(lengths) if whole else max(len(lengths) - 1, 0)
 
 
 def _kept(folder: Path, request: int) -> Path:
     return folder / f"{request:08d}.kept"
-
-
-def _own(folder: Path, request: int, rank: int) -> Path:
-    return folder / f"{request:08d}.rank{rank}"
-
-
-def _ranks(folder: Path, request: int) -> list[Path]:
-    return sorted(folder.glob(f"{request:08d}.rank*"))
-
-
-def _following(entries: list[Entry], start: int) -> list[Entry]:
-    """The entries, when they are those from call ``start`` on."""
-    return entries if [entry.call for entry in entries] == list(range(start, start + len(entries))) else []
-
-
-def _head(entry: Entry) -> bytes:
-    fields = {"call": entry.call, "model": entry.model, "step": entry.step, "inputs": dict(entry.inputs)}
-    return json.dumps(fields).encode()
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size
-
-
-def _digests(inputs: dict[str, Any]) -> dict[str, str]:
-    from ..core.digests import digest
-
-    return {path: digest(value) for path, value in inputs.items()}
 
 
 def _compact(output: Any) -> Any:
@@ -311,13 +266,10 @@ def _compact(output: Any) -> Any:
     from torch import Tensor
 
     if isinstance(output, Tensor):
-        return output.detach().clone() if _wide(output) else output.detach()
+        wide = output.untyped_storage().nbytes() > output.nbytes
+        return output.detach().clone() if wide else output.detach()
     if isinstance(output, (list, tuple)):
         return type(output)(map(_compact, output))
     if isinstance(output, dict):  # diffusers' BaseOutput, too
         return type(output)(**{key: _compact(value) for key, value in output.items()})
     return output
-
-
-def _wide(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() > tensor.nbytes

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,9 @@ def load(
             mesh = Mesh(config, timeout=timeout)
             undo.callback(mesh.close)
         for name, kind in saved.items():
-            dtype = _dtype_of(torch_dtype, name)
+            dtype = torch_dtype
+            if isinstance(dtype, Mapping):
+                dtype = dtype.get(name, dtype.get("default"))
             if mesh.tensor.size > 1:
                 components[name] = load_transformer(kind, folder / name, mesh.tensor, dtype, variant, mesh.device)
             elif mesh.pipe.size > 1 and kind.__name__ in known_models():
@@ -184,13 +186,20 @@ def _filled(
     read: Callable[[str, Any, torch.dtype], Tensor],
 ) -> nn.Module:
     """The model with its weights from the files in ``folder``, each as ``read`` makes it of the stored one."""
+    from safetensors import SafetensorError, safe_open
+
     kind = type(model)
     exact = tuple(getattr(kind, "_keep_in_fp32_modules", None) or ())
-    wanted = {**dict(model.named_parameters()), **_saved_buffers(model)}
+    saved = model.state_dict()
+    wanted = dict(model.named_parameters()) | {name: one for name, one in model.named_buffers() if name in saved}
     unexpected: list[str] = []
     missing = set(wanted)
     for file in weight_files(folder, variant):
-        with _opened(file) as tensors:
+        try:
+            opened = safe_open(file, framework="pt", device="cpu")
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"cannot read {str(file)!r}: {error}; download or save the model again") from None
+        with opened as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                 if name not in wanted:
                     unexpected.append(name)
@@ -205,7 +214,12 @@ def _filled(
                 dtype = wanted[name].dtype
                 if torch_dtype is not None and dtype.is_floating_point:
                     dtype = torch.float32 if any(part in name.split(".") for part in exact) else torch_dtype
-                _put(model, name, read(name, stored, dtype))
+                owner, _, leaf = name.rpartition(".")
+                module, value, before = model.get_submodule(owner), read(name, stored, dtype), wanted[name]
+                if isinstance(before, nn.Parameter):
+                    module._parameters[leaf] = nn.Parameter(value, requires_grad=before.requires_grad)
+                else:
+                    module._buffers[leaf] = value
     if missing:
         some = ", ".join(sorted(missing)[:3])
         raise InputError(
@@ -232,13 +246,10 @@ def weight_files(folder: Path, variant: str | None = None) -> list[Path]:
         InputError: there are none.
     """
     middle = f".{variant}" if variant else ""
-    for index in (
-        folder / f"{WEIGHTS}.safetensors.index{middle}.json",
-        folder / f"{WEIGHTS}{middle}.safetensors.index.json",
-    ):
-        if index.is_file():
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            return [folder / name for name in names]
+    for name in (f"{WEIGHTS}.safetensors.index{middle}.json", f"{WEIGHTS}{middle}.safetensors.index.json"):
+        if (index := folder / name).is_file():
+            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            return [folder / file for file in sorted(set(files))]
     single = folder / f"{WEIGHTS}{middle}.safetensors"
     if single.is_file():
         return [single]
@@ -276,17 +287,6 @@ def _read(
     return value
 
 
-def _put(model: nn.Module, name: str, value: Tensor) -> None:
-    path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    if leaf in module._parameters:
-        before = module._parameters[leaf]
-        assert before is not None
-        module._parameters[leaf] = nn.Parameter(value, requires_grad=before.requires_grad)
-    else:
-        module._buffers[leaf] = value
-
-
 def _build(kind: type[Any], folder: Path, dtype: torch.dtype | None) -> Any:
     """The model without memory for its weights; small tables that are computed, not saved, are there."""
     from accelerate import init_empty_weights
@@ -307,10 +307,6 @@ def _build(kind: type[Any], folder: Path, dtype: torch.dtype | None) -> Any:
         torch.set_default_dtype(before)
 
 
-def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
-
-
 def _denoisers_in(info: ModelInfo) -> dict[str, type[Any]]:
     """Names and classes of the transformers of a saved pipeline."""
     import diffusers
@@ -327,20 +323,3 @@ def _denoisers_in(info: ModelInfo) -> dict[str, type[Any]]:
             )
         found[name] = getattr(diffusers, kind)
     return found
-
-
-def _dtype_of(dtypes: Dtypes, component: str) -> torch.dtype | None:
-    if dtypes is None or isinstance(dtypes, torch.dtype):
-        return dtypes
-    return dtypes.get(component, dtypes.get("default"))
-
-
-@contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            yield tensors
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"cannot read {str(file)!r}: {error}; download or save the model again") from None

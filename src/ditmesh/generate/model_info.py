@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isqrt, prod
 from pathlib import Path
@@ -22,19 +23,9 @@ HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 
 # Numbers of a configuration that are sizes, and their bounds: a model's folder is somebody else's data.
 COUNTS = (
-    "patch_size",
-    "sample_size",
-    "num_attention_heads",
-    "num_heads",
-    "n_heads",
-    "in_channels",
-    "latent_channels",
-    "z_dim",
-    "pos_embed_max_size",
-    "spatial_compression_ratio",
-    "scale_factor_spatial",
-    "block_out_channels",
-    "encoder_block_out_channels",
+    *("patch_size", "sample_size", "num_attention_heads", "num_heads", "n_heads", "in_channels", "latent_channels"),
+    *("z_dim", "pos_embed_max_size", "spatial_compression_ratio", "scale_factor_spatial"),
+    *("block_out_channels", "encoder_block_out_channels"),
 )
 LARGEST_COUNT = 2**20
 LONGEST_LIST = 64
@@ -73,10 +64,8 @@ class ModelInfo:
     @property
     def heads(self) -> int | None:
         """Attention heads of the transformer's blocks, when its configuration says."""
-        for key in ("num_attention_heads", "num_heads", "n_heads"):
-            if isinstance(self.transformer.get(key), int):
-                return self.transformer[key]
-        return None
+        keys = ("num_attention_heads", "num_heads", "n_heads")
+        return next((self.transformer[key] for key in keys if isinstance(self.transformer.get(key), int)), None)
 
     @property
     def labels(self) -> dict[str, int]:
@@ -126,7 +115,7 @@ class ModelInfo:
 
     @property
     def default_size(self) -> tuple[int, int] | None:
-        """Width and height in pixels that the pipeline draws when not told, as far as the files say."""
+        """Width and height in pixels that the pipeline makes by default, as far as the files say."""
         sample = self.transformer.get("sample_size")
         if isinstance(sample, int):
             return (sample * self.vae_scale, sample * self.vae_scale)
@@ -145,7 +134,7 @@ class ModelInfo:
         return prod(side // self.size_multiple for side in (width, height))
 
     def check_size(self, width: int, height: int) -> None:
-        """Refuse a size that the model cannot draw.
+        """Refuse a size that the model cannot make.
 
         Raises:
             InputError: naming the nearest possible sizes.
@@ -160,7 +149,7 @@ class ModelInfo:
         limit = self.largest_side
         if limit is not None and max(width, height) > limit:
             raise InputError(
-                f"{text}: the model draws up to {limit}x{limit}; use {min(width, limit)}x{min(height, limit)}"
+                f"{text}: the model goes up to {limit}x{limit}; use {min(width, limit)}x{min(height, limit)}"
             )
 
 
@@ -179,14 +168,21 @@ def find_model(model: str | Path) -> ModelInfo:
     Raises:
         InputError: there is no such model, it cannot be reached, or it is not a pipeline with a transformer.
     """
-    name = str(model)
-    folder = Path(name).expanduser()
-    if _exists(folder, name):
-        local, files = True, folder
-        if not (folder / "model_index.json").is_file():
-            what = "has no model_index.json" if folder.is_dir() else "is a file"
-            raise InputError(f"model {name!r} {what}; give the folder that pipe.save_pretrained(...) wrote")
-    else:
+    name, local = str(model), True
+    files = Path(name).expanduser()
+    try:
+        there = files.exists()
+    except (OSError, ValueError) as error:
+        # Too long for a file's name, or with a zero in it.
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"model {name[:60]!r}{'…' if len(name) > 60 else ''} cannot be a folder ({reason}); give the folder that "
+            "pipe.save_pretrained(...) wrote"
+        ) from None
+    if there and not (files / "model_index.json").is_file():
+        what = "has no model_index.json" if files.is_dir() else "is a file"
+        raise InputError(f"model {name!r} {what}; give the folder that pipe.save_pretrained(...) wrote")
+    if not there:
         files, local = (zoo.path(name), True) if name in zoo.EMBEDDED else _from_hub(name)
     if zoo.embedded(files) is not None:
         # Where it is installed is nobody's business, and another place on the next machine.
@@ -194,12 +190,14 @@ def find_model(model: str | Path) -> ModelInfo:
     elif name in zoo.EMBEDDED:
         name = f"./{name}"
     index = _read_json(files / "model_index.json", name)
-    if not _is_part(index, "transformer"):
-        kind = index.get("_class_name", "it")
+    # A part is a library and a class.
+    pairs = {key: value for key, value in index.items() if isinstance(value, list) and len(value) == 2 and all(value)}
+    parts = [key for key in pairs if not key.startswith("_")]
+    if "transformer" not in parts:
         raise InputError(
-            f"model {name!r}: {kind} has no transformer (its parts: "
-            f"{', '.join(key for key in index if _is_part(index, key)) or 'none'}); "
-            f"give a Diffusion Transformer pipeline, such as Flux, Stable Diffusion 3 or PixArt"
+            f"model {name!r}: {index.get('_class_name', 'it')} has no transformer (its parts: "
+            f"{', '.join(parts) or 'none'}); give a Diffusion Transformer pipeline, such as Flux, Stable Diffusion 3 "
+            "or PixArt"
         )
     vae = files / "vae" / "config.json"
     info = ModelInfo(
@@ -231,24 +229,8 @@ def cached(name: str) -> Path | None:
     return folder if any(weights) else None
 
 
-def _exists(folder: Path, name: str) -> bool:
-    try:
-        return folder.exists()
-    except (OSError, ValueError) as error:
-        # Too long for a file's name, or with a zero in it.
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(
-            f"model {name[:60]!r}{'…' if len(name) > 60 else ''} cannot be a folder ({reason}); give the folder that "
-            "pipe.save_pretrained(...) wrote"
-        ) from None
-
-
 def _check_counts(info: ModelInfo) -> None:
-    """Refuse configurations whose numbers cannot be sizes.
-
-    Raises:
-        InputError: naming file, key and value.
-    """
+    """Refuse configurations whose numbers cannot be sizes."""
     for part, config in (("transformer", info.transformer), ("vae", info.vae)):
         for key in COUNTS:
             value = config.get(key)
@@ -260,12 +242,6 @@ def _check_counts(info: ModelInfo) -> None:
                     f"model {info.name!r}: {key}={value} in {part}/config.json is not possible; it must be from 1 to "
                     f"{LARGEST_COUNT}"
                 )
-
-
-def _is_part(index: dict[str, Any], key: str) -> bool:
-    """Whether ``model_index.json`` names a library and a class under ``key``."""
-    value = index.get(key)
-    return not key.startswith("_") and isinstance(value, list) and len(value) == 2 and all(value)
 
 
 def _read_json(path: Path, model: str) -> dict[str, Any]:
@@ -292,33 +268,32 @@ def _from_hub(name: str) -> tuple[Path, bool]:
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
-    tried = f"model {name!r}: no folder of that name, and"
     cached = try_to_load_from_cache(name, "model_index.json")
     if constants.HF_HUB_OFFLINE:
-        unreachable = "the hub is switched off (HF_HUB_OFFLINE)"
+        trouble = (
+            "it is not in the hub's cache and the hub is switched off (HF_HUB_OFFLINE); give a folder, or go online"
+        )
     elif not _hub_answers(constants.ENDPOINT):
-        unreachable = f"{constants.ENDPOINT} cannot be reached"
+        trouble = (
+            f"it is not in the hub's cache and {constants.ENDPOINT} cannot be reached; give a folder, or go online"
+        )
     else:
-        unreachable = None
-    if unreachable:
-        if isinstance(cached, str):
-            return Path(cached).parent, True
-        raise InputError(f"{tried} it is not in the hub's cache and {unreachable}; give a folder, or go online")
-    try:
-        path = hf_hub_download(name, "model_index.json", etag_timeout=HUB_LIMIT)
-        for part in ("transformer/config.json", "vae/config.json"):
-            try:
-                hf_hub_download(name, part, etag_timeout=HUB_LIMIT)
-            except LocalEntryNotFoundError:
-                raise
-            except EntryNotFoundError:
-                continue
-    except (HfHubHTTPError, EntryNotFoundError, OSError) as error:
-        if isinstance(cached, str):
-            return Path(cached).parent, True
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InputError(f"{tried} the hub says: {reason}; check the name, or run `hf auth login`") from None
-    return Path(path).parent, False
+        try:
+            index = hf_hub_download(name, "model_index.json", etag_timeout=HUB_LIMIT)
+            for part in ("transformer/config.json", "vae/config.json"):
+                try:
+                    hf_hub_download(name, part, etag_timeout=HUB_LIMIT)
+                except LocalEntryNotFoundError:
+                    raise
+                except EntryNotFoundError:
+                    continue
+            return Path(index).parent, False
+        except (HfHubHTTPError, EntryNotFoundError, OSError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            trouble = f"the hub says: {reason}; check the name, or run `hf auth login`"
+    if isinstance(cached, str):
+        return Path(cached).parent, True
+    raise InputError(f"model {name!r}: no folder of that name, and {trouble}")
 
 
 def _hub_answers(endpoint: str) -> bool:
@@ -334,13 +309,9 @@ def _hub_answers(endpoint: str) -> bool:
     answered = threading.Event()
 
     def connect() -> None:
-        try:
+        with suppress(OSError):
             socket.create_connection((address.hostname or "", port), timeout=HUB_LIMIT).close()
-        except OSError:
-            return
-        answered.set()
+            answered.set()
 
-    attempt = threading.Thread(target=connect, daemon=True)
-    attempt.start()
-    attempt.join(HUB_LIMIT)
-    return answered.is_set()
+    threading.Thread(target=connect, daemon=True).start()
+    return answered.wait(HUB_LIMIT)

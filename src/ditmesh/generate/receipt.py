@@ -1,4 +1,4 @@
-"""What a PNG says about itself: everything that is needed to generate it again.
+"""Receipts: the metadata inside a PNG, everything that is needed to generate it again.
 
 A receipt is somebody else's data: all of it is checked, and bounded, before anything is done with it.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
-from ..core.files import written_whole
+from ..core.files import free_names, written_whole
 from ..errors import InputError
 
 if TYPE_CHECKING:
@@ -54,14 +55,15 @@ class Receipt(BaseModel):
         versions: of Python and of the libraries that compute.
         seconds: time that the pipeline's call took (shared by the pictures of one call), in seconds. After a restart:
             that of the call that finished the picture.
-        restarts: what happened while the picture was drawn: ``{"step": 5, "from": 4, "to": 3}`` for every time that
+        restarts: what happened while the picture was generated: ``{"step": 5, "from": 4, "to": 3}`` for every time that
             ranks were lost and the others went on from a step (counted from 0).
         label: number of the class, for class-conditional models.
-        together: pictures that one call of the pipeline drew; place: number of this one among them, from 0. Matrix
+        together: pictures of one call of the pipeline; place: number of this one among them, from 0. Matrix
             kernels may round a row otherwise in a batch of another size.
-        weights: fingerprint of all weights, adapters included (`digests.weights_fingerprint`); None in receipts of
-            earlier versions, as is the environment.
+        weights_digest: of all weights, adapters included (`digests.weights_fingerprint`); None in receipts of earlier
+            versions, as may be the environment.
         environment: what else decides the last bits, by name (`hardware.environment`).
+        weights: in receipts of earlier versions only: digest of samples of the weights (`digests.sampled_fingerprint`).
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -87,8 +89,9 @@ class Receipt(BaseModel):
     label: int | None = Field(default=None, ge=0, lt=2**31)
     together: int = Field(default=1, ge=1, le=MOST_TOGETHER)
     place: int = Field(default=0, ge=0)
-    weights: str | None = None
+    weights_digest: str | None = None
     environment: dict[str, str] | None = None
+    weights: str | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Receipt:
@@ -131,6 +134,22 @@ def write_png(image: Image, path: str | Path, receipt: Receipt, replace: bool = 
     return path
 
 
+def write_free(image: Image, path: str | Path, receipt: Receipt, overwrite: bool = False, start: int = 1) -> Path:
+    """Write a picture under the first of its names, from number ``start`` on, that is free.
+
+    Args:
+        image, path, receipt: as for `write_png`.
+        overwrite: a picture of such a name that ditmesh has written is replaced.
+
+    Returns:
+        The path.
+    """
+    for free in free_names(path, start):
+        with suppress(FileExistsError):
+            return write_png(image, free, receipt, overwrite and holds_receipt(free))
+    raise AssertionError("names do not end")
+
+
 def holds_receipt(path: str | Path) -> bool:
     """Whether a file is a picture that ditmesh has written."""
     try:
@@ -158,7 +177,7 @@ def read_receipt(path: str | Path) -> Receipt:
         problems = error.errors(include_url=False, include_input=False) if isinstance(error, ValidationError) else []
         fields = ", ".join(_named(problem) for problem in problems[:5]) or "JSON"
         raise InputError(
-            f"the receipt in {str(path)!r} cannot be read (wrong: {fields}); draw the picture again"
+            f"the receipt in {str(path)!r} cannot be read (wrong: {fields}); generate the picture again"
         ) from None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .. import zoo
-from ..config import ParallelConfig, setting
+from ..config import RENAMED, ParallelConfig, setting
 from ..errors import InputError
 from ..quality import metrics
 from .job import Job, job_for
@@ -21,7 +21,7 @@ from .receipt import Receipt
 
 @dataclass(frozen=True)
 class Change:
-    """Something that is not as it was when the picture was drawn.
+    """Something that is not as it was when the picture was generated.
 
     Attributes:
         what: name of it.
@@ -41,10 +41,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Replay:
-    """A picture and the one drawn again.
+    """A picture and the one generated again.
 
     Attributes:
-        promised: the same pixels were promised: both were drawn in reproducible mode and nothing that decides has
+        promised: the same pixels were promised: both are of reproducible mode and nothing that decides has
             changed.
         equal: the pixels are the same.
         largest: largest difference of any channel, of 255; None when the sizes differ.
@@ -95,27 +95,31 @@ def config_of(receipt: Receipt) -> ParallelConfig:
     Raises:
         ConfigError: it holds a setting that this version does not know.
     """
-    return ParallelConfig.read(receipt.config)
+    return ParallelConfig.read({RENAMED.get(name, name): value for name, value in receipt.config.items()})
 
 
 def job_of(receipt: Receipt, model: ModelInfo, config: ParallelConfig, out: str | Path, timeout: float) -> Job:
-    """What to draw so that picture ``receipt.place`` of it is the receipt's; picture 0 in reproducible mode.
+    """What to generate so that picture ``receipt.place`` of it is the receipt's; picture 0 in reproducible mode.
 
-    In fast mode the whole call is drawn again, because a batch of another size may be rounded otherwise.
+    In fast mode the whole call is generated again, because a batch of another size may be rounded otherwise.
     """
-    parameters = _parameters(model)
+    import diffusers
+
+    kind = getattr(diffusers, model.pipeline_class, None)
+    # A class of diffusers' own tells what its call takes.
+    unguided = isinstance(kind, type) and "guidance_scale" not in inspect.signature(kind.__call__).parameters
     alone = config.reproducible
     return job_for(
         model,
         (receipt.prompt,),
         out,
-        (receipt.label,) if receipt.label is not None else None,
+        **({} if receipt.label is None else {"labels": (receipt.label,)}),
         config=config,
         negative=receipt.negative_prompt,
         steps=receipt.steps,
         # A pipeline that takes none has got none: receipts name 0 then.
-        guidance=receipt.guidance if parameters is None or "guidance_scale" in parameters else None,
-        # A class-conditional pipeline draws one size.
+        guidance=None if unguided else receipt.guidance,
+        # A class-conditional pipeline has one size.
         size=None if model.labels else (receipt.width, receipt.height),
         max_sequence_length=receipt.max_sequence_length,
         seed=receipt.seed if alone else receipt.seed - receipt.place,
@@ -123,6 +127,7 @@ def job_of(receipt: Receipt, model: ModelInfo, config: ParallelConfig, out: str 
         per_call=receipt.together,
         dtype=receipt.dtype,
         timeout=timeout,
+        sampled=receipt.weights_digest is None and receipt.weights is not None,
     )
 
 
@@ -131,19 +136,20 @@ def place_of(receipt: Receipt, config: ParallelConfig) -> int:
     return 0 if config.reproducible else receipt.place
 
 
-def compare(picture: Any, replayed: Any, was: Receipt, now: Receipt) -> Replay:
+def compare(picture: Any, replayed: Any, was: Receipt, now: Receipt, sampled: str | None = None) -> Replay:
     """Two pictures (PIL images) and their receipts.
 
     Args:
         picture, was: the picture from before, and its receipt.
-        replayed, now: the picture drawn again, and its receipt.
+        replayed, now: the picture generated again, and its receipt.
+        sampled: `digests.sampled_fingerprint` of the weights now, for a receipt of an earlier version.
     """
-    changes = tuple(changes_of(was, now))
+    changes = tuple(changes_of(was, now, sampled))
     old, new = (np.asarray(image.convert("RGB")).astype(int) for image in (picture, replayed))
     promised = (
         config_of(was).reproducible
         and was.environment is not None
-        and was.weights is not None
+        and (was.weights_digest or was.weights) is not None
         and not any(change.decides for change in changes)
     )
     if old.shape != new.shape:
@@ -154,52 +160,44 @@ def compare(picture: Any, replayed: Any, was: Receipt, now: Receipt) -> Replay:
     return Replay(promised, equal, int(apart.max()), float((apart.max(axis=2) > 0).mean()), ratio, changes)
 
 
-def changes_of(was: Receipt, now: Receipt) -> list[Change]:
-    """Everything that two receipts of one picture do not share, what decides first."""
-    found: list[Change] = []
+def changes_of(was: Receipt, now: Receipt, sampled: str | None = None) -> list[Change]:
+    """Everything that two receipts of one picture do not share, what decides first; ``sampled``: see `compare`."""
+    changes: list[Change] = []
 
-    def look(what: str, old: Any, new: Any, decides: bool, say: Callable[[Any], str] = str) -> None:
+    def compare(what: str, old: Any, new: Any, decides: bool = True, text: Callable[[Any], str] = str) -> None:
         if old != new:
-            found.append(Change(what, say(old), say(new), decides))
+            changes.append(Change(what, text(old), text(new), decides))
 
     def known(value: Any) -> str:
         return "unknown" if value is None else str(value)
 
     # Receipts of earlier versions say less; what they do not say may have changed.
-    look("weights", was.weights, now.weights, True, known)
-    before = was.environment if was.environment is not None else {**was.versions, "device": was.device}
-    after = now.environment or {}
+    weights = was.weights_digest, now.weights_digest
+    if was.weights_digest is None and sampled is not None:
+        # Like with like; unless it was the whole digest that stood there.
+        weights = was.weights, now.weights_digest if was.weights == now.weights_digest else sampled
+    compare("weights", weights[0], weights[1], text=known)
+    before, after = was.environment, now.environment or {}
+    if before is None:
+        before = {**was.versions, "device": was.device}
+        after = {name: value for name, value in after.items() if name in before}
+        changes.append(Change("environment", "not in the receipt", "known", True))
     for name in dict.fromkeys([*before, *after]):
-        if was.environment is None and name not in before:
-            continue
-        look(name, before.get(name), after.get(name), True, known)
-    if was.environment is None:
-        found.append(Change("environment", "not in the receipt", "known", True))
-    look("model", Path(was.model).name, Path(now.model).name, False)
-    look("pipeline", was.pipeline, now.pipeline, True)
-    look("dtype", was.dtype, now.dtype, True)
+        compare(name, before.get(name), after.get(name), text=known)
+    compare("model", Path(was.model).name, Path(now.model).name, False)
+    for name in ("pipeline", "dtype"):
+        compare(name, getattr(was, name), getattr(now, name))
     for name in ("prompt", "negative_prompt", "label", "seed", "steps", "guidance", "max_sequence_length"):
-        look(name.replace("_", " "), getattr(was, name), getattr(now, name), True, repr)
-    look("size", (was.width, was.height), (now.width, now.height), True, lambda size: "x".join(map(str, size)))
+        compare(name.replace("_", " "), getattr(was, name), getattr(now, name), text=repr)
+    compare("size", f"{was.width}x{was.height}", f"{now.width}x{now.height}")
     old, new = config_of(was), config_of(now)
     for name in ParallelConfig.model_fields:
         if setting(name).decides:
-            look(name, getattr(old, name), getattr(new, name), True)
-    look("patches", _patches(old), _patches(new), True)
-    look("devices", was.devices, now.devices, False)
-    look("configuration", old.describe(), new.describe(), False)
-    look("restarts", len(was.restarts), len(now.restarts), False)
-    look("pictures in one call", was.together, now.together, False)
-    return sorted(found, key=lambda change: not change.decides)
-
-
-def _patches(config: ParallelConfig) -> int:
-    return (config.patches or config.pipe) if config.stages_or_patches else 1
-
-
-def _parameters(model: ModelInfo) -> Any:
-    """Parameters of the pipeline's call, when its class is diffusers' own."""
-    import diffusers
-
-    kind = getattr(diffusers, model.pipeline_class, None)
-    return inspect.signature(kind.__call__).parameters if isinstance(kind, type) else None
+            compare(name, getattr(old, name), getattr(new, name))
+    patches = [(one.patches or one.pipe) if one.stages_or_patches else 1 for one in (old, new)]
+    compare("patches", patches[0], patches[1])
+    compare("devices", was.devices, now.devices, False)
+    compare("configuration", old.describe(), new.describe(), False)
+    compare("restarts", len(was.restarts), len(now.restarts), False)
+    compare("pictures in one call", was.together, now.together, False)
+    return sorted(changes, key=lambda change: not change.decides)

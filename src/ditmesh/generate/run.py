@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,11 +16,10 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from .._version import library_versions
-from ..core.files import free_names
 from ..errors import InputError
 from ..launch import Report
-from .job import Call, Generated, Job, Kept, Loaded, Stepped
-from .receipt import Receipt, holds_receipt, write_png
+from .job import Generated, Job, Kept, Loaded, Stepped
+from .receipt import Receipt, write_free
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +30,7 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
     """Load the pipeline, make it parallel, generate everything. Every rank of the job calls this.
 
     Rank 0 writes each PNG as soon as it has it and reports `Loaded`, `Stepped` and `Generated`. It never replaces a
-    file that ditmesh has not written, and one that it has only when ``job.overwrite`` says so: see `save`.
+    file that ditmesh has not written, and one that it has only when ``job.overwrite`` says so.
 
     Args:
         job: what to generate.
@@ -49,29 +48,43 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
     import torch.distributed as dist
 
     from ..comm.mesh import Mesh
-    from ..engine import parallelize
+    from ..core.digests import sampled_fingerprint
+    from ..engine import DENOISERS, denoisers, engine_of, parallelize
+    from .journal import Journal
 
     grouped = dist.is_available() and dist.is_initialized()
     rank = dist.get_rank() if grouped else 0
-    say: Report = report if report is not None and rank == 0 else _nobody
+    kept = kept or Kept("")
+    say: Report = report if report is not None and rank == 0 else lambda message: None
     device = device_of_rank()
     started = time.perf_counter()
     pipe = load(job, device)
-    parameters = call_parameters(pipe)
-    steps = steps_of(job, parameters)
     facts = _facts(job, pipe, device) if rank == 0 else {}
+    sampled = sampled_fingerprint(pipe) if job.sampled and rank == 0 else None
     mesh = None if isinstance(job.config, str) else Mesh(job.config, device=device, timeout=job.timeout)
     parallelize(pipe, job.config, mesh=mesh, timeout=job.timeout)
-    journal = _journal(pipe, kept, rank) if kept is not None else None
-    say(Loaded(time.perf_counter() - started, steps))
+    engine, parameters = engine_of(pipe), call_parameters(pipe)
+    facts |= {"config": engine.config.model_dump(), "devices": dist.get_world_size() if grouped else 1}
+    journal = None
+    if kept.folder:
+        # Around everything else, so that it sees the pipeline's own calls and whole outputs.
+        models = {name: getattr(pipe, name) for name in DENOISERS if getattr(pipe, name, None) in denoisers(pipe)}
+        journal = Journal(models, kept.folder, rank, engine.clock)
+    steps = steps_of(job, parameters)
+    say(Loaded(time.perf_counter() - started, steps, sampled))
+
+    def stepped(images: int, steps: int) -> None:
+        # The note: how many steps of a stale strategy have been synchronous so far.
+        say(Stepped(images, steps, engine.staleness.summary() if engine.staleness is not None else ""))
+
     total = 0.0
     for number in range(job.calls):
         call = job.call(number)
-        if kept is not None and kept.done.issuperset(call.indices):
+        if kept.done.issuperset(call.indices):
             continue
-        arguments = call_arguments(job, pipe, number)
+        arguments = given = call_arguments(job, pipe, number)
         if "callback_on_step_end" in parameters:
-            arguments["callback_on_step_end"] = _on_step(say, call.images)
+            arguments = {**given, "callback_on_step_end": lambda *of, n=call.images: stepped(n, 1) or of[-1]}
         if journal is not None:
             journal.begin(number)
         if grouped:
@@ -79,13 +92,12 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
             dist.barrier()
         started = time.perf_counter()
         images: list[Image] = pipe(**arguments).images
-        seconds = time.perf_counter() - started
-        total += seconds
+        facts["seconds"] = time.perf_counter() - started
+        total += facts["seconds"]
         if "callback_on_step_end" not in parameters:
-            say(Stepped(call.images, steps, _note(pipe)))
+            stepped(call.images, steps)
         if rank == 0:
-            facts |= {"seconds": seconds, "max_sequence_length": arguments.get("max_sequence_length")}
-            _save_all(job, number, images, receipt_of(job, pipe, call, facts), kept, say)
+            _save(job, number, images, {**facts, "pipeline": type(pipe).__name__}, given, kept, say)
     if journal is not None:
         journal.close()
     return total
@@ -100,84 +112,53 @@ def _facts(job: Job, pipe: Any, device: torch.device) -> dict[str, Any]:
     reproducible = not isinstance(job.config, str) and job.config.reproducible
     # With the settings that are in force while the pipeline runs.
     with deterministic(device) if reproducible else contextlib.nullcontext():
-        return {"weights": weights_fingerprint(pipe), "environment": environment(device), "device": device.type}
+        return {"weights_digest": weights_fingerprint(pipe), "environment": environment(device), "device": device.type}
 
 
-def _journal(pipe: Any, kept: Kept, rank: int) -> Any:
-    """The journal of a job; around everything else, so that it sees the pipeline's own calls and whole outputs."""
-    from ..engine import DENOISERS, denoisers, engine_of
-    from .journal import Journal
-
-    models = {name: getattr(pipe, name) for name in DENOISERS if getattr(pipe, name, None) in denoisers(pipe)}
-    return Journal(models, kept.folder, rank, engine_of(pipe).clock)
-
-
-def receipt_of(job: Job, pipe: Any, call: Call, facts: Mapping[str, Any]) -> Receipt:
-    """The receipt of the first picture of a call, but for its size.
+def _save(
+    job: Job,
+    number: int,
+    images: list[Image],
+    facts: Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    kept: Kept,
+    say: Report,
+) -> None:
+    """Write the pictures of a call that are not on disk yet, with receipts, and report them.
 
     Args:
-        job, call: what was generated.
-        pipe: the parallelised pipeline.
-        facts: the receipt's fields that only the run knows.
+        job, number, images: what was generated.
+        facts: the receipts' fields that only the run knows.
+        arguments: of the pipeline's call.
+        kept: what is on disk; say: takes the reports.
     """
-    import torch.distributed as dist
-
-    from ..engine import engine_of
-
-    parameters = call_parameters(pipe)
-    guidance = job.guidance if job.guidance is not None else _default(parameters, "guidance_scale", 0.0)
-    return Receipt(
-        prompt=job.prompts[call.prompt],
-        negative_prompt=job.negative,
-        seed=job.seed + call.first,
-        index=call.first,
-        steps=steps_of(job, parameters),
-        guidance=guidance,
-        width=1,
-        height=1,
-        model=job.name,
-        pipeline=type(pipe).__name__,
-        dtype=job.dtype,
-        devices=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
-        config=engine_of(pipe).config.model_dump(),
-        versions=library_versions(),
-        label=job.labels[call.prompt] if job.labels else None,
-        together=call.images,
-        **facts,
-    )
-
-
-def _save_all(job: Job, number: int, images: list[Image], first: Receipt, kept: Kept | None, say: Report) -> None:
-    """Write the pictures of a call that are not on disk yet, and report them."""
     call = job.call(number)
-    restarts = [past.plain() for past in kept.restarts if past.request == number] if kept is not None else []
     for place, (image, index) in enumerate(zip(images, call.indices, strict=True)):
-        if kept is not None and index in kept.done:
+        if index in kept.done:
             continue
-        changed = {"seed": job.seed + index, "index": index, "place": place, "restarts": restarts}
-        receipt = first.model_copy(update={**changed, "width": image.width, "height": image.height})
+        receipt = Receipt(
+            prompt=job.prompts[call.prompt],
+            negative_prompt=job.negative,
+            seed=job.seed + index,
+            index=index,
+            steps=arguments["num_inference_steps"],
+            guidance=arguments.get("guidance_scale", 0.0),
+            max_sequence_length=arguments.get("max_sequence_length"),
+            width=image.width,
+            height=image.height,
+            model=job.name,
+            dtype=job.dtype,
+            versions=library_versions(),
+            restarts=[past.plain() for past in kept.restarts if past.request == number],
+            label=job.labels[call.prompt] if job.labels else None,
+            together=call.images,
+            place=place,
+            **facts,
+        )
+        path = Path(job.out) / file_name(index, receipt.prompt, receipt.seed)
         # A rank that was lost may have written the picture and not said so.
-        say(Generated(str(save(job, image, receipt, bool(kept and kept.restarts))), receipt))
-
-
-def save(job: Job, image: Image, receipt: Receipt, replace: bool = False) -> Path:
-    """Write a picture under the first of its names that is free.
-
-    Args:
-        job: which folder, and whether pictures of an earlier run may be replaced.
-        image, receipt: the picture.
-        replace: a picture of that name is this job's own.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
-    path = Path(job.out) / file_name(receipt.index, receipt.prompt, receipt.seed)
-    for free in free_names(path, job.number):
-        try:
-            return write_png(image, free, receipt, (replace or job.overwrite) and holds_receipt(free))
-        except FileExistsError:
-            continue
-    raise AssertionError("names do not end")
+        overwrite = job.overwrite or bool(kept.restarts)
+        say(Generated(str(write_free(image, path, receipt, overwrite, job.number)), receipt))
 
 
 def with_free_names(job: Job) -> Job:
@@ -206,9 +187,14 @@ def load(job: Job, device: torch.device) -> Any:
     Raises:
         InputError: it cannot be loaded, or cannot do what the job asks.
     """
+    import diffusers
+
     # Before the class is imported, which says what optional packages are missing.
     quieten()
-    _check_class(job)
+    kind = getattr(diffusers, job.pipeline_class, None)
+    # A pipeline with code of its own is known only once it is loaded.
+    if isinstance(kind, type):
+        _check_call(job, job.pipeline_class, inspect.signature(kind.__call__).parameters)
     pipe = load_pipeline(job.model, job.name, job.dtype, device)
     _check_call(job, type(pipe).__name__, call_parameters(pipe))
     return pipe
@@ -300,39 +286,9 @@ def file_name(index: int, prompt: str, seed: int) -> str:
     return "-".join(filter(None, [f"{index:04d}", short, f"seed{seed}"])) + ".png"
 
 
-def _nobody(message: Any) -> None:
-    """Take a report that nobody waits for."""
-
-
-def _on_step(say: Report, pictures: int) -> Callable[..., dict[str, Any]]:
-    def on_step(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-        say(Stepped(pictures, 1, _note(pipe)))
-        return tensors
-
-    return on_step
-
-
-def _note(pipe: Any) -> str:
-    """How many steps of a stale strategy have been synchronous so far."""
-    from ..engine import engine_of
-
-    staleness = engine_of(pipe).staleness
-    return staleness.summary() if staleness is not None else ""
-
-
-def _check_class(job: Job) -> None:
-    """What the pipeline's class tells, before its weights are loaded."""
-    import diffusers
-
-    kind = getattr(diffusers, job.pipeline_class, None)
-    # A pipeline with code of its own is known only once it is loaded.
-    if isinstance(kind, type):
-        _check_call(job, job.pipeline_class, inspect.signature(kind.__call__).parameters)
-
-
 def _check_call(job: Job, name: str, parameters: Any) -> None:
     if "num_frames" in parameters:
-        raise InputError(f"{name} draws videos, and `ditmesh generate` saves pictures; call it from Python")
+        raise InputError(f"{name} makes videos, and `ditmesh generate` saves pictures; call it from Python")
     if job.labels:
         if "class_labels" not in parameters:
             raise InputError(f"{name} takes no class; give a model of class DiTPipeline")

@@ -11,25 +11,26 @@ from typing import Any, Literal
 import torch
 
 from ..comm import Link
+from ..errors import warn_renamed
 
 # How often a block is run to time it, after one run that does not count.
 RUNS = 3
-# Share of a new measurement in the weights when there is an older one.
+# Share of a new measurement in the speeds when there is an older one.
 FRESH = 0.5
 
 
 class Balance:
-    """Weights of those that share the work, sequence ranks or stages; the same on all ranks.
+    """Speeds of those that share the work, sequence ranks or stages; the same on all ranks.
 
     Args:
-        setting: the configuration's ``weights``: numbers, ``"auto"`` to measure, None for equal shares.
+        setting: the configuration's ``speeds``: numbers, ``"auto"`` to measure, None for equal shares.
         link: the ranks that have to agree.
         device: where this rank computes.
         shares: how many share the work; default: every rank of the link has a share of its own.
         share: this rank's, where several ranks have one together (a stage); the slowest of them counts.
 
     Attributes:
-        weights: relative speeds, in the order of ranks or stages.
+        speeds: relative ones, in the order of ranks or stages.
         wanted: whether the next call of the transformer is to measure; set it to measure again.
     """
 
@@ -46,18 +47,24 @@ class Balance:
         self._share = link.rank if share is None else share
         self.forget()
 
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The former name of ``speeds``."""
+        warn_renamed("weights", "speeds")
+        return self.speeds
+
     def forget(self) -> None:
         """Forget what was measured, on all ranks alike: the next call measures anew."""
         equal = (1.0,) * self._shares
-        self.weights: tuple[float, ...] = self._setting if isinstance(self._setting, tuple) else equal
+        self.speeds: tuple[float, ...] = self._setting if isinstance(self._setting, tuple) else equal
         self._measured, self.wanted = False, self._setting == "auto"
 
     def measure(self, work: Callable[[], Any]) -> None:
-        """Time ``work``, which is as much on every rank, and set the weights. A collective call."""
+        """Time ``work``, which is as much on every rank, and set the speeds. A collective call."""
         self.agree(median_seconds(work, self._device))
 
     def agree(self, seconds: float) -> None:
-        """Set the weights from the time that every rank takes for the same work. A collective call.
+        """Set the speeds from the time that every rank takes for the same work. A collective call.
 
         The new speeds are mixed half and half with those measured before: a machine's hiccup does not throw
         all tokens about.
@@ -67,9 +74,9 @@ class Balance:
         speeds = [min(speed for share, speed in measured if int(share) == number) for number in range(self._shares)]
         fresh = [speed / sum(speeds) for speed in speeds]
         if self._measured:
-            fresh = mixed(fresh, self.weights)
+            fresh = mixed(fresh, self.speeds)
         # Three digits are more than a measurement is worth, and two equal ranks stay equal.
-        self.weights = tuple(round(weight / sum(fresh), 2) for weight in fresh)
+        self.speeds = tuple(round(speed / sum(fresh), 2) for speed in fresh)
         self._measured, self.wanted = True, False
 
 

@@ -80,7 +80,7 @@ class TiledSequence(SequenceParallel):
     """`SequenceParallel` in reproducible mode. Also runs on one rank: that is the reference.
 
     Args:
-        config: degrees, weights, and the number of tiles V.
+        config: degrees, speeds, and the number of tiles V.
         mesh: ranks and links.
     """
 
@@ -105,7 +105,7 @@ class TiledSequence(SequenceParallel):
         for stream in streams:
             by_stream.append(self._by_tile(site, stream, arguments, by_stream[0].parts if by_stream else 0))
         tokens = Partition.beside(by_stream)
-        shares = weighted_cut(tokens.parts, self.balance.weights)
+        shares = weighted_cut(tokens.parts, self.balance.speeds)
         runs = [range(start, start + share) for start, share in zip(offsets(shares), shares, strict=True)]
         self._call.tiles = _Tiles(tokens, tokens.of(runs[self.link.rank]), runs)
         return tokens.regroup(runs)
@@ -318,7 +318,7 @@ class TiledSequence(SequenceParallel):
             [mask_of(tile) for tile in around],
             *by_rank,
             groups,
-            self.balance.weights,
+            self.balance.speeds,
             first.scale,
             lambda q, k, v, given: _units(self.kernel, q, k, v, given, first.scale),
             Tiles(queries.of(run), queries.of(around)),

@@ -84,7 +84,7 @@ class SequenceParallel:
         self.coverage = Coverage()
         # All tokens are here and torch attends to them: nothing is to be done at a block.
         self.passive = self.link.size == 1 and not self.keeps_keys and config.attention == "native"
-        self.balance = Balance(config.weights, mesh.sequence, mesh.device)
+        self.balance = Balance(config.speeds, mesh.sequence, mesh.device)
         self._call = _Call()
         self._nan: dict[torch.dtype, Tensor] = {}
         # While a block is timed it computes on this rank's tokens alone.
@@ -246,7 +246,7 @@ class SequenceParallel:
                     f"{rows} rows of image tokens cannot be shared by {ranks} ranks; {site.model} is cut between rows: "
                     f"use at most {rows} ranks or a taller picture"
                 )
-            return shared(stream, tuple(count * cols for count in weighted_cut(rows, self.balance.weights)))
+            return shared(stream, tuple(count * cols for count in weighted_cut(rows, self.balance.speeds)))
         policy = self.config.text
         short = policy == "auto" and tokens < MIN_TEXT_TOKENS * ranks
         whole = stream.name == "text" and (policy == "replicate" or short)
@@ -257,7 +257,7 @@ class SequenceParallel:
 
     def _shares(self, tokens: int) -> tuple[int, ...]:
         """Tokens of every sequence rank, by weight."""
-        weights = self.balance.weights
+        weights = self.balance.speeds
         even = len(set(weights)) == 1
         return weighted_cut(tokens, weights, 1 if even or tokens < 4 * UNIT * len(weights) else UNIT)
 
@@ -329,7 +329,7 @@ class SequenceParallel:
     def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
         """Time the first block, on every rank at once, whenever the balance wants to know."""
         self.coverage.watch(site, block)
-        if self.config.weights != "auto" or self.link.size == 1 or not site.is_first or site.fed_by_previous:
+        if self.config.speeds != "auto" or self.link.size == 1 or not site.is_first or site.fed_by_previous:
             return lambda: None
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -396,7 +396,7 @@ class SequenceParallel:
         if mask is not None:
             mask = masks.everywhere(mask, a.queries, a.keys, self.link, groups[self.mesh.ring.rank])
         (out,) = self.mixer.attend_distributed(
-            [a.q_bhsd], a.k_bhsd, a.v_bhsd, [mask], a.queries, a.keys, groups, self.balance.weights, a.scale
+            [a.q_bhsd], a.k_bhsd, a.v_bhsd, [mask], a.queries, a.keys, groups, self.balance.speeds, a.scale
         )
         return out
 

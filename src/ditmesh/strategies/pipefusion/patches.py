@@ -185,7 +185,7 @@ class PatchParallel(SequenceParallel):
     def __init__(self, config: ParallelConfig, mesh: Mesh, monitor: DriftMonitor, blocks: dict[str, int]) -> None:
         super().__init__(config, mesh)
         self._monitor, self._blocks = monitor, blocks
-        # The configuration's weights are those of the stages.
+        # The configuration's speeds are those of the stages.
         self.balance = Balance(None, mesh.sequence, mesh.device)
         self.patches = config.patches or config.pipe
         self.patch_link = PatchLink(mesh.sequence)
@@ -333,7 +333,7 @@ class PatchParallel(SequenceParallel):
             queries,
             keys,
             groups,
-            self.balance.weights,
+            self.balance.speeds,
             attention.scale,
             compute,
         )

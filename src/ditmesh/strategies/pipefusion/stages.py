@@ -99,7 +99,7 @@ def first_cut(model: nn.Module, layout: TokenLayout, config: ParallelConfig) -> 
                 "numbers that add up to them, or 'estimated' or 'measured'"
             )
         return config.stages
-    speeds = config.weights if isinstance(config.weights, tuple) and config.pipe > 1 else None
+    speeds = config.speeds if isinstance(config.speeds, tuple) and config.pipe > 1 else None
     return balanced(estimated_costs(model, layout), config.pipe, speeds)
 
 
@@ -129,14 +129,14 @@ class Stages:
     """The stages of one transformer: which has which blocks, and their weights. In place; `close` is the exact inverse.
 
     What is measured: the cost of every kind of block (``stages="measured"``), and the speed of every stage
-    (``weights="auto"``). Both need the inputs of a call, so the model is first cut by what is known without one, and
+    (``speeds="auto"``). Both need the inputs of a call, so the model is first cut by what is known without one, and
     blocks move when the first call has told more. All ranks agree on the numbers, and so on the cut: ranks that share
     a block (tensor, sequence) must have it together, and rows and branches must find the same stages.
 
     Args:
         model: the transformer: whole on every rank, or with this rank's blocks only, as `ditmesh.load` leaves it.
         layout: its block lists.
-        config: ``stages``, ``weights``.
+        config: ``stages``, ``speeds``.
         mesh: ranks and links.
 
     Attributes:
@@ -158,10 +158,10 @@ class Stages:
         self.kinds = kinds_of(model, layout)
         several = mesh.pipe.size > 1
         self.balance = Balance(
-            config.weights if several else None, mesh.world, mesh.device, mesh.pipe.size, mesh.pipe.rank
+            config.speeds if several else None, mesh.world, mesh.device, mesh.pipe.size, mesh.pipe.rank
         )
         self._measured: list[float] | None = None
-        self.wanted = self._measuring = several and (config.stages == "measured" or config.weights == "auto")
+        self.wanted = self._measuring = several and (config.stages == "measured" or config.speeds == "auto")
         self._weights = StageWeights(model, layout, self.lengths, mesh.pipe, mesh.device) if several else None
 
     @property
@@ -186,11 +186,11 @@ class Stages:
         Nothing of a request may be kept or under way.
         """
         self.wanted = False
-        if self._config.weights == "auto":
+        if self._config.speeds == "auto":
             self.balance.agree(sum(seconds[kind] for kind in self.kinds))
         if self._config.stages == "measured":
             self._agree_on_costs(seconds)
-        lengths = balanced(self.costs, len(self.lengths), self.balance.weights)
+        lengths = balanced(self.costs, len(self.lengths), self.balance.speeds)
         if lengths != self.lengths and self._weights is not None:
             self._weights.move(lengths)
             self.lengths = lengths
