@@ -101,14 +101,11 @@ def test_attention_outside_the_blocks_and_in_other_threads_is_untouched():
     intercept.install()
     try:
         assert torch.equal(F.scaled_dot_product_attention(q, q, q), truth)
-        token = intercept.enter(Handler())
-        try:
+        with intercept.handled_by(Handler()):
             assert not F.scaled_dot_product_attention(q, q, q).any()
             thread = threading.Thread(target=lambda: seen.append(F.scaled_dot_product_attention(q, q, q)))
             thread.start()
             thread.join()
-        finally:
-            intercept.leave(token)
     finally:
         intercept.uninstall()
     assert torch.equal(seen[0], truth)

@@ -157,7 +157,9 @@ class CallClock:
             self.call.step + new,
             branch,
             counted=self._counts,
-            steadiness=lambda: before is not None and before.model == model and self._alike(given, before.others),
+            steadiness=lambda: (
+                before is not None and before.model == model and self.values.all_same(given, before.others)
+            ),
         )
         for listener in self._listeners if new else ():
             listener(self.call)
@@ -197,13 +199,10 @@ class CallClock:
         """Whether the model is asked again what it was asked before in this step, of other latents."""
         return any(
             now.model == call.model
-            and self._alike(now.others, call.others)
-            and not self._alike(now.latents, call.latents)
+            and self.values.all_same(now.others, call.others)
+            and not self.values.all_same(now.latents, call.latents)
             for call in self._calls
         )
-
-    def _alike(self, one: Mapping[str, Seen], other: Mapping[str, Seen]) -> bool:
-        return self.values.all_same(one, other)
 
     def _at_one_time(self, one: Mapping[str, Seen], other: Mapping[str, Seen]) -> bool:
         if one.keys() != other.keys():

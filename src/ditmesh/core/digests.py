@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .values import version_of
 
 # 64-bit words of a row: few enough to stay in a CPU's cache, and for one thread (torch starts more above 32768).
 WORDS = 1 << 14
@@ -79,34 +81,31 @@ class _Feeder:
 
     def _compound(self, value: Any) -> None:
         if isinstance(value, Mapping):
-            self._put(f"mapping {len(value)}")
-            for key in sorted(value, key=digest):
-                self.feed(key)
-                self.feed(value[key])
+            self._all(
+                f"mapping {len(value)}", (part for key in sorted(value, key=digest) for part in (key, value[key]))
+            )
         elif isinstance(value, (list, tuple)):
-            self._put(f"{type(value).__qualname__} {len(value)}")
-            for item in value:
-                self.feed(item)
+            self._all(f"{type(value).__qualname__} {len(value)}", value)
         elif isinstance(value, (set, frozenset)):
-            self._put(f"set {len(value)}")
-            for item in sorted(value, key=digest):
-                self.feed(item)
+            self._all(f"set {len(value)}", sorted(value, key=digest))
         elif callable(value):
             self._put("function", name_of(value).encode())
         else:
-            self._object(value)
+            # By what pickle would keep of it, but part by part: its bytes also tell who shares what.
+            try:
+                kept = value.__reduce_ex__(4)
+            except Exception:
+                # A lock, an open file, a stream: whatever it holds, it does not tell.
+                self._put("object", name_of(type(value)).encode())
+                self.complete = False
+                return
+            for part in kept if isinstance(kept, tuple) else (kept,):
+                self.feed(list(part) if isinstance(part, Iterator) else part)
 
-    def _object(self, value: Any) -> None:
-        """An object by what pickle would keep of it, but part by part: its bytes also tell who shares what."""
-        try:
-            kept = value.__reduce_ex__(4)
-        except Exception:
-            # A lock, an open file, a stream: whatever it holds, it does not tell.
-            self._put("object", name_of(type(value)).encode())
-            self.complete = False
-            return
-        for part in kept if isinstance(kept, tuple) else (kept,):
-            self.feed(list(part) if isinstance(part, Iterator) else part)
+    def _all(self, kind: str, items: Iterable[Any]) -> None:
+        self._put(kind)
+        for item in items:
+            self.feed(item)
 
 
 def name_of(value: Any) -> str:
@@ -232,12 +231,13 @@ def weights_of(pipe: Any) -> Iterator[tuple[str, Tensor, bool]]:
                     yield place + name, tensor, offloaded
 
 
-class _Seen:
-    """One weight as it was when it was looked at last."""
+class _Digested(NamedTuple):
+    """One weight as it was when it was read last."""
 
-    def __init__(self, tensor: Tensor, sign: tuple[Any, ...], sample: bytes, digest: str) -> None:
-        self.tensor = weakref.ref(tensor)
-        self.sign, self.sample, self.digest = sign, sample, digest
+    tensor: weakref.ref[Tensor]
+    sign: tuple[Any, ...]
+    sample: bytes
+    digest: str
 
 
 class WeightDigests:
@@ -253,7 +253,7 @@ class WeightDigests:
 
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
-        self._seen: dict[str, _Seen] = {}
+        self._known: dict[str, _Digested] = {}
 
     def look(self, adopt: bool = False) -> dict[str, tuple[str, int]]:
         """The digest and `id` of every weight, by name.
@@ -261,55 +261,48 @@ class WeightDigests:
         Args:
             adopt: what has changed since is known to be right: it is not hashed, and the same on ranks that adopt it.
         """
-        found = list(weights_of(self.pipe))
-        seen: dict[str, _Seen] = {}
-        for (name, tensor, offloaded), sample in zip(found, _samples([t for _, t, _ in found]), strict=True):
+        weights = list(weights_of(self.pipe))
+        before, self._known = self._known, {}
+        for (name, tensor, offloaded), sample in zip(weights, _samples([t for _, t, _ in weights]), strict=True):
             sign = _sign_of(tensor, offloaded)
-            last = self._seen.get(name)
+            last = before.get(name)
             if last is None or last.tensor() is not tensor or (last.sign, last.sample) != (sign, sample):
                 value = "as cut" if adopt and last is not None else tensor_digest(tensor).hex()[:16]
-                last = _Seen(tensor, sign, sample, value)
-            seen[name] = last
-        self._seen = seen
-        return {name: (seen[name].digest, id(tensor)) for name, tensor, _ in found}
+                last = _Digested(weakref.ref(tensor), sign, sample, value)
+            self._known[name] = last
+        return {name: (self._known[name].digest, id(tensor)) for name, tensor, _ in weights}
 
 
 def _sign_of(tensor: Tensor, offloaded: bool) -> tuple[Any, ...]:
     """What changes when a weight is replaced, resized or written to."""
-    sign: list[Any] = [_version_of(tensor), tensor.shape, tensor.dtype]
+    sign: list[Any] = [version_of(tensor), tensor.shape, tensor.dtype]
     with suppress(RuntimeError, NotImplementedError):
         for _, leaf in leaves_of(tensor) if not tensor.is_quantized else ():
-            sign += [_version_of(leaf)] if offloaded else [_version_of(leaf), leaf.data_ptr(), leaf.device]
+            sign += [version_of(leaf)] if offloaded else [version_of(leaf), leaf.data_ptr(), leaf.device]
     return tuple(sign)
-
-
-def _version_of(tensor: Tensor) -> int | None:
-    """How often torch has seen a tensor, or what it is a view of, written to."""
-    return None if tensor.is_inference() else tensor._version
 
 
 def _samples(tensors: list[Tensor]) -> list[bytes]:
     """Some bytes of every tensor, evenly spread; copied to the host together."""
-    parts: dict[torch.device, list[Tensor]] = {}
-    places: list[tuple[torch.device, int, int] | None] = []
-    ends: dict[torch.device, int] = {}
+    read = [b""] * len(tensors)
+    samples: dict[torch.device, dict[int, Tensor]] = {}
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        for tensor in tensors:
+        for number, tensor in enumerate(tensors):
             leaf = tensor.detach()
             plain = leaf.layout is torch.strided and not leaf.is_quantized and not is_traceable_wrapper_subclass(leaf)
             if not plain or leaf.is_meta or not leaf.numel():
-                places.append(None)
                 continue
             # Places in memory, whatever the strides.
             span = 1 + sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
             count = min(SAMPLES, span)
             sample = leaf.as_strided((count,), (span // count,)).contiguous().view(torch.uint8)
-            start = ends.get(leaf.device, 0)
-            ends[leaf.device] = start + sample.numel()
-            parts.setdefault(leaf.device, []).append(sample)
-            places.append((leaf.device, start, ends[leaf.device]))
-    read = {device: torch.cat(samples).cpu().numpy().tobytes() for device, samples in parts.items()}
-    return [b"" if place is None else read[place[0]][place[1] : place[2]] for place in places]
+            samples.setdefault(leaf.device, {})[number] = sample
+    for by_number in samples.values():
+        content, start = torch.cat(list(by_number.values())).cpu().numpy().tobytes(), 0
+        for number, sample in by_number.items():
+            read[number] = content[start : start + sample.numel()]
+            start += sample.numel()
+    return read
 
 
 def weights_fingerprint(pipe: Any) -> str:

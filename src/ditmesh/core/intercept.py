@@ -13,8 +13,9 @@ restored, the original function object is back in its place.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextvars import ContextVar, Token
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -87,16 +88,6 @@ def handle(handler: AttentionHandler | None) -> None:
     _handler.set(handler)
 
 
-def enter(handler: AttentionHandler) -> Token[AttentionHandler | None]:
-    """Hand this thread's attention calls to ``handler`` until `leave`."""
-    return _handler.set(handler)
-
-
-def leave(token: Token[AttentionHandler | None]) -> None:
-    """Undo the `enter` that returned ``token``."""
-    _handler.reset(token)
-
-
 def install() -> None:
     """Intercept attention, unless it is intercepted already. Every call is undone by one `uninstall`."""
     global _users, _interceptor
@@ -114,6 +105,18 @@ def uninstall() -> None:
         if _users == 0 and _interceptor is not None:
             _interceptor.remove()
             _interceptor = None
+
+
+@contextmanager
+def handled_by(handler: AttentionHandler) -> Iterator[None]:
+    """Attention is intercepted, and this thread's calls go to ``handler``."""
+    install()
+    token = _handler.set(handler)
+    try:
+        yield
+    finally:
+        _handler.reset(token)
+        uninstall()
 
 
 def plain() -> Callable[..., Tensor]:
@@ -153,36 +156,20 @@ def _handled(
     schema="(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, "
     "float? scale, bool enable_gqa) -> Tensor",
 )
-def _attend_op(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
+def _attend_op(*call: Any) -> Tensor:
     handler = _handler.get()
     if handler is not None:
-        out = _handled(handler, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        out = _handled(handler, *call)
     else:
-        out = plain()(query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        *tensors, is_causal, scale, enable_gqa = call
+        out = plain()(*tensors, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     # One memory order, whoever computes: the compiler plans for the one `_attend_shape` declares.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    query, _, value, *_ = call
     return out.clone() if out.data_ptr() in (query.data_ptr(), value.data_ptr()) else out
 
 
 @_attend_op.register_fake
-def _attend_shape(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
-    batch, heads, length, _ = query.shape
+def _attend_shape(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    batch, heads, length = query.shape[:3]
     return query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)

@@ -172,7 +172,16 @@ class Partition:
 
     def select(self, names: tuple[str, ...]) -> Partition:
         """The blocks of these names, as far as there are any, in this order."""
-        return self._once(("select", names), lambda: self._only([name for name in names if name in self.names]))
+
+        def derived() -> Partition:
+            numbers = [self.names.index(name) for name in names if name in self.names]
+            return Partition(
+                tuple(self.blocks[number] for number in numbers),
+                frozenset(place for place, number in enumerate(numbers) if number in self.replicated),
+                tuple(self.names[number] for number in numbers),
+            )
+
+        return self._once(("select", names), derived)
 
     def resized(self, name: str, length: int) -> Partition:
         """The same with another length of a replicated block, of which some elements take part only."""
@@ -185,14 +194,6 @@ class Partition:
             return Partition(tuple(blocks), self.replicated, self.names)
 
         return self._once(("resized", name, length), derived)
-
-    def _only(self, names: Sequence[str]) -> Partition:
-        numbers = [self.names.index(name) for name in names]
-        return Partition(
-            tuple(self.blocks[number] for number in numbers),
-            frozenset(place for place, number in enumerate(numbers) if number in self.replicated),
-            tuple(names),
-        )
 
     def _once(self, key: Any, derive: Any) -> Any:
         known = self._known.get(key)

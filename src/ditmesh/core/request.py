@@ -26,10 +26,8 @@ class PipelineCall:
         def wrapped(pipe: Any, *args: Any, **kwargs: Any) -> Any:
             return self._around(functools.partial(call, pipe), *args, **kwargs)
 
-        self._class, self._subclass = (
-            own,
-            type(own.__name__, (own,), {"__call__": wrapped, "__module__": own.__module__}),
-        )
+        self._class = own
+        self._subclass = type(own.__name__, (own,), {"__call__": wrapped, "__module__": own.__module__})
         pipe.__class__ = self._subclass
 
     def undo(self) -> None:

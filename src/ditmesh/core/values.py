@@ -34,12 +34,17 @@ def seen(value: Any, copied: bool = False) -> Seen:
     """
     if not isinstance(value, Tensor):
         return Seen(value, None)
-    version = None if value.is_inference() else value._version
+    version = version_of(value)
     if _opaque(value):
         return Seen(value, (id(value), version))
     if copied and version is None:
         value = value.clone()
     return Seen(value, (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device, version))
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often torch has seen a tensor, or what it is a view of, written to; None: it does not count (inference)."""
+    return None if tensor.is_inference() else tensor._version
 
 
 class Values:
@@ -105,4 +110,4 @@ def _opaque(tensor: Tensor) -> bool:
 
 def _unwritten(one: Seen) -> bool:
     """Whether the tensor still holds what was seen."""
-    return one.value.is_inference() or one.value._version == one.key[-1]
+    return version_of(one.value) in (None, one.key[-1])

@@ -1,7 +1,21 @@
 """Which tensors of a transformer hold which tokens: the data type, the reviewed table, the probe."""
 
 from .table import known_models, known_tables, layout_of
-from .types import LOCAL, Attention, Count, Cut, Grid, Leaf, Region, Stream, Table, TokenLayout, joint
+from .types import (
+    LOCAL,
+    Attention,
+    Count,
+    Cut,
+    Grid,
+    Leaf,
+    Region,
+    Stream,
+    Table,
+    TokenLayout,
+    image_and_text,
+    joint,
+    rotary,
+)
 
 __all__ = [
     "LOCAL",
@@ -14,8 +28,10 @@ __all__ = [
     "Stream",
     "Table",
     "TokenLayout",
+    "image_and_text",
     "joint",
     "known_models",
     "known_tables",
     "layout_of",
+    "rotary",
 ]

@@ -75,10 +75,151 @@ class Way:
     per_token: bool = False
 
     def __str__(self) -> str:
-        parts = [f"latents as {self.form}"]
-        parts += ["with masks" if self.masked == "nothing" else f"with masks of {self.masked} tokens"] * self.optional
-        parts += ["a timestep per token"] * self.per_token
-        return ", ".join(parts)
+        masks = ", with masks" + f" of {self.masked} tokens" * (self.masked != "nothing")
+        return f"latents as {self.form}{masks * self.optional}{', a timestep per token' * self.per_token}"
+
+
+class _Inputs:
+    """Arguments of one size for one model; random ones in the order in which they are asked for."""
+
+    def __init__(self, model: Conventions, size: Size, seed: int) -> None:
+        self.model, self.way, self.size = model, model.way, size
+        self.entry, self.need, self.patch = model.entry, model.need, model.patch
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def noise(self, *shape: int | str) -> Tensor:
+        """Random numbers; a name in the shape stands for that entry of the config."""
+        sizes = [self.need(size) if isinstance(size, str) else size for size in shape]
+        return torch.randn(sizes, generator=self.generator).to(self.model.device, self.model.dtype)
+
+    def vectors(self, entry: str, *tokens: int | str) -> Tensor | None:
+        """Random vectors of each sample, as wide as the config's entry says, if it has that."""
+        width = self.entry(entry)
+        return self.noise(self.size.batch, *tokens, width) if width else None
+
+    def text(self) -> Tensor | None:
+        layers, width = self.entry("num_text_layers"), self.entry(*TEXT_WIDTHS)
+        tokens = self.entry("text_len") or self.size.text
+        return self.noise(self.size.batch, tokens, *([layers] if layers else []), width) if width else None
+
+    def listed(self, *shape: int | str) -> list[Tensor] | None:
+        """A random tensor for every sample, for models that take lists."""
+        return [self.noise(*shape) for _ in range(self.size.batch)] if self.way.form == "list" else None
+
+    def plane(self) -> tuple[int, int]:
+        return self.size.rows * self.patch, self.size.cols * self.patch
+
+    def latents(self) -> Tensor:
+        channels, frames, tokens = self.entry("in_channels") or 4, self.size.frames, self.size.image
+        shapes: dict[Form, tuple[int, ...]] = {
+            "bsc": (tokens, channels),
+            "bcs": (channels, tokens),
+            "bchw": (channels, *self.plane()),
+            "bcfhw": (channels, frames, *self.plane()),
+            "bfchw": (frames, channels, *self.plane()),
+        }
+        return self.noise(self.size.batch, *shapes[self.way.form])
+
+    def full(self, value: float, *columns: int) -> Tensor:
+        return torch.full((self.size.batch, *columns), value, device=self.model.device)
+
+    def times(self, tokens: int) -> Tensor:
+        return torch.linspace(1, 900, tokens, device=self.model.device).expand(self.size.batch, -1)
+
+    def timestep(self) -> Tensor:
+        if not self.way.per_token:
+            return self.full(500.0).to(self.model.dtype)
+        if self.way.form == "bcfhw" and "fps" in self.model.parameters:
+            # One per frame: the model is told the frame rate.
+            times = torch.linspace(0.1, 0.9, self.size.frames, device=self.model.device)
+            return times.expand(self.size.batch, -1)[:, None, :, None, None]
+        return self.times(self.size.image)
+
+    def mask(self, tokens: int) -> Tensor:
+        # One padding token, where padding is allowed: models drop a mask that hides nothing.
+        ones = torch.ones(self.size.batch, tokens, dtype=torch.bool, device=self.model.device)
+        if self.way.optional and self.size.batch > 1 and tokens > 1:
+            ones[0, -1] = False
+        return ones
+
+    def text_mask(self, name: str) -> Tensor | None:
+        parameter = self.model.parameters[name]
+        return self.mask(self.size.text) if self.way.optional or parameter.default is parameter.empty else None
+
+    def attention_mask(self) -> Tensor | None:
+        image, text = self.size.image, self.size.text
+        tokens = {"image": image, "text": text, "joint": image + text, "nothing": 0}[self.way.masked]
+        return self.mask(tokens) if self.way.optional and tokens else None
+
+    def joint_mask(self) -> dict[str, Tensor] | None:
+        if not self.way.optional or self.way.masked != "nothing":
+            return None
+        tokens = self.size.image + self.size.text
+        return {"attention_mask": torch.ones(self.size.batch, 1, 1, tokens, dtype=torch.bool, device=self.model.device)}
+
+    def ids(self, text: bool = False, image: bool = False) -> Tensor:
+        """Positions (tokens, axes): those of text are zero, those of the image rows and columns."""
+        columns = len(self.entry("axes_dims_rope") or (0, 0, 0))
+        rows, size = self.size.rows * self.size.frames, self.size
+        ids = torch.zeros(size.text * text + size.image * image, columns)
+        if image:
+            ids[-size.image :, 1] = torch.arange(rows).repeat_interleave(size.cols)
+            ids[-size.image :, 2] = torch.arange(size.cols).repeat(rows)
+        return ids.to(self.model.device, self.model.dtype)
+
+    def rotary(self, tokens: int, width: int) -> tuple[Tensor, Tensor]:
+        angles = self.noise(tokens, width)
+        return angles.cos(), angles.sin()
+
+
+# Arguments of a transformer's forward by diffusers' names, and what makes them: None where the model takes none.
+_ARGUMENTS: dict[str, Callable[[_Inputs], Any]] = {
+    "hidden_states": lambda i: i.latents(),
+    "x": lambda i: i.listed("in_channels", i.size.frames, *i.plane()),
+    "cap_feats": lambda i: i.listed(i.size.text, "cap_feat_dim"),
+    "encoder_hidden_states": lambda i: i.text(),
+    "encoder_hidden_states_2": lambda i: i.vectors("text_embed_2_dim", 2),
+    "encoder_hidden_states_t5": lambda i: i.vectors("cross_attention_dim_t5", "text_len_t5"),
+    "encoder_hidden_states_image": lambda i: i.vectors("image_dim", 4),
+    "audio_encoder_hidden_states": lambda i: i.text(),
+    "audio_hidden_states": lambda i: i.noise(i.size.batch, i.size.audio, "audio_in_channels"),
+    "image_embeds": lambda i: i.vectors("image_embed_dim", 3),
+    "pooled_projections": lambda i: i.vectors("pooled_projection_dim"),
+    "global_hidden_states": lambda i: i.vectors("global_states_input_dim", 1),
+    "timestep": lambda i: i.timestep(),
+    "timestep_r": lambda i: i.full(500.0).to(i.model.dtype) if i.entry("use_meanflow") else None,
+    "audio_timestep": lambda i: i.times(i.size.audio) if i.way.per_token else None,
+    "t": lambda i: i.full(0.5),
+    "guidance": lambda i: i.full(3.5) if i.entry("guidance_embeds") else None,
+    "class_labels": lambda i: i.full(0).long(),
+    "style": lambda i: i.full(0).long(),
+    "image_meta_size": lambda i: i.full(64.0, 6),
+    "original_size": lambda i: i.full(64.0, 2),
+    "target_size": lambda i: i.full(64.0, 2),
+    "crop_coords": lambda i: i.full(0.0, 2),
+    "img_ids": lambda i: i.ids(image=True),
+    "txt_ids": lambda i: i.ids(text=True),
+    "position_ids": lambda i: i.ids(text=True, image=True),
+    "image_rotary_emb": lambda i: i.rotary(i.size.image, i.need("attention_head_dim")) if i.way.optional else None,
+    "rotary_embedding": lambda i: i.rotary(i.size.image + 1, i.need("attention_head_dim") // 2),
+    "fps": lambda i: [0] * i.size.batch if i.entry("inject_sample_info") else None,
+    "img_shapes": lambda i: [[(i.size.frames, i.size.rows, i.size.cols)]] * i.size.batch,
+    "num_frames": lambda i: i.size.frames,
+    "height": lambda i: i.size.rows,
+    "width": lambda i: i.size.cols,
+    "audio_num_frames": lambda i: i.size.audio,
+    "padding_mask": lambda i: torch.zeros(1, 1, *i.plane(), device=i.model.device),
+    "text_embedding_mask": lambda i: i.mask(i.need("text_len")),
+    "text_embedding_mask_t5": lambda i: i.mask(i.need("text_len_t5")),
+    "encoder_attention_mask": lambda i: i.text_mask("encoder_attention_mask"),
+    "encoder_attention_mask_2": lambda i: i.mask(2) if i.entry("text_embed_2_dim") else None,
+    "encoder_hidden_states_mask": lambda i: i.text_mask("encoder_hidden_states_mask"),
+    "audio_encoder_attention_mask": lambda i: i.text_mask("audio_encoder_attention_mask"),
+    "attention_mask": lambda i: i.attention_mask(),
+    "joint_attention_kwargs": lambda i: i.joint_mask(),
+    "added_cond_kwargs": lambda i: {"resolution": None, "aspect_ratio": None},
+    "return_dict": lambda i: False,
+}
 
 
 class Conventions:
@@ -103,7 +244,7 @@ class Conventions:
         Square pictures, because some models recover rows and columns from the number of tokens. Models that
         take lists pad them to multiples of 32 tokens, so theirs are.
         """
-        frames = self._first(("video_length",)) or (2 if self.way.form in ("bcfhw", "bfchw") else 1)
+        frames = self.entry("video_length") or (2 if self.way.form in ("bcfhw", "bfchw") else 1)
         base = Size(4, 4, 5, frames=frames)
         sizes = {"base": base, "image": replace(base, rows=6, cols=6), "text": replace(base, text=8)}
         if self.way.form == "list":
@@ -115,25 +256,19 @@ class Conventions:
 
     def inputs(self, size: Size, seed: int = 0) -> dict[str, Any]:
         """Arguments by name, the same for the same size and seed."""
-        generator = torch.Generator().manual_seed(seed)
-        made = {name: self._make(name, size, generator) for name in self.parameters}
+        inputs = _Inputs(self, size, seed)
+        made = {name: _ARGUMENTS[name](inputs) for name in self.parameters if name in _ARGUMENTS}
         return {name: value for name, value in made.items() if value is not None}
-
-    @property
-    def fits(self) -> bool:
-        """Whether this way of calling can be that of the call to be made."""
-        return True
 
     def missing(self, size: Size) -> str:
         """What the model wants and cannot be made: an argument, or a width in the config; empty for none."""
         made = self.inputs(size)
         for name, parameter in self.parameters.items():
-            variadic = parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-            if name in made or name == "self" or variadic:
+            if name in made or name == "self" or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 continue
             if name in ("encoder_hidden_states", "cap_feats"):
                 return f"its config has no width for the argument {name!r} (none of {', '.join(TEXT_WIDTHS)})"
-            if parameter.default is inspect.Parameter.empty:
+            if parameter.default is parameter.empty:
                 return f"its forward wants the argument {name!r}, which the probe cannot make"
         return ""
 
@@ -142,175 +277,40 @@ class Conventions:
         made = self.inputs(size)
         return [name for name, given in self.parameters.items() if given.default is None and name not in made]
 
-    def _make(self, name: str, size: Size, generator: torch.Generator) -> Any:
-        batch = size.batch
+    def need(self, name: str) -> Any:
+        """An entry of the config that inputs cannot be made without.
 
-        def noise(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(self.device, self.dtype)
-
-        def mask(tokens: int) -> Tensor:
-            # One padding token, where padding is allowed: models drop a mask that hides nothing.
-            ones = torch.ones(batch, tokens, dtype=torch.bool, device=self.device)
-            if self.way.optional and batch > 1 and tokens > 1:
-                ones[0, -1] = False
-            return ones
-
-        def full(value: float, *shape: int) -> Tensor:
-            return torch.full(shape, value, device=self.device)
-
-        wanted = self.way.optional or self.parameters[name].default is inspect.Parameter.empty
-        match name:
-            case "hidden_states":
-                return noise(*self._latent_shape(size))
-            case "encoder_hidden_states" | "audio_encoder_hidden_states":
-                return self._text(size, noise)
-            case "encoder_hidden_states_2" if width := self._first(("text_embed_2_dim",)):
-                return noise(batch, 2, width)
-            case "encoder_hidden_states_t5" if width := self._first(("cross_attention_dim_t5",)):
-                return noise(batch, self._need("text_len_t5"), width)
-            case "encoder_hidden_states_image" if width := self._first(("image_dim",)):
-                return noise(batch, 4, width)
-            case "image_embeds" if width := self._first(("image_embed_dim",)):
-                return noise(batch, 3, width)
-            case "audio_hidden_states":
-                return noise(batch, size.audio, self._need("audio_in_channels"))
-            case "x" if self.way.form == "list":
-                patch = self._patch()
-                shape = (self._need("in_channels"), size.frames, size.rows * patch, size.cols * patch)
-                return [noise(*shape) for _ in range(batch)]
-            case "cap_feats" if self.way.form == "list":
-                return [noise(size.text, self._need("cap_feat_dim")) for _ in range(batch)]
-            case "pooled_projections":
-                width = self._first(("pooled_projection_dim",))
-                return noise(batch, width) if width else None
-            case "global_hidden_states" if width := self._first(("global_states_input_dim",)):
-                return noise(batch, 1, width)
-            case "timestep" if self.way.per_token:
-                if self.way.form == "bcfhw" and "fps" in self.parameters:
-                    return torch.linspace(0.1, 0.9, size.frames, device=self.device).expand(batch, -1)[
-                        :, None, :, None, None
-                    ]
-                return torch.linspace(1, 900, size.image, device=self.device).expand(batch, -1)
-            case "audio_timestep" if self.way.per_token:
-                return torch.linspace(1, 900, size.audio, device=self.device).expand(batch, -1)
-            case "timestep" | "timestep_r" if name == "timestep" or self._first(("use_meanflow",)):
-                return full(500.0, batch).to(self.dtype)
-            case "t":
-                return full(0.5, batch)
-            case "class_labels" | "style":
-                return torch.zeros(batch, dtype=torch.long, device=self.device)
-            case "image_meta_size":
-                return full(64.0, batch, 6)
-            case "original_size" | "target_size":
-                return full(64.0, batch, 2)
-            case "crop_coords":
-                return full(0.0, batch, 2)
-            case "guidance" if self._first(("guidance_embeds",)):
-                return full(3.5, batch)
-            case "img_ids":
-                return self._image_ids(size)
-            case "txt_ids":
-                return torch.zeros(size.text, self._id_columns(), device=self.device, dtype=self.dtype)
-            case "position_ids":
-                zeros = torch.zeros(size.text, self._id_columns(), device=self.device, dtype=self.dtype)
-                return torch.cat([zeros, self._image_ids(size)])
-            case "fps" if self._first(("inject_sample_info",)):
-                return [0] * batch
-            case "img_shapes":
-                return [[(size.frames, size.rows, size.cols)]] * batch
-            case "num_frames":
-                return size.frames
-            case "height":
-                return size.rows
-            case "width":
-                return size.cols
-            case "audio_num_frames":
-                return size.audio
-            case "image_rotary_emb" if self.way.optional:
-                return self._rotary(size.image, self._need("attention_head_dim"), generator)
-            case "rotary_embedding":
-                return self._rotary(size.image + 1, self._need("attention_head_dim") // 2, generator)
-            case "padding_mask":
-                return full(0.0, 1, 1, size.rows * self._patch(), size.cols * self._patch())
-            case "added_cond_kwargs":
-                return {"resolution": None, "aspect_ratio": None}
-            case "return_dict":
-                return False
-            case "text_embedding_mask":
-                return mask(self._need("text_len"))
-            case "text_embedding_mask_t5":
-                return mask(self._need("text_len_t5"))
-            case "encoder_attention_mask_2" if self._first(("text_embed_2_dim",)):
-                return mask(2)
-            case "encoder_attention_mask" | "encoder_hidden_states_mask" | "audio_encoder_attention_mask" if wanted:
-                return mask(size.text)
-            case "attention_mask" if self.way.optional and self.way.masked != "nothing":
-                tokens = {"image": size.image, "text": size.text, "joint": size.image + size.text}
-                return mask(tokens[self.way.masked])
-            case "joint_attention_kwargs" if self.way.optional and self.way.masked == "nothing":
-                ones = torch.ones(batch, 1, 1, size.image + size.text, dtype=torch.bool, device=self.device)
-                return {"attention_mask": ones}
-        return None
-
-    def _text(self, size: Size, noise: Callable[..., Tensor]) -> Tensor | None:
-        width = self._first(TEXT_WIDTHS)
-        if not width:
-            return None
-        tokens = self._first(("text_len",)) or size.text
-        layers = self._first(("num_text_layers",))
-        return noise(size.batch, tokens, layers, width) if layers else noise(size.batch, tokens, width)
-
-    def _rotary(self, tokens: int, width: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        angles = torch.randn(tokens, width, generator=generator).to(self.device, self.dtype)
-        return angles.cos(), angles.sin()
-
-    def _id_columns(self) -> int:
-        return len(self._first(("axes_dims_rope",)) or (0, 0, 0))
-
-    def _image_ids(self, size: Size) -> Tensor:
-        rows = torch.arange(size.rows * size.frames).repeat_interleave(size.cols)
-        cols = torch.arange(size.cols).repeat(size.rows * size.frames)
-        columns = [torch.zeros_like(rows), rows, cols] + [torch.zeros_like(rows)] * (self._id_columns() - 3)
-        return torch.stack(columns, dim=-1).to(self.device, self.dtype)
-
-    def _patch(self) -> int:
-        patch = self._first(("patch_size", "all_patch_size")) or 1
-        return patch[-1] if isinstance(patch, (tuple, list)) else patch
-
-    def _latent_shape(self, size: Size) -> tuple[int, ...]:
-        channels, batch = self._first(("in_channels",)) or 4, size.batch
-        plane = (size.rows * self._patch(), size.cols * self._patch())
-        return {
-            "bsc": (batch, size.image, channels),
-            "bcs": (batch, channels, size.image),
-            "bchw": (batch, channels, *plane),
-            "bcfhw": (batch, channels, size.frames, *plane),
-            "bfchw": (batch, size.frames, channels, *plane),
-        }[self.way.form]
-
-    def _need(self, name: str) -> Any:
-        """An entry of the config that inputs cannot be made without."""
-        value = getattr(self.config, name, None)
+        Raises:
+            LayoutError: there is none.
+        """
+        value = self.entry(name)
         if value is None:
             raise LayoutError(f"its config has no {name}, without which the probe cannot make its inputs")
         return value
 
-    def _first(self, names: tuple[str, ...]) -> Any:
+    def entry(self, *names: str) -> Any:
+        """The first of some entries of the config that is there and not None."""
         return next((value for name in names if (value := getattr(self.config, name, None)) is not None), None)
+
+    @property
+    def patch(self) -> int:
+        """Rows (and columns) of latents in one row of tokens."""
+        patch = self.entry("patch_size", "all_patch_size") or 1
+        return patch[-1] if isinstance(patch, (tuple, list)) else patch
 
 
 class LiveConventions(Conventions):
-    """Makes arguments of the form of a call that was made.
+    """Makes the arguments of a call that was made, small.
 
     An argument that the conventions make of the same kind is theirs; any other is the call's own tensor, cut down
     (or repeated) along the dimensions whose size is that of the call's batch, plane, image or text tokens. Flags,
     texts and numbers are the call's.
 
     Args:
-        model: see `Conventions`.
+        model: the transformer.
         way: how the latents lie.
         call: the arguments that came, by name, without those that are None.
-        batch: samples.
+        batch: samples to make.
     """
 
     def __init__(self, model: nn.Module, way: Way, call: Mapping[str, Any], batch: int = 2) -> None:
@@ -325,7 +325,7 @@ class LiveConventions(Conventions):
     @property
     def fits(self) -> bool:
         """Whether the call's latents lie in this way."""
-        channels = self._first(("in_channels",))
+        channels = self.entry("in_channels")
         if self.main is None:
             return self.way.form == "list"
         shape, places = self.main.shape, {"bchw": 1, "bcfhw": 1, "bcs": 1, "bsc": 2, "bfchw": 2}
@@ -333,15 +333,14 @@ class LiveConventions(Conventions):
 
     @property
     def sizes(self) -> dict[str, Size]:
-        """As in `Conventions`, with the frames of the call: some models treat one frame otherwise."""
-        axis = self.way.form.find("f")
-        changes = {"batch": self.batch}
-        if self.main is not None and axis >= 0:
-            changes["frames"] = self.main.shape[axis]
-        return {name: replace(size, **changes) for name, size in super().sizes.items()}
+        sizes = {name: replace(size, batch=self.batch) for name, size in super().sizes.items()}
+        if self.main is None or "f" not in self.way.form:
+            return sizes
+        # The frames of the call: some models treat one frame otherwise.
+        frames = self.main.shape[self.way.form.index("f")]
+        return {name: replace(size, frames=frames) for name, size in sizes.items()}
 
     def inputs(self, size: Size, seed: int = 0) -> dict[str, Any]:
-        """See `Conventions`."""
         made = super().inputs(size, seed)
         return {
             name: made[name] if name in made and kind_of(made[name]) == kind_of(value) else self._resized(value, size)
@@ -349,7 +348,6 @@ class LiveConventions(Conventions):
         }
 
     def missing(self, size: Size) -> str:
-        """Nothing: all arguments are the call's."""
         return ""
 
     def _resized(self, value: Any, size: Size) -> Any:
@@ -373,7 +371,7 @@ class LiveConventions(Conventions):
         """The size that a dimension of one of the call's tensors is to have."""
         if self.main is None:
             return value.shape[dim]
-        here, main, patch = value.shape[dim], self.main.shape, self._patch()
+        here, main, patch = value.shape[dim], self.main.shape, self.patch
         if dim == 0 and here == main[0]:
             return size.batch
         planes = self.way.form.endswith("hw")
@@ -382,14 +380,10 @@ class LiveConventions(Conventions):
         # The last dimension of numbers in three dimensions holds channels.
         if dim == 0 or here == 1 or (value.is_floating_point() and value.dim() >= 3 and dim == value.dim() - 1):
             return here
-        image = main[self.way.form.find("s")] if "s" in self.way.form else _product(main[-2:]) // patch**2
+        image = main[self.way.form.find("s")] if "s" in self.way.form else main[-2:].numel() // patch**2
         image *= size.frames if planes and "f" in self.way.form else 1
         tokens = {image: size.image, self.text: size.text, image + self.text: size.image + size.text}
         return tokens.get(here, here) if here else here
-
-
-def _product(sizes: torch.Size) -> int:
-    return sizes[0] * sizes[1]
 
 
 def ways(model: nn.Module) -> Iterator[Way]:

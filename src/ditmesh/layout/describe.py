@@ -25,10 +25,10 @@ def model_class(name: str) -> type[Any]:
     """
     import diffusers
 
-    found = getattr(diffusers, name, None)
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+    cls = getattr(diffusers, name, None)
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise InputError(f"diffusers {diffusers.__version__} has no model class {name!r}; upgrade diffusers")
-    return found
+    return cls
 
 
 def on_meta(name: str, config: dict[str, Any]) -> nn.Module:
@@ -49,10 +49,7 @@ def shortened(name: str, config: dict[str, Any]) -> nn.Module:
 
 
 def checked(name: str, config: dict[str, Any]) -> tuple[TokenLayout, list[str]]:
-    """The layout that a probe of the class derives, and what the reviewed one says differently.
-
-    Returns:
-        The probed layout; sentences, none when both agree (or when there is no reviewed layout).
+    """The layout that a probe of the class derives; sentences on what the reviewed one, if any, says differently.
 
     Raises:
         LayoutError: the probe failed.

@@ -25,8 +25,9 @@ _OF_THE_RESULT = ("return_dict",)
 @cache
 def dtype_class(dtype: torch.dtype) -> str:
     """``"float"``, ``"complex"``, ``"bool"`` or ``"int"``: what decides how a model treats a tensor."""
-    special = "complex" if dtype.is_complex else "bool" if dtype is torch.bool else "int"
-    return "float" if dtype.is_floating_point else special
+    if dtype.is_floating_point or dtype.is_complex:
+        return "complex" if dtype.is_complex else "float"
+    return "bool" if dtype is torch.bool else "int"
 
 
 # Shapes repeat from step to step, and a call is to be recognised in microseconds.
@@ -57,32 +58,21 @@ def kind_of(value: Any) -> Kind:
 def form_of(arguments: Arguments) -> CallForm:
     """The form of one call of a transformer's forward: name and kind of every argument that is not None."""
     names = arguments.names
-    found = [
-        (names[position] if position < len(names) else f"*{position}", kind_of(value))
-        for position, value in enumerate(arguments.args)
-        if value is not None
-    ]
-    found += [
+    passed = [(names[n] if n < len(names) else f"*{n}", value) for n, value in enumerate(arguments.args)]
+    return frozenset(
         (name, kind_of(value))
-        for name, value in arguments.kwargs.items()
+        for name, value in (*passed, *arguments.kwargs.items())
         if not (value is None or name in _OF_THE_RESULT or (type(value) is dict and not value))
-    ]
-    return frozenset(found)
+    )
 
 
 def in_words(kind: Kind) -> str:
     """A kind as a message names it."""
-    if isinstance(kind, tuple) and len(kind) > 1 and isinstance(kind[1], int):
-        return f"a {kind[0]} tensor of {kind[1]} dimension{'s' * (kind[1] != 1)}"
-    if isinstance(kind, bool):
-        return str(kind)
-    return (
-        f"a {kind[0]}"
-        if isinstance(kind, tuple) and kind
-        else f"{kind!r}"
-        if kind not in ("int", "float")
-        else f"a {kind}"
-    )
+    if isinstance(kind, tuple):
+        what, *rest = kind
+        of_tensor = bool(rest) and isinstance(rest[0], int)
+        return f"a {what} tensor of {rest[0]} dimension{'s' * (rest[0] != 1)}" if of_tensor else f"a {what}"
+    return f"a {kind}" if kind in ("int", "float") else repr(kind)
 
 
 def news(form: CallForm, known: Iterable[CallForm]) -> str:
@@ -95,54 +85,52 @@ def news(form: CallForm, known: Iterable[CallForm]) -> str:
 
 
 class Forms:
-    """The layouts of one transformer, a layout per form of call; forms that are new are looked at when they come.
+    """The layouts of one transformer, a layout per form of call; a call of a new form is probed when it comes.
 
     Args:
         layout: the layout at hand. One that was reviewed holds for all calls that its `refused` does not name.
-        look: derives the layout of a call, given its arguments by name.
+        probe: derives the layout of a call, given its arguments by name.
         fixed: what has been set up by the layout at hand, so that no call may need another one: ``"pipe=2"``; empty
             when nothing has.
     """
 
-    def __init__(self, layout: TokenLayout, look: Callable[[dict[str, Any]], TokenLayout], fixed: str = "") -> None:
-        self._layout = layout
-        self._look = look
-        self._fixed = fixed
+    def __init__(self, layout: TokenLayout, probe: Callable[[dict[str, Any]], TokenLayout], fixed: str = "") -> None:
+        self._layout, self._probe, self._fixed = layout, probe, fixed
         self._known = {frozenset(form): layout for form in layout.calls}
 
     def layout_of(self, arguments: Arguments) -> TokenLayout:
         """The layout that holds for a call.
 
         Raises:
-            LayoutError: the call is of a new form, and looking at it failed or found what cannot be done now; names
-                the arguments that are new.
+            LayoutError: the call is of a new form, and its probe failed or found what cannot be done now; names the
+                arguments that are new.
         """
         if not self._layout.calls:
             return self._layout
         form = form_of(arguments)
-        found = self._known.get(form)
-        if found is None:
-            found = self._known[form] = self._looked_at(form, arguments)
-        return found
+        layout = self._known.get(form)
+        if layout is None:
+            layout = self._known[form] = self._probed(form, arguments)
+        return layout
 
-    def _looked_at(self, form: CallForm, arguments: Arguments) -> TokenLayout:
+    def _probed(self, form: CallForm, arguments: Arguments) -> TokenLayout:
         what = (
             f"{self._layout.model} was called with {news(form, self._known)}, and its probed layout is of other calls"
         )
         way_out = "write a layout (see docs/layouts.md) and pass it as parallelize(..., layout=...)"
+        named = dict(zip(arguments.names, arguments.args, strict=False)) | arguments.kwargs
         try:
-            named = dict(zip(arguments.names, arguments.args, strict=False)) | arguments.kwargs
-            found = self._look({name: value for name, value in named.items() if value is not None})
+            layout = self._probe({name: value for name, value in named.items() if value is not None})
         except LayoutError as error:
-            raise LayoutError(f"{what}; to look at this one failed ({error}); {way_out}") from error
-        lists = [[region.blocks for region in layout.regions] for layout in (found, self._layout)]
-        if lists[0] != lists[1]:
+            raise LayoutError(f"{what}; its own probe failed ({error}); {way_out}") from error
+        lists = [region.blocks for region in layout.regions]
+        if lists != [region.blocks for region in self._layout.regions]:
             raise LayoutError(
-                f"{what}; in this one other block lists carry the picture ({', '.join(lists[0])}); {way_out}"
+                f"{what}; in this one other block lists carry the picture ({', '.join(lists)}); {way_out}"
             )
-        if self._fixed and _essence(found) != _essence(self._layout):
+        if self._fixed and _essence(layout) != _essence(self._layout):
             raise LayoutError(f"{what}; this one needs another, which {self._fixed} cannot take up any more; {way_out}")
-        return found
+        return layout
 
 
 def _essence(layout: TokenLayout) -> tuple[Any, ...]:

@@ -43,6 +43,14 @@ class Stream:
     folded: bool = False
 
 
+def image_and_text(image: int, text_used_after: bool = True) -> tuple[Stream, Stream]:
+    """Streams of a block that returns a pair of them, the image at place ``image`` (0 or 1)."""
+    return (
+        Stream("image", "hidden_states", out=image),
+        Stream("text", "encoder_hidden_states", out=1 - image, used_after=text_used_after),
+    )
+
+
 @dataclass(frozen=True)
 class Cut:
     """A tensor argument that has one entry per token and arrives whole in every block.
@@ -60,9 +68,14 @@ class Cut:
 
     arg: str
     dim: int
-    tokens: tuple[str, ...]
+    tokens: tuple[str, ...] = ("image",)
     ndim: int | None = None
     folded: bool = False
+
+
+def rotary(arg: str, dim: int, tokens: tuple[str, ...] = ("image",), ndim: int | None = None) -> tuple[Cut, Cut]:
+    """Cuts of a rotary table that comes as a pair (cosines, sines); arguments as in `Cut`."""
+    return Cut(f"{arg}.0", dim, tokens, ndim), Cut(f"{arg}.1", dim, tokens, ndim)
 
 
 @dataclass(frozen=True)
@@ -87,9 +100,7 @@ class Count:
 class Grid:
     """The image as a grid that blocks unfold: it may be cut between rows only.
 
-    Attributes:
-        rows: integer argument that holds the number of rows, ``"height"``; a rank gets that of its own rows.
-        cols: integer argument that holds the number of columns, ``"width"``.
+    Integer arguments hold its numbers of rows (``"height"``; a rank gets that of its own) and columns (``"width"``).
     """
 
     rows: str
@@ -185,8 +196,8 @@ class Region:
     """
 
     blocks: str
-    streams: tuple[Stream, ...]
-    attention: tuple[Attention, ...]
+    streams: tuple[Stream, ...] = (Stream("image", "hidden_states"),)
+    attention: tuple[Attention, ...] = (joint("image"),)
     cuts: tuple[Cut, ...] = ()
     whole: tuple[str, ...] = ()
     chained: bool = False
@@ -205,6 +216,10 @@ class Region:
         """The first stream: the image, whose tokens decide how many ranks can share the work."""
         return self.streams[0]
 
+
+# Why a layout refuses an argument, where several do.
+CONTROLNET = "ControlNet residuals are added between blocks to whole sequences"
+IP_ADAPTER = "IP-Adapter attention is not in the layout"
 
 # How diffusers' blocks call what works on no image token.
 BESIDE_IMAGE = ("norm", "ada", "mod", "context", "add_", "txt", "text", "temb", "time", "to_k_ip", "to_v_ip")
@@ -233,7 +248,7 @@ class TokenLayout:
             stream, not on the image's tokens; what a block costs is estimated without those parameters.
         tables: positional tables that tensor parallelism cuts with the heads.
         calls: forms of call that a probed layout was derived from, each as sorted (name, kind); a call of another
-            form is looked at anew. Empty for a layout that was written: it holds for every call.
+            form is probed when it comes. Empty for a layout that was written: it holds for every call.
         source: ``"reviewed"`` for the table that ships, ``"probed"`` for a layout derived on the spot.
     """
 

@@ -1,21 +1,11 @@
 """AuraFlow (Fal 2024): joint attention, then one stream, text (with its registers) before image."""
 
-from ..types import Region, Stream, TokenLayout, joint
+from ..types import Region, TokenLayout, image_and_text, joint
 
 LAYOUT = TokenLayout(
     model="AuraFlowTransformer2DModel",
     regions=(
-        Region(
-            blocks="joint_transformer_blocks",
-            streams=(Stream("image", "hidden_states", out=1), Stream("text", "encoder_hidden_states", out=0)),
-            attention=(joint("text", "image"),),
-            whole=("temb",),
-        ),
-        Region(
-            blocks="single_transformer_blocks",
-            streams=(Stream("image", "hidden_states"),),
-            attention=(joint("image"),),
-            whole=("temb",),
-        ),
+        Region("joint_transformer_blocks", image_and_text(image=1), (joint("text", "image"),), whole=("temb",)),
+        Region("single_transformer_blocks", whole=("temb",)),
     ),
 )

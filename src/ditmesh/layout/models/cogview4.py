@@ -1,24 +1,13 @@
 """CogView4 (Zhipu AI 2025; CogView3: Zheng et al. 2024, arXiv:2403.05121): joint attention, text first."""
 
-from ..types import Cut, Region, Stream, TokenLayout, joint
+from ..types import Cut, Region, TokenLayout, image_and_text, joint, rotary
 
-LAYOUT = TokenLayout(
-    model="CogView4Transformer2DModel",
-    regions=(
-        Region(
-            blocks="transformer_blocks",
-            streams=(
-                Stream("image", "hidden_states", out=0),
-                Stream("text", "encoder_hidden_states", out=1, used_after=False),
-            ),
-            attention=(joint("text", "image"),),
-            cuts=(
-                Cut("image_rotary_emb.0", dim=0, tokens=("image",)),
-                Cut("image_rotary_emb.1", dim=0, tokens=("image",)),
-                Cut("attention_mask", dim=1, tokens=("text",)),
-            ),
-            whole=("temb",),
-        ),
-    ),
-    unbatched=("image_rotary_emb.0", "image_rotary_emb.1"),
+BLOCKS = Region(
+    "transformer_blocks",
+    streams=image_and_text(image=0, text_used_after=False),
+    attention=(joint("text", "image"),),
+    cuts=(*rotary("image_rotary_emb", 0), Cut("attention_mask", 1, ("text",))),
+    whole=("temb",),
 )
+
+LAYOUT = TokenLayout("CogView4Transformer2DModel", (BLOCKS,), unbatched=("image_rotary_emb.0", "image_rotary_emb.1"))

@@ -11,7 +11,6 @@ LAYOUT = TokenLayout(
     regions=(
         Region(
             blocks="transformer_blocks",
-            streams=(Stream("image", "hidden_states"),),
             attention=(joint("image"), LOCAL),
             whole=("encoder_hidden_states", "encoder_attention_mask", "timestep"),
         ),
@@ -19,7 +18,7 @@ LAYOUT = TokenLayout(
             blocks="temporal_transformer_blocks",
             streams=(Stream("image", "hidden_states", dim=0, folded=True),),
             attention=(LOCAL,),
-            cuts=(Cut("timestep", dim=0, tokens=("image",), folded=True),),
+            cuts=(Cut("timestep", 0, folded=True),),
         ),
     ),
     alternating=True,

@@ -3,27 +3,12 @@
 The text refiner (`context_refiner`) sees text only and runs whole on every rank.
 """
 
-from ..types import Cut, Region, Stream, TokenLayout, joint
+from ..types import Cut, Region, TokenLayout
 
 LAYOUT = TokenLayout(
     model="Lumina2Transformer2DModel",
     regions=(
-        Region(
-            blocks="noise_refiner",
-            streams=(Stream("image", "hidden_states"),),
-            attention=(joint("image"),),
-            cuts=(Cut("image_rotary_emb", dim=1, tokens=("image",)),),
-            whole=("temb",),
-        ),
-        Region(
-            blocks="layers",
-            streams=(Stream("image", "hidden_states"),),
-            attention=(joint("image"),),
-            cuts=(
-                Cut("attention_mask", dim=1, tokens=("image",)),
-                Cut("image_rotary_emb", dim=1, tokens=("image",)),
-            ),
-            whole=("temb",),
-        ),
+        Region("noise_refiner", cuts=(Cut("image_rotary_emb", 1),), whole=("temb",)),
+        Region("layers", cuts=(Cut("attention_mask", 1), Cut("image_rotary_emb", 1)), whole=("temb",)),
     ),
 )

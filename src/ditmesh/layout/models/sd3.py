@@ -4,24 +4,21 @@ The last block returns no text (`context_pre_only`). The first blocks of SD3.5-m
 image to itself.
 """
 
-from ..types import Cut, Region, Stream, TokenLayout, joint
+from ..types import CONTROLNET, IP_ADAPTER, Cut, Region, TokenLayout, image_and_text, joint
+
+BLOCKS = Region(
+    "transformer_blocks",
+    streams=image_and_text(image=1, text_used_after=False),
+    attention=(joint("image", "text"), joint("image")),
+    cuts=(Cut("joint_attention_kwargs.attention_mask", 3, ("image", "text")),),
+    whole=("temb",),
+)
 
 LAYOUT = TokenLayout(
-    model="SD3Transformer2DModel",
-    regions=(
-        Region(
-            blocks="transformer_blocks",
-            streams=(
-                Stream("image", "hidden_states", out=1),
-                Stream("text", "encoder_hidden_states", out=0, used_after=False),
-            ),
-            attention=(joint("image", "text"), joint("image")),
-            cuts=(Cut("joint_attention_kwargs.attention_mask", dim=3, tokens=("image", "text")),),
-            whole=("temb",),
-        ),
-    ),
+    "SD3Transformer2DModel",
+    (BLOCKS,),
     refused={
-        "block_controlnet_hidden_states": "ControlNet residuals are added between blocks to whole sequences",
-        "joint_attention_kwargs.ip_adapter_image_embeds": "IP-Adapter attention is not in the layout",
+        "block_controlnet_hidden_states": CONTROLNET,
+        "joint_attention_kwargs.ip_adapter_image_embeds": IP_ADAPTER,
     },
 )

@@ -3,22 +3,13 @@
 The stream is called image as in every layout: it is what the model draws.
 """
 
-from ..types import LOCAL, Cut, Region, Stream, TokenLayout, joint
+from ..types import LOCAL, Cut, Region, TokenLayout, joint, rotary
 
-LAYOUT = TokenLayout(
-    model="StableAudioDiTModel",
-    regions=(
-        Region(
-            blocks="transformer_blocks",
-            streams=(Stream("image", "hidden_states"),),
-            attention=(joint("image"), LOCAL),
-            cuts=(
-                Cut("attention_mask", dim=1, tokens=("image",)),
-                Cut("rotary_embedding.0", dim=0, tokens=("image",)),
-                Cut("rotary_embedding.1", dim=0, tokens=("image",)),
-            ),
-            whole=("encoder_hidden_states", "encoder_attention_mask"),
-        ),
-    ),
-    unbatched=("rotary_embedding.0", "rotary_embedding.1"),
+BLOCKS = Region(
+    "transformer_blocks",
+    attention=(joint("image"), LOCAL),
+    cuts=(Cut("attention_mask", 1), *rotary("rotary_embedding", 0)),
+    whole=("encoder_hidden_states", "encoder_attention_mask"),
 )
+
+LAYOUT = TokenLayout("StableAudioDiTModel", (BLOCKS,), unbatched=("rotary_embedding.0", "rotary_embedding.1"))

@@ -3,21 +3,13 @@
 With a timestep per token (Wan 2.2 TI2V) the modulation is per token, too.
 """
 
-from ..types import LOCAL, Cut, Region, Stream, TokenLayout, joint
+from ..types import LOCAL, Cut, Region, TokenLayout, joint, rotary
 
-LAYOUT = TokenLayout(
-    model="WanTransformer3DModel",
-    regions=(
-        Region(
-            blocks="blocks",
-            streams=(Stream("image", "hidden_states"),),
-            attention=(joint("image"), LOCAL, LOCAL),
-            cuts=(
-                Cut("rotary_emb.0", dim=1, tokens=("image",)),
-                Cut("rotary_emb.1", dim=1, tokens=("image",)),
-                Cut("temb", dim=1, tokens=("image",), ndim=4),
-            ),
-            whole=("encoder_hidden_states", "temb"),
-        ),
-    ),
+BLOCKS = Region(
+    "blocks",
+    attention=(joint("image"), LOCAL, LOCAL),
+    cuts=(*rotary("rotary_emb", 1), Cut("temb", 1, ndim=4)),
+    whole=("encoder_hidden_states", "temb"),
 )
+
+LAYOUT = TokenLayout("WanTransformer3DModel", (BLOCKS,))

@@ -3,37 +3,26 @@
 The text refiner (`context_refiner`) sees text only and runs whole on every rank.
 """
 
-from ..types import Cut, Region, Stream, TokenLayout, joint
+from ..types import CONTROLNET, Cut, Region, Stream, TokenLayout
+
+SEVERAL_PICTURES = "sequences of several pictures are not in the layout"
 
 LAYOUT = TokenLayout(
     model="ZImageTransformer2DModel",
-    regions=(
+    regions=tuple(
         Region(
-            blocks="noise_refiner",
+            blocks,
             streams=(Stream("image", "x"),),
-            attention=(joint("image"),),
-            cuts=(
-                Cut("freqs_cis", dim=1, tokens=("image",)),
-                Cut("attn_mask", dim=1, tokens=("image",)),
-            ),
+            cuts=(Cut("freqs_cis", 1), Cut("attn_mask", 1)),
             whole=("adaln_input",),
-        ),
-        Region(
-            blocks="layers",
-            streams=(Stream("image", "x"),),
-            attention=(joint("image"),),
-            cuts=(
-                Cut("freqs_cis", dim=1, tokens=("image",)),
-                Cut("attn_mask", dim=1, tokens=("image",)),
-            ),
-            whole=("adaln_input",),
-        ),
+        )
+        for blocks in ("noise_refiner", "layers")
     ),
     listed=("x", "cap_feats"),
     timestep="t",
     refused={
-        "controlnet_block_samples": "ControlNet residuals are added between blocks to whole sequences",
-        "siglip_feats": "sequences of several pictures are not in the layout",
-        "image_noise_mask": "sequences of several pictures are not in the layout",
+        "controlnet_block_samples": CONTROLNET,
+        "siglip_feats": SEVERAL_PICTURES,
+        "image_noise_mask": SEVERAL_PICTURES,
     },
 )
