@@ -142,7 +142,7 @@ def late() -> tuple[str, float] | None:
     if link.rank == 0:
         coming = link.receive([torch.empty(1)], 1)
         began = time.monotonic()
-        with pytest.raises(dist.DistError) as caught:
+        with pytest.raises(ditmesh.PeerError) as caught:
             coming.wait(timedelta(seconds=0.3))
         found = str(caught.value), time.monotonic() - began
     dist.barrier()
@@ -182,7 +182,7 @@ def bereft(handle: bool) -> tuple[str, float, float]:
         time.sleep(0.7)
         value = first.wait()[0][0].item()
         began = time.monotonic()
-        with pytest.raises(dist.DistNetworkError) as caught:
+        with pytest.raises(ditmesh.PeerError) as caught:
             second.wait()
         message, took = str(caught.value), time.monotonic() - began
     if handle:
@@ -234,6 +234,37 @@ def test_nothing_stays_open(ranks, closed):
         assert one > before
         assert many == one
         assert after == before
+
+
+def threads_of_a_mesh() -> tuple[int, int, int, str]:
+    """Threads of this process before a mesh, with it, and when it was closed while somebody holds its links."""
+
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    ditmesh.Mesh(ditmesh.ParallelConfig(ring=2)).close()
+    gc.collect()
+    gc.disable()
+    try:
+        before, mesh = threads(), ditmesh.Mesh(ditmesh.ParallelConfig(ring=2))
+        during, link = threads(), mesh.ring
+        mesh.close()
+        limit = time.monotonic() + 5
+        while threads() > before and time.monotonic() < limit:
+            time.sleep(0.01)
+        with pytest.raises(ditmesh.PeerError) as caught:
+            link.all_gather(torch.ones(1), [1, 1], 0)
+        return before, during, threads(), str(caught.value)
+    finally:
+        gc.enable()
+
+
+def test_a_closed_mesh_ends_its_threads_at_once(ranks):
+    """Not only when it is collected: they wake up a hundred times a second."""
+    for before, during, after, said in ranks(2).run(threads_of_a_mesh):
+        assert during > before
+        assert after <= before
+        assert "closed" in said
 
 
 def written_to() -> bool:

@@ -1,16 +1,19 @@
-"""Faults on one rank of several: a right picture or an error on every rank, never a wrong one; weights come back."""
+"""Faults on one rank of several: a right picture or an error on every rank, never a wrong one; weights come back.
+
+``make test`` runs a sample under fixed seeds, ``make test-all`` every operation of every rank; what the latter finds,
+``--write-faults`` writes to docs/reliability.md.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
+import random
 import re
 import signal
 import tempfile
-import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -20,123 +23,43 @@ import torch.distributed as dist
 
 import ditmesh
 from ditmesh.launch import RankPool
-from support.pipelines import MAKERS, arguments, draw
+from support.faults import (
+    DEADLINE,
+    PROMPT,
+    SPREAD,
+    STRATEGIES,
+    Fault,
+    drill,
+    injected,
+    opened,
+    pipeline,
+    processes,
+    signalled,
+    tried,
+    world_of,
+)
 from support.processes import alive
 from support.tensor import bits, same_bits
 
 PAGE = Path(__file__).parents[1] / "docs" / "reliability.md"
-# Seconds. An error that takes longer than PROMPT was not told by the rank that failed, but found by the deadline.
-DEADLINE, PROMPT = 90.0, 40.0
-# Faults per rank and cell, spread over the operations of a request.
-POINTS = 3
-
-# Pipeline, configuration, steps.
-STRATEGIES: dict[str, tuple[str, dict[str, Any], int]] = {
-    "ulysses": ("sd3", {"ulysses": 2}, 2),
-    "ring": ("sd3", {"ring": 2}, 2),
-    "tensor": ("sd3", {"tensor": 2}, 2),
-    "cfg": ("flux", {"cfg": 2}, 3),
-    "data": ("sd3", {"data": 2}, 2),
-    "displaced": ("sd3", {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"}, 3),
-    "naive": ("sd3", {"ring": 2, "exchange": "naive", "warmup": "fixed(1)"}, 3),
-    "pipe": ("flux", {"pipe": 2, "patches": 4, "warmup": "fixed(1)"}, 3),
-    "reproducible": ("sd3", {"ulysses": 2, "reproducible": True}, 2),
-    "ulysses + cfg": ("flux", {"ulysses": 2, "cfg": 2}, 3),
-}
-
-
-class Injected(Exception):
-    """The fault of a drill."""
-
-
-class Fault:
-    """Counts the operations of links, and does something at one of them: `mesh.traffic.observer`."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.at: int | None = None
-        self.act: Callable[[], None] = lambda: None
-
-    def arm(self, at: int | None, act: Callable[[], None]) -> None:
-        self.count, self.at, self.act = 0, at, act
-
-    def __call__(self, axis: str, kind: str) -> None:
-        self.count += 1
-        if self.count - 1 == self.at:
-            self.act()
-
-
-def injected() -> None:
-    raise Injected("on purpose")
-
-
-def pipeline(name: str) -> Any:
-    pipe = MAKERS[name]()
-    pipe.transformer = copy.deepcopy(pipe.transformer)
-    return pipe
-
-
-def opened(name: str, steps: int, config: dict[str, Any], timeout: float) -> tuple[Any, Callable[..., Any], Fault]:
-    """A parallelised pipeline, what draws with it, and the fault on this rank."""
-    pipe = pipeline(name)
-    ditmesh.parallelize(pipe, config, timeout=timeout)
-    fault = ditmesh.engine_of(pipe).mesh.traffic.observer = Fault()
-    return pipe, lambda **more: draw(pipe, arguments(name, [1, 2], steps=steps, **more)), fault
-
-
-def tried(work: Callable[[], torch.Tensor], truth: torch.Tensor) -> tuple[str, float]:
-    """How a call ends: ``right``, ``wrong``, or the error's text, and after how many seconds."""
-    began = time.monotonic()
-    try:
-        how = "right" if torch.equal(work(), truth) else "wrong"
-    except Exception as error:
-        how = f"{type(error).__name__}: {error}"
-    return how, time.monotonic() - began
-
-
-def points(count: int) -> list[int]:
-    return sorted({round(point * (count - 1) / (POINTS - 1)) for point in range(POINTS)})
-
-
-def drill(name: str, steps: int, config: dict[str, Any]) -> dict[str, Any]:
-    """Exceptions at operations of a request, rank by rank; after each a request without one. Then restore after one."""
-    rank = dist.get_rank()
-    before = bits(pipeline(name).transformer)
-    pipe, drawn, fault = opened(name, steps, config, DEADLINE)
-    truth = drawn()
-    fault.arm(None, injected)
-    again = torch.equal(drawn(), truth)
-    counts = torch.tensor([fault.count])
-    dist.all_reduce(counts, op=dist.ReduceOp.MIN)
-    found: dict[str, Any] = {"again": again, "faults": [], "operations": int(counts)}
-    for failing in range(min(2, dist.get_world_size())):
-        for at in points(int(counts)):
-            fault.arm(at if rank == failing else None, injected)
-            broken = tried(drawn, truth)
-            fault.arm(None, injected)
-            found["faults"].append((failing, at, *broken, *tried(drawn, truth)))
-    # The same error everywhere, before anything was sent.
-    found["symmetric"] = (*tried(lambda: drawn(prompt_embeds=None), truth), *tried(drawn, truth))
-    fault.arm(int(counts) // 2 if rank == 1 else None, injected)
-    found["last"] = tried(drawn, truth)
-    try:
-        ditmesh.restore(pipe)
-        found["restored"] = same_bits(before, bits(pipe.transformer))
-    except ditmesh.PeerError as error:
-        found["restored"] = str(error)
-    return found
+SIGNALS = (signal.SIGSTOP, signal.SIGTERM, signal.SIGKILL)
+# Seconds that a rank waits for one that is stopped.
+PATIENCE = 2.0
 
 
 @pytest.fixture(scope="module")
 def outcomes(request) -> Any:
-    """Cells of the table in docs/reliability.md; written with --write-faults."""
-    cells: dict[str, dict[str, str]] = {}
-    yield cells
-    print("\n" + (table := as_table(cells)))
+    """Cells of the tables in docs/reliability.md, ``[table][strategy][column]``; written with --write-faults."""
+    tables: dict[str, dict[str, dict[str, str]]] = {"faults": {}, "signals": {}}
+    yield tables
+    page = PAGE.read_text(encoding="utf-8")
+    for name, cells in tables.items():
+        if cells:
+            print("\n" + (table := as_table(cells)))
+            marks = re.compile(rf"(<!-- {name} -->\n).*(<!-- end of {name} -->)", re.DOTALL)
+            page = marks.sub(lambda m, table=table: m[1] + table + "\n" + m[2], page)
     if request.config.getoption("--write-faults"):
-        page = PAGE.read_text(encoding="utf-8")
-        marks = re.compile(r"(<!-- faults -->\n).*(<!-- end of faults -->)", re.DOTALL)
-        PAGE.write_text(marks.sub(lambda m: m[1] + table + "\n" + m[2], page), encoding="utf-8")
+        PAGE.write_text(page, encoding="utf-8")
 
 
 def as_table(cells: dict[str, dict[str, str]]) -> str:
@@ -148,40 +71,119 @@ def as_table(cells: dict[str, dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
+KINDS = [(shared, inputs) for shared in (True, False) for inputs in ("broadcast", "trust")]
 CASES = [
-    (strategy, shared, inputs)
-    for strategy in STRATEGIES
-    for shared in (True, False)
-    for inputs in ("broadcast", "trust")
-    if strategy != "ulysses + cfg" or (shared, inputs) in ((True, "broadcast"), (False, "trust"))
+    pytest.param(
+        strategy,
+        shared,
+        inputs,
+        share,
+        id=f"{strategy}-{'shared memory' if shared else 'gloo'}-{inputs}-{share}",
+        marks=pytest.mark.matrix if share == "all" else (),
+    )
+    for row, strategy in enumerate(STRATEGIES)
+    for column, (shared, inputs) in enumerate(KINDS)
+    # Every strategy at every operation once, on a diagonal.
+    for share in ("each" if row % len(KINDS) == column else "some", "all")
 ]
 
 
-@pytest.mark.parametrize(("strategy", "shared", "inputs"), CASES)
-def test_an_exception_on_one_rank(ranks, outcomes, strategy, shared, inputs):
-    name, config, steps = STRATEGIES[strategy]
+@pytest.mark.parametrize(("strategy", "shared", "inputs", "share"), CASES)
+def test_an_exception_on_one_rank(ranks, outcomes, strategy, shared, inputs, share):
+    name, config = STRATEGIES[strategy]
     config = {**config, "shared_memory": shared, "inputs": inputs}
-    world = 4 if "+" in strategy else 2
-    results = ranks(world).run(drill, name, steps, config)
+    column = f"{'shared memory' if shared else 'gloo'}, {inputs}"
+    results = ranks(world_of(strategy)).run(drill, name, config, f"{strategy}, {column}", share)
     raised = right = 0
     for rank, found in enumerate(results):
         assert found["again"]
-        assert found["operations"] > 0
-        for failing, at, how, seconds, then, then_seconds in found["faults"]:
-            where = f"rank {rank}, fault on rank {failing} at operation {at}"
-            assert how == "right" or how.startswith("Injected" if rank == failing else "PeerError"), f"{where}: {how}"
-            assert rank != failing or how != "right", where
-            assert then == "right", f"{where}: {how}; then {then}"
-            assert max(seconds, then_seconds) < PROMPT, where
-            raised, right = raised + (how != "right"), right + (how == "right")
-        how, _, then, _ = found["symmetric"]
+        assert found["error"] < 1e-5 or "warmup" in config, found["error"]
+        assert min(found["operations"]) > 0
+        for point, hows, restored, then, then_seconds in found["faults"]:
+            for failing, how, seconds in hows:
+                where = f"rank {rank}, fault on rank {failing}, {point}"
+                # An operation that the other rank does not have is not reached there.
+                reached = point.at < found["operations"][failing]
+                assert how == "right" or how.startswith("Injected" if rank == failing else "PeerError"), (where, how)
+                assert (rank == failing and reached) != (how == "right") or rank != failing, where
+                assert max(seconds, then_seconds) < PROMPT, where
+                raised, right = raised + (how != "right"), right + (how == "right")
+            assert then == "right", (point, hows, then)
+            assert restored in ("", "restored"), (point, restored)
+        how, then = found["symmetric"]
         assert how.startswith("ValueError"), how
         assert then == "right", then
-        assert found["last"][0] != "wrong"
-        assert found["restored"] is True, found["restored"]
-    column = f"{'shared memory' if shared else 'gloo'}, {inputs}"
-    said = f"{raised} errors, {right} right pictures; next call right; weights restored"
-    outcomes.setdefault(strategy, {})[column] = said
+        assert found["last"] != "wrong"
+        assert found["restored"] == "restored", found["restored"]
+        assert not found["left"], found["left"]
+    if share == "all":
+        text = f"{len(results[0]['faults'])} points: {raised} errors, {right} right pictures"
+        outcomes["faults"].setdefault(strategy, {})[column] = text
+
+
+def moments() -> list[Any]:
+    """Every signal for every strategy; the sample has each strategy once, and few that wait for a deadline."""
+    cases = []
+    for row, strategy in enumerate(STRATEGIES):
+        chosen = signal.SIGSTOP if strategy in ("displaced", "pipe") else SIGNALS[1 + row % 2]
+        for number in SIGNALS:
+            for shared in (True, False):
+                sample = chosen == number and (row // 2) % 2 == shared
+                name = f"{strategy}-{number.name}-{'shared memory' if shared else 'gloo'}"
+                cases.append(
+                    pytest.param(strategy, number, shared, id=name, marks=() if sample else pytest.mark.matrix)
+                )
+    return cases
+
+
+@pytest.mark.parametrize(("strategy", "number", "shared"), moments())
+def test_a_signal_at_a_random_moment(outcomes, strategy, number, shared):
+    """Stopped for longer than the deadline, or killed, wherever it is: the others are right, or raise in time."""
+    generator = random.Random(f"{strategy} {number} {shared}")
+    name, config = STRATEGIES[strategy]
+    config, world = (
+        {**config, "shared_memory": shared, "inputs": generator.choice(("broadcast", "trust"))},
+        world_of(strategy),
+    )
+    victim, patience = generator.randrange(world), PATIENCE if number == signal.SIGSTOP else DEADLINE
+    with processes(world, signalled, name, config, patience, 24) as members:
+        ready = [heard(ours, "ready") for _, ours in members]
+        # Not later than in the fourth request.
+        time.sleep(generator.uniform(0, 3 * min(ready)))
+        os.kill(members[victim][0], number)
+        others = [rank for rank in range(world) if rank != victim]
+        if number == signal.SIGSTOP:
+            failed = wait([members[rank][1] for rank in others], 10 * PATIENCE)
+            assert failed, "nobody has missed the rank that is stopped"
+            os.kill(members[victim][0], signal.SIGCONT)
+            others = list(range(world))
+        answers = {rank: heard(members[rank][1], "answer") for rank in others}
+        pids = [pid for pid, _ in members]
+    assert not any(map(alive, pids))
+    for rank, found in answers.items():
+        assert found["again"] == "right"
+        hows = [how for how, _ in found["calls"]]
+        assert all(how == "right" or re.match(r"(Peer|Desync)Error: ", how) for how in hows), hows
+        assert rank == victim or any(how != "right" for how in hows), f"rank {rank} did not notice"
+        limit = 2 * PATIENCE + 10 if number == signal.SIGSTOP else PROMPT
+        # The victim's own time includes that in which it was stopped.
+        assert all(seconds < limit for _, seconds in found["calls"]), found["calls"]
+        refused = found["restored"].startswith("refused: ") and "could not be put together again" in found["restored"]
+        assert found["restored"] == "restored" or (refused and strategy in SPREAD), found["restored"]
+        assert not found["left"], found["left"]
+    broken = any(answers[rank]["calls"][-1][0] != "right" for rank in answers)
+    kept = all(found["restored"] == "restored" for found in answers.values())
+    text = f"errors, then {'refused' if broken else 'right pictures'}; {'restored' if kept else 'restore refuses'}"
+    outcomes["signals"].setdefault(strategy, {})[f"{number.name}, {'shared memory' if shared else 'gloo'}"] = text
+
+
+def heard(connection: Any, kind: str) -> Any:
+    """The next message of that kind."""
+    while True:
+        assert connection.poll(PROMPT), f"no {kind} within {PROMPT:g} s"
+        said, content = connection.recv()
+        if said == kind:
+            return content
 
 
 def shapes(shared: bool) -> str:
@@ -215,7 +217,7 @@ def test_another_shape_is_never_taken(ranks, shared):
 
 def purposes() -> list[str]:
     """One rank comes to restore, the other one to draw; then both to draw."""
-    pipe, drawn, _ = opened("sd3", 2, {"tensor": 2}, 20)
+    pipe, drawn, _ = opened("sd3", {"tensor": 2}, 20)
     truth = drawn()
     found = []
     if dist.get_rank() == 0:
@@ -242,14 +244,15 @@ def test_ranks_that_come_for_different_things(ranks):
     assert alone.startswith("PeerError: rank 0 has ended or has given up"), alone
 
 
-def stopped(config: dict[str, Any], at: int, timeout: float) -> dict[str, Any]:
-    """Rank 1 is stopped in a request, for longer than the deadline; then calls until both have come, and restore."""
+def stopped(config: dict[str, Any], at: int, timeout: float, *, report: Any) -> dict[str, Any]:
+    """Rank 1 is stopped in a request, until the other one has called three times; then restore."""
     rank = dist.get_rank()
     before = bits(pipeline("sd3").transformer)
-    pipe, drawn, fault = opened("sd3", 2, config, timeout)
+    pipe, drawn, fault = opened("sd3", config, timeout)
     truth = drawn()
     fault.arm(at if rank == 1 else None, lambda: os.kill(os.getpid(), signal.SIGSTOP))
     found: dict[str, Any] = {"calls": [tried(drawn, truth) for _ in range(3)]}
+    report("called")
     try:
         ditmesh.restore(pipe)
         found["restored"] = same_bits(before, bits(pipe.transformer))
@@ -259,35 +262,18 @@ def stopped(config: dict[str, Any], at: int, timeout: float) -> dict[str, Any]:
     return found
 
 
-def continued_after(pool: RankPool, rank: int, seconds: float) -> threading.Thread:
-    """Wake a rank up some time after it was stopped."""
-
-    def watch() -> None:
-        limit = time.monotonic() + 120
-        stat = Path(f"/proc/{pool.pids[rank]}/stat")
-        while time.monotonic() < limit:
-            with suppress(OSError):
-                if stat.read_text().rpartition(")")[2].split()[0] == "T":
-                    time.sleep(seconds)
-                    os.kill(pool.pids[rank], signal.SIGCONT)
-                    return
-            time.sleep(0.02)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    return thread
-
-
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(("strategy", "at"), [("tensor", 9), ("ulysses", 5)])
-def test_a_rank_that_is_stopped(strategy, at, shared):
+def test_a_rank_that_is_stopped(ranks, strategy, at, shared):
     """Longer than the deadline: errors in time, then a sentence; nothing waits for ever, nothing is wrong."""
     config = {**STRATEGIES[strategy][1], "shared_memory": shared, "inputs": "trust"}
-    timeout = 3.0
-    with RankPool(2, threads=1, timeout=60.0) as pool:
-        waker = continued_after(pool, 1, 4 * timeout)
-        here, there = pool.run(stopped, config, at, timeout)
-        waker.join()
+    timeout, pool = 3.0, ranks(2)
+
+    def wake(rank: int, _: Any) -> None:
+        if rank == 0:
+            os.kill(pool.pids[1], signal.SIGCONT)
+
+    here, there = pool.run(stopped, config, at, timeout, on_message=wake)
     (first, took), (second, took_again), (third, at_once) = here["calls"]
     assert "timed out" in first, first
     assert took < 2 * timeout + 5
@@ -307,7 +293,7 @@ def test_a_rank_that_is_stopped(strategy, at, shared):
 
 
 def killed(config: dict[str, Any], at: int, number: int) -> None:
-    _, drawn, fault = opened("sd3", 2, config, DEADLINE)
+    _, drawn, fault = opened("sd3", config, DEADLINE)
     drawn()
     fault.arm(at if dist.get_rank() == 1 else None, lambda: os.kill(os.getpid(), number))
     drawn()

@@ -168,11 +168,11 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("config", [{"tensor": 2}, {"pipe": 2}], ids=str)
-def test_peak_memory_of_a_rank(tmp_path, config):
-    """300 MB of weights: a rank's private memory peaks near its own half, not near the whole.
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A pipeline on disk with 300 MB of weights in bfloat16, and how many bytes they are.
 
-    The file is float32 and the weights bfloat16, so that nobody can use the mapped file as its memory.
+    The file is float32, so that nobody can use the mapped file as its memory.
     """
     torch.manual_seed(0)
     transformer = diffusers.DiTTransformer2DModel(
@@ -187,12 +187,20 @@ def test_peak_memory_of_a_rank(tmp_path, config):
     whole = sum(p.numel() * 2 for p in transformer.parameters())
     assert whole > 250e6
     vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, layers_per_block=1)
-    diffusers.DiTPipeline(transformer, vae, diffusers.DDIMScheduler()).save_pretrained(tmp_path)
+    folder = tmp_path_factory.mktemp("large")
+    diffusers.DiTPipeline(transformer, vae, diffusers.DDIMScheduler()).save_pretrained(folder)
+    return folder, whole
+
+
+@pytest.mark.parametrize("config", [{"tensor": 2}, {"pipe": 2}], ids=str)
+def test_peak_memory_of_a_rank(large, tmp_path, config):
+    """300 MB of weights: a rank's private memory peaks near its own half, not near the whole."""
+    folder, whole = large
     script = tmp_path / "peak.py"
     script.write_text(textwrap.dedent(PEAK))
     peaks = {}
     for how in ("load", "whole"):
-        results = _two_ranks(script, how, tmp_path, config)
+        results = _two_ranks(script, how, folder, config)
         peaks[how] = [result["peak"] / whole for result in results]
         assert all(0.5 < result["held"] / whole < 0.53 for result in results)
         assert len({result["mean"] for result in results}) == 1

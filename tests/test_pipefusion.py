@@ -382,17 +382,25 @@ def test_plans_do_not_pile_up():
 # --- sequence ranks inside a stage ---------------------------------------------------------------------------------
 
 
+CUT_AGAIN = ["DiT", "PixArt", "SD3", "Flux", "Flux2", "HunyuanVideo", "QwenImage", "Chroma"]
+
+
+@pytest.fixture(scope="module")
+def in_patches() -> tuple[dict[str, Any], dict[str, Any]]:
+    """What one device finds and draws in three patches."""
+    pipelines = ["sd3, flow euler", "flux, two branches"]
+    return frozen_classes(CUT_AGAIN, {"patches": 3}), drawn(pipelines, {"patches": 3})
+
+
 @pytest.mark.parametrize("axis", ["ulysses", "ring"])
-def test_every_patch_on_several_ranks(ranks, axis):
+def test_every_patch_on_several_ranks(ranks, in_patches, axis):
     """A patch is cut again over the ranks of its stage; the order of keys is that of one device, patch by patch."""
-    names = ["DiT", "PixArt", "SD3", "Flux", "Flux2", "HunyuanVideo", "QwenImage", "Chroma"]
-    alone = frozen_classes(names, {"patches": 3})
-    for results in ranks(4).run(frozen_classes, names, {"patches": 3, "pipe": 2, axis: 2}):
+    alone, drawn_alone = in_patches
+    for results in ranks(4).run(frozen_classes, CUT_AGAIN, {"patches": 3, "pipe": 2, axis: 2}):
         for name, result in results.items():
             assert max(result["errors"]) <= TOLERANCE, name
             assert abs(result["stale"] - alone[name]["stale"]) <= TOLERANCE, name
             assert result["restored"], name
-    drawn_alone = drawn(["sd3, flow euler", "flux, two branches"], {"patches": 3})
     for results in ranks(4).run(drawn, list(drawn_alone), {"patches": 3, "pipe": 2, axis: 2}):
         for name, (latents, flushes, *_) in results.items():
             assert relative_error(latents, drawn_alone[name][0]) <= TOLERANCE, name

@@ -49,6 +49,8 @@ LINKS: dict[str, tuple[str, ...]] = {
 # What follows a sentence about a mesh that can be used no more.
 _WAY_OUT = "call ditmesh.restore on every rank and parallelize again, or restart the job"
 
+_CLOSED = "this mesh is closed; make a new one, or call ditmesh.parallelize again"
+
 
 class _Arrival(NamedTuple):
     """A rank's message at a boundary: about the request that is over, and what the rank has come for."""
@@ -373,6 +375,11 @@ class Mesh:
 
     def close(self) -> None:
         """Give process groups and shared memory back. A collective call; the default process group stays."""
+        self._broken = self._broken or _CLOSED
+        self._state.refusal = self._broken
+        # gloo's threads end with the last reference to a group, which a link would hold until it is collected.
+        for link in self._links:
+            link.drop()
         if self._memory is not None:
             self._memory.close()
             self._memory = None

@@ -204,7 +204,9 @@ class SharedMemory:
     ) -> list[Tensor]:
         """The tensors of a message; its slot is the sender's again when the last of them is forgotten.
 
-        Raises a `DistError` when it did not come in time or never will, a `DesyncError` when another message came.
+        Raises:
+            PeerError: it did not come in time, or never will.
+            DesyncError: what came is something else than ``header`` says.
         """
         self.state.check()
         if (peer := self._peers.get(sender)) is None:
@@ -234,7 +236,11 @@ class SharedMemory:
         ]
 
     def wait(self, ready: Callable[[], bool], rank: int, timeout: timedelta | None) -> None:
-        """Wait for another rank; a `DistError` when it has ended or failed this request, or at the deadline."""
+        """Until another rank has done something.
+
+        Raises:
+            PeerError: the rank has ended or has failed this request, or the deadline has passed.
+        """
         for _ in range(_LOOKS):
             if ready():
                 return
@@ -249,9 +255,9 @@ class SharedMemory:
             if passed - looked > _SIGN_OF_LIFE:
                 looked, peer = passed, self._peers[rank]
                 if peer.gone() and not ready():
-                    raise dist.DistNetworkError(f"rank {rank} (process {peer.process}) has ended")
+                    raise PeerError(f"rank {rank} (process {peer.process}) has ended")
             if passed > limit:
-                raise dist.DistError(f"timed out waiting {limit:g} s for rank {rank}")
+                raise PeerError(f"timed out waiting {limit:g} s for rank {rank}")
             time.sleep(min(max(passed / 16, _SHORTEST_NAP), _LONGEST_NAP))
 
     def _entry(self, link: int, receiver: int, number: int) -> int:
