@@ -378,7 +378,7 @@ class Mesh:
         self._broken = self._broken or _CLOSED
         self._state.refusal = self._broken
         # gloo's threads end with the last reference to a group, which a link would hold until it is collected.
-        for link in self._links:
+        for link in self._links.values():
             link.drop()
         if self._memory is not None:
             self._memory.close()

@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...comm.traffic import Traffic
+from ...comm import Traffic
 from ...config import ParallelConfig
 from ...errors import ConfigError, InputError, LayoutError, UntestedWarning
 from ...generate.job import Job, check_config
