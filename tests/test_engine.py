@@ -197,12 +197,6 @@ def test_fewer_tokens_than_ranks(ranks):
         assert "1 image tokens cannot be shared by 2 ranks" in message
 
 
-def test_controlnet_residuals_are_refused_by_name(ranks):
-    for message in ranks(2).run(refusal, "Flux", {"ulysses": 2}, controlnet_block_samples=[torch.zeros(1)]):
-        assert "controlnet_block_samples" in message
-        assert "cannot run in parallel" in message
-
-
 def with_residuals(config):
     """ControlNet residuals where no tokens are cut: nothing stands in their way."""
     model = tiny("Flux")

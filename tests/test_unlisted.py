@@ -10,6 +10,7 @@ import torch
 import ditmesh
 from ditmesh.core.arguments import Arguments
 from ditmesh.layout import LOCAL, Count, Cut, Stream, joint
+from ditmesh.layout.derive import derive
 from ditmesh.layout.forms import form_of, news
 from ditmesh.layout.probe import probe
 from support.made_up import MadeUpTransformer
@@ -46,7 +47,7 @@ def test_a_class_nobody_listed_is_probed(ranks, config):
     size = config["ulysses"] * config.get("ring", 1)
     for error, source in ranks(size).run(error_of, config, True):
         assert error <= 1e-5
-        assert source == "probed"
+        assert source == "derived"
     for error, _ in ranks(size).run(error_of, config, False):
         assert error > 1e-3
 
@@ -64,10 +65,37 @@ def test_the_probed_layout():
     assert region.whole == ("text",)
 
 
-def test_a_convolution_is_refused_by_name():
-    """Its tokens see their neighbours without attention: the picture would be wrong at every cut."""
-    with pytest.raises(ditmesh.LayoutError, match=r"layers\.0: image token 8 changes image tokens \[7, 8, 9\]"):
-        probe(MadeUpTransformer(convolution=True))
+def convolved(config):
+    model = MadeUpTransformer(convolution=True).eval()
+    truth = run(model, arguments())
+    with ditmesh.parallelized(model, config):
+        found = run(model, arguments())
+        leaves = ditmesh.engine_of(model).hooks[0].layout.regions[0].leaves
+    return relative_error(found, truth), [leaf.module for leaf in leaves]
+
+
+@pytest.mark.parametrize("config", [{"ulysses": 2}, {"ring": 2}], ids=str)
+def test_a_convolution_sees_all_tokens(ranks, config):
+    """Its tokens see their neighbours without attention: every rank runs it on all tokens."""
+    for error, modules in ranks(2).run(convolved, config):
+        assert error <= 1e-5
+        assert modules == ["conv"]
+
+
+class OwnSum(MadeUpTransformer):
+    """Adds the mean of all tokens in the blocks' own forward."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.forward = lambda tokens, *args, _own=layer.forward, **kwargs: _own(
+                tokens + tokens.mean(1, keepdim=True), *args, **kwargs
+            )
+
+
+def test_what_a_block_mixes_itself_is_refused_by_name():
+    with pytest.raises(ditmesh.LayoutError, match=r"layers\.0: tokens of 'tokens' change other tokens"):
+        derive(OwnSum().eval(), arguments())
 
 
 # --- calls that the probe did not make -------------------------------------------------------------------------
@@ -127,14 +155,12 @@ def choosy(extra):
             return str(error)
 
 
-def test_a_call_that_cannot_be_looked_at_is_refused_by_name(ranks):
-    for message in ranks(2).run(choosy, {"expected": 63}):
-        assert "Choosy was called with 'expected' (a int)" in message
-        assert "16 tokens are not 63" in message
-        assert "write a layout" in message
+def test_a_call_is_looked_at_as_it_is(ranks):
+    """Nothing of it is made smaller: the model would refuse another number of tokens."""
+    assert max(ranks(2).run(choosy, {"expected": 63})) <= 1e-5
 
 
-def test_an_argument_nobody_knows_is_cut_down_with_the_call(ranks):
+def test_an_argument_nobody_knows_goes_with_the_call(ranks):
     assert max(ranks(2).run(choosy, {"bias": torch.ones(2, 63, 10)})) <= 1e-5
 
 
@@ -172,7 +198,7 @@ def test_forms_tell_apart_what_a_model_may():
 
 def test_a_count_is_probed_from_both_ends():
     """Helios' blocks count the last tokens, HunyuanVideo's those of the first frame."""
-    for call in (None, call_of("Helios", "history")):
-        (region,) = probe(unlisted("Helios"), call).regions
+    for form in ("plain", "history"):
+        (region,) = derive(unlisted("Helios"), call_of("Helios", form))[1].regions
         assert region.counts == (Count("original_context_length", "image", part="last"),)
     assert {c.part for r in probe(tiny("HunyuanVideo I2V")).regions for c in r.counts} == {"first"}

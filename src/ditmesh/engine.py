@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,10 @@ from .config import ParallelConfig
 from .core.clock import CallClock, timestep_of
 from .core.patching import Proceed
 from .core.request import PipelineCall
-from .errors import ConfigError, InputError
+from .errors import ConfigError, InputError, LayoutError
+from .first_call import FirstCall, not_yet
 from .layout import TokenLayout, layout_of
+from .layout.derive import block_lists
 from .layout.probe import probe
 from .recipe import RECIPE, Recipe, check, wanted
 from .staleness.control import StalenessLog, WarmupControl
@@ -96,7 +98,7 @@ class Engine:
             for strategy in self.strategies:
                 strategy.prepare(pipe)
             for model in self.models:
-                self._mark(model.model, self._undo)
+                self._undo.callback(_mark(model.model, self))
             for strategy in self.strategies:
                 strategy.apply(self._undo)
             for model in self.models:
@@ -122,7 +124,7 @@ class Engine:
         """Let a pipeline use the transformers, which are in place."""
         undo = self._attached[id(pipe)] = ExitStack()
         try:
-            self._mark(pipe, undo)
+            undo.callback(_mark(pipe, self))
             for strategy in self.strategies:
                 strategy.attach(pipe, undo)
             undo.callback(PipelineCall(pipe, partial(self._around_pipeline, pipe)).undo)
@@ -168,10 +170,6 @@ class Engine:
         release.atexit = False
         self._undo.callback(release)
         self._undo.push(later)
-
-    def _mark(self, owner: Any, undo: ExitStack) -> None:
-        vars(owner)[ENGINE] = self
-        undo.callback(vars(owner).pop, ENGINE, None)
 
     # --- a request -----------------------------------------------------------------------------------------
 
@@ -363,7 +361,7 @@ def parallelize(
     if any(ENGINE in vars(model) for model in models):
         _share(target, models, config)
         return target
-    layouts = [layout or find_layout(model) for model in models]
+    layouts = [layout or _layout_before_a_call(model) for model in models]
     for model in models:
         _check_backend(model)
     if config == "auto":
@@ -371,7 +369,7 @@ def parallelize(
         # Of a model that does not tell its heads one is sure: the ring takes any number of ranks.
         config = ParallelConfig.auto(world_size, min(heads_of(model) or 1 for model in models))
     config = ParallelConfig.read(config)
-    pairs = list(zip(models, layouts, strict=True))
+    pairs = [(model, found) for model, found in zip(models, layouts, strict=True) if found is not None]
     check(recipe, config, pairs)
     for model in models:
         support.check(type(model).__name__, config)
@@ -381,8 +379,45 @@ def parallelize(
         mesh = Mesh(config, None if parameter is None else parameter.device, timeout)
     elif mesh.config.degrees != config.degrees:
         raise ConfigError(f"the mesh is for {mesh.config.describe()}, the configuration for {config.describe()}")
-    Engine(pairs, config, mesh, owns_mesh, recipe).open(target)
+    if len(pairs) == len(models):
+        Engine(pairs, config, mesh, owns_mesh, recipe).open(target)
+    else:
+        _wait_for_a_call(target, models, config, mesh, owns_mesh, recipe)
     return target
+
+
+def _wait_for_a_call(
+    target: Any, models: list[nn.Module], config: ParallelConfig, mesh: Mesh, owns_mesh: bool, recipe: Recipe
+) -> None:
+    """Open the engine when the first call has told the transformers' layout."""
+
+    def open_engine(layouts: list[TokenLayout], targets: list[Any]) -> None:
+        pairs = list(zip(models, layouts, strict=True))
+        check(recipe, config, pairs)
+        engine = Engine(pairs, config, mesh, owns_mesh, recipe)
+        engine.open(targets[0])
+        for pipe in targets[1:]:
+            engine.attach(pipe)
+
+    first = FirstCall(models, config, mesh, owns_mesh, open_engine, _mark)
+    if not isinstance(target, nn.Module):
+        first.attach(target)
+
+
+def _mark(owner: Any, engine: Any) -> Callable[[], None]:
+    """Let `engine_of` find an engine, or what waits for one, at an object; returns the undo."""
+    vars(owner)[ENGINE] = engine
+    return partial(vars(owner).pop, ENGINE, None)
+
+
+def _layout_before_a_call(model: nn.Module) -> TokenLayout | None:
+    """The layout of the model's class, or one that a probe could derive with inputs of its own."""
+    try:
+        return find_layout(model)
+    except LayoutError:
+        if not block_lists(model):
+            raise
+        return None
 
 
 def _refuse_twice(target: Any) -> None:
@@ -397,7 +432,7 @@ def _share(target: Any, models: list[nn.Module], config: ConfigLike) -> None:
     Raises:
         InputError: they are shared out in another way than is asked for, or not all of them.
     """
-    engines: dict[int, Engine] = {id(vars(m)[ENGINE]): vars(m)[ENGINE] for m in models if ENGINE in vars(m)}
+    engines: dict[int, Any] = {id(vars(m)[ENGINE]): vars(m)[ENGINE] for m in models if ENGINE in vars(m)}
     engine = next(iter(engines.values()))
     name = type(target).__name__
     if len(engines) > 1 or any(ENGINE not in vars(model) for model in models):
@@ -464,7 +499,8 @@ def restore(target: T) -> T:
     Raises:
         InputError: ``target`` is not parallelised.
     """
-    engine_of(target).detach(target)
+    waiting = getattr(target, ENGINE, None)
+    (waiting if isinstance(waiting, FirstCall) else engine_of(target)).detach(target)
     return target
 
 
@@ -485,6 +521,8 @@ def engine_of(target: Any) -> Engine:
         InputError: there is none.
     """
     engine = getattr(target, ENGINE, None)
+    if isinstance(engine, FirstCall):
+        raise not_yet(target)
     if not isinstance(engine, Engine):
         raise InputError(f"this {type(target).__name__} is not parallelised; call ditmesh.parallelize(...) first")
     return engine

@@ -80,6 +80,9 @@ def whole_keys(mask: Tensor, keys: Partition, link: Group) -> Tensor:
     """
     here, everywhere = keys.lengths[link.rank], keys.total
     width = mask.shape[-1]
+    if width == everywhere + here > everywhere:
+        # diffusers' `prepare_attention_mask` lengthens a mask of all keys by as many as it sees.
+        mask, width = mask[..., :everywhere], everywhere
     if width in (1, everywhere):
         return mask
     if width != here:

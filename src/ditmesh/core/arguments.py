@@ -82,10 +82,15 @@ def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 def _child(value: Any, part: str) -> Any:
     if isinstance(value, dict):
-        return value.get(part, MISSING)
+        return value.get(_key(value, part), MISSING)
     if isinstance(value, (tuple, list)) and int(part) < len(value):
         return value[int(part)]
     return MISSING
+
+
+def _key(container: dict[Any, Any], part: str) -> Any:
+    """The key that a part of a path names: some dicts have numbers for keys."""
+    return part if part in container else next((key for key in container if str(key) == part), part)
 
 
 def _replaced(container: Any, path: list[str], value: Any) -> Any:
@@ -93,7 +98,8 @@ def _replaced(container: Any, path: list[str], value: Any) -> Any:
         return value
     head, *rest = path
     if isinstance(container, dict):
-        return {**container, head: _replaced(container[head], rest, value)}
+        key = _key(container, head)
+        return {**container, key: _replaced(container[key], rest, value)}
     items = list(container)
     items[int(head)] = _replaced(items[int(head)], rest, value)
     return tuple(items) if isinstance(container, tuple) else items

@@ -108,8 +108,8 @@ def uninstall() -> None:
 
 
 @contextmanager
-def handled_by(handler: AttentionHandler) -> Iterator[None]:
-    """Attention is intercepted, and this thread's calls go to ``handler``."""
+def handled_by(handler: AttentionHandler | None) -> Iterator[None]:
+    """Attention is intercepted, and this thread's calls go to ``handler``; None: to nobody."""
     install()
     token = _handler.set(handler)
     try:

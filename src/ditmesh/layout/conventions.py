@@ -7,8 +7,8 @@ and say their widths in their config. That is enough to call most of them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import LayoutError
-from .forms import kind_of
 
 # Config entries that hold the width of `encoder_hidden_states`, most specific first.
 TEXT_WIDTHS = (
@@ -238,21 +237,15 @@ class Conventions:
         self.device, self.dtype = parameter.device, parameter.dtype
 
     @property
-    def sizes(self) -> dict[str, Size]:
-        """Sizes to probe with: ``"base"``, and for every kind of token (``"image"``, ``"text"`` …) one with more of it.
+    def size(self) -> Size:
+        """Size to probe with. No two kinds of token are as many, nor as many as there are samples.
 
         Square pictures, because some models recover rows and columns from the number of tokens. Models that
         take lists pad them to multiples of 32 tokens, so theirs are.
         """
-        frames = self.entry("video_length") or (2 if self.way.form in ("bcfhw", "bfchw") else 1)
-        base = Size(4, 4, 5, frames=frames)
-        sizes = {"base": base, "image": replace(base, rows=6, cols=6), "text": replace(base, text=8)}
         if self.way.form == "list":
-            base = Size(4, 8, 32)
-            sizes = {"base": base, "image": replace(base, rows=8), "text": replace(base, text=64)}
-        if "audio_hidden_states" in self.parameters:
-            sizes["audio"] = replace(base, audio=10)
-        return sizes
+            return Size(8, 8, 32)
+        return Size(4, 4, 5, frames=self.entry("video_length") or (2 if self.way.form in ("bcfhw", "bfchw") else 1))
 
     def inputs(self, size: Size, seed: int = 0) -> dict[str, Any]:
         """Arguments by name, the same for the same size and seed."""
@@ -297,93 +290,6 @@ class Conventions:
         """Rows (and columns) of latents in one row of tokens."""
         patch = self.entry("patch_size", "all_patch_size") or 1
         return patch[-1] if isinstance(patch, (tuple, list)) else patch
-
-
-class LiveConventions(Conventions):
-    """Makes the arguments of a call that was made, small.
-
-    An argument that the conventions make of the same kind is theirs; any other is the call's own tensor, cut down
-    (or repeated) along the dimensions whose size is that of the call's batch, plane, image or text tokens. Flags,
-    texts and numbers are the call's.
-
-    Args:
-        model: the transformer.
-        way: how the latents lie.
-        call: the arguments that came, by name, without those that are None.
-        batch: samples to make.
-    """
-
-    def __init__(self, model: nn.Module, way: Way, call: Mapping[str, Any], batch: int = 2) -> None:
-        super().__init__(model, way)
-        self.call = call
-        self.batch = batch
-        main = call.get("hidden_states")
-        self.main: Tensor | None = main if isinstance(main, Tensor) else None
-        text = next((call[name] for name in ("encoder_hidden_states", "cap_feats") if name in call), None)
-        self.text = text.shape[-2] if isinstance(text, Tensor) and text.dim() >= 3 else 0
-
-    @property
-    def fits(self) -> bool:
-        """Whether the call's latents lie in this way."""
-        channels = self.entry("in_channels")
-        if self.main is None:
-            return self.way.form == "list"
-        shape, places = self.main.shape, {"bchw": 1, "bcfhw": 1, "bcs": 1, "bsc": 2, "bfchw": 2}
-        return self.main.dim() == len(self.way.form) and channels in (None, shape[places[self.way.form]])
-
-    @property
-    def sizes(self) -> dict[str, Size]:
-        sizes = {name: replace(size, batch=self.batch) for name, size in super().sizes.items()}
-        if self.main is None or "f" not in self.way.form:
-            return sizes
-        # The frames of the call: some models treat one frame otherwise.
-        frames = self.main.shape[self.way.form.index("f")]
-        return {name: replace(size, frames=frames) for name, size in sizes.items()}
-
-    def inputs(self, size: Size, seed: int = 0) -> dict[str, Any]:
-        made = super().inputs(size, seed)
-        return {
-            name: made[name] if name in made and kind_of(made[name]) == kind_of(value) else self._resized(value, size)
-            for name, value in self.call.items()
-        }
-
-    def missing(self, size: Size) -> str:
-        return ""
-
-    def _resized(self, value: Any, size: Size) -> Any:
-        if isinstance(value, Tensor):
-            for dim in range(value.dim()):
-                wanted = self._wanted(value, dim, size)
-                if wanted != value.shape[dim]:
-                    value = value.index_select(dim, torch.arange(wanted, device=value.device) % value.shape[dim])
-            return value
-        if isinstance(value, dict):
-            return {key: self._resized(item, size) for key, item in value.items()}
-        if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-            items = [self._resized(item, size) for item in value]
-            batch = None if self.main is None else self.main.shape[0]
-            if isinstance(value, list) and len(items) == batch and items:
-                items = [items[index % len(items)] for index in range(size.batch)]
-            return items if isinstance(value, list) else tuple(items)
-        return value
-
-    def _wanted(self, value: Tensor, dim: int, size: Size) -> int:
-        """The size that a dimension of one of the call's tensors is to have."""
-        if self.main is None:
-            return value.shape[dim]
-        here, main, patch = value.shape[dim], self.main.shape, self.patch
-        if dim == 0 and here == main[0]:
-            return size.batch
-        planes = self.way.form.endswith("hw")
-        if planes and value.dim() >= 4 and value.shape[-2:] == main[-2:] and dim >= value.dim() - 2:
-            return (size.rows if dim == value.dim() - 2 else size.cols) * patch
-        # The last dimension of numbers in three dimensions holds channels.
-        if dim == 0 or here == 1 or (value.is_floating_point() and value.dim() >= 3 and dim == value.dim() - 1):
-            return here
-        image = main[self.way.form.find("s")] if "s" in self.way.form else main[-2:].numel() // patch**2
-        image *= size.frames if planes and "f" in self.way.form else 1
-        tokens = {image: size.image, self.text: size.text, image + self.text: size.image + size.text}
-        return tokens.get(here, here) if here else here
 
 
 def ways(model: nn.Module) -> Iterator[Way]:

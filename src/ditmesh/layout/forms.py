@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.arguments import Arguments
+from ..core.arguments import MISSING, Arguments
 from ..errors import LayoutError
 from .types import CallForm, Kind, TokenLayout
+
+WAY_OUT = "write a layout (see docs/layouts.md) and pass it as parallelize(..., layout=...)"
 
 # Arguments of a forward that decide how its result is wrapped, and nothing else.
 _OF_THE_RESULT = ("return_dict",)
@@ -85,52 +87,73 @@ def news(form: CallForm, known: Iterable[CallForm]) -> str:
 
 
 class Forms:
-    """The layouts of one transformer, a layout per form of call; a call of a new form is probed when it comes.
+    """The layouts of one transformer, a layout per form of call; forms that are new are looked at when they come.
 
     Args:
         layout: the layout at hand. One that was reviewed holds for all calls that its `refused` does not name.
-        probe: derives the layout of a call, given its arguments by name.
+        look: derives the layout of a call, given its arguments by name.
         fixed: what has been set up by the layout at hand, so that no call may need another one: ``"pipe=2"``; empty
             when nothing has.
     """
 
-    def __init__(self, layout: TokenLayout, probe: Callable[[dict[str, Any]], TokenLayout], fixed: str = "") -> None:
-        self._layout, self._probe, self._fixed = layout, probe, fixed
-        self._known = {frozenset(form): layout for form in layout.calls}
+    def __init__(self, layout: TokenLayout, look: Callable[[dict[str, Any]], TokenLayout], fixed: str = "") -> None:
+        self._layout = layout
+        self._look = look
+        self._fixed = fixed
+        # What a probe made up itself says nothing for certain of a call that is made. Blocks of other stages cannot
+        # run here: then it has to do.
+        trusted = layout.source == "derived" or fixed
+        self._known = {frozenset(form): layout for form in layout.calls} if trusted else {}
 
     def layout_of(self, arguments: Arguments) -> TokenLayout:
         """The layout that holds for a call.
 
         Raises:
-            LayoutError: the call is of a new form, and its probe failed or found what cannot be done now; names the
-                arguments that are new.
+            LayoutError: nobody knows the layout of such a call, and none could be derived from it, or one that cannot
+                be taken up any more; names the arguments that are new.
         """
-        if not self._layout.calls:
-            return self._layout
+        base = self._layout
+        beyond = [path for path in base.refused if arguments.get(path) not in (MISSING, None)]
+        if not base.calls and not beyond:
+            return base
         form = form_of(arguments)
-        layout = self._known.get(form)
-        if layout is None:
-            layout = self._known[form] = self._probed(form, arguments)
-        return layout
+        found = self._known.get(form)
+        if found is None:
+            found = self._known[form] = self._derived(form, arguments, beyond)
+        return found
 
-    def _probed(self, form: CallForm, arguments: Arguments) -> TokenLayout:
-        what = (
-            f"{self._layout.model} was called with {news(form, self._known)}, and its probed layout is of other calls"
-        )
-        way_out = "write a layout (see docs/layouts.md) and pass it as parallelize(..., layout=...)"
-        named = dict(zip(arguments.names, arguments.args, strict=False)) | arguments.kwargs
+    def _derived(self, form: CallForm, arguments: Arguments, beyond: list[str]) -> TokenLayout:
+        base, what = self._layout, f"{self._layout.model} has no reviewed layout"
+        if beyond:
+            what = f"{base.model} was called with {beyond[0]!r}, and {base.refused[beyond[0]]}"
+        elif self._known:
+            what = f"{base.model} was called with {news(form, self._known)}, and its layout is of other calls"
+        if beyond and self._fixed:
+            raise LayoutError(f"{what}, which {self._fixed} cannot take up; leave it out, or use ulysses or ring")
         try:
-            layout = self._probe({name: value for name, value in named.items() if value is not None})
+            named = dict(zip(arguments.names, arguments.args, strict=False)) | arguments.kwargs
+            found = self._look({name: value for name, value in named.items() if value is not None})
         except LayoutError as error:
-            raise LayoutError(f"{what}; its own probe failed ({error}); {way_out}") from error
-        lists = [region.blocks for region in layout.regions]
-        if lists != [region.blocks for region in self._layout.regions]:
+            raise LayoutError(f"{what}; none could be derived from this call: {error}") from error
+        if self._fixed and (_essence(found) != _essence(base) or found.residuals):
             raise LayoutError(
-                f"{what}; in this one other block lists carry the picture ({', '.join(lists)}); {way_out}"
+                f"{what}; this call needs another, which {self._fixed} cannot take up any more; {WAY_OUT}"
             )
-        if self._fixed and _essence(layout) != _essence(self._layout):
-            raise LayoutError(f"{what}; this one needs another, which {self._fixed} cannot take up any more; {way_out}")
-        return layout
+        for region, old in zip(found.regions, base.regions, strict=True):
+            if region.leaves != old.leaves:
+                names = ", ".join(leaf.module for leaf in region.leaves) or "no module"
+                raise LayoutError(f"{what}; this call mixes tokens in {names} of {region.blocks}; {WAY_OUT}")
+        return replace(
+            base,
+            regions=found.regions,
+            residuals=found.residuals,
+            unbatched=found.unbatched,
+            listed=found.listed,
+            alternating=found.alternating,
+            rows=found.rows,
+            calls=found.calls,
+            source=found.source,
+        )
 
 
 def _essence(layout: TokenLayout) -> tuple[Any, ...]:

@@ -32,6 +32,7 @@ class Stream:
             block picks tokens by their position in the whole stream (Mochi's valid text tokens).
         folded: the token dimension also holds the batch, tokens running fastest: ``dim=0`` of
             (B·S, F, C). Only for streams that are not the first region's.
+        returned: False for tokens that are attended to and do not come back: every rank holds them whole.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Stream:
     used_after: bool = True
     replicate: bool = False
     folded: bool = False
+    returned: bool = True
 
 
 def image_and_text(image: int, text_used_after: bool = True) -> tuple[Stream, Stream]:
@@ -114,13 +116,20 @@ class Leaf:
     Attributes:
         module: its path in the block, ``"ff.conv_depth"``.
         rule: name of a rule of `ditmesh.strategies.token_mixers`: ``"conv_rows"`` (convolution over a grid that is
-            cut between rows), ``"linear_attention"`` (attention through a state summed over all tokens).
+            cut between rows), ``"linear_attention"`` (attention through a state summed over all tokens), ``"gathered"``
+            (whatever it is: every rank runs it on all tokens and keeps its own).
         processor: class of the attention processor that the rule stands in for; a module with another one is refused.
+        args: of the rule ``"gathered"``: the module's arguments that hold tokens, and along which dimension.
+        dim: of the rule ``"gathered"``: dimension of the tokens in what the module returns.
+        stream: whose tokens.
     """
 
     module: str
     rule: str
     processor: str = ""
+    args: tuple[tuple[str, int], ...] = ()
+    dim: int = 1
+    stream: str = "image"
 
 
 @dataclass(frozen=True)
@@ -193,6 +202,8 @@ class Region:
             has to be gathered between the two.
         known: tensor and integer arguments of the blocks that the probe saw, as (path, class, number of dimensions);
             any other is refused. Empty for a layout that was written: its paths alone are compared.
+        alone: the model changes the tokens between these blocks in a way that wants all of them: they are gathered
+            behind every block, and cut again before the next.
     """
 
     blocks: str
@@ -206,6 +217,7 @@ class Region:
     grid: Grid | None = None
     leaves: tuple[Leaf, ...] = ()
     known: tuple[tuple[str, str, int], ...] = ()
+    alone: bool = False
 
     def stream(self, name: str) -> Stream:
         """The stream of that name."""
@@ -247,9 +259,14 @@ class TokenLayout:
         beside_image: parts of a parameter's path, in lower case, that mark work on a vector or on the short text
             stream, not on the image's tokens; what a block costs is estimated without those parameters.
         tables: positional tables that tensor parallelism cuts with the heads.
+        residuals: arguments of the transformer's forward that it adds to a region's tokens between blocks, a tensor
+            or a list of them, with one entry per token along ``dim``: a ControlNet's. Each with the path of the
+            (first) block list whose tokens it is added to.
+        rows: whether the samples of a call can be run apart; else `data` and `cfg` refuse it.
         calls: forms of call that a probed layout was derived from, each as sorted (name, kind); a call of another
             form is probed when it comes. Empty for a layout that was written: it holds for every call.
-        source: ``"reviewed"`` for the table that ships, ``"probed"`` for a layout derived on the spot.
+        source: ``"reviewed"`` for the table that ships, ``"probed"`` for one derived from
+            inputs that a probe made up, ``"derived"`` for one derived from a real call.
     """
 
     model: str
@@ -262,5 +279,7 @@ class TokenLayout:
     timestep: str | None = "timestep"
     beside_image: tuple[str, ...] = BESIDE_IMAGE
     tables: tuple[Table, ...] = ()
+    residuals: tuple[tuple[str, Cut], ...] = ()
+    rows: bool = True
     calls: tuple[tuple[tuple[str, Kind], ...], ...] = ()
     source: str = "reviewed"

@@ -10,18 +10,17 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from ..core import intercept
-from ..core.arguments import MISSING, Arguments, parameter_names
+from ..core.arguments import Arguments, parameter_names
 from ..core.patching import CallChain, Proceed
-from ..errors import InputError, LayoutError
+from ..errors import LayoutError
 from ..layout import Leaf, Region, TokenLayout
+from ..layout.derive import derive_anew, derive_rows
 from ..layout.forms import Forms
-from ..layout.probe import probe
 from .balance import Balance
 
 
@@ -85,6 +84,9 @@ class Handler(intercept.AttentionHandler, Protocol):
     def begin_call(self) -> None:
         """The transformer's own forward is about to run."""
 
+    def before_call(self, layout: TokenLayout, arguments: Arguments) -> None:
+        """The transformer's own forward gets ``arguments``, some of which it adds to the tokens between blocks."""
+
     def end_call(self) -> None:
         """The transformer's own forward has returned."""
 
@@ -120,6 +122,7 @@ class ModelHooks:
     Attributes:
         tap: is called with what every block returns, if there is one.
         layout: that of the latest call.
+        tokens_whole: whether blocks see all tokens on every rank, so that only the rows of a call need a layout.
 
     Raises:
         LayoutError: a block list of the layout is not in the model.
@@ -132,6 +135,7 @@ class ModelHooks:
         self.layout = layout
         self.handler = handler
         self.tap: Tap | None = None
+        self.tokens_whole = False
         self._names = parameter_names(type(model).forward)
         self._undo = ExitStack()
         intercept.install()
@@ -139,7 +143,7 @@ class ModelHooks:
         self._undo.callback(weakref.finalize(self, intercept.uninstall))
         try:
             self._undo.callback(chain.add(self._around_call))
-            self._forms = Forms(layout, partial(probe, model), fixed)
+            self._forms = Forms(layout, self._derived, fixed)
             self._of: dict[int, dict[str, BlockSite]] = {}
             self._sites = self._sites_of(layout)
             for path, site in self._sites.items():
@@ -190,6 +194,10 @@ class ModelHooks:
 
     def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         self.handler.begin_call()
+        if self.layout.residuals:
+            arguments = Arguments(self._names, args, kwargs)
+            self.handler.before_call(self.layout, arguments)
+            args, kwargs = tuple(arguments.args), arguments.kwargs
         try:
             output = proceed(*args, **kwargs)
         finally:
@@ -201,19 +209,17 @@ class ModelHooks:
     def around_whole_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         """A layer around a whole call, before rows and tokens are shared out.
 
-        Arguments that the layout does not cover are refused, and a call of a form that a probed layout is not of is
-        probed.
+        The layout of a call that the one at hand does not cover is derived from the call, or the call is refused.
         """
         arguments = Arguments(self._names, args, kwargs)
-        for path, reason in self.layout.refused.items():
-            value = arguments.get(path)
-            if value is not MISSING and value is not None:
-                raise InputError(
-                    f"{self.layout.model} was called with {path!r}, which cannot run in parallel: {reason}"
-                )
         self.layout = self._forms.layout_of(arguments)
         self._sites = self._sites_of(self.layout)
         return proceed(*args, **kwargs)
+
+    def _derived(self, call: dict[str, Any]) -> TokenLayout:
+        if self.tokens_whole:
+            return derive_rows(self.model, self.layout, call)
+        return derive_anew(self.model, [region.blocks for region in self.layout.regions], call)
 
     def _sites_of(self, layout: TokenLayout) -> dict[str, BlockSite]:
         """Every block's place by its path, as a layout has it."""
@@ -231,8 +237,8 @@ class ModelHooks:
                     region=region,
                     index=index,
                     span=" and ".join(each.blocks for each in regions) if layout.alternating else region.blocks,
-                    is_first=opens and index == 0,
-                    is_last=closes and index == blocks - 1,
+                    is_first=region.alone or (opens and index == 0),
+                    is_last=region.alone or (closes and index == blocks - 1),
                     fed_by_previous=region.chained and position > 0,
                     feeds_next=any(following.chained for following in regions[position + 1 : position + 2]),
                 )

@@ -30,7 +30,7 @@ from ..core.arguments import Arguments, parameter_names
 from ..core.partition import Partition, even_cut, offsets, weighted_cut
 from ..core.patching import Patch
 from ..errors import ConfigError, LayoutError
-from ..layout import Stream, TokenLayout
+from ..layout import Region, Stream, TokenLayout
 from .hooks import BlockSite
 from .sequence import ExactSequence, SequenceParallel, counted_here, only, replicated, result_of, shared, with_result
 from .virtual import ask, run_together
@@ -110,6 +110,16 @@ class TiledSequence(SequenceParallel):
         self._call.tiles = _Tiles(tokens, tokens.of(runs[self.link.rank]), runs)
         return tokens.regroup(runs)
 
+    def _main_shares(self, region: Region, tokens: int) -> tuple[int, ...]:
+        super()._main_shares(region, tokens)
+        tiles = Partition((self._tile_lengths(tokens),))
+        shares = weighted_cut(tiles.parts, self.balance.weights)
+        return tiles.regroup([range(a, a + n) for a, n in zip(offsets(shares), shares, strict=True)]).lengths
+
+    def _tile_lengths(self, tokens: int) -> tuple[int, ...]:
+        # A mask of one row and one column would look like one for all tokens: no tile of one token.
+        return even_cut(tokens, min(self.config.tiles, max(1, tokens // 2)))
+
     def _by_tile(self, site: BlockSite, stream: Stream, arguments: Arguments, count: int) -> Partition:
         """A stream's tokens on every tile; ``count`` tiles, if the main stream has been cut."""
         tokens = arguments.get(stream.arg).shape[stream.dim]
@@ -117,8 +127,7 @@ class TiledSequence(SequenceParallel):
             rows, cols = self._grid(site, site.region.grid, arguments, tokens)
             lengths = tuple(count * cols for count in even_cut(rows, min(self.config.tiles, rows)))
         elif stream is site.region.main:
-            # A mask of one row and one column would look like one for all tokens: no tile of one token.
-            lengths = even_cut(tokens, min(self.config.tiles, max(1, tokens // 2)))
+            lengths = self._tile_lengths(tokens)
         else:
             # Thin pieces cost less than a copy of the text on every tile.
             whole = self.config.text == "replicate" and stream.name == "text"

@@ -27,7 +27,7 @@ from ..core.clock import Call, CallClock, timestep_of
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch, Proceed
 from ..core.values import Seen, seen
-from ..errors import InputError
+from ..errors import InputError, LayoutError
 from .base import Context, ParallelModel, Request, Strategy
 from .caches import diffusers_hooks
 from .hooks import ModelHooks
@@ -214,6 +214,11 @@ class BatchParallel:
         if batch < 2 or (link.size == 1 and not self.one_by_one) or _takes_halves(self.model):
             with self._clock.narrowed(rows=(0, batch)):
                 return self._forward(*arguments.args, **arguments.kwargs)
+        if not self._hooks.layout.rows:
+            raise LayoutError(
+                f"samples of this call of {type(self.model).__name__} cannot be run apart: cut out of its arguments, "
+                "the last of them comes out otherwise; leave data and cfg at 1"
+            )
         batched = self._batched(arguments, batch)
 
         def run(take: slice) -> Any:

@@ -23,6 +23,7 @@ from ..core.arguments import MISSING, Arguments, covers
 from ..core.group import Group
 from ..core.partition import Partition, weighted_cut
 from ..core.patching import Patch
+from ..core.shared_tensor import PerToken
 from ..errors import ConfigError, LayoutError
 from ..layout import Attention, Count, Grid, Leaf, Region, Stream, TokenLayout
 from ..layout.forms import dtype_class
@@ -55,6 +56,8 @@ class _Call:
     # the attention calls that the block in progress is going to make, and how many it has made
     attention: tuple[Attention, ...] = ()
     attention_calls: int = 0
+    # how what the model adds between blocks was cut
+    residuals: dict[str, set[tuple[int, ...]]] = field(default_factory=dict)
     # whether the block in progress runs here, and not on another stage
     ran: bool = True
     # in reproducible mode the tiles of the span
@@ -97,6 +100,26 @@ class SequenceParallel:
     def begin_call(self) -> None:
         """A new run of the transformer starts: forget everything about the one before."""
         self._call = _Call()
+
+    def before_call(self, layout: TokenLayout, arguments: Arguments) -> None:
+        """Cut what the model adds to its tokens between blocks to this rank's tokens."""
+        for blocks, planned in layout.residuals if self.link.size > 1 else ():
+            region = next(region for region in layout.regions if region.blocks == blocks)
+            for path, value in Arguments((), (), {planned.arg: arguments.get(planned.arg)}).leaves():
+                if isinstance(value, Tensor) and value.shape[planned.dim] > 1:
+                    shares = self._main_shares(region, value.shape[planned.dim])
+                    self._call.residuals.setdefault(blocks, set()).add(shares)
+                    own = Partition((shares,)).take(value, planned.dim, self.link.rank).contiguous()
+                    arguments.set(path, PerToken.of(value, own, planned.dim))
+
+    def _main_shares(self, region: Region, tokens: int) -> tuple[int, ...]:
+        """Tokens of every sequence rank, before any block has run."""
+        if region.grid is not None:
+            raise LayoutError(
+                "what is added to the tokens between blocks cannot be cut where blocks unfold them into rows; leave "
+                "it out"
+            )
+        return self._shares(tokens)
 
     def end_call(self) -> None:
         """The run is over; make sure that what was cut was also gathered.
@@ -211,7 +234,9 @@ class SequenceParallel:
             )
         if site.fed_by_previous and call.handed_over and self.link.size > 1:
             for stream in region.streams:
-                if arguments.get(stream.arg) is not call.handed_over.get(stream.name):
+                # What is added to the tokens on the way is this rank's own.
+                added = bool(call.residuals) and stream is region.main
+                if not added and arguments.get(stream.arg) is not call.handed_over.get(stream.name):
                     raise LayoutError(
                         f"{site.path}: {stream.arg!r} is not what the region before returned; something changed the "
                         "tokens between the two block lists. Mark the region as not `chained` in the layout"
@@ -224,6 +249,12 @@ class SequenceParallel:
                 if stream.name in call.tokens.names:
                     whole = arguments.get(stream.arg)
                     arguments.set(stream.arg, self._cut(whole, stream.dim, (stream.name,), site.path))
+        lengths = call.tokens.select((region.main.name,)).lengths
+        if (added := call.residuals.get(region.blocks, {lengths})) != {lengths}:
+            raise LayoutError(
+                f"{site.path}: {sum(lengths)} {region.main.name} tokens are shared out as {lengths}, what the model "
+                f"adds to them as {added}"
+            )
         call.entered = site.span
 
     def _lay_out(self, site: BlockSite, streams: list[Stream], arguments: Arguments) -> Partition:
@@ -350,6 +381,8 @@ class SequenceParallel:
         """Apply a rule of `leaves` to a module of a block; returns what takes it off again."""
         if self.link.size == 1:
             return lambda: None
+        if leaf.rule == "gathered":
+            return leaves.gathered(module, self.link, leaf, lambda: self._call.tokens.select((leaf.stream,)))
         return leaves.RULES[leaf.rule](
             module, self.mesh.sequence, f"{site.path}: {type(module).__name__}", leaf.processor
         )
@@ -480,7 +513,9 @@ def only(tokens: Partition, ragged: str, tensor: Tensor, held: Partition, part: 
 
 
 def result_of(output: Any, stream: Stream) -> Any:
-    """The stream in what a block returned."""
+    """The stream in what a block returned; None if it does not come back."""
+    if not stream.returned:
+        return None
     return output if stream.out is None else output[stream.out]
 
 

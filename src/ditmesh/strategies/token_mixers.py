@@ -14,9 +14,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from ..core.group import ExchangeGroup
+from ..core import intercept
+from ..core.arguments import Arguments, parameter_names
+from ..core.group import ExchangeGroup, Group
+from ..core.partition import Partition
+from ..core.patching import Patch
 from ..errors import ConfigError, LayoutError
+from ..layout import Leaf
 
 Rule = Callable[..., Callable[[], None]]
 
@@ -140,6 +146,35 @@ class _LinearAttention:
             limit = torch.finfo(torch.float16).max
             out = out.clip(-limit, limit)
         return out
+
+
+def gathered(module: nn.Module, link: Group, leaf: Leaf, tokens: Callable[[], Partition]) -> Callable[[], None]:
+    """A module of any kind: every rank runs it on all tokens, and keeps its own.
+
+    Args:
+        module: whatever mixes tokens.
+        link: the sequence ranks.
+        leaf: which of its arguments hold tokens.
+        tokens: how they are shared out at the moment.
+    """
+    names = parameter_names(type(module).forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        shares = tokens()
+        if shares.all_replicated:
+            return patch.original(*args, **kwargs)
+        arguments = Arguments(names, args, kwargs)
+        for path, dim in leaf.args:
+            value = arguments.get(path)
+            if isinstance(value, Tensor):
+                arguments.set(path, link.all_gather(value.contiguous(), shares.lengths, dim))
+        # Attention in there is over all tokens already.
+        with intercept.handled_by(None):
+            output = patch.original(*arguments.args, **arguments.kwargs)
+        return tree_map(lambda v: shares.take(v, leaf.dim, link.rank) if isinstance(v, Tensor) else v, output)
+
+    patch = Patch(module, "forward", forward)
+    return patch
 
 
 RULES: dict[str, Rule] = {"conv_rows": conv_rows, "linear_attention": linear_attention}

@@ -44,9 +44,18 @@ class KnownForms(Strategy):
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
-        # Where a block sees a part of the tokens only.
+        # Where a block sees a part of the tokens, or a call a part of the samples.
+        return cls.cuts_tokens(config) or config.data > 1 or config.cfg > 1
+
+    @staticmethod
+    def cuts_tokens(config: ParallelConfig) -> bool:
+        """Whether a block sees a part of the tokens only."""
         return config.sequence > 1 or config.reproducible or config.stages_or_patches
 
     def apply(self, undo: ExitStack) -> None:
         for model in self.context.models:
-            undo.callback(model.chain.add(model.get(ModelHooks).around_whole_call))
+            hooks = model.get(ModelHooks)
+            hooks.tokens_whole = not self.cuts_tokens(self.context.config)
+            # Whatever the call of a reviewed class brings, its samples can be cut.
+            if model.layout.source != "reviewed" or not hooks.tokens_whole:
+                undo.callback(model.chain.add(hooks.around_whole_call))

@@ -1,0 +1,151 @@
+"""Transformers whose layout nobody knows: the first call tells it, and is then made again on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .comm.mesh import Mesh
+from .config import ParallelConfig
+from .core.arguments import parameter_names
+from .core.patching import CallChain, Proceed
+from .core.request import PipelineCall
+from .errors import InputError, LayoutError
+from .layout import TokenLayout
+from .layout.derive import derive, derive_rows
+from .strategies.tokens import KnownForms
+
+
+class _Derived(BaseException):
+    """Leaves a pipeline's call: its transformer's layout is known now. Passes every ``except Exception``."""
+
+    def __init__(self, layouts: list[TokenLayout]) -> None:
+        super().__init__()
+        self.layouts = layouts
+
+
+class FirstCall:
+    """Waits for the first call of some transformers and derives their layout from it.
+
+    Until then it stands where the engine will be. Inside a pipeline the call is broken off, the engine opened, random
+    generators set back to where they stood, and the pipeline called again with the same arguments.
+
+    Args:
+        models: the transformers.
+        config, mesh, owns_mesh: as for the engine.
+        open_engine: opens the engine with a layout for every transformer.
+        mark: puts this object where `engine_of` looks, and returns what takes it away.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        config: ParallelConfig,
+        mesh: Mesh,
+        owns_mesh: bool,
+        open_engine: Callable[[list[TokenLayout], list[Any]], None],
+        mark: Callable[[Any, Any], Callable[[], None]],
+    ) -> None:
+        self.models, self.config, self.mesh = list(models), config, mesh
+        self._open, self._mark = open_engine, mark
+        self._owns_mesh = owns_mesh
+        self._tokens_whole = not (KnownForms.cuts_tokens(config) or config.tensor > 1)
+        self._undo = ExitStack()
+        self._pipes: list[Any] = []
+        self._inside = False
+        for model in self.models:
+            self._undo.callback(mark(model, self))
+            self._undo.callback(CallChain(model).add(partial(self._around_call, model)))
+
+    def attach(self, pipe: Any) -> None:
+        """Let a pipeline be the one that makes the first call."""
+        self._pipes.append(pipe)
+        self._undo.callback(self._mark(pipe, self))
+        self._undo.callback(PipelineCall(pipe, partial(self._around_pipeline, pipe)).undo)
+
+    def detach(self, target: Any) -> None:
+        """Nothing has been called and nothing is wanted any more: undo everything."""
+        self._undo.close()
+        if self._owns_mesh:
+            self.mesh.close()
+
+    def _begin(self, layouts: list[TokenLayout]) -> None:
+        self._undo.close()
+        self._open(layouts, self._pipes or [self.models[0]])
+
+    def _around_pipeline(self, pipe: Any, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        states = [(generator, generator.get_state()) for generator in _generators([*args, *kwargs.values()])]
+        default = torch.get_rng_state()
+        self._inside = True
+        try:
+            return proceed(*args, **kwargs)
+        except _Derived as derived:
+            layouts = derived.layouts
+        finally:
+            self._inside = False
+        self._begin(layouts)
+        for generator, state in states:
+            generator.set_state(state)
+        torch.set_rng_state(default)
+        return pipe(*args, **kwargs)
+
+    def _around_call(self, model: nn.Module, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        call = dict(zip(parameter_names(type(model).forward), args, strict=False)) | kwargs
+        answer: TokenLayout | str
+        try:
+            given = {name: value for name, value in call.items() if value is not None}
+            if self._tokens_whole:
+                answer = derive_rows(model, None, given, proceed)
+            else:
+                _, answer = derive(model, given, proceed)
+        except LayoutError as error:
+            answer = str(error)
+        layouts = self._agreed(model, answer)
+        if self._inside:
+            raise _Derived(layouts)
+        self._begin(layouts)
+        return model(*args, **kwargs)
+
+    def _agreed(self, model: nn.Module, answer: TokenLayout | str) -> list[TokenLayout]:
+        """The layout of every transformer, the same on all ranks. Collective.
+
+        Raises:
+            LayoutError: on all ranks alike: one of them could derive none, or they have derived different ones.
+        """
+        every = self.mesh.world.all_gather_object(answer)
+        refused = next((other for other in every if isinstance(other, str)), None)
+        if refused is not None:
+            raise LayoutError(refused)
+        if any(other != every[0] for other in every):
+            raise LayoutError(
+                f"the ranks were given calls of different forms, so that the layouts of {type(model).__name__} derived "
+                "from them differ; pass the same inputs on every rank"
+            )
+        others = [type(other).__name__ for other in self.models if type(other) is not type(model)]
+        if others:
+            raise LayoutError(
+                f"{type(model).__name__} was called, and the layout of {others[0]} beside it is not known yet; pass "
+                "layout= for both"
+            )
+        return [every[0]] * len(self.models)
+
+
+def _generators(values: Sequence[Any]) -> Iterator[torch.Generator]:
+    for value in values:
+        if isinstance(value, torch.Generator):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _generators(value)
+
+
+def not_yet(target: Any) -> InputError:
+    """Why an engine cannot be asked for anything."""
+    return InputError(
+        f"the layout of the transformer of this {type(target).__name__} is not known before its first call; call it "
+        "once"
+    )

@@ -1,0 +1,313 @@
+"""What a model does to its tokens between its blocks and after them.
+
+The model runs with blocks that return what they are given, so that whatever differs between what one block returns and
+the next one gets is the model's own doing: residuals of a ControlNet that it adds, say. As in `influence`, a part of
+a tensor is made NaN to see which tokens it touches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ..core.arguments import Arguments, parameter_names
+from ..core.partition import Partition, even_cut
+from ..core.patching import Patch
+from .influence import along, differs, off_by, spoilt, tolerance
+from .types import Cut, Region, Stream
+
+# By block what it was given: the streams by name, other arguments that follow the tokens by "." and their path.
+Given = dict[str, dict[str, Tensor]]
+
+
+@dataclass
+class Ran:
+    """How a block that ran returns its results.
+
+    Attributes:
+        site: its path.
+        single: whether it returns one tensor.
+        others: its results that are no stream, by position.
+        count: how many results it returns.
+    """
+
+    site: str
+    single: bool
+    count: int
+    others: dict[int, Any] = field(default_factory=dict)
+
+
+class Skeleton:
+    """A model whose blocks of some regions return what they are given.
+
+    Args:
+        model: the transformer.
+        regions: the block lists.
+        ran: the blocks in the order they ran.
+        run: what to call with the arguments.
+    """
+
+    def __init__(
+        self, model: nn.Module, regions: Sequence[Region], ran: Sequence[Ran], run: Callable[..., Any]
+    ) -> None:
+        self.model, self._run = model, run
+        self.given: Given = {}
+        self.region = {one.site: region for region in regions for one in ran if _list_of(one.site) == region.blocks}
+        self.ran = [one for one in ran if one.site in self.region]
+
+    def __call__(
+        self, call: dict[str, Any], edit: Callable[[str, str, Tensor], Tensor] | None = None
+    ) -> tuple[Given, Any]:
+        """What every block is given, and what the model returns.
+
+        Args:
+            call: arguments by name.
+            edit: what a block is to return for a stream in place of what it was given, by site and stream name.
+        """
+        self.given = {}
+        with ExitStack() as undo, torch.no_grad():
+            for one in self.ran:
+                block = self.model.get_submodule(one.site)
+                undo.callback(Patch(block, "forward", self._identity(one, block, edit)).undo)
+            output = self._run(**fresh(call))
+        return self.given, output
+
+    def _identity(
+        self, one: Ran, block: nn.Module, edit: Callable[[str, str, Tensor], Tensor] | None
+    ) -> Callable[..., Any]:
+        names, region = parameter_names(type(block).forward), self.region[one.site]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            arguments, here = Arguments(names, args, kwargs), self.given.setdefault(one.site, {})
+            for cut in region.cuts:
+                if isinstance(value := arguments.get(cut.arg), Tensor) and cut.ndim in (None, value.dim()):
+                    here[f".{cut.arg}"] = value
+            results: list[Any] = [one.others.get(position) for position in range(one.count)]
+            for stream in region.streams:
+                if stream.returned and (stream.out or 0) < one.count and (stream.out or 0) not in one.others:
+                    here[stream.name] = value = arguments.get(stream.arg)
+                    results[stream.out or 0] = edit(one.site, stream.name, value) if edit else value
+            return results[0] if one.single else tuple(results)
+
+        return forward
+
+
+def fresh(value: Any) -> Any:
+    """Lists and dicts of a call copied: some models take items out of theirs."""
+    if type(value) is dict:
+        return {key: fresh(item) for key, item in value.items()}
+    return [fresh(item) for item in value] if type(value) is list else value
+
+
+def examine(
+    skeleton: Skeleton, regions: Sequence[Region], call: dict[str, Any]
+) -> tuple[list[Region], tuple[tuple[str, Cut], ...]]:
+    """The regions with what is read after them, and the arguments that are added to the tokens between blocks.
+
+    Where the model does more to the tokens than a rank can do to its own, a region's blocks stand `alone`.
+    """
+    before, _ = skeleton(call)
+    added: list[tuple[str, Cut]] = []
+    # Lists that follow one another without anything in between are as one.
+    runs: list[list[Region]] = []
+    for region in regions:
+        if region.chained:
+            runs[-1].append(region)
+        else:
+            runs.append([region])
+    seen: list[Region] = []
+    for run in runs:
+        lists = [region.blocks for region in run]
+        sites = [one.site for one in skeleton.ran if _list_of(one.site) in lists]
+        more = [(run[0].blocks, cut) for cut in _added(skeleton, run[0], sites, call, before)]
+        beside = [stream.name for stream in run[0].streams[1:] if not stream.replicate]
+        # As it is; with the streams beside the first whole on every rank; with all tokens between blocks.
+        for whole in ([], beside) if beside else ([],):
+            trial = [_whole(region, whole) for region in run]
+            local: set[str] = set()
+            if not _problem_of(skeleton, trial[0], sites, call, before, [cut for _, cut in more], local):
+                added += more
+                seen += [_with_local(region, local) for region in trial]
+                if not more:
+                    # What is handed on as it is need not be gathered between two lists; anything else is.
+                    seen[len(seen) - len(run) :] = [_chained(r, skeleton, before) for r in seen[-len(run) :]]
+                break
+        else:
+            seen += [replace(region, alone=True, chained=False) for region in run]
+    # Blocks of a later list may read what they hand on unread here.
+    if not seen[-1].alone:
+        seen[-1] = _read_after(skeleton, seen[-1], call)
+    return seen, tuple(added)
+
+
+def _chained(region: Region, skeleton: Skeleton, before: Given) -> Region:
+    """The region, chained only if its first block is given the very tensors that the block before it returned."""
+    sites = [one.site for one in skeleton.ran]
+    first = next(site for site in sites if _list_of(site) == region.blocks)
+    given = before[sites[sites.index(first) - 1]]
+    same = all(before[first].get(stream.name) is given.get(stream.name) for stream in region.streams)
+    return replace(region, chained=region.chained and same)
+
+
+def _whole(region: Region, names: Sequence[str]) -> Region:
+    """The region with some streams whole on every rank."""
+    streams = (replace(stream, replicate=stream.replicate or stream.name in names) for stream in region.streams)
+    return replace(region, streams=tuple(streams))
+
+
+def _with_local(region: Region, local: set[str]) -> Region:
+    """The region with arguments that hold a rank's tokens already."""
+    cuts = tuple(cut for cut in region.cuts if cut.arg not in local)
+    found = [cut.arg for cut in region.cuts if cut.arg in local]
+    return replace(region, cuts=cuts, local=(*region.local, *found))
+
+
+def _added(skeleton: Skeleton, region: Region, sites: list[str], call: dict[str, Any], before: Given) -> Iterator[Cut]:
+    """Arguments of the call whose entries reach the tokens of a region behind its first block only."""
+    first, main = sites[0], region.main
+    length = before[first][main.name].shape[main.dim]
+    places = torch.arange(length) % 2 == 0
+    for name, value in call.items():
+        leaves = [(p, v) for p, v in Arguments((), (), {name: value}).leaves() if isinstance(v, Tensor)]
+        for dim in sorted({dim for _, v in leaves for dim in range(v.dim()) if v.shape[dim] == length}):
+            arguments = Arguments((), (), dict(call))
+            for path, tensor in leaves:
+                if dim < tensor.dim() and tensor.shape[dim] == length and tensor.is_floating_point():
+                    arguments.set(path, spoilt(tensor, dim, places))
+            after, _ = skeleton(arguments.kwargs)
+            dims = {main.name: main.dim} | {f".{c.arg}": c.dim for c in region.cuts if c.tokens == (main.name,)}
+            hits = {
+                site: torch.stack(
+                    [along(differs(after[site][n], before[site][n]), d) for n, d in dims.items() if n in before[site]]
+                )
+                for site in sites
+            }
+            late = [hit for site, hit in hits.items() if site != first and hit.any()]
+            if late and not hits[first].any() and not any((hit & ~places).any() for hit in late):
+                yield Cut(name, dim, (main.name,))
+                break
+
+
+def _problem_of(
+    skeleton: Skeleton,
+    region: Region,
+    sites: list[str],
+    call: dict[str, Any],
+    before: Given,
+    added: Sequence[Cut],
+    local: set[str],
+    ranks: int = 2,
+) -> str:
+    """Run the skeleton with the tokens that each rank would have, and compare what its blocks are given.
+
+    Returns:
+        What is not as with all tokens; empty for nothing. Arguments of blocks that hold a rank's tokens then are
+        added to ``local``.
+    """
+    length = before[sites[0]][region.main.name].shape[region.main.dim]
+    for rank in range(ranks):
+        mine = partial(_share, rank=rank, ranks=ranks)
+        dims = {
+            stream.name: stream.dim
+            for stream in region.streams
+            if not stream.replicate and before[sites[0]][stream.name].shape[stream.dim] >= ranks
+        }
+        also = {f".{cut.arg}": cut.dim for cut in region.cuts}
+        arguments = Arguments((), (), dict(call))
+        for cut in added:
+            for path, value in Arguments((), (), {cut.arg: call[cut.arg]}).leaves():
+                if isinstance(value, Tensor) and value.dim() > cut.dim and value.shape[cut.dim] == length:
+                    arguments.set(path, mine(value, cut.dim))
+        failed: Exception | None = None
+        try:
+            skeleton(arguments.kwargs, partial(_cut_first, sites[0], dims, mine))
+        except Exception as error:
+            # What comes behind the last block sees too few tokens, and may say so.
+            failed = error
+        problem = _problem(sites, before, skeleton.given, {**dims, **also}, mine, failed, local)
+        if problem:
+            return problem
+    return ""
+
+
+def _share(value: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
+    return Partition((even_cut(value.shape[dim], ranks),)).take(value, dim, rank)
+
+
+def _cut_first(
+    first: str,
+    dims: Mapping[str, int],
+    mine: Callable[[Tensor, int], Tensor],
+    site: str,
+    name: str,
+    value: Tensor,
+) -> Tensor:
+    """Cut what the first block of a list returns."""
+    return mine(value, dims[name]) if site == first and name in dims else value
+
+
+def _problem(
+    sites: list[str],
+    before: Given,
+    here: Given,
+    dims: Mapping[str, int],
+    mine: Callable[[Tensor, int], Tensor],
+    failed: Exception | None,
+    local: set[str],
+) -> str:
+    """What is not as with all tokens, empty for nothing; arguments that are cut already are added to ``local``."""
+    for site in sites[1:]:
+        for name, whole in before[site].items():
+            value = here.get(site, {}).get(name)
+            if value is None:
+                return f"with some of them {site} is not reached ({type(failed).__name__}: {failed})"
+            if name.startswith(".") and value.shape == whole.shape:
+                continue
+            expected = mine(whole, dims[name]) if name in dims else whole
+            if name.startswith("."):
+                local.add(name[1:])
+            if value.shape != expected.shape or off_by(value, expected) > tolerance(expected):
+                return f"with some of them {site} is given another {name.removeprefix('.')!r} than with all"
+    return ""
+
+
+def _read_after(skeleton: Skeleton, region: Region, call: dict[str, Any]) -> Region:
+    """Spoil each stream beside the main one in what the last block returns, or shorten it: nobody may notice."""
+    last = [one.site for one in skeleton.ran if _list_of(one.site) == region.blocks][-1]
+    streams = []
+    for stream in region.streams:
+        used = stream.used_after
+        if used and stream is not region.main:
+
+            def spoil(site: str, name: str, value: Tensor, wanted: Stream = stream) -> Tensor:
+                return torch.full_like(value, torch.nan) if (site, name) == (last, wanted.name) else value
+
+            def halve(site: str, name: str, value: Tensor, wanted: Stream = stream) -> Tensor:
+                fewer = max(1, value.shape[wanted.dim] // 2)
+                return value.narrow(wanted.dim, 0, fewer) if (site, name) == (last, wanted.name) else value
+
+            used = not _clean(skeleton, call, spoil) or not _clean(skeleton, call, halve)
+        streams.append(replace(stream, used_after=used))
+    return replace(region, streams=tuple(streams))
+
+
+def _clean(skeleton: Skeleton, call: dict[str, Any], edit: Callable[[str, str, Tensor], Tensor]) -> bool:
+    """Whether the model returns the same after an edit of what blocks return."""
+    _, before = skeleton(call)
+    try:
+        _, after = skeleton(call, edit)
+    except Exception:
+        return False
+    old, new = ([v for v in tree_leaves(output) if isinstance(v, Tensor)] for output in (before, after))
+    return all(a.shape == b.shape and off_by(b, a) <= tolerance(a) for a, b in zip(old, new, strict=True))
+
+
+def _list_of(site: str) -> str:
+    return site.rsplit(".", 1)[0]

@@ -1,0 +1,472 @@
+"""Derive a token layout from one real call.
+
+The model runs once, whole, with the inputs of the call; each block is looked at when it has run (`influence`), and what
+lies between and behind the blocks afterwards (`between`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..core import intercept
+from ..core.arguments import Arguments, covers, parameter_names
+from ..errors import LayoutError
+from .between import Ran, Skeleton, examine, fresh
+from .forms import WAY_OUT, dtype_class, form_of
+from .influence import Block, Facts, Listener, checked, computed, facts_of, length_of, off_by, tolerance
+from .types import LOCAL, Attention, Count, Cut, Leaf, Region, TokenLayout
+
+T = TypeVar("T")
+
+
+class _Observer:
+    """Follows the blocks of a model while it runs.
+
+    Attributes:
+        seen: by list the blocks that ran, in order: path, facts, names and kinds of arguments.
+        order: paths of the blocks in the order they ran.
+        fed: by block for every stream the path of the block that returned this very tensor; empty for none.
+        local: by list arguments beside the streams that an earlier block of the list returned.
+        lengths: by block tokens of every stream.
+        ran: how every block returned its results.
+        tokens: by list tokens of its first stream.
+        failed: by list why its blocks cannot be understood.
+    """
+
+    def __init__(self, model: nn.Module, lists: list[str]) -> None:
+        self.model, self.lists = model, lists
+        self.seen: dict[str, list[tuple[str, Facts, tuple[tuple[str, str, int], ...]]]] = {path: [] for path in lists}
+        self.order: list[str] = []
+        self.fed: dict[str, dict[str, str]] = {}
+        self.local: dict[str, dict[str, None]] = {path: {} for path in lists}
+        self.lengths: dict[str, dict[str, int]] = {}
+        self.ran: list[Ran] = []
+        self.per_sample: dict[str, bool] = {}
+        self.tokens: dict[str, int] = {}
+        self.rows: dict[str, int] = {}
+        self.failed: dict[str, LayoutError] = {}
+        self.notes: list[str] = []
+        self._known: dict[Any, Facts] = {}
+        # Who has returned a tensor, which may be gone.
+        self._made_by: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._busy = False
+        self._listener = Listener(computed)
+
+    def before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A block is about to run."""
+        if not self._busy:
+            self._listener = Listener(computed)
+            intercept.handle(self._listener)
+
+    def after(self, site: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """A block has run."""
+        if self._busy:
+            return
+        intercept.handle(None)
+        listener = self._listener
+        arguments = Arguments(parameter_names(type(block).forward), args, kwargs)
+        path = site.rsplit(".", 1)[0]
+        self.order.append(site)
+        # How much is at stake in a list: rows of queries, over all its blocks.
+        self.rows[path] = self.rows.get(path, 0) + max((asked.q.shape[2] for asked in listener.asked), default=0)
+        if path in self.failed:
+            return
+        self._busy = True
+        try:
+            self._look(Block(site, block, arguments, output, listener.asked), path)
+        except LayoutError as error:
+            self.failed[path] = error
+        except Exception as error:
+            if isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError)):
+                raise
+            reason = (str(error).splitlines() or [""])[0]
+            self.failed[path] = LayoutError(
+                f"{site} cannot be run with other arguments ({type(error).__name__}: {reason}); {WAY_OUT}"
+            )
+        finally:
+            self._busy = False
+
+    def _look(self, ran: Block, path: str) -> None:
+        site = ran.site
+        before = self.seen[path][-1][1].streams if self.seen[path] else ()
+        key = (ran.form, before)
+        facts = self._known.get(key)
+        for mixer in () if facts is None else facts.mixers:
+            ran.mix(*mixer)
+        if facts is None:
+            facts = self._known[key] = facts_of(ran, before)
+            if ran.note and not facts.streams:
+                self.notes.append(ran.note)
+        sources = {p: self._source(value) for p, value in ran.leaves.items() if isinstance(value, Tensor)}
+        mine = {stream.arg for stream in facts.streams}
+        self.fed[site] = {stream.arg: sources[stream.arg] for stream in facts.streams if stream.returned}
+        outs = {stream.out or 0 for stream in facts.streams if stream.returned}
+        others = {n: result for n, result in enumerate(ran.results) if n not in outs or result is None}
+        self.ran.append(Ran(site, ran.single, len(ran.results), others))
+        self.lengths[site] = {stream.name: length_of(ran, stream) for stream in facts.streams}
+        if facts.streams:
+            facts = self._known[key] = checked(ran, facts)
+            made = [p for p, source in sources.items() if source.rsplit(".", 1)[0] == path and p not in mine]
+            self.local[path].update(dict.fromkeys(made))
+            main = facts.streams[0]
+            self.tokens.setdefault(path, length_of(ran, main))
+            batch = ran.leaves[main.arg].shape[0] if main.dim else 1
+            samples = {asked.q.shape[0] for asked in ran.asked}
+            self.per_sample[site] = samples == {1} and batch > 1 and len(ran.asked) == batch
+        kinds = tuple(
+            (p, dtype_class(v.dtype), v.dim()) if isinstance(v, Tensor) else (p, "count", 0)
+            for p, v in ran.leaves.items()
+        )
+        self.seen[path].append((site, facts, kinds))
+        for value in ran.results:
+            if isinstance(value, Tensor):
+                self._made_by[id(value)] = (weakref.ref(value), site)
+
+    def _source(self, value: Tensor) -> str:
+        """Path of the block that returned this very tensor; empty for none."""
+        known = self._made_by.get(id(value))
+        return known[1] if known is not None and known[0]() is value else ""
+
+
+def derive(
+    model: nn.Module,
+    call: Mapping[str, Any],
+    run: Callable[..., Any] | None = None,
+    lists: Sequence[str] = (),
+) -> tuple[Any, TokenLayout]:
+    """The token layout of a transformer, seen in one call, and what the call returned.
+
+    The call takes as much memory as on one device, and up to about four times as long.
+
+    Args:
+        model: a transformer in evaluation mode, without hooks of ditmesh.
+        call: the arguments of its forward by name.
+        run: what to call with them; default: the model.
+        lists: the block lists to look at; default: all that hold at least half as many tokens as any other.
+
+    Returns:
+        What the forward returned, and the layout.
+
+    Raises:
+        LayoutError: the blocks' tensors cannot be explained as tokens; names the block and the argument or module.
+    """
+    name = type(model).__name__
+    every = block_lists(model)
+    if not every:
+        raise LayoutError(f"{name} has no ModuleList of blocks, so there is nothing to parallelise")
+    observer = _Observer(model, list(lists) or every)
+    handles = []
+    for path in observer.lists:
+        for index, block in enumerate(_children(model, path)):
+            site = f"{path}.{index}"
+
+            def after(module: nn.Module, args: Any, kwargs: Any, output: Any, site: str = site) -> None:
+                observer.after(site, module, args, kwargs, output)
+
+            handles.append(block.register_forward_pre_hook(observer.before, with_kwargs=True))
+            handles.append(block.register_forward_hook(after, with_kwargs=True))
+    intercept.install()
+    try:
+        with torch.no_grad():
+            output = (run or model)(**fresh(dict(call)))
+    finally:
+        intercept.uninstall()
+        for handle in handles:
+            handle.remove()
+    return output, _layout(name, model, call, observer, run or model, not lists, output)
+
+
+@contextlib.contextmanager
+def bare(model: nn.Module) -> Iterator[None]:
+    """The model without hooks and without replaced forwards: whoever has put them there is not to see what is tried."""
+    kinds = [name for name in vars(model) if name.startswith(("_forward_hooks", "_forward_pre_hooks"))]
+    saved = [(module, {name: vars(module)[name] for name in kinds}) for module in model.modules()]
+    forwards = [(module, vars(module)["forward"]) for module in model.modules() if "forward" in vars(module)]
+    for module, hooks in saved:
+        vars(module).update({name: type(held)() for name, held in hooks.items()})
+    for module, _ in forwards:
+        del vars(module)["forward"]
+    try:
+        yield
+    finally:
+        for module, hooks in saved:
+            vars(module).update(hooks)
+        for module, forward in forwards:
+            vars(module)["forward"] = forward
+
+
+def derive_anew(model: nn.Module, lists: Sequence[str], call: Mapping[str, Any]) -> TokenLayout:
+    """The layout of a call of a model that runs in parallel already, with blocks of these lists; see `derive`.
+
+    Raises:
+        LayoutError: also if other lists carry the tokens.
+    """
+    with bare(model):
+        layout = derive(model, call, lists=lists)[1]
+    found = [region.blocks for region in layout.regions]
+    if found != list(lists):
+        raise LayoutError(f"the tokens run through {', '.join(found)} instead of {', '.join(lists)}; {WAY_OUT}")
+    return layout
+
+
+def derive_rows(
+    model: nn.Module, base: TokenLayout | None, call: Mapping[str, Any], run: Callable[..., Any] | None = None
+) -> TokenLayout:
+    """The layout of a call whose tokens stay whole on every rank: which of its arguments have rows.
+
+    Args:
+        model: the transformer.
+        base: what else is known of it.
+        call: the arguments of its forward by name.
+        run: as for `derive`.
+    """
+    parameters = parameter_names(type(model).forward)
+    unbatched, listed = _batch(call, parameters)
+    with torch.no_grad(), bare(model) if run is None else contextlib.nullcontext():
+        output = (run or model)(**fresh(dict(call)))
+        rows = _rows_hold(call, parameters, unbatched, listed, run or model, output)
+    return replace(
+        base or TokenLayout(type(model).__name__, (), timestep=_timestep(parameters)),
+        unbatched=unbatched,
+        listed=listed,
+        rows=rows,
+        calls=_form(call),
+        source="derived",
+    )
+
+
+def _timestep(parameters: Sequence[str]) -> str | None:
+    return next((name for name in ("timestep", "t") if name in parameters), None)
+
+
+def _form(call: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (tuple(sorted(form_of(Arguments((), (), dict(call))), key=repr)),)
+
+
+def _layout(
+    name: str,
+    model: nn.Module,
+    call: Mapping[str, Any],
+    observer: _Observer,
+    run: Callable[..., Any],
+    choose: bool,
+    output: Any,
+) -> TokenLayout:
+    carrying = {path: seen for path, seen in observer.seen.items() if any(facts.streams for _, facts, _ in seen)}
+    carrying = {path: seen for path, seen in carrying.items() if path not in observer.failed}
+    # A small list that cannot be understood is left whole; the one with most at stake is what it is all about.
+    for path, error in observer.failed.items():
+        if not choose or observer.rows[path] == max(observer.rows.values()) or not carrying:
+            raise error
+    if not carrying:
+        seen = observer.notes[0] if observer.notes else f"none of its block lists ({', '.join(observer.lists)}) makes "
+        seen += "" if observer.notes else "attention calls over tokens that it returns"
+        raise LayoutError(f"{name} cannot be cut by tokens: {seen}; {WAY_OUT}")
+    most = max(observer.tokens[path] for path in carrying)
+    order = [path for path in dict.fromkeys(site.rsplit(".", 1)[0] for site in observer.order) if path in carrying]
+    order = [path for path in order if not choose or 2 * observer.tokens[path] >= most]
+    regions = [_region(path, carrying[path], observer) for path in order]
+    alternating = _alternating(order, observer)
+    for index, region in enumerate(regions[1:], 1):
+        fed, before = observer.fed[f"{region.blocks}.0"], regions[index - 1]
+        last = carrying[before.blocks][-1][0]
+        same = {s.name: s.dim for s in region.streams} == {s.name: s.dim for s in before.streams}
+        same &= all(s.returned for s in region.streams) and not any(s.folded for s in region.streams)
+        same &= observer.lengths[last] == observer.lengths[carrying[region.blocks][0][0]]
+        regions[index] = replace(region, chained=same and bool(set(fed.values()) & {last}))
+    residuals: tuple[tuple[str, Cut], ...] = ()
+    if not alternating:
+        regions, residuals = examine(Skeleton(model, regions, observer.ran, run), regions, dict(call))
+    parameters = parameter_names(type(model).forward)
+    unbatched, listed = _batch(call, parameters)
+    return TokenLayout(
+        model=name,
+        regions=tuple(regions),
+        residuals=residuals,
+        unbatched=unbatched,
+        listed=listed,
+        rows=_rows_hold(call, parameters, unbatched, listed, run, output),
+        alternating=alternating,
+        timestep=_timestep(parameters),
+        calls=_form(call),
+        source="derived",
+    )
+
+
+def _region(path: str, seen: list[tuple[str, Facts, Any]], observer: _Observer) -> Region:
+    """What the blocks of one list have in common.
+
+    Raises:
+        LayoutError: they are wired in different ways.
+    """
+    first = seen[0][1]
+    attention: tuple[Attention, ...] = ()
+    cuts: dict[str, Cut] = {}
+    counts: dict[str, Count] = {}
+    whole: dict[str, None] = {}
+    known: dict[tuple[str, str, int], None] = {}
+    leaves: dict[str, Leaf] = {}
+    local = observer.local[path]
+    for site, facts, kinds in seen:
+        if [(s.name, s.arg, s.dim) for s in facts.streams] != [(s.name, s.arg, s.dim) for s in first.streams]:
+            raise LayoutError(f"{site} has other streams of tokens than the blocks before it; {WAY_OUT}")
+        calls = _attention(site, facts, observer)
+        shorter, longer = sorted((calls, attention), key=len)
+        if longer[: len(shorter)] != shorter:
+            raise LayoutError(f"{site} attends in another way than the blocks before it; {WAY_OUT}")
+        attention = longer
+        _add(site, cuts, facts.cuts, local)
+        _add(site, counts, facts.counts, local)
+        for module, leaf in facts.leaves.items():
+            if leaves.setdefault(module, leaf) != leaf:
+                raise LayoutError(
+                    f"{site}: {module} mixes tokens in another way than in the blocks before it; {WAY_OUT}"
+                )
+        whole.update(dict.fromkeys(arg for arg in facts.whole if arg not in local))
+        known.update(dict.fromkeys(kinds))
+    last = next(one for one in observer.ran if one.site == seen[-1][0])
+    streams = tuple(
+        replace(
+            s,
+            used_after=s.returned and (s.out or 0) not in last.others,
+            replicate=any(f.streams[n].replicate for _, f, _ in seen),
+        )
+        for n, s in enumerate(first.streams)
+    )
+    both = [arg for arg in whole if arg in cuts]
+    if both:
+        raise LayoutError(f"{path}: {both[0]!r} follows the tokens in some blocks only; {WAY_OUT}")
+    return Region(
+        path,
+        streams,
+        attention,
+        tuple(cuts.values()),
+        tuple(whole),
+        local=tuple(local),
+        counts=tuple(counts.values()),
+        leaves=tuple(leaves.values()),
+        known=tuple(known),
+    )
+
+
+def _add(site: str, found: dict[str, T], more: Mapping[str, T], local: Mapping[str, None]) -> None:
+    for arg, item in more.items():
+        if arg not in local and found.setdefault(arg, item) != item:
+            raise LayoutError(f"{site}: {arg!r} follows other tokens than in the blocks before it; {WAY_OUT}")
+
+
+def _attention(site: str, facts: Facts, observer: _Observer) -> tuple[Attention, ...]:
+    """The attention calls of one block; one that is made for every sample apart is listed once."""
+    calls = []
+    lengths = observer.lengths[site]
+    for call in facts.calls:
+        if not call.keys:
+            calls.append(LOCAL)
+            continue
+        queries, keys = (tuple(sorted(rows, key=lambda n, r=rows: r[n].start)) for rows in (call.queries, call.keys))
+        ragged = {n for rows in (call.queries, call.keys) for n, found in rows.items() if found.length < lengths[n]}
+        if len(ragged) > 1:
+            raise LayoutError(f"{site} leaves out tokens of {' and '.join(sorted(ragged))}; {WAY_OUT}")
+        calls.append(Attention(queries, keys, ragged=next(iter(ragged), None)))
+    if observer.per_sample[site]:
+        return (replace(next((call for call in calls if call.ragged), calls[0]), per_sample=True),)
+    return tuple(calls)
+
+
+def _alternating(order: list[str], observer: _Observer) -> bool:
+    """Whether the lists run by turns; every block must be given what the block before it returned.
+
+    Raises:
+        LayoutError: the model changes the tokens between two blocks.
+    """
+    sites = [site for site in observer.order if site.rsplit(".", 1)[0] in order]
+    turns = [site.rsplit(".", 1)[0] for site in sites]
+    changes = sum(a != b for a, b in pairwise(turns))
+    alternating = changes >= len(order)
+    for before, site in pairwise(sites):
+        wrong = [arg for arg, source in observer.fed[site].items() if source != before]
+        if wrong and alternating:
+            raise LayoutError(
+                f"between {before} and {site} the model changes {wrong[0]!r} by itself, so what it adds would have "
+                f"to be cut as the tokens are; {WAY_OUT}"
+            )
+    return alternating
+
+
+def _batch(call: Mapping[str, Any], parameters: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Arguments of the forward without a batch dimension, and those that are lists of samples."""
+    samples = _samples(call, parameters)
+    listed = [n for n, v in call.items() if isinstance(v, list) and len(v) == samples]
+    unbatched = [
+        path
+        for path, value in Arguments((), (), dict(call)).leaves()
+        if isinstance(value, Tensor) and value.dim() and len(value) != samples
+        if not any(covers(name, path) for name in listed)
+    ]
+    return tuple(unbatched), tuple(listed)
+
+
+def _samples(call: Mapping[str, Any], parameters: Sequence[str]) -> int:
+    """Samples of a call: rows of the forward's first argument, or how many items it has."""
+    main = call.get(parameters[0])
+    return len(main) if isinstance(main, (Tensor, list)) and (isinstance(main, list) or main.dim()) else 1
+
+
+def _rows_hold(
+    call: Mapping[str, Any],
+    parameters: Sequence[str],
+    unbatched: Sequence[str],
+    listed: Sequence[str],
+    run: Callable[..., Any],
+    output: Any,
+) -> bool:
+    """Whether the last sample alone, cut out of the arguments, gives the last row of the result."""
+    samples = _samples(call, parameters)
+    if samples < 2:
+        return True
+    arguments = Arguments((), (), fresh(dict(call)))
+    for name in listed:
+        arguments.set(name, arguments.get(name)[-1:])
+    for path, value in Arguments((), (), dict(call)).leaves():
+        known = any(covers(name, path) for name in (*unbatched, *listed))
+        if isinstance(value, Tensor) and value.dim() and not known:
+            arguments.set(path, value[-1:])
+    try:
+        with torch.no_grad():
+            alone = run(**arguments.kwargs)
+    except Exception as error:
+        if isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError)):
+            raise
+        return False
+    pairs = list(zip(_rows_of(output), _rows_of(alone), strict=False))
+    return all(a[-1:].shape == b.shape and off_by(b, a[-1:]) <= tolerance(a) for a, b in pairs)
+
+
+def _rows_of(output: Any) -> list[Tensor]:
+    """The tensors of a result; a list of one for every sample as one."""
+    tensors = [v for _, v in Arguments((), (output,), {}).leaves() if isinstance(v, Tensor)]
+    return [v if v.dim() else v[None] for v in tensors] if not isinstance(output, list) else [torch.stack(tensors)]
+
+
+def block_lists(model: nn.Module) -> list[str]:
+    """Paths of the model's ModuleLists that are not inside another list's block."""
+    paths: list[str] = []
+    for path, module in model.named_modules():
+        inside = any(path.startswith(other + ".") for other in paths)
+        if isinstance(module, nn.ModuleList) and len(module) and not inside:
+            paths.append(path)
+    return paths
+
+
+def _children(model: nn.Module, path: str) -> nn.ModuleList:
+    blocks = model.get_submodule(path)
+    assert isinstance(blocks, nn.ModuleList)
+    return blocks

@@ -1,0 +1,828 @@
+"""Derive a token layout from one real call: by what every argument of a block touches.
+
+The model runs once, whole, with the inputs of the call. When a block has run, it runs again a few times with
+attention's answers held fixed and a part of one argument made NaN; what has become NaN then is what that part touches.
+NaN passes through zero weights and closed gates, so that also untrained models show how they are wired. A tensor of
+tokens is an argument that comes back, of which each token touches itself alone and rows of the queries; an argument
+that follows the tokens touches, entry by entry, one token each; where the rows of a stream lie among the keys is the
+order of the joint sequence.
+
+What is derived is then checked on every block: it runs on the tokens that each of two ranks would have, and has to ask
+the same of attention and return the same as for all tokens. Nothing depends on names of arguments, nor on sizes that
+happen to be equal, and nothing is trusted that was not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
+from itertools import count, permutations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..core import intercept
+from ..core.arguments import Arguments, covers, parameter_names
+from ..core.partition import Partition, even_cut
+from ..core.patching import Patch
+from ..errors import LayoutError
+from .forms import WAY_OUT
+from .types import Count, Cut, Leaf, Stream
+
+# Largest difference between a block on some of its tokens and on all of them, relative to the largest value.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+_RANKS = 2
+
+
+@dataclass
+class _Asked:
+    """One attention call: tensors (B, H, S, D), the mask as it was given, the answer."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    out: Tensor
+
+
+# Computes or remembers the answer to an attention call, given its number.
+Answer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, float | None], Tensor]
+
+
+class Listener:
+    """Attention handler that notes what it is asked."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self.asked: list[_Asked] = []
+
+    def attend(
+        self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        out = self._answer(len(self.asked), q_bhsd, k_bhsd, v_bhsd, mask, scale)
+        self.asked.append(_Asked(q_bhsd, k_bhsd, v_bhsd, mask, out))
+        return out
+
+
+def computed(_: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    return intercept.plain()(q, k, v, attn_mask=mask, scale=scale)
+
+
+@dataclass
+class _Rows:
+    """Where the tokens of a stream lie in the rows of an attention call's queries or keys.
+
+    Attributes:
+        start: of the first.
+        length: how many; fewer than the stream has when padding is left out.
+    """
+
+    start: int
+    length: int
+
+
+@dataclass
+class _Call:
+    """The streams among the queries and the keys of one attention call, by name."""
+
+    queries: dict[str, _Rows]
+    keys: dict[str, _Rows]
+
+
+@dataclass
+class Facts:
+    """What blocks of one form have in common.
+
+    Attributes:
+        streams: their tensors of tokens.
+        calls: their attention calls.
+        cuts, whole, counts: as in `Region`.
+        mixers: modules that mix tokens without attention: path, the stream's argument, dimension of its tokens.
+        leaves: the same as `Region` has them, once a block was run on some tokens.
+    """
+
+    streams: tuple[Stream, ...]
+    calls: list[_Call]
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    whole: dict[str, None] = field(default_factory=dict)
+    counts: dict[str, Count] = field(default_factory=dict)
+    mixers: tuple[tuple[str, str, int], ...] = ()
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+
+
+@dataclass
+class _Mixer:
+    """A module inside a block that mixes the tokens of a stream without attention.
+
+    Attributes:
+        path: in the block.
+        arg: the stream's argument of the block.
+        dim: of the tokens in what goes into it.
+        calls: what went in, and what came out, call by call.
+    """
+
+    path: str
+    arg: str
+    dim: int
+    calls: list[tuple[Arguments, Any]] = field(default_factory=list)
+
+
+# Stands in for a mixer's forward: its number of call, arguments and own forward.
+StandIn = Callable[[_Mixer, int, Arguments, Callable[..., Any]], Any]
+
+
+class Block:
+    """One block as it ran.
+
+    Args:
+        site: its path in the model.
+        module: the block.
+        arguments: as they were passed.
+        output: what it returned.
+        asked: its attention calls.
+    """
+
+    def __init__(self, site: str, module: nn.Module, arguments: Arguments, output: Any, asked: list[_Asked]) -> None:
+        self.site, self.module, self.arguments, self.asked = site, module, arguments, asked
+        self.single = isinstance(output, Tensor)
+        self.results: list[Any] = [output] if self.single else list(output) if isinstance(output, (tuple, list)) else []
+        self.leaves = dict(arguments.leaves())
+        self.mixers: list[_Mixer] = []
+        # What was seen of it that cannot be understood.
+        self.note = ""
+        self._random = torch.Generator().manual_seed(0)
+
+    @property
+    def form(self) -> Any:
+        """Blocks of one form are wired alike."""
+        shapes = tuple(
+            (path, (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else int)
+            for path, value in self.leaves.items()
+        )
+        results = tuple(tuple(r.shape) if isinstance(r, Tensor) else None for r in self.results)
+        return type(self.module), shapes, results, tuple((tuple(a.q.shape), tuple(a.k.shape)) for a in self.asked)
+
+    def again(
+        self, edits: Mapping[str, Any], answer: Answer, stand_in: StandIn | None = None
+    ) -> tuple[list[Any], list[_Asked]]:
+        """The results and attention calls of the block with other arguments.
+
+        Args:
+            edits: the arguments.
+            answer: answers its attention calls.
+            stand_in: what mixers do; default: they return what they did before.
+        """
+        arguments = Arguments(self.arguments.names, tuple(self.arguments.args), self.arguments.kwargs)
+        for path, value in edits.items():
+            arguments.set(path, value)
+        listener = Listener(answer)
+        with ExitStack() as undo:
+            undo.enter_context(intercept.handled_by(listener))
+            for mixer in self.mixers:
+                module = self.module.get_submodule(mixer.path)
+                undo.callback(Patch(module, "forward", _standing(mixer, module, stand_in or _remembered)).undo)
+            output = self.module(*arguments.args, **arguments.kwargs)
+        return ([output] if isinstance(output, Tensor) else list(output)), listener.asked
+
+    def touched(self, edits: Mapping[str, Any], local: Collection[int] = ()) -> _Touched:
+        """What other arguments change while attention answers as before.
+
+        Args:
+            edits: the arguments.
+            local: numbers of the attention calls that are computed after all: they mix no tokens.
+        """
+
+        def answer(number: int, *asked: Any) -> Tensor:
+            if number >= len(self.asked):
+                raise LayoutError(f"{self.site} makes more attention calls when one of its tokens changes")
+            return computed(number, *asked) if number in local else self.asked[number].out
+
+        return _Touched(self, *self.again(edits, answer))
+
+    def mix(self, path: str, arg: str, dim: int) -> None:
+        """Hold what a module returns fixed from now on, as attention's answers are: it mixes tokens."""
+        mixer = _Mixer(path, arg, dim)
+        self.mixers.append(mixer)
+
+        def noted(one: _Mixer, number: int, arguments: Arguments, forward: Callable[..., Any]) -> Any:
+            if one is not mixer:
+                return _remembered(one, number, arguments, forward)
+            # Attention in there is the module's own business.
+            with intercept.handled_by(None):
+                output = forward(*arguments.args, **arguments.kwargs)
+            one.calls.append((arguments, output))
+            return output
+
+        _, self.asked = self.again({}, computed, noted)
+
+    def half(self, length: int) -> Tensor:
+        """Some of ``length`` places, not all: whether each is among them."""
+        places = torch.randperm(length, generator=self._random)[: max(1, length // 2)]
+        return torch.zeros(length, dtype=torch.bool).index_fill(0, places, True)
+
+
+def _standing(mixer: _Mixer, module: nn.Module, stand_in: StandIn) -> Callable[..., Any]:
+    """A forward that counts its calls."""
+    names, forward, calls = parameter_names(type(module).forward), module.forward, count()
+    return lambda *args, **kwargs: stand_in(mixer, next(calls), Arguments(names, args, kwargs), forward)
+
+
+def _remembered(mixer: _Mixer, number: int, _: Arguments, __: Callable[..., Any]) -> Any:
+    return mixer.calls[number][1]
+
+
+class _Touched:
+    """What has changed, as booleans; see `Block.touched`."""
+
+    def __init__(self, block: Block, results: list[Any], asked: list[_Asked]) -> None:
+        self.results = [differs(new, old) for new, old in zip(results, block.results, strict=False)]
+        pairs = list(zip(asked, block.asked, strict=False))
+        self.q = [differs(new.q, old.q) for new, old in pairs]
+        self.k = [differs(new.k, old.k) | _changed_rows(new.v, old.v, old.k) for new, old in pairs]
+        self.masks = [differs(new.mask, old.mask) for new, old in pairs]
+
+
+def differs(new: Any, old: Any) -> Tensor | None:
+    if not isinstance(new, Tensor) or not isinstance(old, Tensor):
+        return None
+    if new.shape != old.shape:
+        return torch.ones_like(old, dtype=torch.bool)
+    return new != old
+
+
+def _changed_rows(new: Tensor, old: Tensor, keys: Tensor) -> Any:
+    """Rows of the values that have changed, in the shape of the keys."""
+    changed = differs(new, old)
+    assert changed is not None
+    return changed.any(3, keepdim=True).expand(*changed.shape[:3], keys.shape[3])
+
+
+def along(changed: Tensor | None, dim: int) -> Tensor:
+    """Which places along a dimension have changed, on the CPU."""
+    if changed is None:
+        return torch.zeros(0, dtype=torch.bool)
+    if not changed.numel():
+        return torch.zeros(changed.shape[dim], dtype=torch.bool)
+    return changed.movedim(dim, 0).reshape(changed.shape[dim], -1).any(1).cpu()
+
+
+def spoilt(value: Tensor, dim: int, places: Tensor) -> Tensor:
+    """The tensor with entries at some places along a dimension that nobody can take for the old ones."""
+    index = places.nonzero().flatten().to(value.device)
+    part = value.index_select(dim, index)
+    if value.dtype == torch.bool:
+        other = ~part
+    elif value.is_floating_point() or value.is_complex():
+        other = torch.full_like(part, torch.nan)
+    else:
+        other = torch.where(part < value.max(), part + 1, part - 1)
+    return value.clone().index_copy_(dim, index, other)
+
+
+# --- one block ---------------------------------------------------------------------------------------------------
+
+
+def facts_of(block: Block, before: tuple[Stream, ...]) -> Facts:
+    """What is to be known of a block's arguments.
+
+    Args:
+        block: as it ran.
+        before: streams of the block before it in its list: the last one need not return all of them.
+
+    Raises:
+        LayoutError: its tokens cannot be told apart; says what they were seen to do.
+    """
+    for name, value in [
+        *zip(block.arguments.names, block.arguments.args, strict=False),
+        *block.arguments.kwargs.items(),
+    ]:
+        if _keeps_state(value):
+            raise LayoutError(
+                f"{block.site} is given {name!r}, a {type(value).__name__}, which may keep tensors that no rank may "
+                f"cut; {WAY_OUT}"
+            )
+    streams = _streams(block, before)
+    if not streams:
+        return Facts((), [])
+    calls = [_Call({}, {}) for _ in block.asked]
+    for stream in streams:
+        _find_rows(block, stream, calls)
+    streams = (*streams, *_given_only(block, streams, calls))
+    for number, call in enumerate(calls):
+        for what, rows, tensor in (("queries", call.queries, "q"), ("keys", call.keys, "k")):
+            there = getattr(block.asked[number], tensor).shape[2]
+            if call.keys and sum(r.length for r in rows.values()) != there:
+                raise LayoutError(
+                    f"{block.site}: attention call {number + 1} has {there} {what}, which no sum of streams explains "
+                    f"({', '.join(f'{r.length} {n}' for n, r in rows.items()) or 'none is a token of an argument'})"
+                )
+    ragged = {
+        name
+        for call in calls
+        for rows in (call.queries, call.keys)
+        for name, found in rows.items()
+        if call.keys and found.length < length_of(block, next(s for s in streams if s.name == name))
+    }
+    places = {(name, rows.start, rows.length) for call in calls if call.keys for name, rows in call.keys.items()}
+    apart = {asked.q.shape[0] for asked in block.asked} == {1} and len(block.asked) > 1
+    several = len({name for name, *_ in places}) < len(places)
+    if streams[0].name in ragged or (ragged and several and not apart):
+        raise LayoutError(
+            f"{block.site}: its attention calls take some of the tokens of {' and '.join(sorted(ragged))} each, which "
+            f"no rank can do with a part of them; {WAY_OUT}"
+        )
+    streams = tuple(replace(stream, replicate=stream.replicate or stream.name in ragged) for stream in streams)
+    facts = Facts(streams, calls, mixers=tuple((mixer.path, mixer.arg, mixer.dim) for mixer in block.mixers))
+    _other_arguments(block, facts)
+    return facts
+
+
+def _keeps_state(value: Any) -> bool:
+    """Whether an argument is an object of somebody's own."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(map(_keeps_state, value))
+    if isinstance(value, dict):
+        return any(map(_keeps_state, value.values()))
+    plain = (Tensor, str, bytes, int, float, complex, torch.dtype, torch.device, Enum)
+    return value is not None and not isinstance(value, plain) and not callable(value)
+
+
+def length_of(block: Block, stream: Stream) -> int:
+    return block.leaves[stream.arg].shape[stream.dim]
+
+
+def _streams(block: Block, before: tuple[Stream, ...]) -> tuple[Stream, ...]:
+    """Arguments that come back, token by token; and those that did in the block before, and here nothing does."""
+    if before and all(
+        isinstance(block.leaves.get(stream.arg), Tensor)
+        and (not stream.returned or len(block.results) > (stream.out or 0))
+        for stream in before
+    ):
+        for stream in before:
+            result = block.results[stream.out or 0] if stream.returned else None
+            value = block.leaves[stream.arg]
+            if isinstance(result, Tensor) and (
+                result.shape != value.shape or _token_dim(block, stream.arg, value, stream.out or 0) != stream.dim
+            ):
+                break
+        else:
+            return tuple(stream for stream in before if stream.returned)
+    found: list[Stream] = []
+    for position, result in enumerate(block.results):
+        if not isinstance(result, Tensor) or result.dim() < 2 or not result.is_floating_point():
+            continue
+        for path, value in block.leaves.items():
+            if not isinstance(value, Tensor) or "." in path or any(path == stream.arg for stream in found):
+                continue
+            if value.shape != result.shape or value.dtype != result.dtype:
+                continue
+            dim = _token_dim(block, path, value, position)
+            if dim is not None:
+                found.append(Stream(path, path, None if block.single else position, dim))
+                break
+    return _named(block, found)
+
+
+def _token_dim(block: Block, path: str, value: Tensor, position: int) -> int | None:
+    """The dimension along which an argument holds tokens, if its entries come back one by one.
+
+    The batch comes back one by one, too; of it whole samples of the queries are touched, of a token some rows, or some
+    module in the block makes one token touch others.
+    """
+    for dim in sorted(range(value.dim() - 1), key=lambda dim: dim != value.dim() - 2):
+        if value.shape[dim] < 2:
+            continue
+        places = block.half(value.shape[dim])
+        edits = {path: spoilt(value, dim, places)}
+        while True:
+            touched = block.touched(edits)
+            changed = along(touched.results[position], dim)
+            if not changed[places].all():
+                break
+            if (changed & ~places).any() or any(
+                other != position and one is not None and one.any() for other, one in enumerate(touched.results)
+            ):
+                # Channels touch one another, too: then it is no dimension of tokens.
+                found = _culprit(block, edits, places)
+                if found is None:
+                    block.note = block.note or _mixed(block, path)
+                    break
+                block.mix(found[0], path, found[1])
+                continue
+            if any(mixer.arg == path for mixer in block.mixers) or _reaches_some_queries(touched):
+                return dim
+            break
+    return None
+
+
+def _mixed(block: Block, path: str) -> str:
+    mixers = [
+        f"{name} ({type(module).__name__})"
+        for name, module in block.module.named_modules()
+        if type(module).__name__.startswith(("Conv", "AvgPool", "MaxPool", "LSTM", "GRU"))
+    ]
+    return (
+        f"{block.site}: tokens of {path!r} change other tokens even when attention's answers are held fixed, so "
+        f"they are mixed by something else ({', '.join(mixers) or 'attention without a softmax, say'})"
+    )
+
+
+def _reaches_some_queries(touched: _Touched) -> bool:
+    for changed in touched.q:
+        assert changed is not None
+        rows = changed.any(3).any(1)
+        if (rows.any(1) & ~rows.all(1)).any():
+            return True
+    return False
+
+
+def _culprit(block: Block, edits: Mapping[str, Any], places: Tensor) -> tuple[str, int] | None:
+    """The innermost module that is given tokens of which some are spoilt, and returns others spoilt, too.
+
+    Returns:
+        Its path in the block, and the dimension of the tokens in what it is given.
+    """
+    found: list[tuple[str, int]] = []
+    known = [mixer.path for mixer in block.mixers]
+
+    def look(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if found or any(covers(path, name) for path in known):
+            return
+        results = [v for v in tree_leaves(output) if isinstance(v, Tensor)]
+        for value in tree_leaves((args, kwargs)):
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                continue
+            for dim in range(value.dim()):
+                if value.shape[dim] != len(places) or not torch.equal(along(value.isnan(), dim), places):
+                    continue
+                for result in results:
+                    if result.dim() > dim and result.shape[dim] == len(places):
+                        if (along(result.isnan(), dim) & ~places).any():
+                            found.append((name, dim))
+                        return
+
+    with ExitStack() as undo:
+        for name, module in block.module.named_modules():
+            if name:
+                hook = partial(_told, look, name)
+                undo.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+        block.touched(edits)
+    return found[0] if found else None
+
+
+def _told(look: Callable[..., None], name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    look(name, args, kwargs, output)
+
+
+def _named(block: Block, found: list[Stream]) -> tuple[Stream, ...]:
+    """Names for the streams; the first is the picture."""
+
+    def of_picture(stream: Stream) -> tuple[bool, int]:
+        beside = any(word in stream.arg for word in ("encoder", "context", "txt", "text", "audio", "cond"))
+        return beside, -length_of(block, stream)
+
+    named: list[Stream] = []
+    for stream in sorted(found, key=of_picture):
+        sound = "audio" if "audio" in stream.arg and "encoder" not in stream.arg else ""
+        name = "image" if not named else sound or "text"
+        taken = [other.name for other in named]
+        named.append(replace(stream, name=stream.arg if name in taken else name))
+    return tuple(named)
+
+
+def _find_rows(block: Block, stream: Stream, calls: list[_Call]) -> None:
+    """Note where a stream's tokens lie in the rows of every attention call.
+
+    Raises:
+        LayoutError: they do not lie one after the other.
+    """
+    value, length = block.leaves[stream.arg], length_of(block, stream)
+    all_of_it = block.touched({stream.arg: spoilt(value, stream.dim, torch.ones(length, dtype=torch.bool))})
+    places = block.half(length)
+    some_of_it = block.touched({stream.arg: spoilt(value, stream.dim, places)})
+    for number, call in enumerate(calls):
+        for what, rows, by_all, by_some in (
+            ("queries", call.queries, all_of_it.q[number], some_of_it.q[number]),
+            ("keys", call.keys, all_of_it.k[number], some_of_it.k[number]),
+        ):
+            where = along(by_all, 2).nonzero().flatten().tolist()
+            if not where:
+                continue
+            start, there = where[0], len(where)
+            whole = where == list(range(start, start + there))
+            follows = there < length or torch.equal(along(by_some, 2)[start : start + there], places)
+            if not whole or there > length or not follows:
+                raise LayoutError(
+                    f"{block.site}: the {stream.name} tokens are not a run of the {what} of attention call {number + 1}"
+                    + (f"; {block.note}" if block.note else "")
+                )
+            rows[stream.name] = _Rows(start, there)
+
+
+def _given_only(block: Block, streams: tuple[Stream, ...], calls: list[_Call]) -> list[Stream]:
+    """Arguments that are attended to beside the streams and do not come back: every rank has them whole."""
+    found: list[Stream] = []
+    for number, call in enumerate(calls):
+        known = torch.zeros(block.asked[number].k.shape[2], dtype=torch.bool)
+        for rows in call.keys.values():
+            known[rows.start : rows.start + rows.length] = True
+        if not call.keys or known.all():
+            continue
+        for path, value in block.leaves.items():
+            if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
+                continue
+            if any(path == stream.arg for stream in (*streams, *found)):
+                continue
+            dim = value.dim() - 2
+            everything = torch.ones(value.shape[dim], dtype=torch.bool)
+            touched = block.touched({path: spoilt(value, dim, everything)})
+            where = along(touched.k[number], 2).nonzero().flatten().tolist()
+            fits = where and where == list(range(where[0], where[0] + value.shape[dim]))
+            if fits and not known[where].any() and not any(along(r, 0).any() for r in touched.results):
+                name = "text" if all(s.name != "text" for s in (*streams, *found)) else path
+                stream = Stream(name, path, None, dim, used_after=False, replicate=True, returned=False)
+                found.append(stream)
+                _find_rows(block, stream, calls)
+                break
+    return found
+
+
+# --- other arguments ---------------------------------------------------------------------------------------------
+
+
+def _other_arguments(block: Block, facts: Facts) -> None:
+    """Sort what is no stream: cut with the tokens, counting them, or the same for all."""
+    for path, value in block.leaves.items():
+        if any(path == stream.arg for stream in facts.streams):
+            continue
+        if isinstance(value, Tensor):
+            cut = _cut(block, facts, path, value)
+            if cut is None:
+                facts.whole[path] = None
+            else:
+                facts.cuts[path] = cut
+        else:
+            counted = _count(block, facts, path, value)
+            if counted is not None:
+                facts.counts[path] = counted
+
+
+def _cut(block: Block, facts: Facts, path: str, value: Tensor) -> Cut | None:
+    """How an argument follows the tokens; None: along no dimension, or along two."""
+    cuts = []
+    for dim, size in enumerate(value.shape):
+        orders = [order for order in _orders(block, facts) if sum(n for _, n in order) == size]
+        if size < 2 or not orders:
+            continue
+        places = block.half(size)
+        try:
+            touched = block.touched({path: spoilt(value, dim, places)})
+        except LayoutError:
+            raise
+        except Exception:
+            # An index out of range, say: then it is no tensor of tokens.
+            continue
+        found = _tokens(block, facts, touched)
+        for order in orders:
+            parts = dict(zip((name for name, _ in order), places.split([n for _, n in order]), strict=True))
+            if found and all(name in parts and not (hit & ~parts[name]).any() for name, hit in found.items()):
+                cuts.append(Cut(path, dim, tuple(parts), ndim=value.dim()))
+                break
+    return cuts[0] if len(cuts) == 1 else None
+
+
+def _orders(block: Block, facts: Facts) -> Iterable[tuple[tuple[str, int], ...]]:
+    """Orders in which some streams may stand in an argument: single ones, then those of attention, then any."""
+    sizes = {stream.name: length_of(block, stream) for stream in facts.streams}
+    joint = [tuple(sorted(rows, key=lambda n, r=rows: r[n].start)) for c in facts.calls for rows in (c.queries, c.keys)]
+    every = [order for several in range(1, len(sizes) + 1) for order in permutations(sizes, several)]
+    ranked = sorted(every, key=lambda order: (len(order) > 1, order not in joint))
+    return [tuple((name, sizes[name]) for name in order) for order in ranked]
+
+
+def _tokens(block: Block, facts: Facts, touched: _Touched, without: Collection[int] = ()) -> dict[str, Tensor]:
+    """Tokens by stream whose result, queries, keys or mask have changed; those of none are not there."""
+    hits = {stream.name: torch.zeros(length_of(block, stream), dtype=torch.bool) for stream in facts.streams}
+    for stream in facts.streams:
+        if stream.returned:
+            changed = along(touched.results[stream.out or 0], stream.dim)
+            if len(changed):
+                hits[stream.name] |= changed
+    for number, call in enumerate(facts.calls):
+        if number in without:
+            continue
+        for rows, changed in ((call.queries, touched.q[number]), (call.keys, touched.k[number])):
+            _note(hits, rows, along(changed, 2))
+        mask, asked = touched.masks[number], block.asked[number]
+        if mask is None or mask.dim() < 1 or mask.shape[-1] != asked.k.shape[2]:
+            continue
+        changed = mask.reshape(-1, *mask.shape[-2:]).any(0).cpu() if mask.dim() > 1 else mask.cpu()[None]
+        if changed.shape[0] == changed.shape[1] > 1:
+            # Perhaps the outer product of a mask per token: of one that changes, a row and a column do.
+            tokens = changed.diagonal()
+            if not (changed & ~tokens[:, None] & ~tokens[None]).any():
+                _note(hits, call.keys, tokens)
+                continue
+        _note(hits, call.keys, changed.any(0))
+        if changed.shape[0] == asked.q.shape[2] > 1:
+            _note(hits, call.queries, changed.any(1))
+    return {name: hit for name, hit in hits.items() if hit.any()}
+
+
+def _note(hits: dict[str, Tensor], rows: Mapping[str, _Rows], changed: Tensor) -> None:
+    for name, found in rows.items():
+        if found.length == len(hits[name]):
+            hits[name] |= changed[found.start : found.start + found.length]
+
+
+def _count(block: Block, facts: Facts, path: str, value: int) -> Count | None:
+    """Whose tokens an integer counts; None: nobody's, or it is the same for all.
+
+    One less of the first so many, or of the last, changes one token. All of them are counted where a tensor is shaped
+    by the number: then another number is an error.
+    """
+    sizes = {stream.name: length_of(block, stream) for stream in facts.streams}
+    local = [number for number, call in enumerate(facts.calls) if not call.keys]
+    try:
+        found = _tokens(block, facts, block.touched({path: value - 1}, local), local)
+    except LayoutError:
+        raise
+    except Exception:
+        found = None
+    if found:
+        for name, hit in found.items():
+            where = hit.nonzero().flatten().tolist()
+            if len(found) == 1 and where in ([value - 1], [sizes[name] - value]):
+                return Count(path, name, "first" if where == [value - 1] else "last")
+        return None
+    whole = [name for name, size in sizes.items() if size == value]
+    return Count(path, whole[0], "all") if len(whole) == 1 else None
+
+
+# --- the check ---------------------------------------------------------------------------------------------------
+
+
+def checked(block: Block, facts: Facts) -> Facts:
+    """Run a block as each of two ranks would, and compare with all of its tokens.
+
+    Returns:
+        The facts. If the block needs to have the streams beside the first whole, they say so.
+
+    Raises:
+        LayoutError: a rank asks something else of attention, returns something else, or cannot run the block.
+    """
+    try:
+        _check(block, facts)
+    except LayoutError:
+        main, *others = facts.streams
+        if all(stream.replicate for stream in others):
+            raise
+        facts = replace(facts, streams=(main, *(replace(stream, replicate=True) for stream in others)))
+        with contextlib.suppress(LayoutError):
+            _check(block, facts)
+            return facts
+        raise
+    return facts
+
+
+def _check(block: Block, facts: Facts) -> None:
+    parts = []
+    for stream in facts.streams:
+        length = length_of(block, stream)
+        whole = stream.replicate or length < _RANKS
+        lengths = (length,) * _RANKS if whole else even_cut(length, _RANKS)
+        parts.append(Partition((lengths,), frozenset((0,)) if whole else frozenset(), (stream.name,)))
+    tokens = Partition.beside(parts)
+    for rank in range(_RANKS):
+        _check_rank(block, facts, tokens, rank)
+
+
+def _check_rank(block: Block, facts: Facts, tokens: Partition, rank: int) -> None:
+    edits: dict[str, Any] = {}
+    for stream in facts.streams:
+        edits[stream.arg] = tokens.select((stream.name,)).take(block.leaves[stream.arg], stream.dim, rank)
+    for cut in facts.cuts.values():
+        edits[cut.arg] = tokens.select(cut.tokens).take(block.leaves[cut.arg], cut.dim, rank)
+    for counted in facts.counts.values():
+        number, held = block.leaves[counted.arg], tokens.select((counted.stream,))
+        last = counted.part == "last"
+        here = held.first(held.total - number if last else number, rank)
+        edits[counted.arg] = held.lengths[rank] - here if last else here
+
+    def answer(index: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        if index >= len(block.asked):
+            raise LayoutError(f"{block.site} makes more attention calls on some of its tokens than on all; {WAY_OUT}")
+        call, was = facts.calls[index], block.asked[index]
+        if not call.keys:
+            return computed(index, q, k, v, mask, scale)
+        for what, asked, before, rows in (
+            ("queries", q, was.q, call.queries),
+            ("keys", k, was.k, call.keys),
+            ("values", v, was.v, call.keys),
+        ):
+            _compare(
+                block, f"the {what} of attention call {index + 1}", asked, _rows_of(before, rows, tokens, rank), rank
+            )
+        # In memory as torch's own attention leaves it: some processors view it.
+        return _rows_of(was.out, call.queries, tokens, rank).transpose(1, 2).contiguous().transpose(1, 2)
+
+    def own(mixer: _Mixer, number: int, arguments: Arguments, _: Callable[..., Any]) -> Any:
+        """A mixer gets this rank's tokens, and is to return this rank's."""
+        stream = next(stream for stream in facts.streams if stream.arg == mixer.arg)
+        before, output = mixer.calls[number]
+        length, mine = length_of(block, stream), tokens.select((stream.name,))
+        leaf = facts.leaves.get(mixer.path, Leaf(mixer.path, "gathered", dim=mixer.dim, stream=stream.name))
+        given = dict(arguments.leaves())
+        for path, whole in before.leaves():
+            here = given.get(path)
+            if not isinstance(whole, Tensor) or not isinstance(here, Tensor) or whole.shape == here.shape:
+                continue
+            dims = [d for d, (a, b) in enumerate(zip(whole.shape, here.shape, strict=False)) if a != b]
+            if len(dims) != 1 or whole.shape[dims[0]] != length:
+                raise LayoutError(
+                    f"{block.site}: {mixer.path} mixes tokens that its argument {path!r} holds in another way"
+                )
+            _compare(block, f"{path!r} of {mixer.path}", here, mine.take(whole, dims[0], rank), rank)
+            if (path, dims[0]) not in leaf.args:
+                leaf = replace(leaf, args=(*leaf.args, (path, dims[0])))
+        facts.leaves[mixer.path] = leaf
+        return tree_map(lambda v: mine.take(v, leaf.dim, rank) if isinstance(v, Tensor) else v, output)
+
+    try:
+        results, _ = block.again(edits, answer, own)
+    except LayoutError:
+        raise
+    except Exception as error:
+        if isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError)):
+            raise
+        reason = (str(error).splitlines() or [""])[0]
+        raise LayoutError(
+            f"{block.site} cannot run on some of its tokens ({type(error).__name__}: {reason}); {WAY_OUT}"
+        ) from error
+    for stream in facts.streams:
+        if stream.returned and isinstance(block.results[stream.out or 0], Tensor):
+            here = tokens.select((stream.name,)).take(block.results[stream.out or 0], stream.dim, rank)
+            _compare(block, f"the {stream.name} tokens it returns", results[stream.out or 0], here, rank)
+
+
+def _check_mask(block: Block, index: int, mask: Tensor, was: _Asked, call: _Call, tokens: Partition, rank: int) -> None:
+    """The mask that a rank hands to attention is the whole one, or its own part along the keys."""
+    assert was.mask is not None
+    whole = was.mask.reshape((1,) * (4 - was.mask.dim()) + tuple(was.mask.shape))
+    mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    expected = whole
+    if mask.shape[3] != whole.shape[3]:
+        expected = _rows_of(expected.transpose(2, 3), call.keys, tokens, rank).transpose(2, 3)
+    if mask.shape[2] != whole.shape[2]:
+        expected = _rows_of(expected, call.queries, tokens, rank)
+    if mask.shape != expected.shape or not torch.equal(mask, expected):
+        raise LayoutError(
+            f"{block.site}: with some of its tokens it hands attention call {index + 1} a mask {tuple(mask.shape)}, "
+            f"which is neither {tuple(whole.shape)} nor a part of it; {WAY_OUT}"
+        )
+
+
+def _rows_of(whole: Tensor, rows: Mapping[str, _Rows], tokens: Partition, rank: int) -> Tensor:
+    """A rank's rows of the tensor (B, H, S, D) of an attention call."""
+    pieces = []
+    for name in sorted(rows, key=lambda name: rows[name].start):
+        found, own = rows[name], tokens.select((name,))
+        start, length = own.places(rank)[0]
+        if found.length < own.total:
+            # Padding is left out: every rank has what is left.
+            start, length = 0, found.length
+        pieces.append(whole.narrow(2, found.start + start, length))
+    return torch.cat(pieces, 2)
+
+
+def off_by(here: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest expected value."""
+    if not expected.numel():
+        return 0.0
+    return float((here - expected).abs().max() / expected.abs().max().clamp_min(1e-30))
+
+
+def tolerance(value: Tensor) -> float:
+    """How far off a block may be on some of its tokens."""
+    return _TOLERANCE.get(value.dtype, 5e-2)
+
+
+def _compare(block: Block, what: str, here: Any, expected: Tensor, rank: int) -> None:
+    if not isinstance(here, Tensor) or here.shape != expected.shape:
+        shape = tuple(here.shape) if isinstance(here, Tensor) else type(here).__name__
+        problem = f"are {shape} instead of {tuple(expected.shape)}"
+    else:
+        error = off_by(here, expected)
+        if error <= tolerance(expected):
+            return
+        problem = f"are off by {error:.2g} of the largest"
+    raise LayoutError(
+        f"{block.site}: with the tokens of rank {rank} of {_RANKS} alone {what} {problem}, so something in the block "
+        f"depends on where a token stands in a way that its arguments do not show; {WAY_OUT}"
+    )

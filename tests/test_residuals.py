@@ -1,0 +1,87 @@
+"""What is added to the tokens between blocks, and attention beside theirs: ControlNets and IP-Adapters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ditmesh
+from support.models import RAGGED, inputs, relative_error, run, tiny
+
+NAMES = {
+    "Flux": ("controlnet_block_samples", "controlnet_single_block_samples"),
+    "SD3": ("block_controlnet_hidden_states",),
+    "QwenImage": ("controlnet_block_samples",),
+    "HunyuanDiT": ("controlnet_block_samples",),
+}
+
+
+def call(name, controlled=True):
+    """A call as the ControlNet pipelines make it: lists of residuals, one for several blocks."""
+    made, model = inputs(name, RAGGED), tiny(name)
+    generator = torch.Generator().manual_seed(9)
+    for arg in NAMES[name] if controlled else ():
+        made[arg] = [0.3 * torch.randn(RAGGED.batch, RAGGED.image, model.inner_dim, generator=generator)]
+    return made
+
+
+def in_parallel(name, config):
+    model = tiny(name)
+    truth, plain = run(model, call(name)), run(model, call(name, False))
+    # The residuals count.
+    assert relative_error(plain, truth) > 1e-3
+    with ditmesh.parallelized(model, config):
+        found = [run(model, call(name)), run(model, call(name, False)), run(model, call(name))]
+        source = ditmesh.engine_of(model).hooks[0].layout.source
+    assert torch.equal(run(model, call(name)), truth)
+    return [relative_error(*pair) for pair in zip(found, (truth, plain, truth), strict=True)], source
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "config",
+    [{"ulysses": 2}, {"ring": 2, "weights": (2, 1)}, {"data": 2}, {"ring": 2, "exchange": "displaced"}],
+    ids=str,
+)
+def test_residuals_are_cut_with_the_tokens(ranks, name, config):
+    for errors, source in ranks(2).run(in_parallel, name, config):
+        assert max(errors[:2]) <= 1e-5
+        # A stale step follows.
+        assert errors[2] <= (1e-5 if "exchange" not in config else 1)
+        assert source == ("reviewed" if "data" in config else "derived")
+
+
+def in_reproducible_mode(name, ulysses):
+    with ditmesh.parallelized(tiny(name), {"ulysses": ulysses, "reproducible": True}):
+        return run(tiny(name), call(name))
+
+
+@pytest.mark.parametrize("name", ["Flux", "HunyuanDiT"])
+def test_the_same_bits_with_residuals(ranks, name):
+    (alone,) = ranks(1).run(in_reproducible_mode, name, 1)
+    for found in ranks(2).run(in_reproducible_mode, name, 2):
+        assert torch.equal(found, alone)
+
+
+def broadcast(config):
+    """A residual that is the same for all tokens."""
+    given = {**inputs("Flux", RAGGED), "controlnet_block_samples": [torch.full((1,), 0.1)]}
+    truth = run(tiny("Flux"), given)
+    with ditmesh.parallelized(tiny("Flux"), config):
+        return relative_error(run(tiny("Flux"), given), truth)
+
+
+def test_a_residual_for_all_tokens_alike(ranks):
+    assert max(ranks(2).run(broadcast, {"ulysses": 2})) <= 1e-5
+
+
+def refused(config):
+    with ditmesh.parallelized(tiny("SD3"), config), pytest.raises(ditmesh.LayoutError) as caught:
+        run(tiny("SD3"), call("SD3"))
+    return str(caught.value)
+
+
+def test_patches_refuse_residuals(ranks):
+    for said in ranks(2).run(refused, {"pipe": 2}):
+        assert "'block_controlnet_hidden_states'" in said
+        assert "pipe=2" in said or "patches=2" in said
