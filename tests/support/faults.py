@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import diffusers
 import torch
 import torch.distributed as dist
-from ditmesh.launch.group import join, stay_on_loopback
 
 import ditmesh
-from ditmesh.launch import PRELOAD
+from ditmesh.launch.devices import join, stay_on_loopback
+from ditmesh.launch.pool import PRELOAD
 from ditmesh.launch.processes import start_fork_server
 from support.models import relative_error
 from support.pipelines import MAKERS, arguments, draw

@@ -448,36 +448,36 @@ def _culprit(block: Block, edits: Mapping[str, Any], places: Tensor) -> tuple[st
     Returns:
         Its path in the block, and the dimension of the tokens in what it is given.
     """
-    found: list[tuple[str, int]] = []
     known = [mixer.path for mixer in block.mixers]
-
-    def look(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if found or any(covers(path, name) for path in known):
-            return
-        results = [v for v in tree_leaves(output) if isinstance(v, Tensor)]
-        for value in tree_leaves((args, kwargs)):
-            if not isinstance(value, Tensor) or not value.is_floating_point():
-                continue
-            for dim in range(value.dim()):
-                if value.shape[dim] != len(places) or not torch.equal(along(value.isnan(), dim), places):
+    for (name, given, made), (_, given_now, made_now) in zip(_inside(block, {}), _inside(block, edits), strict=False):
+        if any(covers(path, name) for path in known):
+            continue
+        results = [differs(new, old) for new, old in zip(made_now, made, strict=False)]
+        for changed in (differs(new, old) for new, old in zip(given_now, given, strict=False)):
+            for dim in range(0 if changed is None else changed.dim()):
+                if changed is None or not torch.equal(along(changed, dim), places):
                     continue
-                for result in results:
-                    if result.dim() > dim and result.shape[dim] == len(places):
-                        if (along(result.isnan(), dim) & ~places).any():
-                            found.append((name, dim))
-                        return
+                follow = [one for one in results if one is not None and one.dim() > dim]
+                if any((along(one, dim) & ~places).any() for one in follow if one.shape[dim] == len(places)):
+                    return name, dim
+    return None
+
+
+def _inside(block: Block, edits: Mapping[str, Any]) -> list[tuple[str, list[Tensor], list[Tensor]]]:
+    """What every module in a block is given and returns, the innermost first."""
+    calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
+
+    def note(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        tensors = ([v for v in tree_leaves(one) if isinstance(v, Tensor)] for one in ((args, kwargs), output))
+        given, made = tensors
+        calls.append((name, given, made))
 
     with ExitStack() as undo:
         for name, module in block.module.named_modules():
             if name:
-                hook = partial(_told, look, name)
-                undo.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+                undo.callback(module.register_forward_hook(partial(note, name), with_kwargs=True).remove)
         block.touched(edits)
-    return found[0] if found else None
-
-
-def _told(look: Callable[..., None], name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    look(name, args, kwargs, output)
+    return calls
 
 
 def _named(block: Block, found: list[Stream]) -> tuple[Stream, ...]:
