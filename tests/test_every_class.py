@@ -1,12 +1,14 @@
 """Every transformer class of diffusers without a reviewed layout: right on two ranks, or refused by a sentence.
 
-Nothing tells ditmesh their layout: the call, in the form in which a pipeline makes it, is all it has. A few of the cases
-run always, all of them under the `matrix` marker; what comes of those is written to docs/support.md
+Nothing tells ditmesh their layout: the call, in the form in which a pipeline makes it, is all it has. A few of the
+cases run always, all of them under the `matrix` marker; what comes of those is written to docs/classes.md
 (``pytest tests/test_every_class.py -m matrix --write-support``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -15,6 +17,7 @@ import torch
 
 import ditmesh
 from ditmesh.layout import known_models
+from ditmesh.layout.forms import WAY_OUT
 from support.classes import images, others, videos
 
 CASES = {**images.CASES, **videos.CASES, **others.CASES}
@@ -26,7 +29,7 @@ ALWAYS = [
     ("HiDreamImageTransformer2DModel", "square"),  # text that changes between blocks; gathered between blocks
     ("NucleusMoEImageTransformer2DModel", "prompt"),  # experts that choose their tokens
     ("ConsisIDTransformer3DModel", "guidance"),  # a stream that only counts by its length behind the blocks
-    ("SD3Transformer2DModel + IP-Adapter", "prompt"),
+    ("SD3Transformer2DModel + IP-Adapter", "guidance"),
     ("ZImageTransformer2DModel + ControlNet", "prompt"),
     ("StableAudio3DiTModel", "guidance"),
     ("GlmImageTransformer2DModel", "prompt"),  # refused
@@ -102,14 +105,50 @@ def test_right_or_refused(ranks, name, form):
     check(ranks(2).run(outcome, name, form, {"ulysses": 2}), name, form, "ulysses=2")
 
 
+PAGE = Path(__file__).parents[1] / "docs" / "classes.md"
+INTRODUCTION = f"""# Classes without a reviewed layout
+
+Written by `pytest tests/test_every_class.py -m matrix --write-support`, never by hand: tiny float32 models of diffusers
+{diffusers.__version__}, each called twice in the form in which its pipelines call it, on two gloo ranks, against the
+unmodified model. Nothing but the call tells ditmesh their layout ([layouts.md](layouts.md#a-layout-from-a-call)). The
+figure is the largest relative error, 0 means equal to the bit; what is refused stands below the table. Classes with a
+reviewed layout: [support.md](support.md).
+
+"""
+
+
+@pytest.fixture(scope="module")
+def record(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str, str, dict[str, Any]], None]]:
+    """``record(class, form, configuration, outcome)``: one cell of the page."""
+    cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    yield lambda name, form, config, found: cells.setdefault((name, form), {}).__setitem__(config, found)
+    if not request.config.getoption("--write-support") or not cells:
+        return
+    lines = [f"| transformer | call | {' | '.join(CONFIGS)} |", "|---|---|" + "---|" * len(CONFIGS)]
+    reasons: dict[str, list[str]] = {}
+    for (name, form), row in sorted(cells.items()):
+        shown = []
+        for config in CONFIGS:
+            found = row.get(config, {})
+            if "refused" in found:
+                reasons.setdefault(found["refused"].removesuffix(f"; {WAY_OUT}"), []).append(f"{name} {form}, {config}")
+            shown.append("refused" if "refused" in found else f"{found['error']:.0e}" if found.get("error") else "0")
+        lines.append(f"| {name} | {form} | {' | '.join(shown)} |")
+    right = {name.split()[0] for (name, _), row in cells.items() if "error" in row.get("ulysses=2", {})}
+    lines += ["", f"{len(right)} of {len({name.split()[0] for name, _ in cells})} classes run with their tokens cut."]
+    lines += ["", "## Refusals", ""]
+    lines += [f"* {', '.join(where)}: {why}" for why, where in sorted(reasons.items(), key=lambda item: item[1])]
+    PAGE.write_text(INTRODUCTION + "\n".join(lines) + "\n", encoding="utf-8")
+
+
 FORMS = [(name, form) for name, case in CASES.items() for form in case.calls]
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(("name", "form"), FORMS, ids=" ".join)
-def test_every_form(ranks, name, form, config, record_support):
-    record_support(name, config, check(ranks(2).run(outcome, name, form, CONFIGS[config]), name, form, config))
+def test_every_form(ranks, name, form, config, record):
+    record(name, form, config, check(ranks(2).run(outcome, name, form, CONFIGS[config]), name, form, config))
 
 
 def test_no_class_is_left_out():
