@@ -32,6 +32,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 
@@ -159,15 +160,15 @@ class SharedMemory:
 
     # --- sending -------------------------------------------------------------------------------------------
 
-    def pack(self, tensors: Sequence[Tensor], receivers: tuple[int, ...]) -> _Slot:
+    def pack(self, tensors: Sequence[Tensor], specs: tuple[Spec, ...], receivers: tuple[int, ...]) -> _Slot:
         """Put a message for some ranks of the job into a slot of its own."""
-        places, size = _places([(tuple(t.shape), t.dtype) for t in tensors])
+        places, size = _places(specs)
         slot = self._slot(size)
         slot.receivers = receivers
         for rank in receivers:
             slot.taken[rank] = 0
-        for tensor, place in zip(tensors, places, strict=True):
-            slot.contents[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        for tensor, place, (shape, dtype) in zip(tensors, places, specs, strict=True):
+            slot.contents[place].view(dtype).view(shape).copy_(tensor)
         return slot
 
     def publish(self, slot: _Slot, link: int, receiver: int, number: int, header: Header) -> None:
@@ -200,7 +201,7 @@ class SharedMemory:
     # --- receiving -----------------------------------------------------------------------------------------
 
     def take(
-        self, link: int, sender: int, number: int, header: Header, specs: Sequence[Spec], timeout: timedelta | None
+        self, link: int, sender: int, number: int, header: Header, specs: tuple[Spec, ...], timeout: timedelta | None
     ) -> list[Tensor]:
         """The tensors of a message; its slot is the sender's again when the last of them is forgotten.
 
@@ -230,10 +231,7 @@ class SharedMemory:
         # The tensors keep `contents` alive, and nothing else does.
         weakref.finalize(contents, memory[:_PAGE].cast("q").__setitem__, self.rank, 1).atexit = False
         whole = torch.frombuffer(contents, dtype=torch.uint8)
-        return [
-            whole[place : place + prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            for place, (shape, dtype) in zip(places, specs, strict=True)
-        ]
+        return [whole[p].view(dtype).view(shape) for p, (shape, dtype) in zip(places, specs, strict=True)]
 
     def wait(self, ready: Callable[[], bool], rank: int, timeout: timedelta | None) -> None:
         """Until another rank has done something.
@@ -280,15 +278,16 @@ class SharedChannel:
         tensors = [tensor for tensor in tensors if tensor.numel()]
         if not tensors or not to:
             return
-        header = Header.of(self._memory.state.number, kind, [(tuple(t.shape), t.dtype) for t in tensors])
-        slot = self._memory.pack(tensors, tuple(self._ranks[rank] for rank in to))
+        specs = tuple((tuple(t.shape), t.dtype) for t in tensors)
+        header = Header.of(self._memory.state.number, kind, specs)
+        slot = self._memory.pack(tensors, specs, tuple(self._ranks[rank] for rank in to))
         for rank in to:
             self._memory.publish(slot, self._link, self._ranks[rank], self._sent[rank], header)
             self._sent[rank] += 1
 
     def expect(self, kind: str, specs: Sequence[Spec], source: int) -> Callable[[timedelta | None], list[Tensor]]:
         """The next message from a rank of the link: a function that waits for it. Call it once, in any order."""
-        wanted = [(shape, dtype) for shape, dtype in specs if prod(shape)]
+        wanted = _with_elements(tuple(specs))
         header = Header.of(self._memory.state.number, kind, wanted)
         number = self._expected[source]
         if wanted:
@@ -296,19 +295,30 @@ class SharedChannel:
 
         def take(timeout: timedelta | None) -> list[Tensor]:
             sender = self._ranks[source]
-            taken = iter(self._memory.take(self._link, sender, number, header, wanted, timeout) if wanted else ())
+            tensors = self._memory.take(self._link, sender, number, header, wanted, timeout) if wanted else []
+            if len(tensors) == len(specs):
+                return tensors
+            taken = iter(tensors)
             return [next(taken) if prod(shape) else torch.empty(shape, dtype=dtype) for shape, dtype in specs]
 
         return take
 
 
-def _places(specs: Sequence[Spec]) -> tuple[list[int], int]:
-    """Where the tensors of a message begin, in bytes and as torch's own do, and where the last one ends."""
+# Shapes repeat from block to block.
+@lru_cache(maxsize=4096)
+def _places(specs: tuple[Spec, ...]) -> tuple[list[slice], int]:
+    """Where the tensors of a message lie, in bytes and as torch's own do, and where the last one ends."""
     places, end = [], 0
     for shape, dtype in specs:
-        places.append(_rounded(end, ALIGNMENT))
-        end = places[-1] + prod(shape) * dtype.itemsize
+        start = _rounded(end, ALIGNMENT)
+        end = start + prod(shape) * dtype.itemsize
+        places.append(slice(start, end))
     return places, end
+
+
+@lru_cache(maxsize=4096)
+def _with_elements(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
+    return tuple((shape, dtype) for shape, dtype in specs if prod(shape))
 
 
 def _rounded(size: int, multiple: int) -> int:
