@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .engine import engine_of, parallelize, parallelized, restore, simulate, simulated
     from .generate.loading import load
     from .layout import TokenLayout
+    from .ranks import Ranks
 
 sys.meta_path.append(MovedFinder())  # type: ignore[arg-type]
 
@@ -30,6 +31,7 @@ __all__ = [
     "ParallelConfig",
     "PeerError",
     "RankFailed",
+    "Ranks",
     "TokenLayout",
     "__version__",
     "engine_of",
@@ -46,6 +48,7 @@ _LAZY = {
     "DesyncError": "comm",
     "Mesh": "comm.mesh",
     "PeerError": "comm",
+    "Ranks": "ranks",
     "TokenLayout": "layout",
     "engine_of": "engine",
     "load": "generate.loading",

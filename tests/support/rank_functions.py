@@ -104,7 +104,7 @@ def nap(*, report: Any) -> None:
 
 def stop_in_the_middle_of_a_message(*, report: Any) -> None:
     """As a rank that is stopped while it sends: a beginning of a message, and no more."""
-    os.write(report.__self__._connection.fileno(), b"\0\0\0\x64half")
+    os.write(report._connection.fileno(), b"\0\0\0\x64half")
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -161,3 +161,44 @@ def keep(value: Any = None) -> Any:
 
 
 _kept: list[Any] = []
+
+
+def break_step(pipe: Any, rank: int) -> None:
+    """Let the second step of the scheduler raise on one rank."""
+    import torch.distributed as dist
+
+    step, calls = pipe.scheduler.step, []
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if dist.get_rank() == rank and len(calls) == 2:
+            raise ArithmeticError(f"rank {rank} breaks")
+        return step(*args, **kwargs)
+
+    pipe.scheduler.step = broken
+
+
+def mend_step(pipe: Any) -> None:
+    vars(pipe.scheduler).pop("step")
+
+
+def transformers() -> int:
+    """How many transformers this rank holds."""
+    import gc
+
+    from diffusers import SD3Transformer2DModel
+
+    return sum(isinstance(one, SD3Transformer2DModel) for one in gc.get_objects())
+
+
+class Unreadable:
+    """What no rank can unpickle, each for a reason of its own."""
+
+    def __reduce__(self) -> Any:
+        return _refuse_by_rank, ()
+
+
+def _refuse_by_rank() -> None:
+    import torch.distributed as dist
+
+    raise ArithmeticError(f"not on rank {dist.get_rank()}")

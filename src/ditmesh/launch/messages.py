@@ -9,7 +9,8 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 HEADER = struct.Struct("!Q")
@@ -36,6 +37,25 @@ def encode(content: Any, fn: Any = None) -> bytes:
         with contextlib.suppress(Exception):
             return pickle.dumps(content)
     return cloudpickle.dumps(content)
+
+
+def encode_call(fn: Callable[..., Any], *call: Any) -> bytes:
+    """``(fn, *call)`` for the ranks; a `TypeError` of one sentence when it cannot be pickled."""
+    try:
+        return encode((fn, *call), fn)
+    except Exception as error:
+        name = getattr(fn, "__qualname__", repr(fn))
+        raise TypeError(
+            f"cannot send {name} and its arguments to the ranks ({error}); use a function of an "
+            f"importable module and arguments that can be pickled"
+        ) from error
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the owner says to a rank in the middle of a call, pickled."""
+
+    content: bytes
 
 
 class OwnerChannel:
@@ -112,9 +132,13 @@ class RankChannel:
             self._connection.sendall(HEADER.pack(len(data)))
             self._connection.sendall(data)
 
-    def report(self, message: Any) -> None:
-        """Send a message to the owner's ``on_message``."""
+    def __call__(self, message: Any) -> None:
+        """Report a message to the owner's ``on_message``."""
         self.send("message", message)
+
+    def reply(self) -> Any:
+        """The owner's next reply (`RankPool.reply`); waits for it."""
+        return pickle.loads(pickle.loads(self.receive()).content)
 
     def receive(self) -> bytes:
         """The next message; `EOFError` when the owner has closed its end."""

@@ -24,7 +24,7 @@ from . import rank as rank_
 from .backend import Launcher, OnMessage
 from .devices import DeviceChoice, DeviceKind, check_timeout, default_threads, resolve_device
 from .failures import Failure
-from .messages import OwnerChannel, encode
+from .messages import OwnerChannel, Reply, encode, encode_call
 from .processes import ctrl_c_waits, fork_server, guarded_folder, start_fork_server
 from .torchrun import from_torchrun
 
@@ -155,6 +155,16 @@ class RankPool(Launcher):
         return self._closed is not None
 
     @property
+    def reason(self) -> str:
+        """Why the pool is closed; empty while it is open."""
+        return self._closed or ""
+
+    @property
+    def generation(self) -> int:
+        """How often the ranks have joined a process group; groups made in an earlier generation are no more."""
+        return self._meetings
+
+    @property
     def pids(self) -> list[int]:
         """Process ids of the ranks, in rank order."""
         return [process.pid for process in self._processes]
@@ -184,14 +194,7 @@ class RankPool(Launcher):
         with self._lock:
             if self._closed is not None:
                 raise ConfigError(f"this RankPool is closed ({self._closed}); make a new one")
-            try:
-                call = encode((fn, args, kwargs, on_message is not None), fn)
-            except Exception as error:
-                name = getattr(fn, "__qualname__", repr(fn))
-                raise TypeError(
-                    f"cannot send {name} and its arguments to the ranks ({error}); use a function of an "
-                    f"importable module and arguments that can be pickled"
-                ) from error
+            call = encode_call(fn, args, kwargs, on_message is not None)
             try:
                 for channel in self._channels:
                     # A rank that is gone is noticed, with its reason, while the answers are collected.
@@ -211,12 +214,22 @@ class RankPool(Launcher):
                 self._end("a call was broken off")
                 raise
 
-    def close(self) -> None:
+    def reply(self, content: Any) -> None:
+        """Send all ranks a reply in the middle of a call, from its ``on_message``; they take it by ``report.reply()``.
+
+        What a rank has not taken when its call ends is dropped. Raises whatever pickling raises.
+        """
+        message = encode(Reply(encode(content)))
+        for channel in self._channels:
+            channel.send(message)
+
+    def close(self, reason: str = "it was closed") -> None:
+        """End the ranks; ``reason`` is what `ConfigError` says to later calls."""
         if self._closed is None:
             for channel in self._channels:
                 channel.send(encode(None))
             self._join(CLOSE_LIMIT)
-        self._end("it was closed")
+        self._end(reason)
 
     def __repr__(self) -> str:
         state = f"closed: {self._closed}" if self.closed else f"{self.threads} threads each"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .devices import DeviceKind, join, stay_on_loopback
 from .failures import of_exception
-from .messages import RankChannel
+from .messages import RankChannel, Reply
 from .processes import end_fork_server
 
 
@@ -89,9 +89,12 @@ def _answer(rank: int, channel: RankChannel) -> bool:
         request = pickle.loads(call)
         if request is None:
             return False
+        if isinstance(request, Reply):
+            # To an earlier call, which this rank has left before it came.
+            return True
         fn, args, kwargs, reports = request
         if reports:
-            kwargs["report"] = channel.report
+            kwargs["report"] = channel
         channel.send("answer", fn(*args, **kwargs))
     except BaseException as error:
         # And stay, whatever it is: leaving would make the peers fail as well, and the owner may have more to run.

@@ -1,0 +1,20 @@
+"""python examples/ranks.py
+
+Starts two ranks, loads the embedded model on them, and calls it from here as a pipeline of this process. For a model of
+your own, put its folder or hub id in the place of `emoji-sd3`.
+"""
+
+import torch
+
+import ditmesh
+
+# The ranks import this file as well, and shall not start ranks of their own.
+if __name__ == "__main__":
+    with ditmesh.Ranks(2) as ranks:
+        pipe = ranks.load("emoji-sd3", {"cfg": 2})
+        for seed, prompt in enumerate(("a red fox", "a cactus")):
+            generator = torch.Generator().manual_seed(seed)
+            image = pipe(prompt, num_inference_steps=10, generator=generator).images[0]
+            name = f"{prompt.replace(' ', '-')}.png"
+            image.save(name)
+            print(name)

@@ -1,0 +1,245 @@
+"""A pipeline on ranks, as its owner calls it: the call, the callback and the progress bar in the owner's process."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..errors import ConfigError, InputError
+from ..launch import RankPool
+from ..launch.messages import encode_call
+from .rank import CALLBACK, Arguments, call_method, free, generate, loaded, on_cpu, scheduler_of, set_scheduler
+
+if TYPE_CHECKING:
+    from .handle import Ranks
+
+# Methods of a `RemotePipeline`, and where a rank's pipeline has them.
+METHODS = {
+    name: name
+    for name in (
+        *("load_lora_weights", "unload_lora_weights", "fuse_lora", "unfuse_lora", "set_adapters", "delete_adapters"),
+        *("enable_lora", "disable_lora", "get_active_adapters", "get_list_adapters"),
+    )
+} | {f"{verb}_vae_{what}": f"vae.{verb}_{what}" for verb in ("enable", "disable") for what in ("slicing", "tiling")}
+
+
+class RemotePipeline:
+    """A pipeline that is loaded on `Ranks`; made by `Ranks.load`.
+
+    It is called as the pipeline is. Tensors, pictures and `torch.Generator` arguments travel, generators come back
+    advanced, and so does torch's default generator of the CPU. ``callback_on_step_end`` and the progress bar run in the
+    owner's process. The output is rank 0's, with tensors on the CPU. The methods of `METHODS` run on all ranks;
+    ``scheduler`` can be assigned. `Ranks.run` reaches everything else.
+    """
+
+    def __init__(self, ranks: Ranks, key: str, name: str, parameters: tuple[str, ...]) -> None:
+        vars(self).update(_ranks=ranks, _key=key, _name=name, _parameters=parameters, _bar={})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the pipeline on all ranks, with its own arguments; the output of rank 0.
+
+        ``callback_on_step_end(pipe, step, timestep, tensors)`` gets rank 0's tensors on the CPU, and what it returns
+        goes to all ranks. Its ``pipe`` has the pipeline's plain properties (``num_timesteps``, ``guidance_scale``), and
+        what is assigned to it (``pipe._interrupt = True``) is assigned on all ranks. diffusers' own
+        ``PipelineCallback`` objects run on the ranks.
+
+        Raises:
+            Exception: whatever the pipeline or the callback raises, with a `RankFailed` that holds the rank's traceback
+                as its cause. The next call works.
+            KeyboardInterrupt: Ctrl-C; the ranks stop at the end of a step. A second one ends them, and they are closed.
+            RankFailed: a rank died.
+            ConfigError: the pipeline, or its ranks, are closed.
+        """
+        if len(args) <= len(self._parameters):
+            args, kwargs = (), self._by_name(args, kwargs)
+        callback = kwargs.get(CALLBACK)
+        if callback is not None and not hasattr(callback, "tensor_inputs"):
+            kwargs[CALLBACK] = None
+        else:
+            callback = None
+        for name, value in kwargs.items():
+            if inspect.isroutine(value):
+                raise InputError(f"{name}={value.__name__} would run on the ranks and not here; use {CALLBACK}")
+        sent = Arguments((args, kwargs))
+        with self._ranks._alone():
+            self._check_open()
+            owner = Call(self._ranks._pool, self._bar, self._name, callback)
+            call = encode_call(generate, (self, sent, callback is not None), {})
+            with owner.interruptible():
+                output, states = self._ranks._outcomes(call, owner)[0]
+            for generator, state in zip(sent.generators, states, strict=True):
+                generator.set_state(state)
+            return output
+
+    def set_progress_bar_config(self, **options: Any) -> None:
+        """Options of the progress bars in this process, as of tqdm."""
+        vars(self)["_bar"] = options
+
+    def close(self) -> None:
+        """Free the pipeline on all ranks, which stay. Harmless twice."""
+        if self._key in self._ranks._loaded and not self._ranks._pool.closed:
+            self._ranks.run(free, self._key)
+        self._ranks._loaded.discard(self._key)
+
+    @property
+    def scheduler(self) -> SchedulerConfig:
+        """The scheduler's configuration. Assign another scheduler to change it: all ranks get a copy."""
+        return SchedulerConfig(*self._run(scheduler_of))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in METHODS:
+            return lambda *args, **kwargs: self._run(call_method, METHODS[name], Arguments((args, kwargs)))
+        raise AttributeError(
+            f"{name!r} of this {self._name} is on its ranks; use ranks.run(fn, pipe), whose fn gets the pipeline there"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "scheduler":
+            raise AttributeError(
+                f"{name!r} of this {self._name} cannot be assigned from here; use ranks.run(fn, pipe), whose fn gets "
+                "the pipeline on every rank"
+            )
+        if not hasattr(value, "set_timesteps"):
+            raise InputError(
+                f"{type(value).__name__} is no scheduler; use a diffusers one, such as "
+                "FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config, shift=3.0)"
+            )
+        self._run(set_scheduler, value)
+
+    def __reduce__(self) -> Any:
+        return loaded, (self._key,)
+
+    def __repr__(self) -> str:
+        state = f"on {self._ranks!r}" if self._key in self._ranks._loaded else "closed"
+        return f"RemotePipeline({self._name}, {state})"
+
+    def _run(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """The result on rank 0 of ``fn(pipe, *args)``, which every rank runs."""
+        self._check_open()
+        return self._ranks.run(fn, self, *args)[0]
+
+    def _check_open(self) -> None:
+        if self._key not in self._ranks._loaded:
+            raise ConfigError(f"this {self._name} was closed; load it again with ranks.load(...)")
+
+    def _by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        named = dict(zip(self._parameters, args, strict=False))
+        if twice := named.keys() & kwargs.keys():
+            raise TypeError(f"{self._name} got multiple values for argument {min(twice)!r}")
+        return named | dict(kwargs)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """The scheduler of a `RemotePipeline`, as far as it is known here.
+
+    Attributes:
+        name: its class.
+        config: what ``from_config`` of a scheduler takes.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"{name!r} of this {self.name} is on the ranks; assign pipe.scheduler = "
+            f"{self.name}.from_config(pipe.scheduler.config, ...), or use ranks.run(fn, pipe)"
+        )
+
+
+class Call:
+    """The owner's side of a call of a pipeline: progress bars, the callback, Ctrl-C."""
+
+    def __init__(self, pool: RankPool, bar: Mapping[str, Any], name: str, callback: Callable[..., Any] | None) -> None:
+        self._pool, self._options, self._name, self._callback = pool, bar, name, callback
+        self._bars: list[Any] = []
+        self._interrupted = self._in_callback = False
+        # What the callback has raised, or an interrupt; the ranks are told to stop.
+        self.error: BaseException | None = None
+
+    def hear(self, rank: int, message: tuple[str, Any]) -> None:
+        """Take a message of rank 0; all ranks wait for the reply to a step's or a bar's update."""
+        kind, content = message
+        if kind == "open":
+            from tqdm.auto import tqdm
+
+            self._bars.append(tqdm(total=content, **self._options))
+        elif kind == "close" and self._bars:
+            self._bars.pop().close()
+        elif kind == "describe":
+            self._bars[-1].set_description(content)
+        elif kind == "update":
+            self._bars[-1].update(content)
+            self._reply(({}, {}))
+        elif kind == "step":
+            self._step(*content)
+        elif kind == "failed":
+            self._pool.reply(None)
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Let the first Ctrl-C stop the ranks at the end of a step; they are ended by the second."""
+        ours = threading.current_thread() is threading.main_thread()
+        ours = ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+        def interrupt(number: int, frame: Any) -> None:
+            if self._interrupted or self._in_callback:
+                raise KeyboardInterrupt
+            self._interrupted = True
+            with contextlib.suppress(RuntimeError, OSError, ValueError):
+                print("interrupting at the end of this step; once more ends the ranks", file=sys.stderr, flush=True)
+
+        try:
+            if ours:
+                signal.signal(signal.SIGINT, interrupt)
+            yield
+            if self._interrupted:
+                raise KeyboardInterrupt
+        finally:
+            if ours:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            for bar in self._bars:
+                bar.close()
+
+    def _step(self, index: int, timestep: Any, tensors: dict[str, Any], properties: dict[str, Any]) -> None:
+        assert self._callback is not None
+        pipe, returned = StepPipeline(self._name, properties), None
+        try:
+            self._in_callback = True
+            if not self._interrupted:
+                returned = self._callback(pipe, index, timestep, tensors)
+            self._in_callback = False
+            self._reply((on_cpu(returned), on_cpu(vars(pipe)["_assigned"])))
+        except BaseException as error:
+            self._in_callback, self.error = False, error
+            self._pool.reply(None)
+
+    def _reply(self, content: Any) -> None:
+        if self._interrupted:
+            self.error, content = KeyboardInterrupt(), None
+        self._pool.reply(content)
+
+
+class StepPipeline:
+    """What a callback gets as the pipeline: its plain properties, as of rank 0; assignments go to all ranks."""
+
+    def __init__(self, name: str, properties: dict[str, Any]) -> None:
+        vars(self).update(_name=name, _properties=properties, _assigned={})
+
+    def __getattr__(self, name: str) -> Any:
+        for known in (self._assigned, self._properties):
+            if name in known:
+                return known[name]
+        raise AttributeError(
+            f"{name!r} of this {self._name} is on its ranks; a callback here has {', '.join(self._properties)}"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._assigned[name] = value

@@ -1,0 +1,237 @@
+"""What runs on a rank for `Ranks`, and what travels there."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ..comm import PeerError
+from ..core.arguments import parameter_names
+from ..engine import engine_of
+from ..errors import ConfigError
+from ..generate.loading import load
+from ..generate.run import quieten
+from ..launch.failures import Failure, of_exception
+from ..launch.messages import RankChannel, encode
+from ..strategies.pipefusion.lazy import whole_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+CALLBACK = "callback_on_step_end"
+
+# The pipelines that the owner has loaded, by key. What runs in a call has no other place to leave them.
+_pipelines: dict[str, Any] = {}
+
+
+class CallInterrupted(PeerError):
+    """A rank leaves a call because the owner or rank 0 has done so: a consequence, not a cause."""
+
+
+@dataclass(frozen=True)
+class _Generator:
+    """A generator's place among those of a call, its device and state; ``default``: torch's own of the CPU."""
+
+    place: int
+    device: str
+    state: Tensor
+    default: bool
+
+
+class Arguments:
+    """Arguments of a call: tensors on the CPU, generators by their states.
+
+    Attributes:
+        generators: on the owner: those that come back advanced, torch's default one first.
+    """
+
+    def __init__(self, content: Any) -> None:
+        self.generators: list[torch.Generator] = [torch.default_generator]
+        self._content = tree_map(self._sent, (torch.default_generator, content))
+
+    def _sent(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().cpu()
+        if not isinstance(value, torch.Generator):
+            return value
+        place = next((n for n, known in enumerate(self.generators) if known is value), len(self.generators))
+        if place == len(self.generators):
+            self.generators.append(value)
+        return _Generator(place, value.device.type, value.get_state(), place == 0)
+
+    def __getstate__(self) -> Any:
+        return self._content
+
+    def __setstate__(self, content: Any) -> None:
+        self._content = content
+
+    def received(self, device: torch.device) -> tuple[Any, list[torch.Generator]]:
+        """On a rank: what was sent, with tensors on ``device``, and the generators in it."""
+        made: dict[int, torch.Generator] = {}
+
+        def receive(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.to(device)
+            if not isinstance(value, _Generator):
+                return value
+            if value.place not in made:
+                generator = torch.default_generator if value.default else torch.Generator(value.device)
+                generator.set_state(value.state)
+                made[value.place] = generator
+            return made[value.place]
+
+        _, content = tree_map(receive, self._content)
+        return content, [made[place] for place in sorted(made)]
+
+
+def on_cpu(tree: Any) -> Any:
+    """Tensors on the CPU, with their patches if those arrive later: on every rank, as each has some of them."""
+    return tree_map(lambda value: whole_of(value).detach().cpu() if isinstance(value, Tensor) else value, tree)
+
+
+def outcome(folder: str, call: bytes, report: RankChannel | None = None) -> bytes | Failure:
+    """Run a call in the owner's working directory; its result, pickled, or why there is none.
+
+    Returned, not raised: the pool would renew the process group, on which the pipelines' meshes stand. They renew
+    their own links.
+    """
+    try:
+        os.chdir(folder)
+        fn, args, kwargs = pickle.loads(call)
+        if report is not None:
+            kwargs["report"] = report
+        return encode(on_cpu(fn(*args, **kwargs)))
+    except BaseException as error:
+        return of_exception(dist.get_rank(), error)
+
+
+def load_pipeline(
+    key: str, model: str, config: Any, folder: str, options: dict[str, Any]
+) -> tuple[str, tuple[str, ...]]:
+    """Load a pipeline; its class's name and the parameters of its call."""
+    os.chdir(folder)
+    quieten()
+    pipe = _pipelines[key] = load(model, config, **options)
+    return type(pipe).__name__, parameter_names(type(pipe).__call__)
+
+
+def loaded(key: str) -> Any:
+    """The pipeline of this rank that a `RemotePipeline` stands for."""
+    if key not in _pipelines:
+        raise ConfigError("this pipeline was closed, or is of other Ranks; use one that these Ranks have loaded")
+    return _pipelines[key]
+
+
+def free(key: str) -> None:
+    _pipelines.pop(key, None)
+    # Its mesh gives its groups back; every rank does so here.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def call_method(pipe: Any, path: str, arguments: Arguments) -> Any:
+    (args, kwargs), _ = arguments.received(engine_of(pipe).mesh.device)
+    result = attrgetter(path)(pipe)(*args, **kwargs)
+    return result if dist.get_rank() == 0 else None
+
+
+def scheduler_of(pipe: Any) -> tuple[str, dict[str, Any]]:
+    return type(pipe.scheduler).__name__, dict(pipe.scheduler.config)
+
+
+def set_scheduler(pipe: Any, scheduler: Any) -> None:
+    pipe.scheduler = scheduler
+
+
+def generate(pipe: Any, arguments: Arguments, steps: bool, report: RankChannel) -> tuple[Any, list[Tensor]] | None:
+    """Call the pipeline; rank 0's output, and the states of the generators after it."""
+    rank, device = dist.get_rank(), engine_of(pipe).mesh.device
+    say: Callable[[Any], None] = report if rank == 0 else lambda message: None
+
+    def ask(kind: str, content: Any) -> Any:
+        say((kind, content))
+        reply = report.reply()
+        if reply is None:
+            raise CallInterrupted("the call was broken off by its owner or by rank 0; see what was raised there")
+        return reply
+
+    def step(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> Any:
+        # On every rank: to read a tensor may need the others.
+        content = (index, on_cpu(timestep), on_cpu(tensors), _plain_properties(pipe))
+        returned, assigned = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, ask("step", content))
+        for name, value in assigned.items():
+            setattr(pipe, name, value)
+        return returned
+
+    (args, kwargs), generators = arguments.received(device)
+    if steps:
+        kwargs[CALLBACK] = step
+    pipe.progress_bar = lambda iterable=None, total=None: _ProgressBar(say, ask, iterable, total)
+    try:
+        output = pipe(*args, **kwargs)
+        return (output, [generator.get_state() for generator in generators]) if rank == 0 else None
+    except BaseException:
+        say(("failed", None))
+        raise
+    finally:
+        del pipe.progress_bar
+
+
+def _plain_properties(pipe: Any) -> dict[str, Any]:
+    """Names and values of a pipeline's properties that are numbers, texts or None."""
+    values: dict[str, Any] = {}
+    for name in dir(type(pipe)):
+        if isinstance(inspect.getattr_static(type(pipe), name), property):
+            with contextlib.suppress(Exception):
+                values[name] = getattr(pipe, name)
+    return {name: value for name, value in values.items() if isinstance(value, (int, float, str, type(None)))}
+
+
+class _ProgressBar:
+    """A pipeline's progress bar on a rank: rank 0's is shown by the owner, and no rank goes on before its reply."""
+
+    def __init__(
+        self,
+        say: Callable[[Any], None],
+        ask: Callable[[str, Any], Any],
+        iterable: Iterable[Any] | None,
+        total: int | None,
+    ) -> None:
+        self._say, self._ask, self._iterable = say, ask, iterable
+        if iterable is not None and hasattr(iterable, "__len__"):
+            total = len(iterable)  # type: ignore[arg-type]
+        say(("open", total))
+
+    def update(self, n: int = 1) -> None:
+        self._ask("update", n)
+
+    def set_description(self, text: str | None = None, refresh: bool = True) -> None:
+        self._say(("describe", text))
+
+    def close(self) -> None:
+        self._say(("close", None))
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._iterable or ():
+            yield item
+            self.update()
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
