@@ -42,7 +42,6 @@ REFUSED = {
     "Flux2Transformer2DModel + caches": "kv_cache",
     "GlmImageTransformer2DModel": "kv_cache",
     "Kandinsky5Transformer3DModel nabla": "flex",
-    "Kandinsky6SRTransformer3DModel": "flex",
     "MiniMaxMusic3RVQDepthDecoder": "is_causal",
     "MotifVideoTransformer3DModel": "queries",
     "QwenImage21Transformer2DModel": "transformer_blocks.0",
@@ -125,19 +124,22 @@ def record(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str, str, 
     if not request.config.getoption("--write-support") or not cells:
         return
     lines = [f"| transformer | call | {' | '.join(CONFIGS)} |", "|---|---|" + "---|" * len(CONFIGS)]
-    reasons: dict[str, list[str]] = {}
+    reasons: dict[str, dict[str, list[str]]] = {}
     for (name, form), row in sorted(cells.items()):
         shown = []
         for config in CONFIGS:
             found = row.get(config, {})
             if "refused" in found:
-                reasons.setdefault(found["refused"].removesuffix(f"; {WAY_OUT}"), []).append(f"{name} {form}, {config}")
+                why = found["refused"].removesuffix(f"; {WAY_OUT}")
+                reasons.setdefault(why, {}).setdefault(f"{name} {form}", []).append(config)
             shown.append("refused" if "refused" in found else f"{found['error']:.0e}" if found.get("error") else "0")
         lines.append(f"| {name} | {form} | {' | '.join(shown)} |")
     right = {name.split()[0] for (name, _), row in cells.items() if "error" in row.get("ulysses=2", {})}
     lines += ["", f"{len(right)} of {len({name.split()[0] for name, _ in cells})} classes run with their tokens cut."]
     lines += ["", "## Refusals", ""]
-    lines += [f"* {', '.join(where)}: {why}" for why, where in sorted(reasons.items(), key=lambda item: item[1])]
+    for why, where in sorted(reasons.items(), key=lambda item: min(item[1])):
+        calls = "; ".join(f"{call} ({', '.join(configs)})" for call, configs in where.items())
+        lines += [f"* {calls}: {why}"]
     PAGE.write_text(INTRODUCTION + "\n".join(lines) + "\n", encoding="utf-8")
 
 

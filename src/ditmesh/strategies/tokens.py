@@ -56,6 +56,6 @@ class KnownForms(Strategy):
         for model in self.context.models:
             hooks = model.get(ModelHooks)
             hooks.tokens_whole = not self.cuts_tokens(self.context.config)
-            # Whatever the call of a reviewed class brings, its samples can be cut.
-            if model.layout.source != "reviewed" or not hooks.tokens_whole:
+            # Samples of a reviewed class can be cut, of calls that its layout covers.
+            if model.layout.source != "reviewed" or model.layout.refused or not hooks.tokens_whole:
                 undo.callback(model.chain.add(hooks.around_whole_call))
