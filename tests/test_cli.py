@@ -562,3 +562,12 @@ def test_help_does_not_wait_for_torch() -> None:
     assert done.returncode == 0
     assert done.stderr.strip() == "[]"
     assert "generate" in done.stdout
+
+
+def test_inspect_saves_the_layout(tmp_path):
+    from ditmesh.layout import TokenLayout, known_models
+
+    path = tmp_path / "layout.json"
+    assert run("inspect", "--save", str(path)) == 0
+    assert TokenLayout.read(path) == known_models()["SD3Transformer2DModel"]
+    assert run("inspect", "--save", str(path)) == 2

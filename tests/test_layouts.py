@@ -16,6 +16,7 @@ from ditmesh.core.arguments import MISSING, Arguments, parameter_names
 from ditmesh.core.partition import Partition
 from ditmesh.layout import LOCAL, Cut, Region, Stream, TokenLayout, joint, known_models, layout_of
 from ditmesh.layout.conventions import Size
+from ditmesh.layout.derive import derive
 from ditmesh.layout.probe import differences, probe
 from ditmesh.strategies.token_mixers import RULES
 from support.models import MAKERS, RAGGED, inputs, run, sizes, tiny
@@ -346,3 +347,33 @@ def test_arguments_beyond_the_named_ones_go_by_position():
     assert arguments.args[2] == 9
     assert arguments.get("*0") is MISSING  # it has a name
     assert arguments.get("*3") is MISSING
+
+
+# --- as files --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*known_models(), "derived"])
+def test_a_layout_comes_back_from_its_file(name, tmp_path):
+    layout = known_models().get(name)
+    if layout is None:
+        layout = derive(tiny("Flux"), inputs("Flux", RAGGED))[1]
+        assert layout.calls
+    layout.save(tmp_path / "layout.json")
+    assert TokenLayout.read(tmp_path / "layout.json") == layout
+    with pytest.raises(FileExistsError):
+        layout.save(tmp_path / "layout.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "is no token layout"),
+        ("[1]", "is no token layout"),
+        ('{"model": "X", "regions": [{"blocks": 3}]}', "regions.0.blocks"),
+        ('{"model": "X"}', "regions: field required"),
+    ],
+)
+def test_what_is_no_layout_is_said(text, said, tmp_path):
+    (tmp_path / "layout.json").write_text(text)
+    with pytest.raises(ditmesh.InputError, match=said):
+        TokenLayout.read(tmp_path / "layout.json")

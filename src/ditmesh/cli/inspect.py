@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import InputError
 from .options import AsJson, Size
 from .show import emit
 from .values import parse_size
@@ -21,6 +23,9 @@ def inspect(
     check: Annotated[
         bool, typer.Option("--check", help="Probe the class and compare with the reviewed layout.")
     ] = False,
+    save: Annotated[
+        Path | None, typer.Option("--save", metavar="FILE", help="Write the layout as JSON, for TokenLayout.read.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a model's token layout, parameters and token counts; with --check, probe it and compare.
@@ -57,6 +62,11 @@ def inspect(
     if check:
         facts["probed"] = as_data(probed) if probed else None
         facts["differences"] = differences
+    if save is not None:
+        try:
+            layout.save(save)
+        except OSError as error:
+            raise InputError(f"cannot write {str(save)!r}: {error.strerror}; give --save another name") from None
     emit(facts, as_json, partial(_show, layout=layout, check=check))
     if differences:
         raise typer.Exit(1)
@@ -92,7 +102,7 @@ def _show(facts: dict[str, Any], layout: TokenLayout, check: bool) -> None:
         table.add_section()
     console.print(table)
     if layout.refused:
-        console.print("Refused in parallel: " + ", ".join(layout.refused), highlight=False)
+        console.print("Derived from the call that sets one: " + ", ".join(layout.refused), highlight=False)
     if check and not facts["differences"]:
         console.print("[green]The probe agrees with this layout.[/]")
     for difference in facts.get("differences", []):

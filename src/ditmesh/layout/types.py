@@ -7,9 +7,13 @@ image or text tokens, along which dimension, in which order they join, and which
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import InputError
 
 # What an argument is, as far as a model may treat it otherwise for it (`ditmesh.layout.forms.kind_of`).
 Kind = Hashable
@@ -283,3 +287,36 @@ class TokenLayout:
     rows: bool = True
     calls: tuple[tuple[tuple[str, Kind], ...], ...] = ()
     source: str = "reviewed"
+
+    def save(self, path: str | Path) -> None:
+        """Write the layout as JSON: to look at, to hand to `read`, to contribute.
+
+        Raises:
+            FileExistsError: the file is there already.
+        """
+        with Path(path).open("x", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(self), indent=1) + "\n")
+
+    @staticmethod
+    def read(path: str | Path) -> TokenLayout:
+        """A layout that `save` has written, or somebody by hand; what it leaves out has its default.
+
+        Raises:
+            InputError: the file cannot be read, or is no layout; says which entry is wrong.
+        """
+        from pydantic import TypeAdapter, ValidationError
+
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            calls = _tuples(data.pop("calls", ()))
+            return replace(TypeAdapter(TokenLayout).validate_python(data), calls=calls)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise InputError(f"{str(path)!r} is no token layout: {where}: {first['msg'].lower()}") from None
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise InputError(f"{str(path)!r} is no token layout: {error}") from None
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
