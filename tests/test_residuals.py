@@ -50,7 +50,7 @@ def test_residuals_are_cut_with_the_tokens(ranks, name, config):
         assert max(errors[:2]) <= 1e-5
         # A stale step follows.
         assert errors[2] <= (1e-5 if "exchange" not in config else 1)
-        assert source == ("reviewed" if "data" in config else "derived")
+        assert source == "derived"
 
 
 def in_reproducible_mode(name, ulysses):
