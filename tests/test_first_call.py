@@ -64,8 +64,9 @@ def bare(config):
         truth = [net(**call())[0], net(**call(), sharpness=torch.tensor(0.5))[0]]
         keys = set(vars(net))
         ditmesh.parallelize(net, config)
+        assert ditmesh.engine_of(net).mesh.config == ditmesh.engine_of(net).config == ditmesh.ParallelConfig(**config)
         with pytest.raises(ditmesh.InputError, match="not known before its first call"):
-            ditmesh.engine_of(net)
+            _ = ditmesh.engine_of(net).hooks
         found = [net(**call())[0], net(**call(), sharpness=torch.tensor(0.5))[0]]
         source = ditmesh.engine_of(net).models[0].layout.source
         ditmesh.restore(net)

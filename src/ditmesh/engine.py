@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch import nn
@@ -20,7 +20,7 @@ from .core.clock import CallClock, timestep_of
 from .core.patching import Proceed
 from .core.request import PipelineCall
 from .errors import ConfigError, InputError, LayoutError
-from .first_call import FirstCall, not_yet
+from .first_call import FirstCall
 from .layout import TokenLayout, layout_of
 from .layout.derive import block_lists
 from .layout.probe import probe
@@ -391,10 +391,10 @@ def _wait_for_a_call(
 ) -> None:
     """Open the engine when the first call has told the transformers' layout."""
 
-    def open_engine(layouts: list[TokenLayout], targets: list[Any]) -> None:
+    def open_engine(layouts: list[TokenLayout], targets: list[Any], owned: bool) -> None:
         pairs = list(zip(models, layouts, strict=True))
         check(recipe, config, pairs)
-        engine = Engine(pairs, config, mesh, owns_mesh, recipe)
+        engine = Engine(pairs, config, mesh, owned, recipe)
         engine.open(targets[0])
         for pipe in targets[1:]:
             engine.attach(pipe)
@@ -522,7 +522,8 @@ def engine_of(target: Any) -> Engine:
     """
     engine = getattr(target, ENGINE, None)
     if isinstance(engine, FirstCall):
-        raise not_yet(target)
+        # It knows its configuration and its mesh, and says of anything else that it is too early.
+        return cast("Engine", engine)
     if not isinstance(engine, Engine):
         raise InputError(f"this {type(target).__name__} is not parallelised; call ditmesh.parallelize(...) first")
     return engine

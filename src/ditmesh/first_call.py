@@ -38,7 +38,8 @@ class FirstCall:
     Args:
         models: the transformers.
         config, mesh, owns_mesh: as for the engine.
-        open_engine: opens the engine with a layout for every transformer.
+        open_engine: opens the engine: takes a layout for every transformer, what to attach to it, and whether it owns
+            the mesh.
         mark: puts this object where `engine_of` looks, and returns what takes it away.
     """
 
@@ -48,7 +49,7 @@ class FirstCall:
         config: ParallelConfig,
         mesh: Mesh,
         owns_mesh: bool,
-        open_engine: Callable[[list[TokenLayout], list[Any]], None],
+        open_engine: Callable[[list[TokenLayout], list[Any], bool], None],
         mark: Callable[[Any, Any], Callable[[], None]],
     ) -> None:
         self.models, self.config, self.mesh = list(models), config, mesh
@@ -61,6 +62,23 @@ class FirstCall:
         for model in self.models:
             self._undo.callback(mark(model, self))
             self._undo.callback(CallChain(model).add(partial(self._around_call, model)))
+
+    def __getattr__(self, name: str) -> Any:
+        """What only an engine can tell.
+
+        Raises:
+            InputError: always, but for names that no engine has.
+        """
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise InputError(
+            f"the layout of {type(self.models[0]).__name__} is not known before its first call, so there is no {name} "
+            "to look at yet; call it once"
+        )
+
+    def own_mesh(self) -> None:
+        """Give the mesh's groups back in the end: whoever made it hands it over."""
+        self._owns_mesh = True
 
     def attach(self, pipe: Any) -> None:
         """Let a pipeline be the one that makes the first call."""
@@ -76,7 +94,7 @@ class FirstCall:
 
     def _begin(self, layouts: list[TokenLayout]) -> None:
         self._undo.close()
-        self._open(layouts, self._pipes or [self.models[0]])
+        self._open(layouts, self._pipes or [self.models[0]], self._owns_mesh)
 
     def _around_pipeline(self, pipe: Any, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         states = [(generator, generator.get_state()) for generator in _generators([*args, *kwargs.values()])]
@@ -141,11 +159,3 @@ def _generators(values: Sequence[Any]) -> Iterator[torch.Generator]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _generators(value)
-
-
-def not_yet(target: Any) -> InputError:
-    """Why an engine cannot be asked for anything."""
-    return InputError(
-        f"the layout of the transformer of this {type(target).__name__} is not known before its first call; call it "
-        "once"
-    )

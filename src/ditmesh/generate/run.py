@@ -75,7 +75,8 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
 
     def stepped(images: int, steps: int) -> None:
         # The note: how many steps of a stale strategy have been synchronous so far.
-        say(Stepped(images, steps, engine.staleness.summary() if engine.staleness is not None else ""))
+        log = engine_of(pipe).staleness
+        say(Stepped(images, steps, log.summary() if log is not None else ""))
 
     total = 0.0
     for number in range(job.calls):
