@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import timeit
+from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import ditmesh
 from ditmesh.core.arguments import Arguments
@@ -91,6 +93,25 @@ class OwnSum(MadeUpTransformer):
             layer.forward = lambda tokens, *args, _own=layer.forward, **kwargs: _own(
                 tokens + tokens.mean(1, keepdim=True), *args, **kwargs
             )
+
+
+class Positioned(MadeUpTransformer):
+    """Its attention leaves out the last of however many keys the block sees."""
+
+    def forward(self, *args, **kwargs):
+        def attend(q, k, v, attn_mask=None, **options):
+            keys = torch.arange(k.shape[2]) < k.shape[2] - 1
+            return own(q, k, v, attn_mask=keys.view(1, 1, 1, -1) if q.shape == k.shape else attn_mask, **options)
+
+        own = F.scaled_dot_product_attention
+        with mock.patch.object(F, "scaled_dot_product_attention", attend):
+            return super().forward(*args, **kwargs)
+
+
+def test_a_mask_that_a_block_makes_by_what_it_sees_is_refused():
+    """With some of the tokens it would leave out another key on every rank."""
+    with pytest.raises(ditmesh.LayoutError, match=r"layers\.0: with some of its tokens it hands attention call 1"):
+        derive(Positioned().eval(), arguments())
 
 
 def test_what_a_block_mixes_itself_is_refused_by_name():

@@ -281,6 +281,7 @@ def _problem(
 def _read_after(skeleton: Skeleton, region: Region, call: dict[str, Any]) -> Region:
     """Spoil each stream beside the main one in what the last block returns, or shorten it: nobody may notice."""
     last = [one.site for one in skeleton.ran if _list_of(one.site) == region.blocks][-1]
+    _, before = skeleton(call)
     streams = []
     for stream in region.streams:
         used = stream.used_after
@@ -293,14 +294,13 @@ def _read_after(skeleton: Skeleton, region: Region, call: dict[str, Any]) -> Reg
                 fewer = max(1, value.shape[wanted.dim] // 2)
                 return value.narrow(wanted.dim, 0, fewer) if (site, name) == (last, wanted.name) else value
 
-            used = not _clean(skeleton, call, spoil) or not _clean(skeleton, call, halve)
+            used = not (_clean(skeleton, call, before, spoil) and _clean(skeleton, call, before, halve))
         streams.append(replace(stream, used_after=used))
     return replace(region, streams=tuple(streams))
 
 
-def _clean(skeleton: Skeleton, call: dict[str, Any], edit: Callable[[str, str, Tensor], Tensor]) -> bool:
-    """Whether the model returns the same after an edit of what blocks return."""
-    _, before = skeleton(call)
+def _clean(skeleton: Skeleton, call: dict[str, Any], before: Any, edit: Callable[[str, str, Tensor], Tensor]) -> bool:
+    """Whether the model returns what it did before after an edit of what blocks return."""
     try:
         _, after = skeleton(call, edit)
     except Exception:

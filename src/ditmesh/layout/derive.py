@@ -21,7 +21,7 @@ from ..core.arguments import Arguments, covers, parameter_names
 from ..errors import LayoutError
 from .between import Ran, Skeleton, examine, fresh
 from .forms import WAY_OUT, dtype_class, form_of
-from .influence import Block, Facts, Listener, checked, computed, facts_of, length_of, off_by, tolerance
+from .influence import Block, Facts, Listener, checked, computed, facts_of, length_of, off_by, tolerance, why
 from .types import LOCAL, Attention, Count, Cut, Leaf, Region, TokenLayout
 
 T = TypeVar("T")
@@ -85,12 +85,7 @@ class _Observer:
         except LayoutError as error:
             self.failed[path] = error
         except Exception as error:
-            if isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError)):
-                raise
-            reason = (str(error).splitlines() or [""])[0]
-            self.failed[path] = LayoutError(
-                f"{site} cannot be run with other arguments ({type(error).__name__}: {reason}); {WAY_OUT}"
-            )
+            self.failed[path] = LayoutError(f"{site} cannot be run with other arguments ({why(error)}); {WAY_OUT}")
         finally:
             self._busy = False
 
@@ -443,8 +438,7 @@ def _rows_hold(
         with torch.no_grad():
             alone = run(**arguments.kwargs)
     except Exception as error:
-        if isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError)):
-            raise
+        why(error)
         return False
     pairs = list(zip(_rows_of(output), _rows_of(alone), strict=False))
     return all(a[-1:].shape == b.shape and off_by(b, a[-1:]) <= tolerance(a) for a, b in pairs)

@@ -285,6 +285,13 @@ def spoilt(value: Tensor, dim: int, places: Tensor) -> Tensor:
     return value.clone().index_copy_(dim, index, other)
 
 
+def why(error: Exception) -> str:
+    """What a model has raised, in a line; what says nothing of its inputs (lost ranks, full memory) is raised again."""
+    if isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError)):
+        raise error
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
 # --- one block ---------------------------------------------------------------------------------------------------
 
 
@@ -729,6 +736,8 @@ def _check_rank(block: Block, facts: Facts, tokens: Partition, rank: int) -> Non
             _compare(
                 block, f"the {what} of attention call {index + 1}", asked, _rows_of(before, rows, tokens, rank), rank
             )
+        if mask is not None and was.mask is not None:
+            _check_mask(block, index, mask, was, call, tokens, rank)
         # In memory as torch's own attention leaves it: some processors view it.
         return _rows_of(was.out, call.queries, tokens, rank).transpose(1, 2).contiguous().transpose(1, 2)
 
@@ -759,12 +768,7 @@ def _check_rank(block: Block, facts: Facts, tokens: Partition, rank: int) -> Non
     except LayoutError:
         raise
     except Exception as error:
-        if isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError)):
-            raise
-        reason = (str(error).splitlines() or [""])[0]
-        raise LayoutError(
-            f"{block.site} cannot run on some of its tokens ({type(error).__name__}: {reason}); {WAY_OUT}"
-        ) from error
+        raise LayoutError(f"{block.site} cannot run on some of its tokens ({why(error)}); {WAY_OUT}") from error
     for stream in facts.streams:
         if stream.returned and isinstance(block.results[stream.out or 0], Tensor):
             here = tokens.select((stream.name,)).take(block.results[stream.out or 0], stream.dim, rank)
@@ -776,7 +780,10 @@ def _check_mask(block: Block, index: int, mask: Tensor, was: _Asked, call: _Call
     assert was.mask is not None
     whole = was.mask.reshape((1,) * (4 - was.mask.dim()) + tuple(was.mask.shape))
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-    expected = whole
+    expected, keys = whole, whole.shape[3]
+    if mask.shape[3] == keys + _rows_of(was.k, call.keys, tokens, rank).shape[2]:
+        # diffusers' `prepare_attention_mask` lengthens a mask of all keys; see `attention.masks.whole_keys`.
+        mask = mask[..., :keys]
     if mask.shape[3] != whole.shape[3]:
         expected = _rows_of(expected.transpose(2, 3), call.keys, tokens, rank).transpose(2, 3)
     if mask.shape[2] != whole.shape[2]:

@@ -12,9 +12,10 @@ from ..core.arguments import covers
 from ..errors import LayoutError
 from .conventions import Conventions, Way, ways
 from .derive import bare, block_lists, derive
+from .influence import why
 from .types import Region, TokenLayout
 
-# What a model raises when inputs do not fit it. Lost ranks and full memory are RuntimeErrors, too: see `_misfit`.
+# What a model raises when inputs do not fit it. Lost ranks and full memory are RuntimeErrors, too: see `why`.
 _MISFITS = (
     RuntimeError,
     ValueError,
@@ -48,23 +49,12 @@ def probe(model: nn.Module) -> TokenLayout:
     except LayoutError:
         raise
     except _MISFITS as error:
-        _misfit(error)
         raise LayoutError(
-            f"the probe of {name} cannot follow its blocks ({_first_line(error)}); write a layout "
+            f"the probe of {name} cannot follow its blocks ({why(error)}); write a layout "
             "(see docs/layouts.md) and pass it as parallelize(..., layout=...)"
         ) from error
     finally:
         model.train(training)
-
-
-def _misfit(error: BaseException) -> None:
-    """Raise again what says nothing of the inputs: a full memory, a rank that has gone."""
-    if isinstance(error, (torch.OutOfMemoryError, torch.distributed.DistError)):
-        raise error
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _first_way(model: nn.Module, name: str) -> Conventions:
@@ -84,11 +74,11 @@ def _first_way(model: nn.Module, name: str) -> Conventions:
         except LayoutError as error:
             missing = missing or str(error)
         except _MISFITS as error:
-            _misfit(error)
+            reason = why(error)
             if len(ran) > farthest[0]:
                 left = ", ".join(conventions.left_out(conventions.size))
                 described = f"with {way}" + (f", without {left}" if left else "")
-                farthest = (len(ran), f"{_first_line(error)} ({described})")
+                farthest = (len(ran), f"{reason} ({described})")
         finally:
             watch.remove()
     raise LayoutError(
@@ -103,7 +93,7 @@ def _with_timestep_per_token(model: nn.Module, way: Way) -> TokenLayout | None:
         conventions = Conventions(model, replace(way, per_token=True))
         return derive(model, conventions.inputs(conventions.size))[1]
     except (LayoutError, *_MISFITS) as error:
-        _misfit(error)
+        why(error)
         # Most models take one timestep per sample, and say no to more in many ways.
         return None
 
