@@ -151,6 +151,23 @@ def test_what_cannot_be_derived_is_refused_on_all_ranks(ranks):
     assert "tokens of 'tokens' change other tokens" in first
 
 
+def fails_on_one_rank():
+    net, rank = model(), torch.distributed.get_rank()
+    bad = {**call(), "words": torch.zeros(2, 11, 9)} if rank == 1 else call()
+    with torch.no_grad():
+        truth = net(**call())[0]
+        with ditmesh.parallelized(net, {"ulysses": 2}):
+            with pytest.raises(Exception, match=r"mat1 and mat2|another rank failed") as caught:
+                net(**bad)
+            return type(caught.value).__name__, relative_error(net(**call())[0], truth)
+
+
+def test_a_first_call_that_fails_on_one_rank(ranks):
+    (first, error), (second, other) = ranks(2).run(fails_on_one_rank)
+    assert (first, second) == ("LayoutError", "RuntimeError")
+    assert max(error, other) <= 1e-5
+
+
 def test_ranks_that_call_differently_are_told(ranks):
     assert all("pass the same inputs on every rank" in said for said in ranks(2).run(refused, "forms"))
 

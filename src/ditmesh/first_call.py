@@ -113,9 +113,13 @@ class FirstCall:
         return pipe(*args, **kwargs)
 
     def _around_call(self, model: nn.Module, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
-        call = dict(zip(parameter_names(type(model).forward), args, strict=False)) | kwargs
+        names = parameter_names(type(model).forward)
+        call = dict(zip(names, args, strict=False)) | kwargs
         answer: TokenLayout | str
+        failed: Exception | None = None
         try:
+            if len(args) > len(names):
+                raise LayoutError(f"{type(model).__name__} was given arguments without names; pass them by name")
             given = {name: value for name, value in call.items() if value is not None}
             if self._tokens_whole:
                 answer = derive_rows(model, None, given, proceed)
@@ -123,7 +127,15 @@ class FirstCall:
                 _, answer = derive(model, given, proceed)
         except LayoutError as error:
             answer = str(error)
-        layouts = self._agreed(model, answer)
+        except Exception as error:
+            # The model's own: the other ranks do not wait for this one.
+            failed, answer = error, f"another rank failed in the first call of {type(model).__name__}: {error}"
+        try:
+            layouts = self._agreed(model, answer)
+        except LayoutError:
+            if failed is not None:
+                raise failed from None
+            raise
         if self._inside:
             raise _Derived(layouts)
         self._begin(layouts)

@@ -411,7 +411,7 @@ def _batch(call: Mapping[str, Any], parameters: Sequence[str]) -> tuple[tuple[st
 
 def _samples(call: Mapping[str, Any], parameters: Sequence[str]) -> int:
     """Samples of a call: rows of the forward's first argument, or how many items it has."""
-    main = call.get(parameters[0])
+    main = call.get(parameters[0]) if parameters else next(iter(call.values()), None)
     return len(main) if isinstance(main, (Tensor, list)) and (isinstance(main, list) or main.dim()) else 1
 
 
