@@ -15,7 +15,9 @@ from diffusers.models.unets.unet_dreamlite import DreamLiteAttnProcessor2_0
 from torch import Tensor, nn
 
 from support.classes import Case
-from support.models import stirred
+from support.classes import made as _made
+from support.classes import noise as _noise
+from support.classes import valid as _valid
 
 HEADS, HEAD_DIM = 4, 12
 DIM = HEADS * HEAD_DIM
@@ -23,24 +25,6 @@ ROPE = (4, 4, 4)
 TEXT_DIM = 20
 # Tokens of an image with an odd number of rows and columns, and of the longest prompt.
 ROWS, COLS, TEXT = 5, 7, 9
-
-
-def _made(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return stirred(build().eval())
-
-    return make
-
-
-def _noise(*shape: int, seed: int = 5) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _valid(lengths: list[int], longest: int, left: bool = False) -> Tensor:
-    """Which of ``longest`` tokens are real, for every sample; padding stands behind them, or before them."""
-    places = torch.arange(longest).flip(0) if left else torch.arange(longest)
-    return places[None] < torch.tensor(lengths)[:, None]
 
 
 def _ids(rows: int, cols: int, first: float = 0.0) -> Tensor:

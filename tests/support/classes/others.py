@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import diffusers
@@ -19,7 +18,9 @@ from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2K
 from torch import Tensor, nn
 
 from support.classes import Case
-from support.models import stirred
+from support.classes import made as _made
+from support.classes import noise as _noise
+from support.classes import valid as _valid
 
 HEADS, HEAD_DIM = 4, 12
 DIM = HEADS * HEAD_DIM
@@ -30,26 +31,9 @@ ROWS, COLS, FRAMES, TEXT, SOUND = 5, 7, 3, 9, 23
 WAN_TEXT = 512
 
 
-def _made(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return stirred(build().eval())
-
-    return make
-
-
-def _noise(*shape: int, seed: int = 5) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
 def _whole(high: int, *shape: int, seed: int = 3) -> Tensor:
     """Random whole numbers below ``high``."""
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _valid(lengths: list[int], longest: int) -> Tensor:
-    """Which of ``longest`` tokens are real, for every sample; padding stands behind them."""
-    return torch.arange(longest)[None] < torch.tensor(lengths)[:, None]
 
 
 # --- sound -----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import diffusers
@@ -12,7 +11,9 @@ from diffusers.models.transformers.transformer_sana_wm_refiner import SanaWMRefi
 from torch import Tensor, nn
 
 from support.classes import Case
-from support.models import stirred
+from support.classes import made as _made
+from support.classes import noise as _noise
+from support.classes import valid as _valid
 
 HEADS, HEAD_DIM = 4, 12
 DIM = HEADS * HEAD_DIM
@@ -20,24 +21,6 @@ ROPE = (4, 4, 4)
 TEXT_DIM = 20
 # Tokens of a video: frames, rows and columns, all odd; and of the longest prompt.
 FRAMES, ROWS, COLS, TEXT = 3, 5, 7, 9
-
-
-def _made(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return stirred(build().eval())
-
-    return make
-
-
-def _noise(*shape: int, seed: int = 5) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _valid(lengths: Sequence[int], longest: int, left: bool = False) -> Tensor:
-    """Which of ``longest`` tokens are real, for every sample; padding stands behind them, or before them."""
-    places = torch.arange(longest).flip(0) if left else torch.arange(longest)
-    return places[None] < torch.tensor(lengths)[:, None]
 
 
 def _turns(length: int, width: int) -> tuple[Tensor, Tensor]:
