@@ -1,0 +1,7 @@
+"""TODO"""
+
+from __future__ import annotations
+
+from support.exam import Exam
+
+EXAMS: dict[str, Exam] = {}
