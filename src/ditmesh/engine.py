@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -20,16 +21,18 @@ from .core.clock import CallClock, timestep_of
 from .core.patching import Proceed
 from .core.request import PipelineCall
 from .errors import ConfigError, InputError, LayoutError
-from .first_call import FirstCall
+from .first_call import Alone, FirstCall
 from .layout import TokenLayout, layout_of
 from .layout.derive import block_lists
 from .layout.probe import probe
+from .layout.types import GIVEN
 from .recipe import RECIPE, Recipe, check, wanted
 from .staleness.control import StalenessLog, WarmupControl
 from .staleness.policy import WarmupPolicy
 from .strategies import support
 from .strategies.balance import Balance
 from .strategies.base import Context, ParallelModel, Request
+from .strategies.checked import CheckedLayout, LayoutCheck
 from .strategies.heads import check_heads, heads_of
 from .strategies.hooks import ModelHooks
 from .strategies.pipefusion.pipeline import PipeFusion
@@ -341,7 +344,8 @@ def parallelize(
         config: a `ParallelConfig`, a mapping, the path of a YAML file, or ``"auto"``: Ulysses as far as the
             heads divide, ring for the rest, over all ranks of the default process group.
         mesh: share the groups of several pipelines; default: groups of its own, given back by `restore`.
-        layout: the transformer's token layout; default: the reviewed one of its class, else a probed one.
+        layout: the transformer's token layout; default: the reviewed one of its class, else a probed one, else the
+            first call tells it. One of your own is compared with one device in the first call of every form.
         timeout: deadline of every collective, in seconds, when the mesh is made here.
         recipe: strategies to choose from, in the order in which they are applied: for one of your own.
 
@@ -361,7 +365,7 @@ def parallelize(
     if any(ENGINE in vars(model) for model in models):
         _share(target, models, config)
         return target
-    layouts = [layout or _layout_before_a_call(model) for model in models]
+    layouts = [_given(layout, model) or _layout_before_a_call(model) for model in models]
     for model in models:
         _check_backend(model)
     if config == "auto":
@@ -379,27 +383,54 @@ def parallelize(
         mesh = Mesh(config, None if parameter is None else parameter.device, timeout)
     elif mesh.config.degrees != config.degrees:
         raise ConfigError(f"the mesh is for {mesh.config.describe()}, the configuration for {config.describe()}")
-    if len(pairs) == len(models):
+    cuts_weights = config.tensor > 1 or config.pipe > 1
+    if len(pairs) == len(models) and not (cuts_weights and any(found.source == GIVEN for _, found in pairs)):
         Engine(pairs, config, mesh, owns_mesh, recipe).open(target)
     else:
-        _wait_for_a_call(target, models, config, mesh, owns_mesh, recipe)
+        _wait_for_a_call(target, models, layouts, config, mesh, owns_mesh, recipe)
     return target
 
 
 def _wait_for_a_call(
-    target: Any, models: list[nn.Module], config: ParallelConfig, mesh: Mesh, owns_mesh: bool, recipe: Recipe
+    target: Any,
+    models: list[nn.Module],
+    layouts: list[TokenLayout | None],
+    config: ParallelConfig,
+    mesh: Mesh,
+    owns_mesh: bool,
+    recipe: Recipe,
 ) -> None:
-    """Open the engine when the first call has told the transformers' layout."""
+    """Open the engine when the first call has told the transformers' layout, or what one device makes of it."""
 
-    def open_engine(layouts: list[TokenLayout], targets: list[Any], owned: bool) -> None:
+    def open_engine(layouts: list[TokenLayout], targets: list[Any], owned: bool, alone: Alone) -> None:
         pairs = list(zip(models, layouts, strict=True))
         check(recipe, config, pairs)
         engine = Engine(pairs, config, mesh, owned, recipe)
         engine.open(targets[0])
+        for model in engine.models:
+            if (layout_check := model.find(LayoutCheck)) is not None:
+                layout_check.alone.update(alone.get(id(model.model), {}))
         for pipe in targets[1:]:
             engine.attach(pipe)
 
-    first = FirstCall(models, config, mesh, owns_mesh, open_engine, _mark)
+    def in_parts(model: nn.Module, layout: TokenLayout, call: dict[str, Any]) -> Any:
+        two = ParallelConfig(ring=2)
+        engine = Engine(
+            [(model, replace(layout, source="reviewed"))],
+            two,
+            virtual_mesh(two, mesh.device),
+            owns_mesh=False,
+            recipe=SIMULATION,
+        )
+        waiting = vars(model).pop(ENGINE)
+        engine.open(model)
+        try:
+            return model(**call)
+        finally:
+            engine.detach(model)
+            vars(model)[ENGINE] = waiting
+
+    first = FirstCall(models, layouts, config, mesh, owns_mesh, open_engine, in_parts, _mark)
     if not isinstance(target, nn.Module):
         first.attach(target)
 
@@ -408,6 +439,11 @@ def _mark(owner: Any, engine: Any) -> Callable[[], None]:
     """Let `engine_of` find an engine, or what waits for one, at an object; returns the undo."""
     vars(owner)[ENGINE] = engine
     return partial(vars(owner).pop, ENGINE, None)
+
+
+def _given(layout: TokenLayout | None, model: nn.Module) -> TokenLayout | None:
+    """A layout that was handed over; the reviewed one of the model's class is as if none was."""
+    return layout if layout is None or layout == layout_of(model) else replace(layout, source=GIVEN)
 
 
 def _layout_before_a_call(model: nn.Module) -> TokenLayout | None:
@@ -449,7 +485,7 @@ def _share(target: Any, models: list[nn.Module], config: ConfigLike) -> None:
 
 
 # What is simulated: token strategies of virtual ranks.
-SIMULATION: Recipe = (StaleSteps, SimulatedExact, SimulatedStale, KnownForms)
+SIMULATION: Recipe = (StaleSteps, SimulatedExact, SimulatedStale, KnownForms, CheckedLayout)
 
 
 def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None) -> T:
@@ -478,7 +514,7 @@ def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None
         _check_backend(model)
     parameter = next(models[0].parameters(), None)
     mesh = virtual_mesh(config, "cpu" if parameter is None else parameter.device)
-    pairs = [(model, layout or find_layout(model)) for model in models]
+    pairs = [(model, _given(layout, model) or find_layout(model)) for model in models]
     Engine(pairs, config, mesh, owns_mesh=False, recipe=SIMULATION).open(target)
     return target
 

@@ -12,13 +12,20 @@ from torch import nn
 
 from .comm.mesh import Mesh
 from .config import ParallelConfig
-from .core.arguments import parameter_names
+from .core.arguments import Arguments, parameter_names
 from .core.patching import CallChain, Proceed
 from .core.request import PipelineCall
 from .errors import InputError, LayoutError
 from .layout import TokenLayout
-from .layout.derive import derive, derive_rows
+from .layout.between import fresh
+from .layout.derive import bare, derive, derive_rows
+from .layout.forms import form_of
+from .layout.types import CallForm
+from .strategies.checked import check_same, difference
 from .strategies.tokens import KnownForms
+
+# What one device returned, by transformer (its `id`) and form of call.
+Alone = dict[int, dict[CallForm, Any]]
 
 
 class _Derived(BaseException):
@@ -30,31 +37,38 @@ class _Derived(BaseException):
 
 
 class FirstCall:
-    """Waits for the first call of some transformers and derives their layout from it.
+    """Waits for the first call of some transformers and derives their layout from it, or what one device makes of it.
 
     Until then it stands where the engine will be. Inside a pipeline the call is broken off, the engine opened, random
     generators set back to where they stood, and the pipeline called again with the same arguments.
 
     Args:
         models: the transformers.
+        layouts: of those whose layout is known, and is to be compared with one device before weights are cut.
         config, mesh, owns_mesh: as for the engine.
-        open_engine: opens the engine: takes a layout for every transformer, what to attach to it, and whether it owns
-            the mesh.
+        open_engine: opens the engine: takes a layout for every transformer, what to attach to it, whether it owns
+            the mesh, and what one device returned.
+        in_parts: calls a transformer in this process, its tokens cut by a layout as for two ranks.
         mark: puts this object where `engine_of` looks, and returns what takes it away.
     """
 
     def __init__(
         self,
         models: Sequence[nn.Module],
+        layouts: Sequence[TokenLayout | None],
         config: ParallelConfig,
         mesh: Mesh,
         owns_mesh: bool,
-        open_engine: Callable[[list[TokenLayout], list[Any], bool], None],
+        open_engine: Callable[[list[TokenLayout], list[Any], bool, Alone], None],
+        in_parts: Callable[[nn.Module, TokenLayout, dict[str, Any]], Any],
         mark: Callable[[Any, Any], Callable[[], None]],
     ) -> None:
         self.models, self.config, self.mesh = list(models), config, mesh
-        self._open, self._mark = open_engine, mark
+        self._open, self._in_parts, self._mark = open_engine, in_parts, mark
         self._owns_mesh = owns_mesh
+        known = [layout for layout in layouts if layout is not None]
+        self._layouts = known if len(known) == len(self.models) else []
+        self._alone: Alone = {}
         self._tokens_whole = not (KnownForms.cuts_tokens(config) or config.tensor > 1)
         self._undo = ExitStack()
         self._pipes: list[Any] = []
@@ -94,7 +108,7 @@ class FirstCall:
 
     def _begin(self, layouts: list[TokenLayout]) -> None:
         self._undo.close()
-        self._open(layouts, self._pipes or [self.models[0]], self._owns_mesh)
+        self._open(layouts, self._pipes or [self.models[0]], self._owns_mesh, self._alone)
 
     def _around_pipeline(self, pipe: Any, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         states = [(generator, generator.get_state()) for generator in _generators([*args, *kwargs.values()])]
@@ -116,12 +130,19 @@ class FirstCall:
         names = parameter_names(type(model).forward)
         call = dict(zip(names, args, strict=False)) | kwargs
         answer: TokenLayout | str
+        output: Any = None
         failed: Exception | None = None
         try:
             if len(args) > len(names):
                 raise LayoutError(f"{type(model).__name__} was given arguments without names; pass them by name")
             given = {name: value for name, value in call.items() if value is not None}
-            if self._tokens_whole:
+            if self._layouts:
+                output = proceed(**fresh(given))
+                answer = self._layouts[self.models.index(model)]
+                with bare(model):
+                    parts = self._in_parts(model, answer, fresh(given))
+                check_same(type(model).__name__, [difference(parts, output)])
+            elif self._tokens_whole:
                 answer = derive_rows(model, None, given, proceed)
             else:
                 _, answer = derive(model, given, proceed)
@@ -136,6 +157,13 @@ class FirstCall:
             if failed is not None:
                 raise failed from None
             raise
+        if self._layouts:
+            form = form_of(Arguments(names, args, kwargs))
+            self._alone.setdefault(id(model), {})[form] = output
+            if self._inside and len(self._alone) < len(self.models):
+                # The other transformers are called later.
+                return output
+            layouts = self._layouts
         if self._inside:
             raise _Derived(layouts)
         self._begin(layouts)
@@ -156,7 +184,9 @@ class FirstCall:
                 f"the ranks were given calls of different forms, so that the layouts of {type(model).__name__} derived "
                 "from them differ; pass the same inputs on every rank"
             )
-        others = [type(other).__name__ for other in self.models if type(other) is not type(model)]
+        others = (
+            [] if self._layouts else [type(other).__name__ for other in self.models if type(other) is not type(model)]
+        )
         if others:
             raise LayoutError(
                 f"{type(model).__name__} was called, and the layout of {others[0]} beside it is not known yet; pass "

@@ -13,6 +13,7 @@ from .config import ParallelConfig
 from .layout import TokenLayout
 from .strategies.base import Promise, Strategy
 from .strategies.caches import Caches
+from .strategies.checked import CheckedLayout
 from .strategies.compiled import CompiledBlocks
 from .strategies.determinism import FixedArithmetic
 from .strategies.inputs import QuietRanks, SameInputs
@@ -44,6 +45,7 @@ RECIPE: Recipe = (
     PipeFusionCalls,  # one call becomes a call for every patch: inside the rows, around the blocks
     Rows,  # rows and branches of guidance: around everything that is to see one branch
     KnownForms,  # outside the rows: a call of a new form is looked at whole
+    CheckedLayout,  # outside all that a layout decides
     DecodedRows,  # the decoder sees whole latents, so its rows are shared out anew
     FixedArithmetic,  # around all arithmetic of the ranks
     SameInputs,  # around everything: the rest of a request may rely on equal inputs

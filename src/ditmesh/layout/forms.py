@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core.arguments import MISSING, Arguments
 from ..errors import LayoutError
-from .types import CallForm, Kind, TokenLayout
+from .types import GIVEN, CallForm, Kind, TokenLayout
 
 WAY_OUT = "write a layout (see docs/layouts.md) and pass it as parallelize(..., layout=...)"
 
@@ -102,7 +102,7 @@ class Forms:
         self._fixed = fixed
         # What a probe made up itself says nothing for certain of a call that is made. Blocks of other stages cannot
         # run here: then it has to do.
-        trusted = layout.source == "derived" or fixed
+        trusted = layout.source in ("derived", GIVEN) or fixed
         self._known = {frozenset(form): layout for form in layout.calls} if trusted else {}
 
     def layout_of(self, arguments: Arguments) -> TokenLayout:

@@ -237,6 +237,9 @@ class Region:
 CONTROLNET = "ControlNet residuals are added between blocks to whole sequences"
 IP_ADAPTER = "IP-Adapter attention is not in the layout"
 
+# The source of a layout that a user hands over.
+GIVEN = "given"
+
 # How diffusers' blocks call what works on no image token.
 BESIDE_IMAGE = ("norm", "ada", "mod", "context", "add_", "txt", "text", "temb", "time", "to_k_ip", "to_v_ip")
 
@@ -270,7 +273,8 @@ class TokenLayout:
         calls: forms of call that a probed layout was derived from, each as sorted (name, kind); a call of another
             form is probed when it comes. Empty for a layout that was written: it holds for every call.
         source: ``"reviewed"`` for the table that ships, ``"probed"`` for one derived from
-            inputs that a probe made up, ``"derived"`` for one derived from a real call.
+            inputs that a probe made up, ``"derived"`` for one derived from a real call, ``"given"`` for one that was
+            handed over and is compared with one device when it is used.
     """
 
     model: str

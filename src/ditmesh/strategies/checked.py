@@ -1,0 +1,129 @@
+"""Layouts that a user hands over: the first call of every form is compared with one device."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import ParallelConfig
+from ..core.arguments import Arguments, parameter_names
+from ..core.patching import Proceed
+from ..errors import LayoutError
+from ..layout.between import fresh
+from ..layout.derive import bare
+from ..layout.forms import form_of, news
+from ..layout.influence import off_by, tolerance
+from ..layout.types import GIVEN, CallForm
+from ..staleness.control import WarmupControl
+from .base import Context, ParallelModel, Strategy
+from .tokens import KnownForms
+
+
+class CheckedLayout(Strategy):
+    """Compares the first call of every form with the transformer on one device, where its layout was handed over.
+
+    The transformer runs that call twice, once whole. A stale step is not compared: the next synchronous one is.
+    """
+
+    name = "layout check"
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        return KnownForms.wanted(config) or config.tensor > 1
+
+    def apply(self, undo: ExitStack) -> None:
+        for model in self.context.models:
+            if model.layout.source == GIVEN:
+                check = model.add(LayoutCheck(model, self.context))
+                undo.callback(model.chain.add(check.around_call))
+
+
+class LayoutCheck:
+    """The comparison of one transformer.
+
+    Args:
+        model: with its layout.
+        context: its ranks.
+
+    Attributes:
+        alone: what one device returned for calls that were made before the weights were cut, by form.
+    """
+
+    def __init__(self, model: ParallelModel, context: Context) -> None:
+        self.alone: dict[CallForm, Any] = {}
+        self._model, self._context = model, context
+        self._names = parameter_names(type(model.model).forward)
+        self._seen: set[CallForm] = set()
+
+    def around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        """A layer around a whole call.
+
+        Raises:
+            LayoutError: on all ranks alike: what they computed together is not what one device does, or nobody can
+                tell any more because weights are cut.
+        """
+        arguments = Arguments(self._names, args, kwargs)
+        form = form_of(arguments)
+        if form in self._seen or not self._exact():
+            return proceed(*args, **kwargs)
+        model, config = self._model.model, self._context.config
+        name = type(model).__name__
+        if form in self.alone:
+            truth = self.alone.pop(form)
+        elif config.tensor > 1 or config.pipe > 1:
+            raise LayoutError(
+                f"{name} was called with {news(form, self._seen) or 'other arguments'}, and with weights that are cut "
+                f"({config.describe()}) its layout, which was passed as layout=, cannot be compared with one device "
+                "any more; make the first call after parallelize with these arguments, or use ulysses or ring"
+            )
+        else:
+            with torch.no_grad(), bare(model):
+                truth = model(*fresh(list(args)), **fresh(kwargs))
+        output = proceed(*args, **kwargs)
+        check_same(name, self._context.mesh.world.all_gather_object(difference(output, truth)))
+        self._seen.add(form)
+        return output
+
+    def _exact(self) -> bool:
+        """Whether the step in progress is to give what one device does."""
+        control = self._context.find(WarmupControl)
+        if control is None or control.decision.synchronous:
+            return True
+        # Nothing is stale yet.
+        return control.clock.call.step == 0 and self._context.config.exchange != "naive"
+
+
+def check_same(model: str, differences: list[tuple[float, str]]) -> None:
+    """Refuse a layout by the `difference` from one device on every rank.
+
+    Raises:
+        LayoutError: one of them is larger than its dtype allows.
+    """
+    worst = max(differences)
+    if worst[0] > 1:
+        raise LayoutError(
+            f"the layout of {model} that was passed as layout= is wrong for this call: the ranks' result {worst[1]}; "
+            "`ditmesh inspect --check` compares a layout with a probe's, and without layout= ditmesh derives one from "
+            "the first call"
+        )
+
+
+def difference(output: Any, truth: Any) -> tuple[float, str]:
+    """How far a result is off, as a multiple of what its dtype allows, and the worst of it in words."""
+    found, expected = (dict(Arguments((), (value,), {}).leaves()) for value in (output, truth))
+    found, expected = ({p: v for p, v in one.items() if isinstance(v, Tensor)} for one in (found, expected))
+    if {p: v.shape for p, v in found.items()} != {p: v.shape for p, v in expected.items()}:
+        shapes = [", ".join(str(tuple(v.shape)) for v in one.values()) for one in (found, expected)]
+        return float("inf"), f"has shape {shapes[0]}, that of one device {shapes[1]}"
+    worst = (0.0, "")
+    for path, value in expected.items():
+        if not value.is_floating_point() or (value.isnan() & found[path].isnan()).all():
+            continue
+        error = off_by(found[path], value)
+        allowed = error / tolerance(value)
+        if not allowed <= worst[0]:
+            worst = (allowed if allowed == allowed else float("inf"), f"is off by {error:.2g} of the largest value")
+    return worst
