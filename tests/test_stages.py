@@ -55,7 +55,7 @@ def cut(config: dict[str, Any], slow: str = "", slow_rank: int | None = None, ag
 
     Args:
         config: how.
-        slow: block list whose blocks take 30 ms more.
+        slow: block list whose blocks take 100 ms more.
         slow_rank: the rank on which they do; None: on all.
         again: the sleep ends, and the second request measures again.
     """
@@ -63,7 +63,7 @@ def cut(config: dict[str, Any], slow: str = "", slow_rank: int | None = None, ag
     before = bits(pipe.transformer)
     found: dict[str, Any] = {"rank": dist.get_rank()}
     blocks = pipe.transformer.get_submodule(slow) if slow else []
-    nap = 0.03 if slow_rank in (None, dist.get_rank()) else 0.0
+    nap = 0.1 if slow_rank in (None, dist.get_rank()) else 0.0
     handles = [block.norm.register_forward_pre_hook(lambda *_: time.sleep(nap)) for block in blocks]
     with ditmesh.parallelized(pipe, {**PATCHES, **config}, timeout=300):
         stages = ditmesh.engine_of(pipe).pipes[0].stages
