@@ -1,7 +1,265 @@
-"""TODO"""
+"""Pipelines that draw pictures from prompts, from other pictures, masks and control images."""
 
 from __future__ import annotations
 
-from support.exam import Exam
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
-EXAMS: dict[str, Exam] = {}
+import diffusers
+import PIL.Image
+import torch
+import transformers
+from torch import nn
+
+from support.exam import Exam, generators
+from support.models import MAKERS, stirred, variant
+from support.more_pipelines import FAMILIES, NEGATIVE, TOKENS, WIDTH, build, flow, mask, noise, text
+
+Call = Callable[[list[int]], dict[str, Any]]
+
+# Pixels; with two levels of the autoencoder and patches of 2 these are 5 x 7 tokens.
+HEIGHT, WIDTH_PX = 20, 28
+SIZE = {"height": HEIGHT, "width": WIDTH_PX}
+PIL_SIZE = (WIDTH_PX, HEIGHT)
+
+PROMPTS = ["blurry", "a red fox", "boats"]
+
+
+# --- what users pass -------------------------------------------------------------------------------------------------
+
+
+def picture(seed: int = 0, size: tuple[int, int] = PIL_SIZE, mode: str = "RGB") -> PIL.Image.Image:
+    """A picture (width, height) of soft random blots."""
+    drawn = torch.randint(256, (4, 5, 4), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return PIL.Image.fromarray(drawn.numpy(), "RGBA").resize(size, PIL.Image.Resampling.BICUBIC).convert(mode)
+
+
+def hole(size: tuple[int, int] = PIL_SIZE) -> PIL.Image.Image:
+    """A mask, white where the picture is to be drawn anew: its right half."""
+    made = PIL.Image.new("L", size, 0)
+    made.paste(255, (size[0] // 2, 0, *size))
+    return made
+
+
+def asked(steps: int = 2, **more: Any) -> Call:
+    """Arguments that all pipelines take, and ``more`` of them."""
+    return lambda p: {"num_inference_steps": steps, "output_type": "latent", "generator": generators(p), **more}
+
+
+def joined(*calls: Call) -> Call:
+    """One call of the arguments of several."""
+    return lambda p: {key: value for call in calls for key, value in call(p).items()}
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def made(build_model: Callable[[], nn.Module]) -> nn.Module:
+    """A model with the same weights in every process, zero gates stirred."""
+    torch.manual_seed(0)
+    return stirred(build_model().eval())
+
+
+@cache
+def kl(channels: int = 4, levels: int = 2, kind: str = "AutoencoderKL", **changes: Any) -> nn.Module:
+    """An image autoencoder that shrinks pictures by 2 for every level but one."""
+    down, up = (("DownEncoderBlock2D",) * levels, ("UpDecoderBlock2D",) * levels)
+    settings: dict[str, Any] = {
+        "block_out_channels": (8,) * levels,
+        "down_block_types": down,
+        "up_block_types": up,
+        "latent_channels": channels,
+        "norm_num_groups": 4,
+        "layers_per_block": 1,
+        "sample_size": 32,
+    }
+    if kind == "AutoencoderKL":
+        settings |= {"shift_factor": 0.1, "scaling_factor": 0.9}
+    return made(lambda: getattr(diffusers, kind)(**{**settings, **changes}))
+
+
+@cache
+def letters() -> Any:
+    """A tokenizer that knows the letters and nothing else."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+
+    words = ["<pad>", "<bos>", "<eos>", "<unk>", *(chr(code) for code in range(32, 127))]
+    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.post_processor = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        model_max_length=TOKENS,
+    )
+
+
+@cache
+def clip(width: int = 16, projected: bool = False) -> nn.Module:
+    """A CLIP text encoder."""
+    config = transformers.CLIPTextConfig(
+        vocab_size=len(letters()),
+        hidden_size=width,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=TOKENS,
+        projection_dim=width,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    kind = transformers.CLIPTextModelWithProjection if projected else transformers.CLIPTextModel
+    return made(lambda: kind(config))
+
+
+@cache
+def t5(width: int = WIDTH) -> nn.Module:
+    """A T5 text encoder."""
+    config = transformers.T5Config(
+        vocab_size=len(letters()), d_model=width, d_kv=8, d_ff=32, num_layers=1, num_heads=2, tie_word_embeddings=False
+    )
+    return made(lambda: transformers.T5EncoderModel(config))
+
+
+# --- Flux ------------------------------------------------------------------------------------------------------------
+
+
+def flux(kind: str, transformer: dict[str, Any] | None = None, **parts: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        return build(
+            getattr(diffusers, kind),
+            transformer=variant("Flux", **transformer or {}),
+            scheduler=flow(),
+            vae=kl(4),
+            text_encoder=clip(),
+            tokenizer=letters(),
+            text_encoder_2=t5(),
+            tokenizer_2=letters(),
+            **{key: value() for key, value in parts.items()},
+        )
+
+    return make
+
+
+def flux_adapted() -> Any:
+    """Flux with an IP-Adapter, whose encoder of pictures is not loaded."""
+    pipe = flux("FluxPipeline")()
+    pipe.transformer = made(MAKERS["Flux"])
+    inner, joint = pipe.transformer.inner_dim, pipe.transformer.config.joint_attention_dim
+    draw = torch.Generator().manual_seed(4)
+    sizes = {"to_k_ip.weight": (inner, joint), "to_v_ip.weight": (inner, joint), "to_k_ip.bias": (inner,)}
+    sizes["to_v_ip.bias"] = (inner,)
+    adapter = {
+        f"{block}.{name}": 0.2 * torch.randn(size, generator=draw)
+        for block in range(len(pipe.transformer.transformer_blocks))
+        for name, size in sizes.items()
+    }
+    projection = {
+        "proj.weight": torch.randn(4 * joint, 10, generator=draw),
+        "proj.bias": torch.randn(4 * joint, generator=draw),
+        "norm.weight": torch.ones(joint),
+        "norm.bias": torch.zeros(joint),
+    }
+    given = {"image_proj": projection, "ip_adapter": adapter}
+    pipe.load_ip_adapter(given, weight_name="", subfolder="", image_encoder_pretrained_model_name_or_path=None)
+    pipe.set_ip_adapter_scale(0.7)
+    return pipe
+
+
+def flux_controlnet(num_mode: int | None = None) -> nn.Module:
+    config = dict(variant("Flux").config) | {"num_layers": 2, "num_single_layers": 1, "num_mode": num_mode}
+    return made(lambda: diffusers.FluxControlNetModel.from_config(config))
+
+
+def flux_call(**more: Any) -> Call:
+    """Prompts as strings."""
+    return joined(
+        asked(**{"max_sequence_length": TOKENS - 1, **SIZE, **more}), lambda p: {"prompt": [PROMPTS[one] for one in p]}
+    )
+
+
+def guided(**more: Any) -> Call:
+    return joined(
+        flux_call(true_cfg_scale=3.0, **more), lambda p: {"negative_prompt": [PROMPTS[NEGATIVE]] * len(p)}
+    )
+
+
+STRENGTH = {"strength": 0.9, "steps": 3}
+
+FLUX = {
+    "FluxPipeline": Exam(flux("FluxPipeline"), flux_call(), guidance=False),
+    "FluxPipeline true guidance": Exam(flux("FluxPipeline"), guided()),
+    "FluxPipeline IP-Adapter": Exam(
+        flux_adapted,
+        joined(
+            guided(),
+            lambda p: {
+                "ip_adapter_image_embeds": [noise([5], 1, 10)],
+                "negative_ip_adapter_image_embeds": [torch.zeros(1, 1, 10)],
+            },
+        ),
+    ),
+    "FluxImg2ImgPipeline": Exam(flux("FluxImg2ImgPipeline"), guided(image=picture(), **STRENGTH)),
+    "FluxInpaintPipeline": Exam(
+        flux("FluxInpaintPipeline"), guided(image=picture(), mask_image=hole(), **STRENGTH)
+    ),
+    "FluxFillPipeline": Exam(
+        flux("FluxFillPipeline", {"in_channels": 48, "out_channels": 16}),
+        flux_call(image=picture(), mask_image=hole()),
+        guidance=False,
+    ),
+    "FluxControlPipeline": Exam(
+        flux("FluxControlPipeline", {"in_channels": 32, "out_channels": 16}),
+        flux_call(control_image=picture()),
+        guidance=False,
+    ),
+    "FluxControlImg2ImgPipeline": Exam(
+        flux("FluxControlImg2ImgPipeline", {"in_channels": 32, "out_channels": 16}),
+        flux_call(image=picture(), control_image=picture(3), **STRENGTH),
+        guidance=False,
+    ),
+    "FluxControlInpaintPipeline": Exam(
+        flux("FluxControlInpaintPipeline", {"in_channels": 32, "out_channels": 16}),
+        flux_call(image=picture(), control_image=picture(3), mask_image=hole(), **STRENGTH),
+        guidance=False,
+    ),
+    "FluxControlNetPipeline": Exam(
+        flux("FluxControlNetPipeline", controlnet=flux_controlnet), guided(control_image=picture())
+    ),
+    "FluxControlNetPipeline union": Exam(
+        flux("FluxControlNetPipeline", controlnet=lambda: flux_controlnet(3)),
+        guided(control_image=picture(), control_mode=1),
+    ),
+    "FluxControlNetImg2ImgPipeline": Exam(
+        flux("FluxControlNetImg2ImgPipeline", controlnet=flux_controlnet),
+        flux_call(image=picture(), control_image=picture(3), **STRENGTH),
+        guidance=False,
+    ),
+    "FluxControlNetInpaintPipeline": Exam(
+        flux("FluxControlNetInpaintPipeline", controlnet=flux_controlnet),
+        flux_call(image=picture(), control_image=picture(3), mask_image=hole(), **STRENGTH),
+        guidance=False,
+    ),
+    "FluxKontextPipeline": Exam(
+        flux("FluxKontextPipeline"),
+        guided(image=picture(size=(24, 24)), _auto_resize=False, max_area=HEIGHT * WIDTH_PX),
+    ),
+    "FluxKontextInpaintPipeline": Exam(
+        flux("FluxKontextInpaintPipeline"),
+        guided(
+            image=picture(),
+            mask_image=hole(),
+            image_reference=picture(3, (24, 16)),
+            _auto_resize=False,
+            max_area=HEIGHT * WIDTH_PX,
+            **STRENGTH,
+        ),
+    ),
+}
+
+EXAMS: dict[str, Exam] = {**FLUX}
