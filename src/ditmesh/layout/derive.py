@@ -224,10 +224,9 @@ def derive_rows(
         run: as for `derive`.
     """
     parameters = parameter_names(type(model).forward)
-    unbatched, listed = _batch(call, parameters)
     with torch.no_grad(), bare(model) if run is None else contextlib.nullcontext():
         output = (run or model)(**fresh(dict(call)))
-        rows = _rows_hold(call, parameters, unbatched, listed, run or model, output)
+        unbatched, listed, rows = _batch(call, parameters, run or model, output)
     return replace(
         base or TokenLayout(type(model).__name__, (), timestep=_timestep(parameters)),
         unbatched=unbatched,
@@ -281,14 +280,14 @@ def _layout(
     if not alternating:
         regions, residuals = examine(Skeleton(model, regions, observer.ran, run), regions, dict(call))
     parameters = parameter_names(type(model).forward)
-    unbatched, listed = _batch(call, parameters)
+    unbatched, listed, rows = _batch(call, parameters, run, output)
     return TokenLayout(
         model=name,
         regions=tuple(regions),
         residuals=residuals,
         unbatched=unbatched,
         listed=listed,
-        rows=_rows_hold(call, parameters, unbatched, listed, run, output),
+        rows=rows,
         alternating=alternating,
         timestep=_timestep(parameters),
         calls=_form(call),
@@ -396,17 +395,33 @@ def _alternating(order: list[str], observer: _Observer) -> bool:
     return alternating
 
 
-def _batch(call: Mapping[str, Any], parameters: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Arguments of the forward without a batch dimension, and those that are lists of samples."""
+def _batch(
+    call: Mapping[str, Any], parameters: Sequence[str], run: Callable[..., Any], output: Any
+) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+    """Arguments without a batch dimension, those that are lists of samples, and whether samples can be run apart.
+
+    A list may have as many items as there are samples for another reason (the residuals of as many blocks): where its
+    items have a row per sample themselves, it is tried in both ways.
+    """
     samples = _samples(call, parameters)
-    listed = [n for n, v in call.items() if isinstance(v, list) and len(v) == samples]
-    unbatched = [
+    listed = tuple(n for n, v in call.items() if isinstance(v, list) and len(v) == samples)
+    rows = {n for n in listed if all(isinstance(v, Tensor) and v.shape[:1] == (samples,) for v in call[n])}
+    certain = tuple(n for n in listed if n not in rows)
+    for names in dict.fromkeys((listed, certain)):
+        unbatched = _unbatched(call, samples, names)
+        if _rows_hold(call, parameters, unbatched, names, run, output):
+            return unbatched, names, True
+    return _unbatched(call, samples, listed), listed, False
+
+
+def _unbatched(call: Mapping[str, Any], samples: int, listed: Sequence[str]) -> tuple[str, ...]:
+    """Paths of tensors that have no row per sample, outside of the lists of samples."""
+    return tuple(
         path
         for path, value in Arguments((), (), dict(call)).leaves()
         if isinstance(value, Tensor) and value.dim() and len(value) != samples
         if not any(covers(name, path) for name in listed)
-    ]
-    return tuple(unbatched), tuple(listed)
+    )
 
 
 def _samples(call: Mapping[str, Any], parameters: Sequence[str]) -> int:
