@@ -6,13 +6,14 @@ class of dtype, another flag) may take another way through the model: nothing th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.arguments import MISSING, Arguments
 from ..errors import LayoutError
@@ -86,6 +87,35 @@ def news(form: CallForm, known: Iterable[CallForm]) -> str:
     return ", ".join([*fresh, *gone])
 
 
+class Processors:
+    """The attention processors in a model's blocks that its layout was not made for.
+
+    A layout was reviewed with those that the modules of the model's class and of its blocks' classes know by name, and
+    with what diffusers sets by default. Others may attend in another way: perturbed attention guidance takes the batch
+    apart.
+
+    Args:
+        model: the transformer.
+        lists: paths of its block lists.
+        present: whether the layout holds for those that are set now, too.
+    """
+
+    def __init__(self, model: nn.Module, lists: Sequence[str], present: bool) -> None:
+        blocks = [block for path in lists for block in model.get_submodule(path).children()]
+        known = (vars(sys.modules[kind.__module__]) for kind in {type(one) for one in (model, *blocks)})
+        self._own = {value for names in known for value in names.values() if isinstance(value, type)}
+        self._attention = [part for block in blocks for part in block.modules() if hasattr(part, "processor")]
+        if present:
+            self._own |= {type(part.processor) for part in self._attention}
+
+    def foreign(self) -> tuple[str, ...]:
+        """Names of their classes."""
+        found = {type(part.processor) for part in self._attention} - self._own
+        return tuple(
+            sorted(kind.__name__ for kind in found if kind.__name__ not in ("AttnProcessor", "AttnProcessor2_0"))
+        )
+
+
 class Forms:
     """The layouts of one transformer, a layout per form of call; forms that are new are looked at when they come.
 
@@ -94,9 +124,17 @@ class Forms:
         look: derives the layout of a call, given its arguments by name.
         fixed: what has been set up by the layout at hand, so that no call may need another one: ``"pipe=2"``; empty
             when nothing has.
+        processors: those of the model; with others than it was made for no layout holds. None: with any.
     """
 
-    def __init__(self, layout: TokenLayout, look: Callable[[dict[str, Any]], TokenLayout], fixed: str = "") -> None:
+    def __init__(
+        self,
+        layout: TokenLayout,
+        look: Callable[[dict[str, Any]], TokenLayout],
+        fixed: str = "",
+        processors: Processors | None = None,
+    ) -> None:
+        self._processors = processors
         self._layout = layout
         self._look = look
         self._fixed = fixed
@@ -113,10 +151,16 @@ class Forms:
                 be taken up any more; names the arguments that are new.
         """
         base = self._layout
-        beyond = [path for path in base.refused if arguments.get(path) not in (MISSING, None)]
+        beyond = [
+            f"with {path!r}, and {why}"
+            for path, why in base.refused.items()
+            if arguments.get(path) not in (MISSING, None)
+        ]
+        foreign = self._processors.foreign() if self._processors is not None else ()
+        beyond += [f"with attention by {name}, which its layout was not written for" for name in foreign]
         if not base.calls and not beyond:
             return base
-        form = form_of(arguments)
+        form = form_of(arguments) | {("", ("attention", *foreign))} if foreign else form_of(arguments)
         found = self._known.get(form)
         if found is None:
             found = self._known[form] = self._derived(form, arguments, beyond)
@@ -125,7 +169,7 @@ class Forms:
     def _derived(self, form: CallForm, arguments: Arguments, beyond: list[str]) -> TokenLayout:
         base, what = self._layout, f"{self._layout.model} has no reviewed layout"
         if beyond:
-            what = f"{base.model} was called with {beyond[0]!r}, and {base.refused[beyond[0]]}"
+            what = f"{base.model} was called {beyond[0]}"
         elif self._known:
             what = f"{base.model} was called with {news(form, self._known)}, and its layout is of other calls"
         if beyond and self._fixed:

@@ -18,9 +18,10 @@ from ..core import intercept
 from ..core.arguments import Arguments, parameter_names
 from ..core.patching import CallChain, Proceed
 from ..errors import LayoutError
-from ..layout import Leaf, Region, TokenLayout
+from ..layout import Leaf, Region, TokenLayout, layout_of
 from ..layout.derive import derive_anew, derive_rows
-from ..layout.forms import Forms
+from ..layout.forms import Forms, Processors
+from ..layout.influence import why
 from .balance import Balance
 
 
@@ -143,9 +144,11 @@ class ModelHooks:
         self._undo.callback(weakref.finalize(self, intercept.uninstall))
         try:
             self._undo.callback(chain.add(self._around_call))
-            self._forms = Forms(layout, self._derived, fixed)
             self._of: dict[int, dict[str, BlockSite]] = {}
             self._sites = self._sites_of(layout)
+            present = layout != layout_of(model)
+            processors = Processors(model, [region.blocks for region in layout.regions], present)
+            self._forms = Forms(layout, self._derived, fixed, processors)
             for path, site in self._sites.items():
                 self._hook(model.get_submodule(path), site)
         except BaseException:
@@ -217,9 +220,15 @@ class ModelHooks:
         return proceed(*args, **kwargs)
 
     def _derived(self, call: dict[str, Any]) -> TokenLayout:
-        if self.tokens_whole:
-            return derive_rows(self.model, self.layout, call)
-        return derive_anew(self.model, [region.blocks for region in self.layout.regions], call)
+        try:
+            if self.tokens_whole:
+                return derive_rows(self.model, self.layout, call)
+            return derive_anew(self.model, [region.blocks for region in self.layout.regions], call)
+        except LayoutError:
+            raise
+        except Exception as error:
+            # It may lack what earlier calls have left on other ranks.
+            raise LayoutError(f"one rank cannot run it alone ({why(error)})") from error
 
     def _sites_of(self, layout: TokenLayout) -> dict[str, BlockSite]:
         """Every block's place by its path, as a layout has it."""

@@ -92,7 +92,9 @@ def letters() -> Any:
     words = ["<pad>", "<bos>", "<eos>", "<unk>", *(chr(code) for code in range(32, 127))]
     inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    inner.post_processor = processors.TemplateProcessing(single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)])
+    inner.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)]
+    )
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner,
         pad_token="<pad>",
@@ -189,9 +191,7 @@ def flux_call(**more: Any) -> Call:
 
 
 def guided(**more: Any) -> Call:
-    return joined(
-        flux_call(true_cfg_scale=3.0, **more), lambda p: {"negative_prompt": [PROMPTS[NEGATIVE]] * len(p)}
-    )
+    return joined(flux_call(true_cfg_scale=3.0, **more), lambda p: {"negative_prompt": [PROMPTS[NEGATIVE]] * len(p)})
 
 
 STRENGTH = {"strength": 0.9, "steps": 3}
@@ -210,9 +210,7 @@ FLUX = {
         ),
     ),
     "FluxImg2ImgPipeline": Exam(flux("FluxImg2ImgPipeline"), guided(image=picture(), **STRENGTH)),
-    "FluxInpaintPipeline": Exam(
-        flux("FluxInpaintPipeline"), guided(image=picture(), mask_image=hole(), **STRENGTH)
-    ),
+    "FluxInpaintPipeline": Exam(flux("FluxInpaintPipeline"), guided(image=picture(), mask_image=hole(), **STRENGTH)),
     "FluxFillPipeline": Exam(
         flux("FluxFillPipeline", {"in_channels": 48, "out_channels": 16}),
         flux_call(image=picture(), mask_image=hole()),
@@ -304,7 +302,10 @@ FLUX2 = {
     ),
     "Flux2KleinKVPipeline": Exam(flux2("Flux2KleinKVPipeline", is_distilled=True), flux2_call(), guidance=False),
     "Flux2KleinKVPipeline pictures": Exam(
-        flux2("Flux2KleinKVPipeline", is_distilled=True), flux2_call(image=picture(0, LARGE)), guidance=False
+        flux2("Flux2KleinKVPipeline", is_distilled=True),
+        flux2_call(image=picture(0, LARGE)),
+        guidance=False,
+        refused={"tokens": "kv_cache_mode", "data=2": "kv_cache"},
     ),
 }
 
@@ -372,6 +373,9 @@ def sd3_adapted() -> Any:
     return pipe
 
 
+# Perturbed attention guidance takes the rows of a call apart in some blocks.
+PERTURBED = {"tokens": "PAGCFGJointAttnProcessor2_0", "cfg=2": "run apart", "data=2": "run apart"}
+
 SD3 = {
     "StableDiffusion3Pipeline": Exam(sd3("StableDiffusion3Pipeline"), sd3_call()),
     "StableDiffusion3Pipeline skipped layers": Exam(
@@ -384,21 +388,26 @@ SD3 = {
         sd3("StableDiffusion3Img2ImgPipeline"), joined(sd3_call(**STRENGTH), picture_each)
     ),
     "StableDiffusion3InpaintPipeline": Exam(
-        sd3("StableDiffusion3InpaintPipeline", channels=16), joined(sd3_call(mask_image=hole(), **STRENGTH), picture_each)
+        sd3("StableDiffusion3InpaintPipeline", channels=16),
+        joined(sd3_call(mask_image=hole(), **STRENGTH), picture_each),
     ),
     "StableDiffusion3ControlNetPipeline": Exam(
-        sd3("StableDiffusion3ControlNetPipeline", controlnet=sd3_controlnet), sd3_call(control_image=picture(), height=24, width=40)
+        sd3("StableDiffusion3ControlNetPipeline", controlnet=sd3_controlnet),
+        sd3_call(control_image=picture(), height=24, width=40),
     ),
     "StableDiffusion3ControlNetInpaintingPipeline": Exam(
         sd3("StableDiffusion3ControlNetInpaintingPipeline", controlnet=lambda: sd3_controlnet(1)),
         sd3_call(control_image=picture(), height=24, width=40, control_mask=hole()),
     ),
     "StableDiffusion3PAGPipeline": Exam(
-        sd3("StableDiffusion3PAGPipeline", pag_applied_layers=["blocks.1"]), sd3_call(pag_scale=2.0)
+        sd3("StableDiffusion3PAGPipeline", pag_applied_layers=["blocks.1"]),
+        sd3_call(pag_scale=2.0),
+        refused=PERTURBED,
     ),
     "StableDiffusion3PAGImg2ImgPipeline": Exam(
         sd3("StableDiffusion3PAGImg2ImgPipeline", pag_applied_layers=["blocks.1"]),
         joined(sd3_call(pag_scale=2.0, **STRENGTH), picture_each),
+        refused=PERTURBED,
     ),
 }
 
@@ -407,10 +416,10 @@ SD3 = {
 
 
 @cache
-def qwen_vae(levels: int = 2, pixels: int = 3, channels: int = 4) -> nn.Module:
+def qwen_vae(levels: int = 2, pixels: int = 3, channels: int = 4, kind: Any = None) -> nn.Module:
     means, deviations = torch.linspace(-0.2, 0.3, channels), torch.linspace(0.8, 1.2, channels)
     return made(
-        lambda: diffusers.AutoencoderKLQwenImage(
+        lambda: (kind or diffusers.AutoencoderKLQwenImage)(
             base_dim=2,
             z_dim=channels,
             dim_mult=[1] * levels,
@@ -424,7 +433,7 @@ def qwen_vae(levels: int = 2, pixels: int = 3, channels: int = 4) -> nn.Module:
 
 
 def qwen(
-    kind: str, transformer: dict[str, Any] | None = None, vae: tuple[int, ...] = (2,), **parts: Any
+    kind: str, transformer: dict[str, Any] | None = None, vae: tuple[Any, ...] = (2,), **parts: Any
 ) -> Callable[[], Any]:
     return lambda: build(
         getattr(diffusers, kind),
@@ -445,8 +454,23 @@ def qwen_controlnet(extra: int = 0) -> nn.Module:
     return made(lambda: diffusers.QwenImageControlNetModel.from_config(config))
 
 
+class Distant(diffusers.AutoencoderKLQwenImage):
+    """An autoencoder for pictures of a million pixels: between it and them, they are shrunk and widened 32 times."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.temperal_downsample = [False] * 6
+
+    def encode(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().encode(nn.functional.avg_pool3d(x, (1, 32, 32)), *args, **kwargs)
+
+    def decode(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        small = super().decode(z, *args, **kwargs)[0]
+        return (nn.functional.interpolate(small, scale_factor=(1, 32, 32)),)
+
+
 # Pictures that are edited are always brought to a million pixels.
-FAR = (7,)
+FAR = (2, 3, 4, Distant)
 
 QWEN = {
     "QwenImagePipeline": Exam(qwen("QwenImagePipeline"), qwen_call()),
@@ -477,7 +501,7 @@ QWEN = {
         qwen(
             "QwenImageLayeredPipeline",
             {"use_additional_t_cond": True, "use_layer3d_rope": True, "in_channels": 32, "out_channels": 8},
-            (7, 4, 8),
+            (2, 4, 8, Distant),
             text_encoder=t5,
         ),
         lambda p: {
