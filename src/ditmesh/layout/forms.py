@@ -111,9 +111,10 @@ class Processors:
     def foreign(self) -> tuple[str, ...]:
         """Names of their classes."""
         found = {type(part.processor) for part in self._attention} - self._own
-        return tuple(
-            sorted(kind.__name__ for kind in found if kind.__name__ not in ("AttnProcessor", "AttnProcessor2_0"))
-        )
+        # What diffusers sets by default, and what stands in for a module that mixes tokens (`Leaf`).
+        ours = __name__.partition(".")[0]
+        names = {kind.__name__ for kind in found if kind.__module__.partition(".")[0] != ours}
+        return tuple(sorted(names - {"AttnProcessor", "AttnProcessor2_0"}))
 
 
 class Forms:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from functools import cache
+from functools import cache, reduce
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
+import numpy as np
 import PIL.Image
 import torch
 import transformers
 from torch import nn
 
+from support.classes import images, others
 from support.exam import Exam, generators
 from support.models import MAKERS, stirred, variant
 from support.more_pipelines import FAMILIES, NEGATIVE, TOKENS, WIDTH, build, flow, mask, noise, text
+
+CASES = {**images.CASES, **others.CASES}
 
 Call = Callable[[list[int]], dict[str, Any]]
 
@@ -89,7 +95,8 @@ def letters() -> Any:
     """A tokenizer that knows the letters and nothing else."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
-    words = ["<pad>", "<bos>", "<eos>", "<unk>", *(chr(code) for code in range(32, 127))]
+    marks = ["<|vision_start|>", "<|image_pad|>"]
+    words = ["<pad>", "<bos>", "<eos>", "<unk>", *marks, *(chr(code) for code in range(32, 127))]
     inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     inner.post_processor = processors.TemplateProcessing(
@@ -101,6 +108,7 @@ def letters() -> Any:
         bos_token="<bos>",
         eos_token="<eos>",
         unk_token="<unk>",
+        additional_special_tokens=marks,
         model_max_length=TOKENS,
     )
 
@@ -518,4 +526,465 @@ QWEN = {
 }
 
 
-EXAMS: dict[str, Exam] = {**FLUX, **FLUX2, **SD3, **QWEN}
+# --- Z-Image ---------------------------------------------------------------------------------------------------------
+
+
+def z_image(kind: str, transformer: dict[str, Any] | None = None, **parts: Any) -> Callable[[], Any]:
+    return lambda: build(
+        getattr(diffusers, kind),
+        transformer=variant("ZImage", **transformer or {}),
+        scheduler=flow(),
+        vae=kl(4),
+        **{key: value() for key, value in parts.items()},
+    )
+
+
+def z_image_call(**more: Any) -> Call:
+    """Captions of different lengths, as lists."""
+    return joined(
+        asked(**SIZE, **more),
+        lambda p: {
+            "prompt_embeds": [noise([one], TOKENS + one, WIDTH)[0] for one in p],
+            "negative_prompt_embeds": [noise([NEGATIVE], 3, WIDTH)[0] for _ in p],
+        },
+    )
+
+
+def z_image_controlnet(channels: int = 4) -> nn.Module:
+    return made(
+        lambda: diffusers.ZImageControlNetModel(
+            control_layers_places=[0],
+            control_refiner_layers_places=[0],
+            control_in_dim=channels,
+            add_control_noise_refiner="control_noise_refiner",
+            dim=128,
+            n_refiner_layers=1,
+            n_heads=8,
+            n_kv_heads=8,
+        )
+    )
+
+
+def z_image_omni(pictures: bool) -> Exam:
+    """Prompts around pictures, and what a second encoder sees in them."""
+
+    def make() -> Any:
+        # The pipeline encodes pictures in bfloat16.
+        vae = made(lambda: type(kl(4)).from_config(kl(4).config)).bfloat16()
+        config = transformers.Siglip2VisionConfig(
+            hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_patches=16, patch_size=8
+        )
+        return build(
+            diffusers.ZImageOmniPipeline,
+            transformer=made(lambda: z_image("ZImagePipeline", {"siglip_feat_dim": 16})().transformer),
+            scheduler=flow(),
+            vae=vae,
+            siglip=made(lambda: transformers.Siglip2VisionModel(config)),
+            siglip_processor=transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=16),
+        )
+
+    def call(prompts: list[int]) -> dict[str, Any]:
+        parts = 3 if pictures else 1
+        return {
+            **asked(**SIZE)(prompts),
+            "prompt_embeds": [[noise([one + 10 * n], 4 + one + n, WIDTH)[0] for n in range(parts)] for one in prompts],
+            "negative_prompt_embeds": [[noise([10 * n], 3, WIDTH)[0] for n in range(parts)] for _ in prompts],
+            **({"image": [picture(3, LARGE)]} if pictures else {}),
+        }
+
+    return Exam(make, call)
+
+
+Z_IMAGE = {
+    "ZImagePipeline": Exam(z_image("ZImagePipeline"), z_image_call()),
+    "ZImageImg2ImgPipeline": Exam(z_image("ZImageImg2ImgPipeline"), z_image_call(image=picture(), **STRENGTH)),
+    "ZImageInpaintPipeline": Exam(
+        z_image("ZImageInpaintPipeline"), z_image_call(image=picture(), mask_image=hole(), **STRENGTH)
+    ),
+    "ZImageControlNetPipeline": Exam(
+        z_image("ZImageControlNetPipeline", controlnet=z_image_controlnet), z_image_call(control_image=picture())
+    ),
+    "ZImageControlNetInpaintPipeline": Exam(
+        z_image("ZImageControlNetInpaintPipeline", controlnet=lambda: z_image_controlnet(9)),
+        joined(
+            z_image_call(image=picture(), control_image=picture(3)), lambda p: {"mask_image": [hole() for _ in p]}
+        ),
+    ),
+    "ZImageOmniPipeline": z_image_omni(False),
+    "ZImageOmniPipeline pictures": z_image_omni(True),
+}
+
+
+# --- Chroma, VisualCloze ---------------------------------------------------------------------------------------------
+
+
+def chroma(kind: str) -> Callable[[], Any]:
+    transformer = made(MAKERS["Chroma"])
+    # Which the pipeline for masks asks for.
+    transformer.register_to_config(guidance_embeds=False)
+    return lambda: build(
+        getattr(diffusers, kind),
+        transformer=transformer,
+        scheduler=flow(),
+        vae=kl(4),
+        text_encoder=t5(),
+        tokenizer=letters(),
+    )
+
+
+def strings(**more: Any) -> Call:
+    """Prompts, and what guidance leads away from, as strings."""
+    return joined(
+        asked(**{**SIZE, **more}),
+        lambda p: {"prompt": [PROMPTS[one] for one in p], "negative_prompt": [PROMPTS[NEGATIVE]] * len(p)},
+    )
+
+
+def cloze_call(**more: Any) -> Call:
+    """An example of a picture and what becomes of it, another picture, and a place for what is to become of that."""
+    return joined(
+        asked(max_sequence_length=160, **more),
+        lambda p: {
+            "task_prompt": ["in, out"] * len(p),
+            "content_prompt": [PROMPTS[one] for one in p],
+            "image": [[[picture(1), picture(2)], [picture(3), None]]] * len(p),
+            "output_type": "pt",
+        },
+    )
+
+
+CHROMA = {
+    "ChromaPipeline": Exam(chroma("ChromaPipeline"), strings(max_sequence_length=TOKENS)),
+    "ChromaImg2ImgPipeline": Exam(
+        chroma("ChromaImg2ImgPipeline"), strings(max_sequence_length=TOKENS, image=picture(), **STRENGTH)
+    ),
+    "ChromaInpaintPipeline": Exam(
+        chroma("ChromaInpaintPipeline"),
+        strings(
+            max_sequence_length=TOKENS, image=picture(), mask_image=hole(), true_cfg_scale=3.0, **STRENGTH
+        ),
+    ),
+    "VisualClozeGenerationPipeline": Exam(
+        flux("VisualClozeGenerationPipeline", {"in_channels": 48, "out_channels": 16}, resolution=lambda: 24),
+        cloze_call(),
+        guidance=False,
+    ),
+    "VisualClozePipeline": Exam(
+        flux("VisualClozePipeline", {"in_channels": 48, "out_channels": 16}, resolution=lambda: 24),
+        cloze_call(upsampling_height=24, upsampling_width=40, upsampling_strength=0.9, steps=3),
+        guidance=False,
+    ),
+}
+
+
+# --- classes without a reviewed layout -------------------------------------------------------------------------------
+
+TEXT = 20
+
+
+def case(name: str, **changes: Any) -> nn.Module:
+    """The tiny model of a class, with some settings of its configuration changed."""
+    plain = CASES[name].make()
+    return made(lambda: type(plain).from_config({**plain.config, **changes})) if changes else plain
+
+
+class Reader(nn.Module):
+    """A text encoder: embeds tokens, shifted by what it sees in pictures, in three layers."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(len(letters()), width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: Any = None, pixel_values: Any = None, **_: Any
+    ) -> SimpleNamespace:
+        states = [self.embed(input_ids) + (0 if pixel_values is None else pixel_values.mean())]
+        for layer in self.layers:
+            states.append(torch.tanh(layer(states[-1])) + states[-1])
+        return SimpleNamespace(hidden_states=tuple(states))
+
+
+def embeds(masked: str = "", **more: Any) -> Call:
+    """Embeddings of prompts, and what else a call is given."""
+    return joined(asked(**{**SIZE, **more}), lambda p: text(p, masked, (9, TEXT)))
+
+
+def bria() -> Any:
+    return build(
+        diffusers.BriaPipeline, transformer=case("BriaTransformer2DModel"), scheduler=flow(use_dynamic_shifting=True), vae=kl(2)
+    )
+
+
+def fibo(kind: str) -> Callable[[], Any]:
+    config = transformers.SmolLM3Config(
+        vocab_size=len(letters()),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return lambda: build(
+        getattr(diffusers, kind),
+        transformer=case("BriaFiboTransformer2DModel", joint_attention_dim=32, text_encoder_dim=16),
+        scheduler=flow(use_dynamic_shifting=True),
+        vae=made(
+            lambda: diffusers.AutoencoderKLWan(
+                base_dim=4,
+                z_dim=8,
+                dim_mult=[1] * 5,
+                num_res_blocks=1,
+                temperal_downsample=[False] * 4,
+                latents_mean=[0.1] * 8,
+                latents_std=[1.1] * 8,
+                scale_factor_spatial=16,
+            )
+        ),
+        text_encoder=made(lambda: transformers.SmolLM3ForCausalLM(config)),
+        tokenizer=letters(),
+    )
+
+
+def fibo2() -> Any:
+    pipe = build(
+        diffusers.BriaFibo2Pipeline,
+        transformer=case("BriaFibo2Transformer2DModel"),
+        scheduler=flow(use_dynamic_shifting=True),
+        vae=kl(4, kind="AutoencoderKLFlux2"),
+    )
+    # Pictures are brought to this size squared.
+    pipe.default_sample_size = 12
+    return pipe
+
+
+def fibo2_call(**more: Any) -> Call:
+    return joined(asked(**SIZE, **more), lambda p: text(p, "prompt_embeds_mask", (2, 9, TEXT)) | fibo2_masks(p))
+
+
+def fibo2_masks(prompts: list[int]) -> dict[str, Any]:
+    return {
+        "prompt_embeds_mask": mask(prompts, 9, torch.bool),
+        "negative_prompt_embeds_mask": mask([NEGATIVE] * len(prompts), 9, torch.bool),
+    }
+
+
+def hidream() -> Any:
+    pipe = build(
+        diffusers.HiDreamImagePipeline,
+        transformer=case("HiDreamImageTransformer2DModel"),
+        scheduler=flow(),
+        vae=kl(4),
+    )
+    # Every size is brought to this one squared.
+    pipe.default_sample_size = 12
+    return pipe
+
+
+def hidream_call(prompts: list[int]) -> dict[str, Any]:
+    given = asked(**SIZE)(prompts)
+    for prefix, numbers in (("", prompts), ("negative_", [NEGATIVE] * len(prompts))):
+        given[f"{prefix}prompt_embeds_t5"] = noise(numbers, 9, TEXT)
+        given[f"{prefix}prompt_embeds_llama3"] = noise(numbers, 5, 6, 10).transpose(0, 1)
+        given[f"{prefix}pooled_prompt_embeds"] = noise(numbers, 14)
+    return given
+
+
+def longcat(kind: str, far: bool = False) -> Callable[[], Any]:
+    def make() -> Any:
+        pipe = build(
+            getattr(diffusers, kind),
+            transformer=case("LongCatImageTransformer2DModel", in_channels=64),
+            scheduler=flow(),
+            vae=DistantKL.of(kl(16)) if far else kl(16),
+            text_encoder=made(lambda: Reader(TEXT)),
+            tokenizer=letters(),
+            text_processor=Sight(),
+        )
+        pipe.tokenizer_max_length = TOKENS
+        if far:
+            pipe.vae_scale_factor = 64
+        return pipe
+
+    return make
+
+
+class Pixels:
+    """Stands in for the picture processor of a model of vision and language."""
+
+    merge_size = 2
+
+    def __call__(self, images: Any, return_tensors: str) -> dict[str, torch.Tensor]:
+        seen = torch.from_numpy(np.asarray(images, dtype=np.float32) / 255)
+        return {"pixel_values": seen, "image_grid_thw": torch.tensor([[1, 2, 4]])}
+
+
+class Sight:
+    """Stands in for the processor of a model of vision and language."""
+
+    image_processor = Pixels()
+
+
+class DistantKL(diffusers.AutoencoderKL):
+    """An autoencoder for pictures of a million pixels, which it shrinks 32 times before it encodes them."""
+
+    @classmethod
+    def of(cls, vae: Any) -> DistantKL:
+        return made(lambda: cls.from_config(vae.config))
+
+    def encode(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().encode(nn.functional.avg_pool2d(x, 32), *args, **kwargs)
+
+
+def hunyuan_image() -> Any:
+    return build(
+        diffusers.HunyuanImagePipeline,
+        transformer=case("HunyuanImageTransformer2DModel"),
+        scheduler=flow(),
+        guider=diffusers.AdaptiveProjectedMixGuidance(guidance_scale=3.0),
+    )
+
+
+def hunyuan_refiner() -> Any:
+    return build(
+        diffusers.HunyuanImageRefinerPipeline,
+        transformer=case(
+            "HunyuanImageTransformer2DModel",
+            in_channels=16,
+            out_channels=8,
+            patch_size=(1, 1, 1),
+            rope_axes_dim=(4, 4, 4),
+            text_embed_2_dim=None,
+        ),
+        scheduler=flow(),
+        vae=made(
+            lambda: diffusers.AutoencoderKLHunyuanImageRefiner(
+                latent_channels=4,
+                block_out_channels=(8, 8, 8),
+                layers_per_block=1,
+                spatial_compression_ratio=4,
+                temporal_compression_ratio=2,
+            )
+        ),
+        guider=diffusers.AdaptiveProjectedMixGuidance(guidance_scale=3.0),
+    )
+
+
+class Templates:
+    """Stands in for the processor of a model of vision and language, of which embeddings have no need."""
+
+    def __init__(self) -> None:
+        self.tokenizer = letters()
+
+    def apply_chat_template(self, messages: Any, tokenize: bool, return_dict: bool) -> list[list[int]]:
+        return [[1, 2]]
+
+
+def omnigen() -> Any:
+    from diffusers.pipelines.omnigen import pipeline_omnigen, processor_omnigen
+
+    # What diffusers imports with torchvision only.
+    pipeline_omnigen.OmniGenMultiModalProcessor = processor_omnigen.OmniGenMultiModalProcessor
+    processor_omnigen.transforms = SimpleNamespace(
+        Compose=lambda steps: lambda image: reduce(lambda made, step: step(made), steps, image),
+        Lambda=lambda function: function,
+        ToTensor=lambda: lambda image: torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255,
+        Normalize=lambda mean, std, inplace: lambda image: (image - mean[0]) / std[0],
+    )
+    return build(
+        diffusers.OmniGenPipeline,
+        transformer=case(
+            "OmniGenTransformer2DModel",
+            vocab_size=len(letters()),
+            max_position_embeddings=1024,
+            original_max_position_embeddings=512,
+        ),
+        scheduler=flow(invert_sigmas=True, num_train_timesteps=1),
+        vae=kl(4, 4),
+        tokenizer=letters(),
+    )
+
+
+def omnigen_call(words: str = "", **more: Any) -> Call:
+    return joined(
+        asked(height=80, width=112, **more), lambda p: {"prompt": [f"{PROMPTS[one]}{words}" for one in p]}
+    )
+
+
+OTHERS = {
+    "BriaPipeline": Exam(bria, embeds()),
+    "BriaFiboPipeline": Exam(fibo("BriaFiboPipeline"), strings(height=80, width=112)),
+    "BriaFiboEditPipeline": Exam(
+        fibo("BriaFiboEditPipeline"),
+        joined(
+            strings(height=96, width=160, image=picture(1, (96, 64)), _auto_resize=False),
+            lambda p: {"prompt": [json.dumps({"edit_instruction": PROMPTS[one]}) for one in p]},
+        ),
+    ),
+    "BriaFibo2Pipeline": Exam(fibo2, fibo2_call()),
+    "BriaFibo2Pipeline pictures": Exam(fibo2, fibo2_call(image=[picture(1), picture(2)])),
+    "LuminaPipeline": Exam(
+        lambda: build(
+            diffusers.LuminaPipeline, transformer=case("LuminaNextDiT2DModel"), scheduler=flow(), vae=kl(4)
+        ),
+        embeds(masked="prompt_attention_mask", height=80, width=112, clean_caption=False),
+    ),
+    "Lumina2Pipeline": Exam(FAMILIES["lumina2"].make, joined(asked(), FAMILIES["lumina2"].call)),
+    "OmniGenPipeline": Exam(omnigen, omnigen_call()),
+    "OmniGenPipeline pictures": Exam(
+        omnigen,
+        joined(
+            omnigen_call(" <img><|image_1|></img>"),
+            lambda p: {"input_images": [[picture(one, (48, 32))] for one in p]},
+        ),
+    ),
+    "HiDreamImagePipeline": Exam(hidream, hidream_call),
+    "OvisImagePipeline": Exam(
+        lambda: build(
+            diffusers.OvisImagePipeline, transformer=case("OvisImageTransformer2DModel"), scheduler=flow(), vae=kl(2)
+        ),
+        embeds(negative_prompt=None),
+    ),
+    "LongCatImagePipeline": Exam(longcat("LongCatImagePipeline"), strings(enable_prompt_rewrite=False)),
+    "LongCatImageEditPipeline": Exam(
+        longcat("LongCatImageEditPipeline", far=True),
+        lambda p: {**asked(image=picture())(p), "prompt": PROMPTS[p[0]], "negative_prompt": PROMPTS[NEGATIVE]},
+        several=False,
+    ),
+    "HunyuanImagePipeline": Exam(
+        hunyuan_image,
+        joined(
+            embeds(masked="prompt_embeds_mask", height=160, width=224),
+            lambda p: text(p, "prompt_embeds_mask", (6, 10), suffix="_2"),
+        ),
+    ),
+    "HunyuanImageRefinerPipeline": Exam(
+        hunyuan_refiner, embeds(masked="prompt_embeds_mask", image=picture(), height=24, width=40)
+    ),
+    "QwenImage21Pipeline": Exam(
+        lambda: build(
+            diffusers.QwenImage21Pipeline,
+            transformer=case("QwenImage21Transformer2DModel"),
+            scheduler=flow(),
+            processor=Templates(),
+        ),
+        embeds(masked="prompt_embeds_mask", height=96, width=160, true_cfg_scale=3.0),
+    ),
+    "QwenImage21Pipeline no cache": Exam(
+        lambda: build(
+            diffusers.QwenImage21Pipeline,
+            transformer=case("QwenImage21Transformer2DModel"),
+            scheduler=flow(),
+            processor=Templates(),
+        ),
+        embeds(masked="prompt_embeds_mask", height=96, width=160, true_cfg_scale=3.0, use_kv_cache=False),
+    ),
+}
+
+
+EXAMS: dict[str, Exam] = {**FLUX, **FLUX2, **SD3, **QWEN, **Z_IMAGE, **CHROMA, **OTHERS}
