@@ -455,14 +455,18 @@ def _rows_hold(
     except Exception as error:
         why(error)
         return False
-    pairs = list(zip(_rows_of(output), _rows_of(alone), strict=False))
-    return all(a[-1:].shape == b.shape and off_by(b, a[-1:]) <= tolerance(a) for a, b in pairs)
+    pairs = list(zip(_last_row(output), _last_row(alone), strict=False))
+    return all(a.shape == b.shape and off_by(b, a) <= tolerance(a) for a, b in pairs)
 
 
-def _rows_of(output: Any) -> list[Tensor]:
-    """The tensors of a result; a list of one for every sample as one."""
-    tensors = [v for _, v in Arguments((), (output,), {}).leaves() if isinstance(v, Tensor)]
-    return [v if v.dim() else v[None] for v in tensors] if not isinstance(output, list) else [torch.stack(tensors)]
+def _last_row(output: Any) -> list[Tensor]:
+    """The last sample of every tensor of a result; of a list, which has an item per sample, its last item."""
+    if isinstance(output, Tensor):
+        return [output[-1:] if output.dim() else output]
+    if isinstance(output, list):
+        return [item for item in output[-1:] if isinstance(item, Tensor)]
+    items = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+    return [row for item in items for row in _last_row(item)]
 
 
 def block_lists(model: nn.Module) -> list[str]:
