@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -35,6 +36,9 @@ from .pipefusion.lazy import LazyPatches, Owners
 
 # Stands among the arguments of a call for what else the result depends on. No argument has such a name.
 _STATE = "<state>"
+
+# What holds nothing of an earlier call, and compares. A tuple is the state, or a shape.
+_PLAIN = (Tensor, int, float, complex, str, bytes, tuple, type(None), torch.dtype, torch.device, np.generic)
 
 
 @dataclass
@@ -107,10 +111,12 @@ class BatchParallel:
         call = self._clock.call
         state, stateful = self._state()
         given = self._seen(arguments, state)
+        stateful = stateful or not all(isinstance(one.value, _PLAIN) for one in given.values())
         if (call.request, call.step) != self._at:
             self._at = (call.request, call.step)
             self._before, self._now = self._now, _Step(call.branch)
-            # A cache remembers every branch by itself: each rank runs all of them, as one device does.
+            # A cache (a hook's, or an object that a pipeline passes) remembers every branch by itself: each rank runs
+            # all of them, as one device does.
             branches = [] if stateful else self._branches_of(self._before)
             if branches:
                 self._run_ahead(arguments, branches, state)
@@ -124,7 +130,8 @@ class BatchParallel:
         return self._shared(arguments, self.data if sequential else self.rows)
 
     def _seen(self, arguments: Arguments, state: tuple[Any, ...]) -> dict[str, Seen]:
-        return {**{path: seen(value) for path, value in arguments.leaves()}, _STATE: Seen(state, None)}
+        plain = {path: Seen(value, None) for path, value in arguments.others()}
+        return {**{path: seen(value) for path, value in arguments.leaves()}, **plain, _STATE: Seen(state, None)}
 
     def _as_predicted(self, given: dict[str, Seen], predicted: dict[str, Seen], own: set[str], call: Call) -> bool:
         """Whether a call's arguments are the predicted ones; ``own``: paths of those that are not the first call's."""
