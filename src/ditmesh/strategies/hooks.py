@@ -138,6 +138,8 @@ class ModelHooks:
         self.tap: Tap | None = None
         self.tokens_whole = False
         self._names = parameter_names(type(model).forward)
+        # How many calls of the model's own forward run: a ControlNet that has some of its blocks calls them outside.
+        self._running = 0
         self._undo = ExitStack()
         intercept.install()
         # Also for a model that was dropped without `close`.
@@ -175,7 +177,7 @@ class ModelHooks:
         def before(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            if handler.passive and self.tap is None:
+            if not self._running or (handler.passive and self.tap is None):
                 return None
             arguments = Arguments(names, args, kwargs)
             handler.before_block(self._sites[site.path], arguments)
@@ -183,7 +185,7 @@ class ModelHooks:
             return tuple(arguments.args), arguments.kwargs
 
         def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-            if handler.passive and self.tap is None:
+            if not self._running or (handler.passive and self.tap is None):
                 return None
             intercept.handle(None)
             if self.tap is not None:
@@ -201,9 +203,11 @@ class ModelHooks:
             arguments = Arguments(self._names, args, kwargs)
             self.handler.before_call(self.layout, arguments)
             args, kwargs = tuple(arguments.args), arguments.kwargs
+        self._running += 1
         try:
             output = proceed(*args, **kwargs)
         finally:
+            self._running -= 1
             # A block that was left by an exception, of whatever kind, does not keep this thread's attention.
             intercept.handle(None)
         self.handler.end_call()
