@@ -953,7 +953,7 @@ OTHERS = {
     "LongCatImagePipeline": Exam(longcat("LongCatImagePipeline"), strings(enable_prompt_rewrite=False)),
     "LongCatImageEditPipeline": Exam(
         longcat("LongCatImageEditPipeline", far=True),
-        lambda p: {**asked(image=picture())(p), "prompt": PROMPTS[p[0]], "negative_prompt": PROMPTS[NEGATIVE]},
+        lambda p: {**asked(image=picture(size=(20, 20)))(p), "prompt": PROMPTS[p[0]], "negative_prompt": PROMPTS[NEGATIVE]},
         several=False,
     ),
     "HunyuanImagePipeline": Exam(
