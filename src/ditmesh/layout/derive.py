@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -226,12 +226,10 @@ def derive_rows(
     parameters = parameter_names(type(model).forward)
     with torch.no_grad(), bare(model) if run is None else contextlib.nullcontext():
         output = (run or model)(**fresh(dict(call)))
-        unbatched, listed, rows = _batch(call, parameters, run or model, output)
+        rows = _batch(call, parameters, run or model, output)
     return replace(
         base or TokenLayout(type(model).__name__, (), timestep=_timestep(parameters)),
-        unbatched=unbatched,
-        listed=listed,
-        rows=rows,
+        **rows,
         calls=_form(call),
         source="derived",
     )
@@ -280,14 +278,11 @@ def _layout(
     if not alternating:
         regions, residuals = examine(Skeleton(model, regions, observer.ran, run), regions, dict(call))
     parameters = parameter_names(type(model).forward)
-    unbatched, listed, rows = _batch(call, parameters, run, output)
     return TokenLayout(
         model=name,
         regions=tuple(regions),
         residuals=residuals,
-        unbatched=unbatched,
-        listed=listed,
-        rows=rows,
+        **_batch(call, parameters, run, output),
         alternating=alternating,
         timestep=_timestep(parameters),
         calls=_form(call),
@@ -395,33 +390,38 @@ def _alternating(order: list[str], observer: _Observer) -> bool:
     return alternating
 
 
-def _batch(
-    call: Mapping[str, Any], parameters: Sequence[str], run: Callable[..., Any], output: Any
-) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
-    """Arguments without a batch dimension, those that are lists of samples, and whether samples can be run apart.
+@dataclass(frozen=True)
+class _Rows:
+    """Which arguments of a call have rows, as in `TokenLayout`."""
+
+    unbatched: tuple[str, ...]
+    batched: tuple[tuple[str, int], ...]
+    listed: tuple[str, ...]
+    rows: bool = True
+
+
+def _batch(call: Mapping[str, Any], parameters: Sequence[str], run: Callable[..., Any], output: Any) -> dict[str, Any]:
+    """Which arguments of a call have rows, and whether its samples can be run apart: attributes of the layout.
 
     A list may have as many items as there are samples for another reason (the residuals of as many blocks): where its
-    items have a row per sample themselves, it is tried in both ways.
+    items have a row per sample themselves, it is tried in both ways. So is a tensor of which another dimension than the
+    first is as long.
     """
     samples = _samples(call, parameters)
     listed = tuple(n for n, v in call.items() if isinstance(v, list) and len(v) == samples)
     rows = {n for n in listed if all(isinstance(v, Tensor) and v.shape[:1] == (samples,) for v in call[n])}
-    certain = tuple(n for n in listed if n not in rows)
-    for names in dict.fromkeys((listed, certain)):
-        unbatched = _unbatched(call, samples, names)
-        if _rows_hold(call, parameters, unbatched, names, run, output):
-            return unbatched, names, True
-    return _unbatched(call, samples, listed), listed, False
-
-
-def _unbatched(call: Mapping[str, Any], samples: int, listed: Sequence[str]) -> tuple[str, ...]:
-    """Paths of tensors that have no row per sample, outside of the lists of samples."""
-    return tuple(
-        path
-        for path, value in Arguments((), (), dict(call)).leaves()
-        if isinstance(value, Tensor) and value.dim() and len(value) != samples
-        if not any(covers(name, path) for name in listed)
-    )
+    tried = []
+    for names in dict.fromkeys((listed, tuple(n for n in listed if n not in rows))):
+        unbatched = {
+            path: value
+            for path, value in Arguments((), (), dict(call)).leaves()
+            if isinstance(value, Tensor) and value.dim() and len(value) != samples
+            if not any(covers(name, path) for name in names)
+        }
+        dims = [(path, tuple(v.shape).index(samples)) for path, v in unbatched.items() if samples in v.shape]
+        tried += [_Rows(tuple(unbatched), batched, names) for batched in dict.fromkeys(((), tuple(dims)))]
+    found = next((one for one in tried if _rows_hold(call, samples, one, run, output)), replace(tried[0], rows=False))
+    return asdict(found)
 
 
 def _samples(call: Mapping[str, Any], parameters: Sequence[str]) -> int:
@@ -430,25 +430,18 @@ def _samples(call: Mapping[str, Any], parameters: Sequence[str]) -> int:
     return len(main) if isinstance(main, (Tensor, list)) and (isinstance(main, list) or main.dim()) else 1
 
 
-def _rows_hold(
-    call: Mapping[str, Any],
-    parameters: Sequence[str],
-    unbatched: Sequence[str],
-    listed: Sequence[str],
-    run: Callable[..., Any],
-    output: Any,
-) -> bool:
+def _rows_hold(call: Mapping[str, Any], samples: int, found: _Rows, run: Callable[..., Any], output: Any) -> bool:
     """Whether the last sample alone, cut out of the arguments, gives the last row of the result."""
-    samples = _samples(call, parameters)
     if samples < 2:
         return True
     arguments = Arguments((), (), fresh(dict(call)))
-    for name in listed:
+    dims = dict(found.batched)
+    for name in found.listed:
         arguments.set(name, arguments.get(name)[-1:])
     for path, value in Arguments((), (), dict(call)).leaves():
-        known = any(covers(name, path) for name in (*unbatched, *listed))
+        known = path not in dims and any(covers(name, path) for name in (*found.unbatched, *found.listed))
         if isinstance(value, Tensor) and value.dim() and not known:
-            arguments.set(path, value[-1:])
+            arguments.set(path, value.narrow(dims.get(path, 0), samples - 1, 1))
     try:
         with torch.no_grad():
             alone = run(**arguments.kwargs)

@@ -193,6 +193,7 @@ class Forms:
             regions=found.regions,
             residuals=found.residuals,
             unbatched=found.unbatched,
+            batched=found.batched,
             listed=found.listed,
             alternating=found.alternating,
             rows=found.rows,
@@ -204,4 +205,4 @@ class Forms:
 def _essence(layout: TokenLayout) -> tuple[Any, ...]:
     """What strategies set themselves up by."""
     regions = tuple(replace(region, known=()) for region in layout.regions)
-    return regions, layout.unbatched, layout.listed
+    return regions, layout.unbatched, layout.batched, layout.listed

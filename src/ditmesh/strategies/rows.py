@@ -23,7 +23,7 @@ from ..comm import Link
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.alignment import ALIGNMENT
-from ..core.arguments import Arguments, covers, parameter_names
+from ..core.arguments import MISSING, Arguments, covers, parameter_names
 from ..core.clock import Call, CallClock, timestep_of
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch, Proceed
@@ -230,31 +230,34 @@ class BatchParallel:
 
         def run(take: slice) -> Any:
             part = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
-            for path in batched:
-                part.set(path, self._cut(arguments.get(path), take))
+            for path, dim in batched.items():
+                part.set(path, self._cut(arguments.get(path), take, dim))
             with self._clock.narrowed(rows=(take.start, take.stop), link=link.name):
                 return self._forward(*part.args, **part.kwargs)
 
         return _share_rows(batch, link, self.one_by_one, run)
 
-    def _batched(self, arguments: Arguments, batch: int) -> list[str]:
-        """Paths of the arguments that have a row per sample: lists with an item per sample, and tensors."""
+    def _batched(self, arguments: Arguments, batch: int) -> dict[str, int]:
+        """The arguments that have a row per sample, by path with the dimension: lists of samples, and tensors."""
         layout = self._hooks.layout
         listed, known = layout.listed, (*layout.unbatched, *layout.listed)
-        paths = [path for path in listed if isinstance(arguments.get(path), list) and len(arguments.get(path)) == batch]
-        return paths + [
-            path
+        lists = {
+            path: 0 for path in listed if isinstance(arguments.get(path), list) and len(arguments.get(path)) == batch
+        }
+        rows = {
+            path: 0
             for path, value in arguments.leaves()
             if _has_rows(value, batch) and not any(covers(name, path) for name in known)
-        ]
+        }
+        return {**lists, **rows, **{path: dim for path, dim in layout.batched if arguments.get(path) is not MISSING}}
 
-    def _cut(self, value: Any, take: slice) -> Any:
+    def _cut(self, value: Any, take: slice, dim: int) -> Any:
         """Some rows of an argument; the same tensor as in the step before, if the argument is."""
         if not isinstance(value, Tensor):
             return _some(value, take)
-        key = ("rows", seen(value).key, take.start, take.stop)
-        part = self._clock.values.found(key, lambda: seen(_some(value, take)), (value,))
-        return part.value if seen(part.value).key == part.key else _some(value, take)
+        key = ("rows", seen(value).key, take.start, take.stop, dim)
+        part = self._clock.values.found(key, lambda: seen(_some(value, take, dim)), (value,))
+        return part.value if seen(part.value).key == part.key else _some(value, take, dim)
 
 
 def _share_rows(batch: int, link: Link, one_by_one: bool, run: Callable[[slice], Any]) -> Any:
@@ -282,9 +285,9 @@ def _has_rows(value: Any, batch: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch
 
 
-def _some(value: Any, take: slice) -> Any:
+def _some(value: Any, take: slice, dim: int = 0) -> Any:
     """Some rows of a tensor or a list. In memory of their own: kernels may look at where a tensor begins."""
-    part = value[take]
+    part = value[(slice(None),) * dim + (take,)] if dim else value[take]
     return part.clone() if isinstance(part, Tensor) and part.data_ptr() % ALIGNMENT else part
 
 

@@ -572,7 +572,12 @@ def z_image_omni(pictures: bool) -> Exam:
         # The pipeline encodes pictures in bfloat16.
         vae = made(lambda: type(kl(4)).from_config(kl(4).config)).bfloat16()
         config = transformers.Siglip2VisionConfig(
-            hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_patches=16, patch_size=8
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_patches=16,
+            patch_size=8,
         )
         return build(
             diffusers.ZImageOmniPipeline,
@@ -606,9 +611,7 @@ Z_IMAGE = {
     ),
     "ZImageControlNetInpaintPipeline": Exam(
         z_image("ZImageControlNetInpaintPipeline", controlnet=lambda: z_image_controlnet(9)),
-        joined(
-            z_image_call(image=picture(), control_image=picture(3)), lambda p: {"mask_image": [hole() for _ in p]}
-        ),
+        joined(z_image_call(image=picture(), control_image=picture(3)), lambda p: {"mask_image": [hole() for _ in p]}),
     ),
     "ZImageOmniPipeline": z_image_omni(False),
     "ZImageOmniPipeline pictures": z_image_omni(True),
@@ -660,9 +663,7 @@ CHROMA = {
     ),
     "ChromaInpaintPipeline": Exam(
         chroma("ChromaInpaintPipeline"),
-        strings(
-            max_sequence_length=TOKENS, image=picture(), mask_image=hole(), true_cfg_scale=3.0, **STRENGTH
-        ),
+        strings(max_sequence_length=TOKENS, image=picture(), mask_image=hole(), true_cfg_scale=3.0, **STRENGTH),
     ),
     "VisualClozeGenerationPipeline": Exam(
         flux("VisualClozeGenerationPipeline", {"in_channels": 48, "out_channels": 16}, resolution=lambda: 24),
@@ -714,7 +715,10 @@ def embeds(masked: str = "", **more: Any) -> Call:
 
 def bria() -> Any:
     return build(
-        diffusers.BriaPipeline, transformer=case("BriaTransformer2DModel"), scheduler=flow(use_dynamic_shifting=True), vae=kl(2)
+        diffusers.BriaPipeline,
+        transformer=case("BriaTransformer2DModel"),
+        scheduler=flow(use_dynamic_shifting=True),
+        vae=kl(2),
     )
 
 
@@ -911,9 +915,7 @@ def omnigen() -> Any:
 
 
 def omnigen_call(words: str = "", **more: Any) -> Call:
-    return joined(
-        asked(height=80, width=112, **more), lambda p: {"prompt": [f"{PROMPTS[one]}{words}" for one in p]}
-    )
+    return joined(asked(height=80, width=112, **more), lambda p: {"prompt": [f"{PROMPTS[one]}{words}" for one in p]})
 
 
 OTHERS = {
@@ -929,9 +931,7 @@ OTHERS = {
     "BriaFibo2Pipeline": Exam(fibo2, fibo2_call()),
     "BriaFibo2Pipeline pictures": Exam(fibo2, fibo2_call(image=[picture(1), picture(2)])),
     "LuminaPipeline": Exam(
-        lambda: build(
-            diffusers.LuminaPipeline, transformer=case("LuminaNextDiT2DModel"), scheduler=flow(), vae=kl(4)
-        ),
+        lambda: build(diffusers.LuminaPipeline, transformer=case("LuminaNextDiT2DModel"), scheduler=flow(), vae=kl(4)),
         embeds(masked="prompt_attention_mask", height=80, width=112, clean_caption=False),
     ),
     "Lumina2Pipeline": Exam(FAMILIES["lumina2"].make, joined(asked(), FAMILIES["lumina2"].call)),
@@ -953,7 +953,11 @@ OTHERS = {
     "LongCatImagePipeline": Exam(longcat("LongCatImagePipeline"), strings(enable_prompt_rewrite=False)),
     "LongCatImageEditPipeline": Exam(
         longcat("LongCatImageEditPipeline", far=True),
-        lambda p: {**asked(image=picture(size=(20, 20)))(p), "prompt": PROMPTS[p[0]], "negative_prompt": PROMPTS[NEGATIVE]},
+        lambda p: {
+            **asked(image=picture(size=(20, 20)))(p),
+            "prompt": PROMPTS[p[0]],
+            "negative_prompt": PROMPTS[NEGATIVE],
+        },
         several=False,
     ),
     "HunyuanImagePipeline": Exam(
