@@ -20,7 +20,7 @@ from ..core import intercept
 from ..core.arguments import Arguments, covers, parameter_names
 from ..errors import LayoutError
 from .between import Ran, Skeleton, examine, fresh
-from .forms import WAY_OUT, dtype_class, form_of
+from .forms import WAY_OUT, dtype_class, form_of, samples_of
 from .influence import Block, Facts, Listener, checked, computed, facts_of, length_of, off_by, tolerance, why
 from .types import LOCAL, Attention, Count, Cut, Leaf, Region, TokenLayout
 
@@ -230,7 +230,7 @@ def derive_rows(
     return replace(
         base or TokenLayout(type(model).__name__, (), timestep=_timestep(parameters)),
         **rows,
-        calls=_form(call),
+        calls=_form(call, parameters),
         source="derived",
     )
 
@@ -239,8 +239,8 @@ def _timestep(parameters: Sequence[str]) -> str | None:
     return next((name for name in ("timestep", "t") if name in parameters), None)
 
 
-def _form(call: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (tuple(sorted(form_of(Arguments((), (), dict(call))), key=repr)),)
+def _form(call: Mapping[str, Any], parameters: tuple[str, ...]) -> tuple[Any, ...]:
+    return (tuple(sorted(form_of(Arguments(parameters, (), dict(call))), key=repr)),)
 
 
 def _layout(
@@ -285,7 +285,7 @@ def _layout(
         **_batch(call, parameters, run, output),
         alternating=alternating,
         timestep=_timestep(parameters),
-        calls=_form(call),
+        calls=_form(call, parameters),
         source="derived",
     )
 
@@ -400,14 +400,16 @@ class _Rows:
     rows: bool = True
 
 
-def _batch(call: Mapping[str, Any], parameters: Sequence[str], run: Callable[..., Any], output: Any) -> dict[str, Any]:
+def _batch(
+    call: Mapping[str, Any], parameters: tuple[str, ...], run: Callable[..., Any], output: Any
+) -> dict[str, Any]:
     """Which arguments of a call have rows, and whether its samples can be run apart: attributes of the layout.
 
     A list may have as many items as there are samples for another reason (the residuals of as many blocks): where its
     items have a row per sample themselves, it is tried in both ways. So is a tensor of which another dimension than the
     first is as long.
     """
-    samples = _samples(call, parameters)
+    samples = samples_of(Arguments(parameters, (), dict(call)))
     listed = tuple(n for n, v in call.items() if isinstance(v, list) and len(v) == samples)
     rows = {n for n in listed if all(isinstance(v, Tensor) and v.shape[:1] == (samples,) for v in call[n])}
     tried = []
@@ -422,12 +424,6 @@ def _batch(call: Mapping[str, Any], parameters: Sequence[str], run: Callable[...
         tried += [_Rows(tuple(unbatched), batched, names) for batched in dict.fromkeys(((), tuple(dims)))]
     found = next((one for one in tried if _rows_hold(call, samples, one, run, output)), replace(tried[0], rows=False))
     return asdict(found)
-
-
-def _samples(call: Mapping[str, Any], parameters: Sequence[str]) -> int:
-    """Samples of a call: rows of the forward's first argument, or how many items it has."""
-    main = call.get(parameters[0]) if parameters else next(iter(call.values()), None)
-    return len(main) if isinstance(main, (Tensor, list)) and (isinstance(main, list) or main.dim()) else 1
 
 
 def _rows_hold(call: Mapping[str, Any], samples: int, found: _Rows, run: Callable[..., Any], output: Any) -> bool:

@@ -24,6 +24,9 @@ WAY_OUT = "write a layout (see docs/layouts.md) and pass it as parallelize(..., 
 # Arguments of a forward that decide how its result is wrapped, and nothing else.
 _OF_THE_RESULT = ("return_dict",)
 
+# Stands among the arguments of a form. No argument has such a name.
+_SAMPLES = "number of samples"
+
 
 @cache
 def dtype_class(dtype: torch.dtype) -> str:
@@ -58,15 +61,24 @@ def kind_of(value: Any) -> Kind:
     return type(value).__name__
 
 
+def samples_of(arguments: Arguments) -> int:
+    """Samples of a call: rows of the forward's first argument, or how many items it has."""
+    main = arguments.get(arguments.names[0]) if arguments.names else next(iter(arguments.kwargs.values()), None)
+    return len(main) if isinstance(main, list) or (isinstance(main, Tensor) and main.dim()) else 1
+
+
 def form_of(arguments: Arguments) -> CallForm:
-    """The form of one call of a transformer's forward: name and kind of every argument that is not None."""
+    """The form of one call of a transformer's forward: name and kind of every argument that is not None.
+
+    A call with one sample does not tell which arguments have rows: one with several is of another form.
+    """
     names = arguments.names
     passed = [(names[n] if n < len(names) else f"*{n}", value) for n, value in enumerate(arguments.args)]
     return frozenset(
         (name, kind_of(value))
         for name, value in (*passed, *arguments.kwargs.items())
         if not (value is None or name in _OF_THE_RESULT or (type(value) is dict and not value))
-    )
+    ) | {(_SAMPLES, "one" if samples_of(arguments) == 1 else "several")}
 
 
 def in_words(kind: Kind) -> str:
@@ -142,7 +154,7 @@ class Forms:
         # What a probe made up itself says nothing for certain of a call that is made. Blocks of other stages cannot
         # run here: then it has to do.
         trusted = layout.source == "derived" or fixed
-        self._known = {frozenset(form): layout for form in layout.calls} if trusted else {}
+        self._known = {self._looked_at(frozenset(form)): layout for form in layout.calls} if trusted else {}
 
     def layout_of(self, arguments: Arguments) -> TokenLayout:
         """The layout that holds for a call.
@@ -161,11 +173,17 @@ class Forms:
         beyond += [f"with attention by {name}, which its layout was not written for" for name in foreign]
         if not base.calls and not beyond:
             return base
-        form = form_of(arguments) | {("", ("attention", *foreign))} if foreign else form_of(arguments)
+        form = self._looked_at(form_of(arguments))
+        if foreign:
+            form |= {("", ("attention", *foreign))}
         found = self._known.get(form)
         if found is None:
             found = self._known[form] = self._derived(form, arguments, beyond)
         return found
+
+    def _looked_at(self, form: CallForm) -> CallForm:
+        """What of a form can be looked at anew: where blocks are on other ranks, rows have to hold as they are."""
+        return frozenset(item for item in form if item[0] != _SAMPLES) if self._fixed else form
 
     def _derived(self, form: CallForm, arguments: Arguments, beyond: list[str]) -> TokenLayout:
         base, what = self._layout, f"{self._layout.model} has no reviewed layout"

@@ -42,7 +42,7 @@ _RANKS = 2
 
 @dataclass
 class _Asked:
-    """One attention call: tensors (B, H, S, D), the mask and the factor of the scores as they were given, the answer."""
+    """One attention call: tensors (B, H, S, D), mask and factor of the scores as they were given, the answer."""
 
     q: Tensor
     k: Tensor
@@ -739,8 +739,8 @@ def _check_rank(block: Block, facts: Facts, tokens: Partition, rank: int) -> Non
             )
         if scale != was.scale:
             raise LayoutError(
-                f"{block.site} scales the scores of attention call {index + 1} by how many tokens it is given, so that a "
-                f"rank with some of them would scale them otherwise; {WAY_OUT}"
+                f"{block.site} scales the scores of attention call {index + 1} by how many tokens it is given, so "
+                f"that a rank with some of them would scale them otherwise; {WAY_OUT}"
             )
         if mask is not None and was.mask is not None:
             _check_mask(block, index, mask, was, call, tokens, rank)
