@@ -371,7 +371,7 @@ def parallelize(
     if config == "auto":
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         # Of a model that does not tell its heads one is sure: the ring takes any number of ranks.
-        config = ParallelConfig.auto(world_size, min(heads_of(model) or 1 for model in models))
+        config = ParallelConfig.auto(world_size, min(heads_of(*one) or 1 for one in zip(models, layouts, strict=True)))
     config = ParallelConfig.read(config)
     pairs = [(model, found) for model, found in zip(models, layouts, strict=True) if found is not None]
     check(recipe, config, pairs)

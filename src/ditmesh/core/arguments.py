@@ -47,6 +47,13 @@ class Arguments:
         for name, value in self.kwargs.items():
             yield from _leaves(name, value)
 
+    def others(self) -> Iterator[tuple[str, Any]]:
+        """Every value that is neither a tensor nor an integer, with its path."""
+        for position, value in enumerate(self.args):
+            yield from _others(self.names[position] if position < len(self.names) else f"*{position}", value)
+        for name, value in self.kwargs.items():
+            yield from _others(name, value)
+
     def _position(self, name: str) -> int | None:
         if name.startswith("*"):
             # Arguments beyond the named ones (`*args`) go by their position.
@@ -114,6 +121,17 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
         for index, item in enumerate(value):
             yield from _leaves(f"{path}.{index}", item)
+
+
+def _others(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _others(f"{path}.{key}", item)
+    elif isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
+        for index, item in enumerate(value):
+            yield from _others(f"{path}.{index}", item)
+    elif not isinstance(value, Tensor) and (isinstance(value, bool) or not isinstance(value, int)):
+        yield path, value
 
 
 def covers(known: str, path: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from ..core import intercept
 from ..core.arguments import Arguments, covers, parameter_names
 from ..errors import LayoutError
 from .between import Ran, Skeleton, examine, fresh
-from .forms import WAY_OUT, dtype_class, form_of
+from .forms import WAY_OUT, dtype_class, form_of, samples_of
 from .influence import Block, Facts, Listener, checked, computed, facts_of, length_of, off_by, tolerance, why
 from .types import LOCAL, Attention, Count, Cut, Leaf, Region, TokenLayout
 
@@ -224,16 +224,13 @@ def derive_rows(
         run: as for `derive`.
     """
     parameters = parameter_names(type(model).forward)
-    unbatched, listed = _batch(call, parameters)
     with torch.no_grad(), bare(model) if run is None else contextlib.nullcontext():
         output = (run or model)(**fresh(dict(call)))
-        rows = _rows_hold(call, parameters, unbatched, listed, run or model, output)
+        rows = _batch(call, parameters, run or model, output)
     return replace(
         base or TokenLayout(type(model).__name__, (), timestep=_timestep(parameters)),
-        unbatched=unbatched,
-        listed=listed,
-        rows=rows,
-        calls=_form(call),
+        **rows,
+        calls=_form(call, parameters),
         source="derived",
     )
 
@@ -242,8 +239,8 @@ def _timestep(parameters: Sequence[str]) -> str | None:
     return next((name for name in ("timestep", "t") if name in parameters), None)
 
 
-def _form(call: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (tuple(sorted(form_of(Arguments((), (), dict(call))), key=repr)),)
+def _form(call: Mapping[str, Any], parameters: tuple[str, ...]) -> tuple[Any, ...]:
+    return (tuple(sorted(form_of(Arguments(parameters, (), dict(call))), key=repr)),)
 
 
 def _layout(
@@ -281,17 +278,14 @@ def _layout(
     if not alternating:
         regions, residuals = examine(Skeleton(model, regions, observer.ran, run), regions, dict(call))
     parameters = parameter_names(type(model).forward)
-    unbatched, listed = _batch(call, parameters)
     return TokenLayout(
         model=name,
         regions=tuple(regions),
         residuals=residuals,
-        unbatched=unbatched,
-        listed=listed,
-        rows=_rows_hold(call, parameters, unbatched, listed, run, output),
+        **_batch(call, parameters, run, output),
         alternating=alternating,
         timestep=_timestep(parameters),
-        calls=_form(call),
+        calls=_form(call, parameters),
         source="derived",
     )
 
@@ -396,58 +390,72 @@ def _alternating(order: list[str], observer: _Observer) -> bool:
     return alternating
 
 
-def _batch(call: Mapping[str, Any], parameters: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Arguments of the forward without a batch dimension, and those that are lists of samples."""
-    samples = _samples(call, parameters)
-    listed = [n for n, v in call.items() if isinstance(v, list) and len(v) == samples]
-    unbatched = [
-        path
-        for path, value in Arguments((), (), dict(call)).leaves()
-        if isinstance(value, Tensor) and value.dim() and len(value) != samples
-        if not any(covers(name, path) for name in listed)
-    ]
-    return tuple(unbatched), tuple(listed)
+@dataclass(frozen=True)
+class _Rows:
+    """Which arguments of a call have rows, as in `TokenLayout`."""
+
+    unbatched: tuple[str, ...]
+    batched: tuple[tuple[str, int], ...]
+    listed: tuple[str, ...]
+    rows: bool = True
 
 
-def _samples(call: Mapping[str, Any], parameters: Sequence[str]) -> int:
-    """Samples of a call: rows of the forward's first argument, or how many items it has."""
-    main = call.get(parameters[0]) if parameters else next(iter(call.values()), None)
-    return len(main) if isinstance(main, (Tensor, list)) and (isinstance(main, list) or main.dim()) else 1
+def _batch(
+    call: Mapping[str, Any], parameters: tuple[str, ...], run: Callable[..., Any], output: Any
+) -> dict[str, Any]:
+    """Which arguments of a call have rows, and whether its samples can be run apart: attributes of the layout.
+
+    A list may have as many items as there are samples for another reason (the residuals of as many blocks): where its
+    items have a row per sample themselves, it is tried in both ways. So is a tensor of which another dimension than the
+    first is as long.
+    """
+    samples = samples_of(Arguments(parameters, (), dict(call)))
+    listed = tuple(n for n, v in call.items() if isinstance(v, list) and len(v) == samples)
+    rows = {n for n in listed if all(isinstance(v, Tensor) and v.shape[:1] == (samples,) for v in call[n])}
+    tried = []
+    for names in dict.fromkeys((listed, tuple(n for n in listed if n not in rows))):
+        unbatched = {
+            path: value
+            for path, value in Arguments((), (), dict(call)).leaves()
+            if isinstance(value, Tensor) and value.dim() and len(value) != samples
+            if not any(covers(name, path) for name in names)
+        }
+        dims = [(path, tuple(v.shape).index(samples)) for path, v in unbatched.items() if samples in v.shape]
+        tried += [_Rows(tuple(unbatched), batched, names) for batched in dict.fromkeys(((), tuple(dims)))]
+    found = next((one for one in tried if _rows_hold(call, samples, one, run, output)), replace(tried[0], rows=False))
+    return asdict(found)
 
 
-def _rows_hold(
-    call: Mapping[str, Any],
-    parameters: Sequence[str],
-    unbatched: Sequence[str],
-    listed: Sequence[str],
-    run: Callable[..., Any],
-    output: Any,
-) -> bool:
+def _rows_hold(call: Mapping[str, Any], samples: int, found: _Rows, run: Callable[..., Any], output: Any) -> bool:
     """Whether the last sample alone, cut out of the arguments, gives the last row of the result."""
-    samples = _samples(call, parameters)
     if samples < 2:
         return True
     arguments = Arguments((), (), fresh(dict(call)))
-    for name in listed:
+    dims = dict(found.batched)
+    for name in found.listed:
         arguments.set(name, arguments.get(name)[-1:])
     for path, value in Arguments((), (), dict(call)).leaves():
-        known = any(covers(name, path) for name in (*unbatched, *listed))
+        known = path not in dims and any(covers(name, path) for name in (*found.unbatched, *found.listed))
         if isinstance(value, Tensor) and value.dim() and not known:
-            arguments.set(path, value[-1:])
+            arguments.set(path, value.narrow(dims.get(path, 0), samples - 1, 1))
     try:
         with torch.no_grad():
             alone = run(**arguments.kwargs)
     except Exception as error:
         why(error)
         return False
-    pairs = list(zip(_rows_of(output), _rows_of(alone), strict=False))
-    return all(a[-1:].shape == b.shape and off_by(b, a[-1:]) <= tolerance(a) for a, b in pairs)
+    pairs = list(zip(_last_row(output), _last_row(alone), strict=False))
+    return all(a.shape == b.shape and off_by(b, a) <= tolerance(a) for a, b in pairs)
 
 
-def _rows_of(output: Any) -> list[Tensor]:
-    """The tensors of a result; a list of one for every sample as one."""
-    tensors = [v for _, v in Arguments((), (output,), {}).leaves() if isinstance(v, Tensor)]
-    return [v if v.dim() else v[None] for v in tensors] if not isinstance(output, list) else [torch.stack(tensors)]
+def _last_row(output: Any) -> list[Tensor]:
+    """The last sample of every tensor of a result; of a list, which has an item per sample, its last item."""
+    if isinstance(output, Tensor):
+        return [output[-1:] if output.dim() else output]
+    if isinstance(output, list):
+        return [item for item in output[-1:] if isinstance(item, Tensor)]
+    items = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+    return [row for item in items for row in _last_row(item)]
 
 
 def block_lists(model: nn.Module) -> list[str]:

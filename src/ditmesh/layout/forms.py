@@ -6,13 +6,14 @@ class of dtype, another flag) may take another way through the model: nothing th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.arguments import MISSING, Arguments
 from ..errors import LayoutError
@@ -22,6 +23,9 @@ WAY_OUT = "write a layout (see docs/layouts.md) and pass it as parallelize(..., 
 
 # Arguments of a forward that decide how its result is wrapped, and nothing else.
 _OF_THE_RESULT = ("return_dict",)
+
+# Stands among the arguments of a form. No argument has such a name.
+_SAMPLES = "number of samples"
 
 
 @cache
@@ -57,15 +61,24 @@ def kind_of(value: Any) -> Kind:
     return type(value).__name__
 
 
+def samples_of(arguments: Arguments) -> int:
+    """Samples of a call: rows of the forward's first argument, or how many items it has."""
+    main = arguments.get(arguments.names[0]) if arguments.names else next(iter(arguments.kwargs.values()), None)
+    return len(main) if isinstance(main, list) or (isinstance(main, Tensor) and main.dim()) else 1
+
+
 def form_of(arguments: Arguments) -> CallForm:
-    """The form of one call of a transformer's forward: name and kind of every argument that is not None."""
+    """The form of one call of a transformer's forward: name and kind of every argument that is not None.
+
+    A call with one sample does not tell which arguments have rows: one with several is of another form.
+    """
     names = arguments.names
     passed = [(names[n] if n < len(names) else f"*{n}", value) for n, value in enumerate(arguments.args)]
     return frozenset(
         (name, kind_of(value))
         for name, value in (*passed, *arguments.kwargs.items())
         if not (value is None or name in _OF_THE_RESULT or (type(value) is dict and not value))
-    )
+    ) | {(_SAMPLES, "one" if samples_of(arguments) == 1 else "several")}
 
 
 def in_words(kind: Kind) -> str:
@@ -86,6 +99,36 @@ def news(form: CallForm, known: Iterable[CallForm]) -> str:
     return ", ".join([*fresh, *gone])
 
 
+class Processors:
+    """The attention processors in a model's blocks that its layout was not made for.
+
+    A layout was reviewed with those that the modules of the model's class and of its blocks' classes know by name, and
+    with what diffusers sets by default. Others may attend in another way: perturbed attention guidance takes the batch
+    apart.
+
+    Args:
+        model: the transformer.
+        lists: paths of its block lists.
+        present: whether the layout holds for those that are set now, too.
+    """
+
+    def __init__(self, model: nn.Module, lists: Sequence[str], present: bool) -> None:
+        blocks = [block for path in lists for block in model.get_submodule(path).children()]
+        known = (vars(sys.modules[kind.__module__]) for kind in {type(one) for one in (model, *blocks)})
+        self._own = {value for names in known for value in names.values() if isinstance(value, type)}
+        self._attention = [part for block in blocks for part in block.modules() if hasattr(part, "processor")]
+        if present:
+            self._own |= {type(part.processor) for part in self._attention}
+
+    def foreign(self) -> tuple[str, ...]:
+        """Names of their classes."""
+        found = {type(part.processor) for part in self._attention} - self._own
+        # What diffusers sets by default, and what stands in for a module that mixes tokens (`Leaf`).
+        ours = __name__.partition(".")[0]
+        names = {kind.__name__ for kind in found if kind.__module__.partition(".")[0] != ours}
+        return tuple(sorted(names - {"AttnProcessor", "AttnProcessor2_0"}))
+
+
 class Forms:
     """The layouts of one transformer, a layout per form of call; forms that are new are looked at when they come.
 
@@ -94,16 +137,24 @@ class Forms:
         look: derives the layout of a call, given its arguments by name.
         fixed: what has been set up by the layout at hand, so that no call may need another one: ``"pipe=2"``; empty
             when nothing has.
+        processors: those of the model; with others than it was made for no layout holds. None: with any.
     """
 
-    def __init__(self, layout: TokenLayout, look: Callable[[dict[str, Any]], TokenLayout], fixed: str = "") -> None:
+    def __init__(
+        self,
+        layout: TokenLayout,
+        look: Callable[[dict[str, Any]], TokenLayout],
+        fixed: str = "",
+        processors: Processors | None = None,
+    ) -> None:
+        self._processors = processors
         self._layout = layout
         self._look = look
         self._fixed = fixed
         # What a probe made up itself says nothing for certain of a call that is made. Blocks of other stages cannot
         # run here: then it has to do.
         trusted = layout.source in ("derived", GIVEN) or fixed
-        self._known = {frozenset(form): layout for form in layout.calls} if trusted else {}
+        self._known = {self._looked_at(frozenset(form)): layout for form in layout.calls} if trusted else {}
 
     def layout_of(self, arguments: Arguments) -> TokenLayout:
         """The layout that holds for a call.
@@ -113,19 +164,31 @@ class Forms:
                 be taken up any more; names the arguments that are new.
         """
         base = self._layout
-        beyond = [path for path in base.refused if arguments.get(path) not in (MISSING, None)]
+        beyond = [
+            f"with {path!r}, and {why}"
+            for path, why in base.refused.items()
+            if arguments.get(path) not in (MISSING, None)
+        ]
+        foreign = self._processors.foreign() if self._processors is not None else ()
+        beyond += [f"with attention by {name}, which its layout was not written for" for name in foreign]
         if not base.calls and not beyond:
             return base
-        form = form_of(arguments)
+        form = self._looked_at(form_of(arguments))
+        if foreign:
+            form |= {("", ("attention", *foreign))}
         found = self._known.get(form)
         if found is None:
             found = self._known[form] = self._derived(form, arguments, beyond)
         return found
 
+    def _looked_at(self, form: CallForm) -> CallForm:
+        """What of a form can be looked at anew: where blocks are on other ranks, rows have to hold as they are."""
+        return frozenset(item for item in form if item[0] != _SAMPLES) if self._fixed else form
+
     def _derived(self, form: CallForm, arguments: Arguments, beyond: list[str]) -> TokenLayout:
         base, what = self._layout, f"{self._layout.model} has no reviewed layout"
         if beyond:
-            what = f"{base.model} was called with {beyond[0]!r}, and {base.refused[beyond[0]]}"
+            what = f"{base.model} was called {beyond[0]}"
         elif self._known:
             what = f"{base.model} was called with {news(form, self._known)}, and its layout is of other calls"
         if beyond and self._fixed:
@@ -148,6 +211,7 @@ class Forms:
             regions=found.regions,
             residuals=found.residuals,
             unbatched=found.unbatched,
+            batched=found.batched,
             listed=found.listed,
             alternating=found.alternating,
             rows=found.rows,
@@ -159,4 +223,4 @@ class Forms:
 def _essence(layout: TokenLayout) -> tuple[Any, ...]:
     """What strategies set themselves up by."""
     regions = tuple(replace(region, known=()) for region in layout.regions)
-    return regions, layout.unbatched, layout.listed
+    return regions, layout.unbatched, layout.batched, layout.listed

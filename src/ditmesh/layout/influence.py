@@ -42,13 +42,14 @@ _RANKS = 2
 
 @dataclass
 class _Asked:
-    """One attention call: tensors (B, H, S, D), the mask as it was given, the answer."""
+    """One attention call: tensors (B, H, S, D), mask and factor of the scores as they were given, the answer."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     mask: Tensor | None
     out: Tensor
+    scale: float | None
 
 
 # Computes or remembers the answer to an attention call, given its number.
@@ -66,7 +67,7 @@ class Listener:
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
         out = self._answer(len(self.asked), q_bhsd, k_bhsd, v_bhsd, mask, scale)
-        self.asked.append(_Asked(q_bhsd, k_bhsd, v_bhsd, mask, out))
+        self.asked.append(_Asked(q_bhsd, k_bhsd, v_bhsd, mask, out, scale))
         return out
 
 
@@ -735,6 +736,11 @@ def _check_rank(block: Block, facts: Facts, tokens: Partition, rank: int) -> Non
         ):
             _compare(
                 block, f"the {what} of attention call {index + 1}", asked, _rows_of(before, rows, tokens, rank), rank
+            )
+        if scale != was.scale:
+            raise LayoutError(
+                f"{block.site} scales the scores of attention call {index + 1} by how many tokens it is given, so "
+                f"that a rank with some of them would scale them otherwise; {WAY_OUT}"
             )
         if mask is not None and was.mask is not None:
             _check_mask(block, index, mask, was, call, tokens, rank)

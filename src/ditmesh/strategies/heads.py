@@ -6,13 +6,21 @@ from torch import nn
 
 from ..config import ParallelConfig
 from ..errors import ConfigError
+from ..layout import TokenLayout
 
 
-def heads_of(model: nn.Module) -> int | None:
-    """The smallest number of attention heads in the model's blocks; None when the model does not say."""
+def heads_of(model: nn.Module, layout: TokenLayout | None = None) -> int | None:
+    """The smallest number of attention heads in the model's blocks; None when the model does not say.
+
+    Args:
+        model: the transformer.
+        layout: names the lists of blocks to look at; default: all modules (an adapter's own may have fewer heads).
+    """
+    lists = [model.get_submodule(region.blocks) for region in layout.regions] if layout is not None else [model]
     counts = [
         heads
-        for module in model.modules()
+        for blocks in lists
+        for module in blocks.modules()
         if hasattr(module, "to_q") and isinstance(heads := getattr(module, "heads", None), int)
     ]
     config = getattr(model, "config", None)

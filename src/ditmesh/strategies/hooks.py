@@ -18,9 +18,10 @@ from ..core import intercept
 from ..core.arguments import Arguments, parameter_names
 from ..core.patching import CallChain, Proceed
 from ..errors import LayoutError
-from ..layout import Leaf, Region, TokenLayout
+from ..layout import Leaf, Region, TokenLayout, layout_of
 from ..layout.derive import derive_anew, derive_rows
-from ..layout.forms import Forms
+from ..layout.forms import Forms, Processors
+from ..layout.influence import why
 from .balance import Balance
 
 
@@ -137,15 +138,19 @@ class ModelHooks:
         self.tap: Tap | None = None
         self.tokens_whole = False
         self._names = parameter_names(type(model).forward)
+        # How many calls of the model's own forward run: a ControlNet that has some of its blocks calls them outside.
+        self._running = 0
         self._undo = ExitStack()
         intercept.install()
         # Also for a model that was dropped without `close`.
         self._undo.callback(weakref.finalize(self, intercept.uninstall))
         try:
             self._undo.callback(chain.add(self._around_call))
-            self._forms = Forms(layout, self._derived, fixed)
             self._of: dict[int, dict[str, BlockSite]] = {}
             self._sites = self._sites_of(layout)
+            present = layout != layout_of(model)
+            processors = Processors(model, [region.blocks for region in layout.regions], present)
+            self._forms = Forms(layout, self._derived, fixed, processors)
             for path, site in self._sites.items():
                 self._hook(model.get_submodule(path), site)
         except BaseException:
@@ -172,7 +177,7 @@ class ModelHooks:
         def before(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            if handler.passive and self.tap is None:
+            if not self._running or (handler.passive and self.tap is None):
                 return None
             arguments = Arguments(names, args, kwargs)
             handler.before_block(self._sites[site.path], arguments)
@@ -180,7 +185,7 @@ class ModelHooks:
             return tuple(arguments.args), arguments.kwargs
 
         def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-            if handler.passive and self.tap is None:
+            if not self._running or (handler.passive and self.tap is None):
                 return None
             intercept.handle(None)
             if self.tap is not None:
@@ -198,9 +203,11 @@ class ModelHooks:
             arguments = Arguments(self._names, args, kwargs)
             self.handler.before_call(self.layout, arguments)
             args, kwargs = tuple(arguments.args), arguments.kwargs
+        self._running += 1
         try:
             output = proceed(*args, **kwargs)
         finally:
+            self._running -= 1
             # A block that was left by an exception, of whatever kind, does not keep this thread's attention.
             intercept.handle(None)
         self.handler.end_call()
@@ -217,9 +224,15 @@ class ModelHooks:
         return proceed(*args, **kwargs)
 
     def _derived(self, call: dict[str, Any]) -> TokenLayout:
-        if self.tokens_whole:
-            return derive_rows(self.model, self.layout, call)
-        return derive_anew(self.model, [region.blocks for region in self.layout.regions], call)
+        try:
+            if self.tokens_whole:
+                return derive_rows(self.model, self.layout, call)
+            return derive_anew(self.model, [region.blocks for region in self.layout.regions], call)
+        except LayoutError:
+            raise
+        except Exception as error:
+            # It may lack what earlier calls have left on other ranks.
+            raise LayoutError(f"one rank cannot run it alone ({why(error)})") from error
 
     def _sites_of(self, layout: TokenLayout) -> dict[str, BlockSite]:
         """Every block's place by its path, as a layout has it."""

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -22,7 +23,7 @@ from ..comm import Link
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.alignment import ALIGNMENT
-from ..core.arguments import Arguments, covers, parameter_names
+from ..core.arguments import MISSING, Arguments, covers, parameter_names
 from ..core.clock import Call, CallClock, timestep_of
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch, Proceed
@@ -35,6 +36,9 @@ from .pipefusion.lazy import LazyPatches, Owners
 
 # Stands among the arguments of a call for what else the result depends on. No argument has such a name.
 _STATE = "<state>"
+
+# What holds nothing of an earlier call, and compares. A tuple is the state, or a shape.
+_PLAIN = (Tensor, int, float, complex, str, bytes, tuple, type(None), torch.dtype, torch.device, np.generic)
 
 
 @dataclass
@@ -107,10 +111,12 @@ class BatchParallel:
         call = self._clock.call
         state, stateful = self._state()
         given = self._seen(arguments, state)
+        stateful = stateful or not all(isinstance(one.value, _PLAIN) for one in given.values())
         if (call.request, call.step) != self._at:
             self._at = (call.request, call.step)
             self._before, self._now = self._now, _Step(call.branch)
-            # A cache remembers every branch by itself: each rank runs all of them, as one device does.
+            # A cache (a hook's, or an object that a pipeline passes) remembers every branch by itself: each rank runs
+            # all of them, as one device does.
             branches = [] if stateful else self._branches_of(self._before)
             if branches:
                 self._run_ahead(arguments, branches, state)
@@ -124,7 +130,8 @@ class BatchParallel:
         return self._shared(arguments, self.data if sequential else self.rows)
 
     def _seen(self, arguments: Arguments, state: tuple[Any, ...]) -> dict[str, Seen]:
-        return {**{path: seen(value) for path, value in arguments.leaves()}, _STATE: Seen(state, None)}
+        plain = {path: Seen(value, None) for path, value in arguments.others()}
+        return {**{path: seen(value) for path, value in arguments.leaves()}, **plain, _STATE: Seen(state, None)}
 
     def _as_predicted(self, given: dict[str, Seen], predicted: dict[str, Seen], own: set[str], call: Call) -> bool:
         """Whether a call's arguments are the predicted ones; ``own``: paths of those that are not the first call's."""
@@ -223,31 +230,34 @@ class BatchParallel:
 
         def run(take: slice) -> Any:
             part = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
-            for path in batched:
-                part.set(path, self._cut(arguments.get(path), take))
+            for path, dim in batched.items():
+                part.set(path, self._cut(arguments.get(path), take, dim))
             with self._clock.narrowed(rows=(take.start, take.stop), link=link.name):
                 return self._forward(*part.args, **part.kwargs)
 
         return _share_rows(batch, link, self.one_by_one, run)
 
-    def _batched(self, arguments: Arguments, batch: int) -> list[str]:
-        """Paths of the arguments that have a row per sample: lists with an item per sample, and tensors."""
+    def _batched(self, arguments: Arguments, batch: int) -> dict[str, int]:
+        """The arguments that have a row per sample, by path with the dimension: lists of samples, and tensors."""
         layout = self._hooks.layout
         listed, known = layout.listed, (*layout.unbatched, *layout.listed)
-        paths = [path for path in listed if isinstance(arguments.get(path), list) and len(arguments.get(path)) == batch]
-        return paths + [
-            path
+        lists = {
+            path: 0 for path in listed if isinstance(arguments.get(path), list) and len(arguments.get(path)) == batch
+        }
+        rows = {
+            path: 0
             for path, value in arguments.leaves()
             if _has_rows(value, batch) and not any(covers(name, path) for name in known)
-        ]
+        }
+        return {**lists, **rows, **{path: dim for path, dim in layout.batched if arguments.get(path) is not MISSING}}
 
-    def _cut(self, value: Any, take: slice) -> Any:
+    def _cut(self, value: Any, take: slice, dim: int) -> Any:
         """Some rows of an argument; the same tensor as in the step before, if the argument is."""
         if not isinstance(value, Tensor):
             return _some(value, take)
-        key = ("rows", seen(value).key, take.start, take.stop)
-        part = self._clock.values.found(key, lambda: seen(_some(value, take)), (value,))
-        return part.value if seen(part.value).key == part.key else _some(value, take)
+        key = ("rows", seen(value).key, take.start, take.stop, dim)
+        part = self._clock.values.found(key, lambda: seen(_some(value, take, dim)), (value,))
+        return part.value if seen(part.value).key == part.key else _some(value, take, dim)
 
 
 def _share_rows(batch: int, link: Link, one_by_one: bool, run: Callable[[slice], Any]) -> Any:
@@ -275,9 +285,9 @@ def _has_rows(value: Any, batch: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch
 
 
-def _some(value: Any, take: slice) -> Any:
+def _some(value: Any, take: slice, dim: int = 0) -> Any:
     """Some rows of a tensor or a list. In memory of their own: kernels may look at where a tensor begins."""
-    part = value[take]
+    part = value[(slice(None),) * dim + (take,)] if dim else value[take]
     return part.clone() if isinstance(part, Tensor) and part.data_ptr() % ALIGNMENT else part
 
 

@@ -542,7 +542,7 @@ class ExactSequence(TokenStrategy):
 
     @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
-        check_heads(config, heads_of(model), type(model).__name__)
+        check_heads(config, heads_of(model, layout), type(model).__name__)
 
     def handler(self, model: ParallelModel) -> Handler:
         return self.kind(self.context.config, self.context.mesh)

@@ -56,6 +56,4 @@ class KnownForms(Strategy):
         for model in self.context.models:
             hooks = model.get(ModelHooks)
             hooks.tokens_whole = not self.cuts_tokens(self.context.config)
-            # Samples of a reviewed class can be cut, of calls that its layout covers.
-            if model.layout.source != "reviewed" or model.layout.refused or not hooks.tokens_whole:
-                undo.callback(model.chain.add(hooks.around_whole_call))
+            undo.callback(model.chain.add(hooks.around_whole_call))

@@ -436,7 +436,7 @@ class PatchTokens(PipeStrategy, TokenStrategy):
 
     @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
-        check_heads(config, heads_of(model), type(model).__name__)
+        check_heads(config, heads_of(model, layout), type(model).__name__)
         if config.reproducible:
             check_tiles(layout)
 

@@ -328,7 +328,7 @@ class TensorSlices(Strategy):
 
     @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
-        check_heads(config, heads_of(model), type(model).__name__)
+        check_heads(config, heads_of(model, layout), type(model).__name__)
 
     def apply(self, undo: ExitStack) -> None:
         for model in self.context.models:
