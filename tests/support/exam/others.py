@@ -1,7 +1,575 @@
-"""TODO"""
+"""Pipelines for pictures beside the most known ones, for sound, for proteins, and modular ones."""
 
 from __future__ import annotations
 
-from support.exam import Exam
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-EXAMS: dict[str, Exam] = {}
+import diffusers
+import torch
+from PIL import Image
+from torch import nn
+
+from support.classes import images as image_classes
+from support.classes import others as other_classes
+from support.exam import Exam, generators
+from support.models import stirred, tiny, variant
+from support.more_pipelines import FAMILIES, NEGATIVE, TOKENS, WIDTH, build, flow, mask, noise, text
+
+Call = Callable[[list[int]], dict[str, Any]]
+
+# Latents of 10 x 14 where an autoencoder shrinks by 8: 5 x 7 tokens of 2 x 2.
+OBLONG = {"height": 80, "width": 112}
+# Channels of text of the tiny models of `support.classes`.
+NARROW = image_classes.TEXT_DIM
+
+
+def latents(call: Call, **more: Any) -> Call:
+    """Two steps, latents, a generator for every prompt."""
+    return lambda prompts: {
+        "num_inference_steps": 2,
+        "output_type": "latent",
+        "generator": generators(prompts),
+        **call(prompts),
+        **more,
+    }
+
+
+def family(name: str, **more: Any) -> Exam:
+    """A family that other tests run, too."""
+    one = FAMILIES[name]
+    return Exam(one.make, latents(one.call, **more), guidance=bool(one.guidance), several=one.several)
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    """A component with the same random weights in every process."""
+    torch.manual_seed(0)
+    return stirred(make().eval())
+
+
+def case(name: str) -> nn.Module:
+    """A tiny transformer of a class without a reviewed layout."""
+    return (image_classes.CASES.get(name) or other_classes.CASES[name]).make()
+
+
+def picture(number: int, width: int = 112, height: int = 80) -> Image.Image:
+    """A smooth picture that differs from number to number."""
+    x, y = torch.arange(width) / width, torch.arange(height)[:, None] / height
+    channels = [torch.sin(6 * x * (number + n + 1)) * torch.cos(5 * y * (n + 1)) for n in range(3)]
+    return Image.fromarray(((torch.stack(channels, -1) + 1) * 127).to(torch.uint8).numpy())
+
+
+def vae(channels: int = 4, levels: int = 4) -> nn.Module:
+    """An autoencoder of pictures that shrinks by 8."""
+    return seeded(
+        lambda: diffusers.AutoencoderKL(
+            block_out_channels=(8,) * levels,
+            down_block_types=("DownEncoderBlock2D",) * levels,
+            up_block_types=("UpDecoderBlock2D",) * levels,
+            latent_channels=channels,
+            norm_num_groups=4,
+            layers_per_block=1,
+        )
+    )
+
+
+def deep_vae(channels: int = 4) -> nn.Module:
+    """Sana's autoencoder, which shrinks by 32."""
+    return seeded(
+        lambda: diffusers.AutoencoderDC(
+            in_channels=3,
+            latent_channels=channels,
+            attention_head_dim=2,
+            encoder_block_types=("ResBlock",) * 6,
+            decoder_block_types=("ResBlock",) * 6,
+            encoder_block_out_channels=(8,) * 6,
+            decoder_block_out_channels=(8,) * 6,
+            encoder_qkv_multiscales=((),) * 6,
+            decoder_qkv_multiscales=((),) * 6,
+            encoder_layers_per_block=(1,) * 6,
+            decoder_layers_per_block=(1,) * 6,
+            downsample_block_type="conv",
+            upsample_block_type="interpolate",
+            decoder_norm_types="rms_norm",
+            decoder_act_fns="silu",
+        )
+    )
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+PROMPTS = {1: "a fox in the snow", 2: "two ducks on a pond"}
+
+
+def prompts_of(numbers: list[int]) -> list[str]:
+    """Prompts of different lengths."""
+    return [PROMPTS[number] for number in numbers]
+
+
+def letters(longest: int = 24, side: str = "right", chat: str = "") -> Any:
+    """A tokenizer that knows the letters and nothing else."""
+    from tokenizers import Regex, Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    known = ["<pad>", "</s>", "?", *(chr(code) for code in range(ord(" "), ord("~") + 1) if chr(code) != "?")]
+    inner = Tokenizer(WordLevel({word: number for number, word in enumerate(known)}, unk_token="?"))
+    inner.pre_tokenizer = Split(Regex("."), "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="?",
+        model_max_length=longest,
+        padding_side=side,
+        chat_template=chat or None,
+    )
+
+
+def t5(width: int, kind: str = "T5") -> Any:
+    """A T5 encoder of one layer."""
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=100, d_model=width, d_kv=8, d_ff=32, num_layers=1, num_heads=2, tie_word_embeddings=False
+    )
+    return seeded(lambda: getattr(transformers, f"{kind}EncoderModel")(config))
+
+
+def qwen3(width: int, layers: int = 1) -> Any:
+    """A causal language model."""
+    from transformers import Qwen3Config, Qwen3Model
+
+    config = Qwen3Config(
+        vocab_size=100,
+        hidden_size=width,
+        intermediate_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    return seeded(lambda: Qwen3Model(config))
+
+
+def qwen3_vl(width: int, layers: int) -> Any:
+    """A language model that could look at pictures, too."""
+    from transformers import Qwen3VLConfig, Qwen3VLModel
+
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": 100,
+            "hidden_size": width,
+            "intermediate_size": 16,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True},
+        },
+        vision_config={"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": width},
+    )
+    return seeded(lambda: Qwen3VLModel(config))
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+PLAIN = {"negative_prompt": None, "use_resolution_binning": False}
+
+
+def captions(prompts: list[int], **more: Any) -> dict[str, Any]:
+    """As PixArt and Sana are called: masks of captions, no caption to clean."""
+    return {**text(prompts, "prompt_attention_mask"), **OBLONG, **PLAIN, **more}
+
+
+def pixart_alpha() -> Any:
+    return build(
+        diffusers.PixArtAlphaPipeline,
+        transformer=tiny("PixArt"),
+        scheduler=diffusers.DPMSolverMultistepScheduler(),
+        tokenizer=letters(),
+        text_encoder=t5(WIDTH),
+    )
+
+
+def pixart_alpha_call(prompts: list[int]) -> dict[str, Any]:
+    return {
+        "prompt": prompts_of(prompts),
+        **OBLONG,
+        "use_resolution_binning": False,
+        "clean_caption": False,
+        "max_sequence_length": 24,
+    }
+
+
+def pag(pipeline: type, model: str, scheduler: Any, layer: str) -> Any:
+    """A pipeline with perturbed attention guidance (arXiv:2403.17377)."""
+    return build(pipeline, transformer=tiny(model), scheduler=scheduler, pag_applied_layers=[layer])
+
+
+def two_texts(prompts: list[int]) -> dict[str, Any]:
+    """As HunyuanDiT is called."""
+    return {
+        **text(prompts, "prompt_attention_mask", (6, 32)),
+        **text(prompts, "prompt_attention_mask", (7, 24), suffix="_2"),
+        **OBLONG,
+        "use_resolution_binning": False,
+    }
+
+
+def sana_scheduler() -> Any:
+    return diffusers.DPMSolverMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
+
+
+SANA = {"height": 160, "width": 224}
+
+
+def sana_control() -> Any:
+    return build(
+        diffusers.SanaControlNetPipeline,
+        transformer=tiny("Sana"),
+        controlnet=seeded(
+            lambda: diffusers.SanaControlNetModel(
+                in_channels=4,
+                out_channels=4,
+                num_attention_heads=8,
+                attention_head_dim=8,
+                num_layers=1,
+                num_cross_attention_heads=8,
+                cross_attention_head_dim=8,
+                cross_attention_dim=64,
+                caption_channels=WIDTH,
+                sample_size=8,
+            )
+        ),
+        scheduler=sana_scheduler(),
+        vae=deep_vae(),
+    )
+
+
+def sprint(pipeline: type) -> Any:
+    """Sana-Sprint: guidance is an input of the transformer."""
+    return build(
+        pipeline,
+        transformer=variant("Sana", guidance_embeds=True, guidance_embeds_scale=0.1),
+        scheduler=diffusers.SCMScheduler(),
+        vae=deep_vae(),
+    )
+
+
+def sprint_call(prompts: list[int]) -> dict[str, Any]:
+    made = text(prompts, "prompt_attention_mask")
+    return {
+        **{name: value for name, value in made.items() if not name.startswith("negative")},
+        **SANA,
+        "use_resolution_binning": False,
+    }
+
+
+def hunyuan_control() -> Any:
+    model = variant("HunyuanDiT", pooled_projection_dim=16)
+    config = dict(model.config)
+    names = ("num_attention_heads", "attention_head_dim", "in_channels", "patch_size", "sample_size", "hidden_size")
+    names += ("cross_attention_dim", "cross_attention_dim_t5", "pooled_projection_dim", "text_len", "text_len_t5")
+    controlnet = seeded(
+        lambda: diffusers.HunyuanDiT2DControlNetModel(
+            **{name: config[name] for name in names}, transformer_num_layers=4
+        )
+    )
+    return build(
+        diffusers.HunyuanDiTControlNetPipeline,
+        transformer=model,
+        controlnet=controlnet,
+        scheduler=diffusers.DDPMScheduler(prediction_type="v_prediction", clip_sample=False),
+        vae=vae(),
+        requires_safety_checker=False,
+    )
+
+
+def cogview_control_call(prompts: list[int]) -> dict[str, Any]:
+    return {**text(prompts), **OBLONG, "control_image": picture(3)}
+
+
+def glm_call(prompts: list[int]) -> dict[str, Any]:
+    prior = [torch.randint(32, (35,), generator=torch.Generator().manual_seed(50 + one)) for one in prompts]
+    return {**text(prompts, shape=(TOKENS, NARROW)), **OBLONG, "prior_token_ids": torch.stack(prior)}
+
+
+CHAT = "{% for m in messages %}user: {% for c in m['content'] %}{{ c['text'] }}{% endfor %} assistant:{% endfor %}"
+
+
+def ideogram4() -> Any:
+    from diffusers.models.transformers.transformer_ideogram4 import Ideogram4Transformer2DModel
+
+    def transformer() -> nn.Module:
+        return Ideogram4Transformer2DModel(
+            in_channels=8,
+            num_layers=2,
+            attention_head_dim=12,
+            num_attention_heads=4,
+            intermediate_size=64,
+            adaln_dim=16,
+            llm_features_dim=13 * 8,
+            mrope_section=(2, 2, 2),
+        )
+
+    torch.manual_seed(1)
+    return build(
+        diffusers.Ideogram4Pipeline,
+        transformer=seeded(transformer),
+        unconditional_transformer=stirred(transformer().eval()),
+        text_encoder=qwen3_vl(8, 36),
+        tokenizer=letters(chat=CHAT),
+        scheduler=flow(),
+    )
+
+
+def ideogram4_call(prompts: list[int]) -> dict[str, Any]:
+    return {
+        "prompt": prompts_of(prompts),
+        **OBLONG,
+        "guidance_scale": 4.0,
+        "guidance_schedule": None,
+        "max_sequence_length": 48,
+    }
+
+
+def listed(prompts: list[int], width: int) -> dict[str, Any]:
+    """Embeddings as lists, without padding."""
+    return {
+        "prompt_embeds": [noise([one], TOKENS - one, width)[0] for one in prompts],
+        "negative_prompt_embeds": [noise([NEGATIVE], 3, width)[0] for _ in prompts],
+    }
+
+
+def prx_call(prompts: list[int]) -> dict[str, Any]:
+    return {
+        **text(prompts, "prompt_attention_mask", (TOKENS, NARROW), torch.bool),
+        **OBLONG,
+        "use_resolution_binning": False,
+        "negative_prompt": None,
+    }
+
+
+# --- sound -----------------------------------------------------------------------------------------------------------
+
+
+def oobleck(channels: int) -> nn.Module:
+    """An autoencoder of sound: two samples make a latent."""
+    return seeded(
+        lambda: diffusers.AutoencoderOobleck(
+            encoder_hidden_size=4,
+            downsampling_ratios=[1, 2],
+            channel_multiples=[1, 2],
+            decoder_channels=4,
+            decoder_input_channels=channels,
+            sampling_rate=64,
+        )
+    )
+
+
+def ace_step() -> Any:
+    from diffusers.pipelines.ace_step.modeling_ace_step import AceStepConditionEncoder
+
+    return build(
+        diffusers.AceStepPipeline,
+        transformer=case("AceStepTransformer1DModel"),
+        condition_encoder=seeded(
+            lambda: AceStepConditionEncoder(
+                hidden_size=NARROW,
+                intermediate_size=32,
+                text_hidden_dim=16,
+                timbre_hidden_dim=8,
+                num_lyric_encoder_hidden_layers=2,
+                num_timbre_encoder_hidden_layers=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                head_dim=10,
+                sliding_window=8,
+            )
+        ),
+        text_encoder=qwen3(16),
+        tokenizer=letters(64),
+        vae=oobleck(8),
+        scheduler=flow(num_train_timesteps=1, shift=1.0),
+    )
+
+
+def ace_step_call(prompts: list[int]) -> dict[str, Any]:
+    return {
+        "prompt": prompts_of(prompts),
+        "lyrics": ["la la", "ooh"][: len(prompts)],
+        # 45 latents: 23 tokens of two, half of the last one padding.
+        "audio_duration": 45 / 32,
+        "guidance_scale": 4.0,
+        "max_text_length": 20,
+        "max_lyric_length": 20,
+    }
+
+
+def stable_audio_3(pipeline: type) -> Any:
+    from diffusers.pipelines.stable_audio_3.modeling_stable_audio_3 import StableAudio3DurationEmbedder
+
+    return build(
+        pipeline,
+        transformer=case("StableAudio3DiTModel"),
+        duration_embedder=seeded(lambda: StableAudio3DurationEmbedder(output_dim=NARROW, fourier_dim=16)),
+        vae=seeded(
+            lambda: diffusers.AutoencoderSAME(
+                audio_channels=1,
+                patch_size=2,
+                encoder_channels=16,
+                encoder_c_mults=(1,),
+                encoder_strides=(2,),
+                encoder_transformer_depths=(1,),
+                latent_dim=8,
+                dim_heads=8,
+                sampling_rate=92,
+            )
+        ),
+        scheduler=flow(stochastic_sampling=True),
+    )
+
+
+def stable_audio_3_call(prompts: list[int]) -> dict[str, Any]:
+    made = text(prompts, "encoder_attention_mask", (TOKENS, NARROW))
+    return {name: value for name, value in made.items() if not name.startswith("negative")} | {"duration": 1.0}
+
+
+def longcat_audio() -> Any:
+    from diffusers.models.autoencoders.autoencoder_longcat_audio_dit import LongCatAudioDiTVae
+
+    return build(
+        diffusers.LongCatAudioDiTPipeline,
+        transformer=case("LongCatAudioDiTTransformer"),
+        text_encoder=t5(NARROW, "UMT5"),
+        tokenizer=letters(),
+        vae=seeded(
+            lambda: LongCatAudioDiTVae(
+                channels=4, c_mults=[1, 2], strides=[2], latent_dim=8, encoder_latent_dim=16, downsampling_ratio=2,
+                sample_rate=46,
+            )
+        ),
+        scheduler=flow(shift=1.0, invert_sigmas=True),
+    )  # fmt: skip
+
+
+EXAMS: dict[str, Exam] = {
+    "PixArtAlphaPipeline": Exam(pixart_alpha, latents(pixart_alpha_call)),
+    "PixArtSigmaPipeline": family("pixart", **OBLONG),
+    "PixArtSigmaPAGPipeline": Exam(
+        partial(
+            pag, diffusers.PixArtSigmaPAGPipeline, "PixArt", diffusers.DPMSolverMultistepScheduler(), "transformer_blocks.1"
+        ),
+        latents(captions),
+    ),
+    "HunyuanDiTPAGPipeline": Exam(
+        lambda: build(
+            diffusers.HunyuanDiTPAGPipeline,
+            transformer=tiny("HunyuanDiT"),
+            scheduler=diffusers.DDPMScheduler(prediction_type="v_prediction", clip_sample=False),
+            requires_safety_checker=False,
+            pag_applied_layers=["blocks.1"],
+        ),
+        latents(two_texts),
+    ),
+    "SanaPAGPipeline": Exam(
+        partial(pag, diffusers.SanaPAGPipeline, "Sana", sana_scheduler(), "transformer_blocks.1"),
+        latents(captions, **SANA),
+    ),
+    "SanaPipeline": family("sana", **SANA),
+    "SanaControlNetPipeline": Exam(
+        sana_control, latents(lambda p: captions(p, control_image=picture(3, 224, 160)), **SANA)
+    ),
+    "SanaSprintPipeline": Exam(partial(sprint, diffusers.SanaSprintPipeline), latents(sprint_call), guidance=False),
+    "SanaSprintImg2ImgPipeline": Exam(
+        partial(sprint, diffusers.SanaSprintImg2ImgPipeline),
+        latents(lambda p: {**sprint_call(p), "image": picture(3, 224, 160), "num_inference_steps": 4}),
+        guidance=False,
+    ),
+    "HunyuanDiTPipeline": family("hunyuan_dit", **OBLONG),
+    "HunyuanDiTControlNetPipeline": Exam(
+        hunyuan_control, latents(lambda p: {**two_texts(p), "control_image": picture(3)})
+    ),
+    "DiTPipeline": Exam(
+        FAMILIES["dit"].make,
+        lambda p: {"class_labels": p, "output_type": "np", "generator": generators(p), "num_inference_steps": 2},
+    ),
+    "AuraFlowPipeline": family("auraflow", **OBLONG),
+    "CogView3PlusPipeline": Exam(
+        lambda: build(
+            diffusers.CogView3PlusPipeline,
+            transformer=case("CogView3PlusTransformer2DModel"),
+            scheduler=diffusers.CogVideoXDDIMScheduler(prediction_type="v_prediction", rescale_betas_zero_snr=True),
+        ),
+        latents(lambda p: {**text(p, shape=(TOKENS, NARROW)), **OBLONG}),
+    ),
+    "CogView4Pipeline": family("cogview4", **OBLONG),
+    "CogView4ControlPipeline": Exam(
+        lambda: build(
+            diffusers.CogView4ControlPipeline,
+            transformer=variant("CogView4", in_channels=8),
+            scheduler=flow(),
+            vae=vae(),
+        ),
+        latents(cogview_control_call),
+    ),
+    "GlmImagePipeline": Exam(
+        lambda: build(
+            diffusers.GlmImagePipeline, transformer=case("GlmImageTransformer2DModel"), scheduler=flow(), vae=vae()
+        ),
+        latents(glm_call),
+    ),
+    "Ideogram4Pipeline": Exam(ideogram4, latents(ideogram4_call)),
+    "ErnieImagePipeline": Exam(
+        lambda: build(
+            diffusers.ErnieImagePipeline, transformer=case("ErnieImageTransformer2DModel"), scheduler=flow()
+        ),
+        latents(lambda p: {**listed(p, NARROW), **OBLONG}),
+    ),
+    "Krea2Pipeline": family("krea2", **OBLONG),
+    "NucleusMoEImagePipeline": Exam(
+        lambda: build(
+            diffusers.NucleusMoEImagePipeline,
+            transformer=case("NucleusMoEImageTransformer2DModel"),
+            scheduler=flow(),
+        ),
+        latents(lambda p: {**text(p, "prompt_embeds_mask", (TOKENS, NARROW)), **OBLONG}),
+    ),
+    "PRXPipeline": Exam(
+        lambda: build(
+            diffusers.PRXPipeline, transformer=case("PRXTransformer2DModel"), scheduler=flow(shift=3.0), vae=vae()
+        ),
+        latents(prx_call),
+    ),
+    "PRXPixelPipeline": Exam(
+        lambda: build(
+            diffusers.PRXPixelPipeline, transformer=case("PRXTransformer2DModel + pixels"), scheduler=flow(shift=3.0)
+        ),
+        latents(prx_call, height=10, width=14, output_type="pt"),
+    ),
+    "StableAudioPipeline": family("stable_audio"),
+    "AceStepPipeline": Exam(ace_step, latents(ace_step_call)),
+    "StableAudio3Pipeline": Exam(
+        partial(stable_audio_3, diffusers.StableAudio3Pipeline), latents(stable_audio_3_call), guidance=False
+    ),
+    "StableAudio3Pipeline guidance": Exam(
+        partial(stable_audio_3, diffusers.StableAudio3Pipeline),
+        latents(lambda p: text(p, "encoder_attention_mask", (TOKENS, NARROW)) | {"duration": 1.0, "guidance_scale": 4.0}),
+    ),
+    "StableAudio3InpaintPipeline": Exam(
+        partial(stable_audio_3, diffusers.StableAudio3InpaintPipeline),
+        latents(
+            lambda p: stable_audio_3_call(p)
+            | {"audio": noise([7], 1, 92)[0], "mask_start_seconds": 0.25, "mask_end_seconds": 0.5}
+        ),
+        guidance=False,
+    ),
+    "LongCatAudioDiTPipeline": Exam(
+        longcat_audio, latents(lambda p: {"prompt": prompts_of(p), "negative_prompt": "noise", "audio_duration_s": 1.0})
+    ),
+}
