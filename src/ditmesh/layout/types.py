@@ -123,6 +123,7 @@ class Leaf:
             cut between rows), ``"linear_attention"`` (attention through a state summed over all tokens), ``"gathered"``
             (whatever it is: every rank runs it on all tokens and keeps its own).
         processor: class of the attention processor that the rule stands in for; a module with another one is refused.
+            One that is put in later runs as under the rule ``"gathered"``.
         args: of the rule ``"gathered"``: the module's arguments that hold tokens, and along which dimension.
         dim: of the rule ``"gathered"``: dimension of the tokens in what the module returns.
         stream: whose tokens.

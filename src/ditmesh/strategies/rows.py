@@ -79,6 +79,7 @@ class BatchParallel:
         self._before, self._now = _Step(), _Step()
         self._at: tuple[int, int] | None = None
         self._modules: list[tuple[str, nn.Module]] | None = None
+        self._attention: list[nn.Module] | None = None
         # Whether a timestep that was taken for granted was another one; on the device.
         self._mistaken: Tensor | None = None
 
@@ -211,7 +212,7 @@ class BatchParallel:
         main = arguments.get(self._names[0])
         # A list has an entry per row.
         batch = main.shape[0] if isinstance(main, Tensor) else len(main)
-        if batch < 2 or (link.size == 1 and not self.one_by_one) or _takes_halves(self.model):
+        if batch < 2 or (link.size == 1 and not self.one_by_one) or self._takes_parts():
             with self._clock.narrowed(rows=(0, batch)):
                 return self._forward(*arguments.args, **arguments.kwargs)
         if not self._hooks.layout.rows:
@@ -229,6 +230,18 @@ class BatchParallel:
                 return self._forward(*part.args, **part.kwargs)
 
         return _share_rows(batch, link, self.one_by_one, run)
+
+    def _takes_parts(self) -> bool:
+        """Whether something in the model takes a part of the rows for one branch of guidance: the batch stays whole.
+
+        A hook does (Faster Cache), and attention processors of perturbed attention guidance do, which its pipelines put
+        in for a call.
+        """
+        if any(getattr(hook, "is_guidance_distilled", None) is False for hook in diffusers_hooks(self.model).values()):
+            return True
+        if self._attention is None:
+            self._attention = [module for module in self.model.modules() if hasattr(module, "processor")]
+        return any(type(module.processor).__name__.startswith("PAG") for module in self._attention)
 
     def _batched(self, arguments: Arguments, batch: int) -> list[str]:
         """Paths of the arguments that have a row per sample: lists with an item per sample, and tensors."""
@@ -331,11 +344,6 @@ def _alike(one: Seen, other: Seen) -> bool:
     """Whether both are plain tensors of one shape."""
     a, b = one.value, other.value
     return type(a) is type(b) is Tensor and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-
-
-def _takes_halves(model: nn.Module) -> bool:
-    """Whether a hook (Faster Cache) takes half of the rows for one branch of guidance: the batch must stay whole."""
-    return any(getattr(hook, "is_guidance_distilled", None) is False for hook in diffusers_hooks(model).values())
 
 
 class Rows(Strategy):

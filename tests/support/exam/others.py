@@ -205,8 +205,8 @@ def pixart_alpha_call(prompts: list[int]) -> dict[str, Any]:
 
 
 def pag(pipeline: type, model: str, scheduler: Any, layer: str) -> Any:
-    """A pipeline with perturbed attention guidance (arXiv:2403.17377)."""
-    return build(pipeline, transformer=tiny(model), scheduler=scheduler, pag_applied_layers=[layer])
+    """A pipeline with perturbed attention guidance (arXiv:2403.17377), which swaps processors of its transformer."""
+    return build(pipeline, transformer=variant(model, attention_dropout=0.0), scheduler=scheduler, pag_applied_layers=[layer])
 
 
 def two_texts(prompts: list[int]) -> dict[str, Any]:
@@ -295,8 +295,8 @@ def cogview_control_call(prompts: list[int]) -> dict[str, Any]:
 
 
 def glm_call(prompts: list[int]) -> dict[str, Any]:
-    prior = [torch.randint(32, (35,), generator=torch.Generator().manual_seed(50 + one)) for one in prompts]
-    return {**text(prompts, shape=(TOKENS, NARROW)), **OBLONG, "prior_token_ids": torch.stack(prior)}
+    prior = [torch.randint(32, (60,), generator=torch.Generator().manual_seed(50 + one)) for one in prompts]
+    return {**text(prompts, shape=(TOKENS, NARROW)), "height": 96, "width": 160, "prior_token_ids": torch.stack(prior)}
 
 
 CHAT = "{% for m in messages %}user: {% for c in m['content'] %}{{ c['text'] }}{% endfor %} assistant:{% endfor %}"
@@ -488,7 +488,7 @@ EXAMS: dict[str, Exam] = {
     "SanaSprintPipeline": Exam(partial(sprint, diffusers.SanaSprintPipeline), latents(sprint_call), guidance=False),
     "SanaSprintImg2ImgPipeline": Exam(
         partial(sprint, diffusers.SanaSprintImg2ImgPipeline),
-        latents(lambda p: {**sprint_call(p), "image": picture(3, 224, 160), "num_inference_steps": 4}),
+        latents(lambda p: {**sprint_call(p), "image": picture(3, 224, 160)}),
         guidance=False,
     ),
     "HunyuanDiTPipeline": family("hunyuan_dit", **OBLONG),
@@ -545,12 +545,15 @@ EXAMS: dict[str, Exam] = {
             diffusers.PRXPipeline, transformer=case("PRXTransformer2DModel"), scheduler=flow(shift=3.0), vae=vae()
         ),
         latents(prx_call),
+        # The pipeline makes two timesteps of one, however many prompts there are.
+        several=False,
     ),
     "PRXPixelPipeline": Exam(
         lambda: build(
             diffusers.PRXPixelPipeline, transformer=case("PRXTransformer2DModel + pixels"), scheduler=flow(shift=3.0)
         ),
         latents(prx_call, height=10, width=14, output_type="pt"),
+        several=False,
     ),
     "StableAudioPipeline": family("stable_audio"),
     "AceStepPipeline": Exam(ace_step, latents(ace_step_call)),
@@ -565,7 +568,7 @@ EXAMS: dict[str, Exam] = {
         partial(stable_audio_3, diffusers.StableAudio3InpaintPipeline),
         latents(
             lambda p: stable_audio_3_call(p)
-            | {"audio": noise([7], 1, 92)[0], "mask_start_seconds": 0.25, "mask_end_seconds": 0.5}
+            | {"audio": noise([7], 1, 92), "mask_start_seconds": 0.25, "mask_end_seconds": 0.5}
         ),
         guidance=False,
     ),

@@ -13,7 +13,7 @@ BLOCKS = Region(
     whole=("encoder_hidden_states", "encoder_attention_mask", "timestep"),
     grid=Grid(rows="height", cols="width"),
     leaves=(
-        Leaf("attn1", "linear_attention", processor="SanaLinearAttnProcessor2_0"),
+        Leaf("attn1", "linear_attention", processor="SanaLinearAttnProcessor2_0", args=(("hidden_states", 1),)),
         Leaf("ff.conv_depth", "conv_rows"),
     ),
 )
