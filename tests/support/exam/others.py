@@ -458,6 +458,190 @@ def longcat_audio() -> Any:
     )  # fmt: skip
 
 
+# --- modular pipelines -----------------------------------------------------------------------------------------------
+
+
+def modular(blocks: str, *left_out: str, **components: Any) -> Any:
+    """A modular pipeline without its encoders and decoders, to which their results are passed."""
+    from diffusers import modular_pipelines
+
+    made = getattr(modular_pipelines, blocks)()
+    for name in ("text_encoder", "decode", *left_out):
+        made.sub_blocks.pop(name)
+    pipe = made.init_pipeline()
+    pipe.update_components(**components)
+    return pipe
+
+
+def modular_latents(call: Call, **more: Any) -> Call:
+    """Two steps; what is asked for is the latents."""
+    return lambda prompts: {
+        "num_inference_steps": 2,
+        "output": "latents",
+        "generator": generators(prompts),
+        **call(prompts),
+        **more,
+    }
+
+
+def wan_scheduler() -> Any:
+    return diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
+
+
+FILM = {"height": 80, "width": 112, "num_frames": 5}
+
+
+def modular_wan(guider: Any = None) -> Any:
+    given = {} if guider is None else {"guider": guider}
+    return modular("WanBlocks", transformer=variant("Wan", num_layers=3), scheduler=wan_scheduler(), **given)
+
+
+def guided(name: str, **settings: Any) -> Exam:
+    """A modular pipeline with another guider."""
+    return Exam(
+        lambda: modular_wan(getattr(diffusers, name)(**settings)),
+        modular_latents(lambda p: {**text(p), **FILM}, num_inference_steps=4),
+    )
+
+
+def pooled(prompts: list[int]) -> dict[str, Any]:
+    """As Stable Diffusion 3 and Flux are called."""
+    return {
+        **text(prompts),
+        "pooled_prompt_embeds": noise(prompts, 16),
+        "negative_pooled_prompt_embeds": noise([NEGATIVE] * len(prompts), 16),
+        **OBLONG,
+    }
+
+
+def positive(made: dict[str, Any]) -> dict[str, Any]:
+    """Without what guidance leads away from."""
+    return {name: value for name, value in made.items() if not name.startswith("negative")}
+
+
+MODULAR: dict[str, Exam] = {
+    "FluxModularPipeline": Exam(
+        lambda: modular("FluxAutoBlocks", "vae_encoder", transformer=variant("Flux", num_layers=3), scheduler=flow()),
+        modular_latents(lambda p: positive(pooled(p))),
+        guidance=False,
+    ),
+    "Flux2ModularPipeline": Exam(
+        lambda: modular("Flux2AutoBlocks", "vae_encoder", transformer=variant("Flux2", num_layers=3), scheduler=flow()),
+        modular_latents(lambda p: {"prompt_embeds": noise(p, TOKENS, WIDTH), **OBLONG}),
+        guidance=False,
+    ),
+    "Flux2KleinBaseModularPipeline": Exam(
+        lambda: modular(
+            "Flux2KleinBaseAutoBlocks",
+            "vae_encoder",
+            transformer=variant("Flux2", num_layers=3, guidance_embeds=False),
+            scheduler=flow(),
+        ),
+        modular_latents(lambda p: {**text(p), **OBLONG}),
+    ),
+    "Flux3ModularPipeline": Exam(
+        lambda: modular(
+            "Flux3AutoBlocks",
+            "vae_encoder",
+            "prompt_upsampler",
+            transformer=case("Flux3Transformer2DModel"),
+            scheduler=flow(),
+        ),
+        modular_latents(lambda p: {**text(p, shape=(TOKENS, NARROW)), **OBLONG}),
+    ),
+    "StableDiffusion3ModularPipeline": Exam(
+        lambda: modular(
+            "StableDiffusion3AutoBlocks", "vae_encoder", transformer=variant("SD3", num_layers=4), scheduler=flow()
+        ),
+        modular_latents(pooled),
+    ),
+    "QwenImageModularPipeline": Exam(
+        lambda: modular(
+            "QwenImageAutoBlocks",
+            "vae_encoder",
+            "controlnet_vae_encoder",
+            transformer=variant("QwenImage", num_layers=3),
+            scheduler=flow(),
+        ),
+        modular_latents(lambda p: {**text(p, "prompt_embeds_mask"), **OBLONG}),
+    ),
+    "ZImageModularPipeline": Exam(
+        lambda: modular("ZImageAutoBlocks", "vae_encoder", transformer=variant("ZImage", n_layers=3), scheduler=flow()),
+        modular_latents(FAMILIES["z_image"].call, **OBLONG),
+    ),
+    "WanModularPipeline": Exam(modular_wan, modular_latents(lambda p: {**text(p), **FILM})),
+    "Wan22ModularPipeline": Exam(
+        lambda: modular(
+            "Wan22Blocks",
+            transformer=variant("Wan", num_layers=3),
+            transformer_2=variant("Wan", ffn_dim=80),
+            scheduler=wan_scheduler(),
+        ),
+        modular_latents(lambda p: {**text(p), **FILM}, num_inference_steps=3),
+    ),
+    "LTXModularPipeline": Exam(
+        lambda: modular("LTXAutoBlocks", "vae_encoder", transformer=variant("LTX", num_layers=3), scheduler=flow()),
+        modular_latents(lambda p: {**text(p, "prompt_attention_mask"), "height": 160, "width": 224, "num_frames": 9}),
+    ),
+    "Krea2ModularPipeline": Exam(
+        lambda: modular("Krea2AutoBlocks", transformer=variant("Krea2", num_layers=3), scheduler=flow()),
+        modular_latents(lambda p: {**text(p, "prompt_embeds_mask", (TOKENS, 2, WIDTH), torch.bool), **OBLONG}),
+    ),
+    "ErnieImageModularPipeline": Exam(
+        lambda: modular(
+            "ErnieImageAutoBlocks",
+            "prompt_enhancer",
+            transformer=case("ErnieImageTransformer2DModel"),
+            scheduler=flow(),
+        ),
+        modular_latents(lambda p: {**listed(p, NARROW), **OBLONG}),
+    ),
+    "HunyuanVideo15ModularPipeline": Exam(
+        lambda: modular(
+            "HunyuanVideo15AutoBlocks",
+            "vae_encoder",
+            "image_encoder",
+            transformer=variant("HunyuanVideo15", in_channels=9),
+            scheduler=flow(),
+        ),
+        modular_latents(
+            lambda p: {
+                **text(p, "prompt_embeds_mask"),
+                **text(p, "prompt_embeds_mask", (5, 24), suffix="_2"),
+                "batch_size": len(p),
+                "height": 80,
+                "width": 112,
+                "num_frames": 5,
+            }
+        ),
+    ),
+}
+
+# Guidance that only combines what the transformer returns, and guidance that changes it for a branch.
+GUIDED: dict[str, Exam] = {
+    "WanModularPipeline APG": guided("AdaptiveProjectedGuidance", adaptive_projected_guidance_momentum=-0.5),
+    "WanModularPipeline APG mix": guided("AdaptiveProjectedMixGuidance"),
+    "WanModularPipeline CFG-Zero*": guided("ClassifierFreeZeroStarGuidance", zero_init_steps=1),
+    "WanModularPipeline tangential": guided("TangentialClassifierFreeGuidance"),
+    "WanModularPipeline magnitude-aware": guided("MagnitudeAwareGuidance"),
+    "WanModularPipeline skipped layers": guided(
+        "SkipLayerGuidance",
+        skip_layer_guidance_layers=[1],
+        skip_layer_guidance_start=0.0,
+        skip_layer_guidance_stop=1.0,
+    ),
+    "WanModularPipeline perturbed attention": guided(
+        "PerturbedAttentionGuidance",
+        perturbed_guidance_layers=[1],
+        perturbed_guidance_start=0.0,
+        perturbed_guidance_stop=1.0,
+    ),
+    "WanModularPipeline smoothed energy": guided("SmoothedEnergyGuidance", seg_guidance_layers=[1]),
+    "WanModularPipeline auto": guided("AutoGuidance", auto_guidance_layers=[1], dropout=1.0),
+}
+
 EXAMS: dict[str, Exam] = {
     "PixArtAlphaPipeline": Exam(pixart_alpha, latents(pixart_alpha_call)),
     "PixArtSigmaPipeline": family("pixart", **OBLONG),
@@ -575,4 +759,6 @@ EXAMS: dict[str, Exam] = {
     "LongCatAudioDiTPipeline": Exam(
         longcat_audio, latents(lambda p: {"prompt": prompts_of(p), "negative_prompt": "noise", "audio_duration_s": 1.0})
     ),
+    **MODULAR,
+    **GUIDED,
 }
