@@ -69,6 +69,9 @@ class Listener:
         self.asked.append(_Asked(q_bhsd, k_bhsd, v_bhsd, mask, out))
         return out
 
+    def left_out(self) -> None:
+        """Of no interest: what mixes no tokens is no attention."""
+
 
 def computed(_: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     return intercept.plain()(q, k, v, attn_mask=mask, scale=scale)

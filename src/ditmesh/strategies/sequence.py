@@ -422,6 +422,10 @@ class SequenceParallel:
         self._check_lengths(site, index, queries, keys, q_bhsd, k_bhsd)
         return self.attend_distributed(AttentionCall(q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale))
 
+    def left_out(self) -> None:
+        """A mode has answered one of the block's attention calls; the next one is still the layout's next."""
+        self._call.attention_calls += 1
+
     def _planned(self, site: BlockSite, index: int) -> Attention:
         """What the layout says about the block's attention call number ``index``."""
         listed = self._call.attention
