@@ -48,8 +48,9 @@ ConfigLike = ParallelConfig | Mapping[str, Any] | str | Path
 # The attribute that holds a parallelised object's engine.
 ENGINE = "_ditmesh_engine"
 
-# Components of diffusers' pipelines that hold the denoising transformer (Wan has two).
-DENOISERS = ("transformer", "transformer_2")
+# Components of diffusers' pipelines that hold the denoising transformer. Wan has two, for early and for late steps;
+# Ideogram 4 has one for each branch of guidance; Kandinsky's and Shap-E's denoises an embedding.
+DENOISERS = ("transformer", "transformer_2", "unconditional_transformer", "prior")
 
 
 class Engine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from diffusers import guiders
 from PIL import Image
 from torch import nn
 
+from support import lora
 from support.classes import images as image_classes
 from support.classes import others as other_classes
 from support.exam import Exam, generators
@@ -207,7 +209,9 @@ def pixart_alpha_call(prompts: list[int]) -> dict[str, Any]:
 
 def pag(pipeline: type, model: str, scheduler: Any, layer: str) -> Any:
     """A pipeline with perturbed attention guidance (arXiv:2403.17377), which swaps processors of its transformer."""
-    return build(pipeline, transformer=variant(model, attention_dropout=0.0), scheduler=scheduler, pag_applied_layers=[layer])
+    return build(
+        pipeline, transformer=copy.deepcopy(tiny(model)), scheduler=scheduler, pag_applied_layers=[layer]
+    )
 
 
 def two_texts(prompts: list[int]) -> dict[str, Any]:
@@ -354,6 +358,126 @@ def prx_call(prompts: list[int]) -> dict[str, Any]:
         "use_resolution_binning": False,
         "negative_prompt": None,
     }
+
+
+def pooled(prompts: list[int]) -> dict[str, Any]:
+    """As Stable Diffusion 3 and Flux are called."""
+    return {
+        **text(prompts),
+        "pooled_prompt_embeds": noise(prompts, 16),
+        "negative_pooled_prompt_embeds": noise([NEGATIVE] * len(prompts), 16),
+        **OBLONG,
+    }
+
+
+def joy() -> Any:
+    return build(
+        diffusers.JoyImageEditPipeline, transformer=case("JoyImageEditTransformer3DModel"), scheduler=flow(shift=4.0)
+    )
+
+
+def joy_call(prompts: list[int]) -> dict[str, Any]:
+    # The pipeline knows sizes of a million pixels; latents may be smaller.
+    return {**text(prompts, "prompt_embeds_mask", (TOKENS, NARROW)), "latents": noise(prompts, 1, 4, 1, 10, 14)}
+
+
+def adapted(make: Callable[[], Any], name: str) -> Any:
+    """A pipeline with a LoRA."""
+    pipe = make()
+    pipe.transformer = copy.deepcopy(pipe.transformer)
+    pipe.load_lora_weights(lora.adapter(name, 7), adapter_name="a")
+    return pipe
+
+
+def sd3(pipeline: type, **parts: Any) -> Any:
+    # A model of its own: a call that is refused leaves processors of perturbed attention where they are.
+    model = copy.deepcopy(variant("SD3", num_layers=4))
+    return build(pipeline, transformer=model, scheduler=flow(shift=3.0), **parts)
+
+
+def clip(width: int) -> Any:
+    """CLIP's encoder of text, with an embedding of all of it."""
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig(
+        vocab_size=100,
+        hidden_size=width,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=24,
+        projection_dim=width,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    return seeded(lambda: CLIPTextModelWithProjection(config))
+
+
+def amused() -> Any:
+    return build(
+        diffusers.AmusedPipeline,
+        transformer=seeded(
+            lambda: diffusers.UVit2DModel(
+                hidden_size=32,
+                cond_embed_dim=16,
+                micro_cond_encode_dim=2,
+                micro_cond_embed_dim=10,
+                encoder_hidden_size=16,
+                vocab_size=40,
+                codebook_size=30,
+                block_out_channels=32,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                block_num_heads=4,
+                in_channels=32,
+                intermediate_size=32,
+                sample_size=16,
+            )
+        ),
+        vqvae=seeded(
+            lambda: diffusers.VQModel(
+                block_out_channels=(8,) * 4,
+                down_block_types=("DownEncoderBlock2D",) * 4,
+                up_block_types=("UpDecoderBlock2D",) * 4,
+                latent_channels=8,
+                num_vq_embeddings=30,
+                norm_num_groups=4,
+                layers_per_block=1,
+                lookup_from_codebook=True,
+            )
+        ),
+        text_encoder=clip(16),
+        tokenizer=letters(),
+        scheduler=diffusers.AmusedScheduler(mask_token_id=39),
+    )
+
+
+def kandinsky_prior() -> Any:
+    from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    vision = CLIPVisionConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=8,
+        projection_dim=16,
+    )
+    return build(
+        diffusers.KandinskyV22PriorPipeline,
+        prior=seeded(
+            lambda: diffusers.PriorTransformer(
+                num_attention_heads=4, attention_head_dim=12, num_layers=2, embedding_dim=16, num_embeddings=24
+            )
+        ),
+        text_encoder=clip(16),
+        tokenizer=letters(),
+        image_encoder=seeded(lambda: CLIPVisionModelWithProjection(vision)),
+        image_processor=CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
+        scheduler=diffusers.UnCLIPScheduler(prediction_type="sample", variance_type="fixed_small_log"),
+    )
 
 
 # --- sound -----------------------------------------------------------------------------------------------------------
@@ -525,16 +649,6 @@ def skipped(**settings: Any) -> Any:
     return diffusers.LayerSkipConfig(indices=[1], fqn="transformer_blocks", **settings)
 
 
-def pooled(prompts: list[int]) -> dict[str, Any]:
-    """As Stable Diffusion 3 and Flux are called."""
-    return {
-        **text(prompts),
-        "pooled_prompt_embeds": noise(prompts, 16),
-        "negative_pooled_prompt_embeds": noise([NEGATIVE] * len(prompts), 16),
-        **OBLONG,
-    }
-
-
 def positive(made: dict[str, Any]) -> dict[str, Any]:
     """Without what guidance leads away from."""
     return {name: value for name, value in made.items() if not name.startswith("negative")}
@@ -678,7 +792,7 @@ EXAMS: dict[str, Exam] = {
     "HunyuanDiTPAGPipeline": Exam(
         lambda: build(
             diffusers.HunyuanDiTPAGPipeline,
-            transformer=tiny("HunyuanDiT"),
+            transformer=copy.deepcopy(tiny("HunyuanDiT")),
             scheduler=diffusers.DDPMScheduler(prediction_type="v_prediction", clip_sample=False),
             requires_safety_checker=False,
             pag_applied_layers=["blocks.1"],
@@ -782,6 +896,38 @@ EXAMS: dict[str, Exam] = {
     ),
     "LongCatAudioDiTPipeline": Exam(
         longcat_audio, latents(lambda p: {"prompt": prompts_of(p), "negative_prompt": "noise", "audio_duration_s": 1.0})
+    ),
+    "JoyImageEditPipeline": Exam(joy, latents(joy_call)),
+    "SanaPipeline LoRA": Exam(
+        lambda: adapted(FAMILIES["sana"].make, "Sana"),
+        latents(FAMILIES["sana"].call, **SANA, attention_kwargs={"scale": 0.6}),
+    ),
+    "CogView4Pipeline LoRA": Exam(
+        lambda: adapted(FAMILIES["cogview4"].make, "CogView4"),
+        latents(FAMILIES["cogview4"].call, **OBLONG, attention_kwargs={"scale": 0.6}),
+    ),
+    "StableDiffusion3Pipeline skip_guidance_layers": Exam(
+        lambda: sd3(diffusers.StableDiffusion3Pipeline),
+        latents(
+            pooled,
+            num_inference_steps=4,
+            skip_guidance_layers=[1],
+            skip_layer_guidance_start=0.1,
+            skip_layer_guidance_stop=0.9,
+        ),
+    ),
+    "StableDiffusion3PAGPipeline": Exam(
+        lambda: sd3(diffusers.StableDiffusion3PAGPipeline, pag_applied_layers=["transformer_blocks.1"]),
+        latents(pooled),
+        # Perturbed rows attend by themselves, and their text to all of the picture.
+        refused={"tokens": "transformer_blocks.1: attention call 2"},
+    ),
+    "AmusedPipeline": Exam(
+        amused, latents(lambda p: {"prompt": prompts_of(p), "height": 96, "width": 96, "generator": generators(p)[0]})
+    ),
+    "KandinskyV22PriorPipeline": Exam(
+        kandinsky_prior,
+        lambda p: {"prompt": prompts_of(p), "num_inference_steps": 2, "generator": generators(p), "output_type": "pt"},
     ),
     **MODULAR,
     **GUIDED,
