@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.arguments import MISSING, Arguments
 from ..errors import LayoutError
@@ -54,6 +54,9 @@ def kind_of(value: Any) -> Kind:
         return ("list", tuple(sorted({kind_of(item) for item in value}, key=repr)))
     if isinstance(value, tuple):
         return ("tuple", tuple(kind_of(item) for item in value))
+    if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
+        # A cache in another mode is another form.
+        return (type(value).__name__, kind_of(vars(value)))
     return type(value).__name__
 
 
@@ -113,7 +116,9 @@ class Forms:
                 be taken up any more; names the arguments that are new.
         """
         base = self._layout
-        beyond = [path for path in base.refused if arguments.get(path) not in (MISSING, None)]
+        if between := [path for path in base.between if _given(arguments, path)]:
+            return self._gathered(between[0])
+        beyond = [path for path in base.refused if _given(arguments, path)]
         if not base.calls and not beyond:
             return base
         form = form_of(arguments)
@@ -121,6 +126,19 @@ class Forms:
         if found is None:
             found = self._known[form] = self._derived(form, arguments, beyond)
         return found
+
+    def _gathered(self, path: str) -> TokenLayout:
+        """The layout of a call whose tokens are gathered behind every block."""
+        if self._fixed:
+            raise LayoutError(
+                f"{self._layout.model} uses {path!r} between its blocks on all tokens, which {self._fixed} cannot give "
+                "it; leave it out, or use ulysses or ring"
+            )
+        form: CallForm = frozenset({(path, True)})
+        if form not in self._known:
+            regions = tuple(replace(region, alone=True) for region in self._layout.regions)
+            self._known[form] = replace(self._layout, regions=regions)
+        return self._known[form]
 
     def _derived(self, form: CallForm, arguments: Arguments, beyond: list[str]) -> TokenLayout:
         base, what = self._layout, f"{self._layout.model} has no reviewed layout"
@@ -154,6 +172,11 @@ class Forms:
             calls=found.calls,
             source=found.source,
         )
+
+
+def _given(arguments: Arguments, path: str) -> bool:
+    value = arguments.get(path)
+    return value is not MISSING and value is not None
 
 
 def _essence(layout: TokenLayout) -> tuple[Any, ...]:

@@ -354,13 +354,27 @@ def facts_of(block: Block, before: tuple[Stream, ...]) -> Facts:
 
 
 def _keeps_state(value: Any) -> bool:
-    """Whether an argument is an object of somebody's own."""
+    """Whether an argument is an object of somebody's own that holds tensors, now that the block has run."""
     if isinstance(value, (list, tuple, set, frozenset)):
         return any(map(_keeps_state, value))
     if isinstance(value, dict):
         return any(map(_keeps_state, value.values()))
     plain = (Tensor, str, bytes, int, float, complex, torch.dtype, torch.device, Enum)
-    return value is not None and not isinstance(value, plain) and not callable(value)
+    if value is None or isinstance(value, plain) or callable(value):
+        return False
+    # Of what does not show its attributes nobody knows; what holds no tensor has kept none.
+    return not hasattr(value, "__dict__") or hasattr(type(value), "__slots__") or _holds_tensors(vars(value))
+
+
+def _holds_tensors(value: Any, depth: int = 8) -> bool:
+    """Whether there is a tensor in an object's attributes, however deep; at the given depth it is taken for granted."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(_holds_tensors(item, depth - 1) for item in value)
+    if isinstance(value, Tensor) or depth == 0:
+        return True
+    return hasattr(value, "__dict__") and not isinstance(value, (type, Enum)) and _holds_tensors(vars(value), depth - 1)
 
 
 def length_of(block: Block, stream: Stream) -> int:

@@ -57,5 +57,6 @@ class KnownForms(Strategy):
             hooks = model.get(ModelHooks)
             hooks.tokens_whole = not self.cuts_tokens(self.context.config)
             # Samples of a reviewed class can be cut, of calls that its layout covers.
-            if model.layout.source != "reviewed" or model.layout.refused or not hooks.tokens_whole:
+            layout = model.layout
+            if layout.source != "reviewed" or layout.refused or layout.between or not hooks.tokens_whole:
                 undo.callback(model.chain.add(hooks.around_whole_call))

@@ -4,7 +4,7 @@ The only attention with a softmax is that of the image on the text. The convolut
 the tokens are cut between rows.
 """
 
-from ..types import CONTROLNET, LOCAL, Cut, Grid, Leaf, Region, TokenLayout
+from ..types import LOCAL, Cut, Grid, Leaf, Region, TokenLayout
 
 BLOCKS = Region(
     "transformer_blocks",
@@ -18,4 +18,4 @@ BLOCKS = Region(
     ),
 )
 
-LAYOUT = TokenLayout("SanaTransformer2DModel", (BLOCKS,), refused={"controlnet_block_samples": CONTROLNET})
+LAYOUT = TokenLayout("SanaTransformer2DModel", (BLOCKS,), between=("controlnet_block_samples",))
