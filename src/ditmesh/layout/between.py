@@ -7,6 +7,7 @@ a tensor is made NaN to see which tokens it touches.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ..core.arguments import Arguments, parameter_names
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch
+from .forms import objects_in
 from .influence import along, differs, off_by, spoilt, tolerance
 from .types import Cut, Region, Stream
 
@@ -100,10 +102,12 @@ class Skeleton:
 
 
 def fresh(value: Any) -> Any:
-    """Lists and dicts of a call copied: some models take items out of theirs."""
+    """Lists, dicts and objects of a call copied: some models take items out of theirs, and caches keep what they see."""
     if type(value) is dict:
         return {key: fresh(item) for key, item in value.items()}
-    return [fresh(item) for item in value] if type(value) is list else value
+    if type(value) is list:
+        return [fresh(item) for item in value]
+    return copy.deepcopy(value) if objects_in(value) else value
 
 
 def examine(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from enum import Enum
 from functools import cache, lru_cache
 from typing import Any
 
@@ -58,6 +59,31 @@ def kind_of(value: Any) -> Kind:
         # A cache in another mode is another form.
         return (type(value).__name__, kind_of(vars(value)))
     return type(value).__name__
+
+
+def objects_in(value: Any) -> list[Any]:
+    """The objects of somebody's own in an argument: what is no tensor, number, text, function or collection of them."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [found for item in value for found in objects_in(item)]
+    plain = (Tensor, str, bytes, int, float, complex, torch.dtype, torch.device, Enum)
+    return [] if value is None or isinstance(value, plain) or callable(value) else [value]
+
+
+def holds_tensors(value: Any, depth: int = 8) -> bool:
+    """Whether an object has a tensor among its attributes, however deep; so is one taken to that does not show them."""
+    if not hasattr(value, "__dict__") or hasattr(type(value), "__slots__") or depth == 0:
+        return True
+    return _tensors_in(vars(value), depth - 1)
+
+
+def _tensors_in(value: Any, depth: int) -> bool:
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(_tensors_in(item, depth) for item in value)
+    return isinstance(value, Tensor) or any(holds_tensors(item, depth) for item in objects_in(value))
 
 
 def form_of(arguments: Arguments) -> CallForm:

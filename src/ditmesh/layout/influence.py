@@ -32,7 +32,7 @@ from ..core.arguments import Arguments, covers, parameter_names
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch
 from ..errors import LayoutError
-from .forms import WAY_OUT
+from .forms import WAY_OUT, holds_tensors, objects_in
 from .types import Count, Cut, Leaf, Stream
 
 # Largest difference between a block on some of its tokens and on all of them, relative to the largest value.
@@ -355,26 +355,7 @@ def facts_of(block: Block, before: tuple[Stream, ...]) -> Facts:
 
 def _keeps_state(value: Any) -> bool:
     """Whether an argument is an object of somebody's own that holds tensors, now that the block has run."""
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return any(map(_keeps_state, value))
-    if isinstance(value, dict):
-        return any(map(_keeps_state, value.values()))
-    plain = (Tensor, str, bytes, int, float, complex, torch.dtype, torch.device, Enum)
-    if value is None or isinstance(value, plain) or callable(value):
-        return False
-    # Of what does not show its attributes nobody knows; what holds no tensor has kept none.
-    return not hasattr(value, "__dict__") or hasattr(type(value), "__slots__") or _holds_tensors(vars(value))
-
-
-def _holds_tensors(value: Any, depth: int = 8) -> bool:
-    """Whether there is a tensor in an object's attributes, however deep; at the given depth it is taken for granted."""
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return any(_holds_tensors(item, depth - 1) for item in value)
-    if isinstance(value, Tensor) or depth == 0:
-        return True
-    return hasattr(value, "__dict__") and not isinstance(value, (type, Enum)) and _holds_tensors(vars(value), depth - 1)
+    return any(map(holds_tensors, objects_in(value)))
 
 
 def length_of(block: Block, stream: Stream) -> int:

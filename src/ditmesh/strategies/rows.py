@@ -28,6 +28,7 @@ from ..core.partition import Partition, even_cut
 from ..core.patching import Patch, Proceed
 from ..core.values import Seen, seen
 from ..errors import InputError, LayoutError
+from ..layout.forms import holds_tensors, kind_of, objects_in
 from .base import Context, ParallelModel, Request, Strategy
 from .caches import diffusers_hooks
 from .hooks import ModelHooks
@@ -106,7 +107,7 @@ class BatchParallel:
         if self.branches.size == 1:
             return self._shared(arguments, self.rows)
         call = self._clock.call
-        state, stateful = self._state()
+        state, stateful = self._state(arguments)
         given = self._seen(arguments, state)
         if (call.request, call.step) != self._at:
             self._at = (call.request, call.step)
@@ -186,13 +187,17 @@ class BatchParallel:
                 if number < len(branches):
                     self._now.ahead[number] = (predictions[number], set(branches[number]), result)
 
-    def _state(self) -> tuple[tuple[Any, ...], bool]:
-        """What a call depends on besides its arguments: hooks and adapters. And whether a hook keeps state."""
+    def _state(self, arguments: Arguments) -> tuple[tuple[Any, ...], bool]:
+        """What a call depends on besides tensors and integers: flags, objects, hooks and adapters.
+
+        And whether an object or a hook keeps tensors from call to call.
+        """
         if self._modules is None:
             # Modules do not come and go within a request.
             self._modules = list(self.model.named_modules())
-        state: list[Any] = []
-        stateful = False
+        passed = [*zip(self._names, arguments.args, strict=False), *arguments.kwargs.items()]
+        state: list[Any] = [(name, flags) for name, value in passed if (flags := _flags_in(value))]
+        stateful = any(holds_tensors(one) for _, value in passed for one in objects_in(value))
         for path, module in self._modules:
             # Keys of torch's hooks are never used twice: a hook that is hung anew is another one.
             state += [(path, *hooks) for hooks in (module._forward_pre_hooks, module._forward_hooks) if hooks]
@@ -282,6 +287,17 @@ def _share_rows(batch: int, link: Link, one_by_one: bool, run: Callable[[slice],
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, list)
+
+
+def _flags_in(value: Any) -> tuple[Any, ...]:
+    """What an argument tells a model beside tensors and integers: flags, numbers and texts, and the state of objects."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, (list, tuple)):
+        return tuple(flag for item in value for flag in _flags_in(item))
+    if isinstance(value, (bool, float, str)):
+        return (value,)
+    return tuple(kind_of(one) for one in objects_in(value))
 
 
 def _has_rows(value: Any, batch: int) -> bool:

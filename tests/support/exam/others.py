@@ -304,6 +304,30 @@ def glm_call(prompts: list[int]) -> dict[str, Any]:
     return {**text(prompts, shape=(TOKENS, NARROW)), "height": 96, "width": 160, "prior_token_ids": torch.stack(prior)}
 
 
+def glm_image_call(prompts: list[int]) -> dict[str, Any]:
+    """A picture of 4 x 6 tokens for every prompt, whose keys and values are kept in caches."""
+    grid = torch.tensor([[1, 4, 6]])
+    return {
+        **glm_call(prompts),
+        "image": [[picture(3 + one, 96, 64)] for one in prompts],
+        "prior_token_image_ids": [
+            torch.randint(32, (24,), generator=torch.Generator().manual_seed(70 + one)) for one in prompts
+        ],
+        "source_image_grid_thw": [grid for _ in prompts],
+    }
+
+
+def glm() -> Any:
+    autoencoder = vae()
+    autoencoder.register_to_config(latents_mean=[0.1] * 4, latents_std=[0.9] * 4)
+    return build(
+        diffusers.GlmImagePipeline,
+        transformer=case("GlmImageTransformer2DModel"),
+        scheduler=flow(),
+        vae=autoencoder,
+    )
+
+
 CHAT = "{% for m in messages %}user: {% for c in m['content'] %}{{ c['text'] }}{% endfor %} assistant:{% endfor %}"
 
 
@@ -840,12 +864,8 @@ EXAMS: dict[str, Exam] = {
         ),
         latents(cogview_control_call),
     ),
-    "GlmImagePipeline": Exam(
-        lambda: build(
-            diffusers.GlmImagePipeline, transformer=case("GlmImageTransformer2DModel"), scheduler=flow(), vae=vae()
-        ),
-        latents(glm_call),
-    ),
+    "GlmImagePipeline": Exam(glm, latents(glm_call)),
+    "GlmImagePipeline image": Exam(glm, latents(glm_image_call)),
     "Ideogram4Pipeline": Exam(ideogram4, latents(ideogram4_call)),
     "ErnieImagePipeline": Exam(
         lambda: build(
