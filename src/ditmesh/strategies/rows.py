@@ -234,7 +234,7 @@ class BatchParallel:
             with self._clock.narrowed(rows=(take.start, take.stop), link=link.name):
                 return self._forward(*part.args, **part.kwargs)
 
-        return _share_rows(batch, link, self.one_by_one, run)
+        return _share_rows(batch, link, self.one_by_one, run, listed=isinstance(main, list))
 
     def _takes_parts(self) -> bool:
         """Whether something in the model takes a part of the rows for one branch of guidance: the batch stays whole.
@@ -268,21 +268,24 @@ class BatchParallel:
         return part.value if seen(part.value).key == part.key else _some(value, take)
 
 
-def _share_rows(batch: int, link: Link, one_by_one: bool, run: Callable[[slice], Any]) -> Any:
+def _share_rows(
+    batch: int, link: Link, one_by_one: bool, run: Callable[[slice], Any], listed: bool = False
+) -> Any:
     """What ``run`` returns for all rows of a batch: it is called with this rank's, or with each of them by itself.
 
-    It returns tensors with a row per sample, or lists with an item per sample, in tuples or mappings.
+    It returns tensors with a row per sample, in tuples, lists or mappings; with ``listed`` a list has an item per sample.
     """
+    leaf = _is_list if listed else None
     shares = Partition((even_cut(batch, link.size),))
     ((start, count),) = shares.places(link.rank)
     # A rank without rows computes the last one along, so that every rank of its group takes part alike.
     take = slice(start, start + count) if count else slice(batch - 1, batch)
     if one_by_one:
         outputs = [run(slice(row, row + 1)) for row in range(take.start, take.stop)]
-        output = tree_map(_joined, *outputs, is_leaf=_is_list)
+        output = tree_map(_joined, *outputs, is_leaf=leaf)
     else:
         output = run(take)
-    return tree_map(lambda part: _gathered(part, shares, link), output, is_leaf=_is_list)
+    return tree_map(lambda part: _gathered(part, shares, link), output, is_leaf=leaf)
 
 
 def _is_list(value: Any) -> bool:
