@@ -15,7 +15,7 @@ from .config import ParallelConfig
 from .core.arguments import parameter_names
 from .core.patching import CallChain, Proceed
 from .core.request import PipelineCall
-from .errors import InputError, LayoutError
+from .errors import ConfigError, InputError, LayoutError
 from .layout import TokenLayout
 from .layout.derive import derive, derive_rows
 from .strategies.tokens import KnownForms
@@ -113,6 +113,16 @@ class FirstCall:
         return pipe(*args, **kwargs)
 
     def _around_call(self, model: nn.Module, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        layouts = self._layouts(model, proceed, args, kwargs)
+        if self._inside:
+            raise _Derived(layouts)
+        self._begin(layouts)
+        return model(*args, **kwargs)
+
+    def _layouts(
+        self, model: nn.Module, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[TokenLayout]:
+        """The layout of every transformer, derived from a call. Collective."""
         names = parameter_names(type(model).forward)
         call = dict(zip(names, args, strict=False)) | kwargs
         answer: TokenLayout | str
@@ -131,15 +141,11 @@ class FirstCall:
             # The model's own: the other ranks do not wait for this one.
             failed, answer = error, f"another rank failed in the first call of {type(model).__name__}: {error}"
         try:
-            layouts = self._agreed(model, answer)
+            return self._agreed(model, answer)
         except LayoutError:
             if failed is not None:
                 raise failed from None
             raise
-        if self._inside:
-            raise _Derived(layouts)
-        self._begin(layouts)
-        return model(*args, **kwargs)
 
     def _agreed(self, model: nn.Module, answer: TokenLayout | str) -> list[TokenLayout]:
         """The layout of every transformer, the same on all ranks. Collective.
@@ -163,6 +169,18 @@ class FirstCall:
                 "layout= for both"
             )
         return [every[0]] * len(self.models)
+
+
+class FirstControl(FirstCall):
+    """As `FirstCall`, of a network beside the transformer: what cannot be cut runs whole on every rank, as it did."""
+
+    def _around_call(self, model: nn.Module, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        try:
+            self._begin(self._layouts(model, proceed, args, kwargs))
+        except (ConfigError, LayoutError):
+            self._undo.close()
+            return proceed(*args, **kwargs)
+        return model(*args, **kwargs)
 
 
 def _generators(values: Sequence[Any]) -> Iterator[torch.Generator]:
