@@ -18,7 +18,6 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import partial
 from itertools import count, permutations
 from typing import Any

@@ -268,9 +268,7 @@ class BatchParallel:
         return part.value if seen(part.value).key == part.key else _some(value, take)
 
 
-def _share_rows(
-    batch: int, link: Link, one_by_one: bool, run: Callable[[slice], Any], listed: bool = False
-) -> Any:
+def _share_rows(batch: int, link: Link, one_by_one: bool, run: Callable[[slice], Any], listed: bool = False) -> Any:
     """What ``run`` returns for all rows of a batch: it is called with this rank's, or with each of them by itself.
 
     It returns tensors with a row per sample, in tuples, lists or mappings; with ``listed`` a list has an item per sample.

@@ -382,7 +382,6 @@ class SequenceParallel:
         if self.link.size == 1:
             return lambda: None
 
-
         def tokens() -> Partition:
             return self._call.tokens.select((leaf.stream,))
 
