@@ -32,7 +32,7 @@ ALWAYS = [
     ("SD3Transformer2DModel + IP-Adapter", "guidance"),
     ("ZImageTransformer2DModel + ControlNet", "prompt"),
     ("StableAudio3DiTModel", "guidance"),
-    ("GlmImageTransformer2DModel", "prompt"),  # refused
+    ("GlmImageTransformer2DModel", "edit"),  # refused
 ]
 
 # What is refused when tokens are cut: class (and form, or all of its forms), and what the sentence names.
@@ -40,7 +40,8 @@ REFUSED = {
     "AnyFlowFARTransformer3DModel": "flex",
     "Cosmos3OmniTransformer": "is_causal",
     "Flux2Transformer2DModel + caches": "kv_cache",
-    "GlmImageTransformer2DModel": "kv_cache",
+    "GlmImageTransformer2DModel edit": "kv_cache",
+    "GlmImageTransformer2DModel image before": "kv_cache",
     "Kandinsky5Transformer3DModel nabla": "flex",
     "MiniMaxMusic3RVQDepthDecoder": "is_causal",
     "MotifVideoTransformer3DModel": "queries",

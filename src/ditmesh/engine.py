@@ -21,7 +21,7 @@ from .core.clock import CallClock, timestep_of
 from .core.patching import Proceed
 from .core.request import PipelineCall
 from .errors import ConfigError, InputError, LayoutError
-from .first_call import Alone, FirstCall
+from .first_call import Alone, FirstCall, FirstControl
 from .layout import TokenLayout, layout_of
 from .layout.derive import block_lists
 from .layout.probe import probe
@@ -38,6 +38,7 @@ from .strategies.hooks import ModelHooks
 from .strategies.pipefusion.pipeline import PipeFusion
 from .strategies.pipefusion.stages import Stages
 from .strategies.rows import BatchParallel
+from .strategies.sequence import ExactSequence
 from .strategies.simulated import SimulatedExact, SimulatedStale, virtual_mesh
 from .strategies.stale.warmup import StaleSteps
 from .strategies.tokens import KnownForms
@@ -51,8 +52,9 @@ ConfigLike = ParallelConfig | Mapping[str, Any] | str | Path
 # The attribute that holds a parallelised object's engine.
 ENGINE = "_ditmesh_engine"
 
-# Components of diffusers' pipelines that hold the denoising transformer (Wan has two).
-DENOISERS = ("transformer", "transformer_2")
+# Components of diffusers' pipelines that hold the denoising transformer. Wan has two, for early and for late steps;
+# Ideogram 4 has one for each branch of guidance; Kandinsky's and Shap-E's denoises an embedding.
+DENOISERS = ("transformer", "transformer_2", "unconditional_transformer", "prior")
 
 
 class Engine:
@@ -131,6 +133,9 @@ class Engine:
             for strategy in self.strategies:
                 strategy.attach(pipe, undo)
             undo.callback(PipelineCall(pipe, partial(self._around_pipeline, pipe)).undo)
+            for network in controls(pipe):
+                if _cuts_controls(self.config) and ENGINE not in vars(network):
+                    _cut_control(network, self.config, self.mesh, undo)
         except BaseException:
             self._attached.pop(id(pipe)).close()
             raise
@@ -435,6 +440,31 @@ def _wait_for_a_call(
         first.attach(target)
 
 
+# What is done to a ControlNet: its tokens are cut, and gathered wherever it reads them.
+CONTROLS: Recipe = (ExactSequence, KnownForms)
+
+
+def _cuts_controls(config: ParallelConfig) -> bool:
+    """Whether ControlNets run with their tokens cut: where every step is exact, and bits are nobody's concern."""
+    return ExactSequence.wanted(config) and config.sequence > 1 and config.tensor == 1
+
+
+def _cut_control(network: nn.Module, config: ParallelConfig, mesh: Mesh, undo: ExitStack) -> None:
+    """Cut a ControlNet's tokens from its first call on; what undoes it goes onto ``undo``."""
+    engines = ExitStack()
+
+    def open_engine(layouts: list[TokenLayout], targets: list[Any], owned: bool, alone: Alone) -> None:
+        pairs = [(network, layouts[0])]
+        check(CONTROLS, config, pairs)
+        engine = Engine(pairs, config, mesh, owned, CONTROLS)
+        engine.open(network)
+        engines.callback(engine.close)
+
+    first = FirstControl([network], [], config, mesh, False, open_engine, None, _mark)
+    undo.callback(engines.close)
+    undo.callback(first.detach, network)
+
+
 def _mark(owner: Any, engine: Any) -> Callable[[], None]:
     """Let `engine_of` find an engine, or what waits for one, at an object; returns the undo."""
     vars(owner)[ENGINE] = engine
@@ -581,6 +611,14 @@ def denoisers(target: Any) -> list[nn.Module]:
             "Diffusion Transformer pipelines, not U-Nets"
         )
     return found
+
+
+def controls(pipe: Any) -> list[nn.Module]:
+    """The ControlNets of a pipeline, one by one."""
+    found = getattr(pipe, "controlnet", None)
+    several = getattr(found, "nets", None)
+    networks = [*several] if isinstance(several, nn.ModuleList) else [found]
+    return [network for network in networks if isinstance(network, nn.Module)]
 
 
 def find_layout(model: nn.Module) -> TokenLayout:

@@ -15,7 +15,7 @@ from .config import ParallelConfig
 from .core.arguments import Arguments, parameter_names
 from .core.patching import CallChain, Proceed
 from .core.request import PipelineCall
-from .errors import InputError, LayoutError
+from .errors import ConfigError, InputError, LayoutError
 from .layout import TokenLayout
 from .layout.between import fresh
 from .layout.derive import bare, derive, derive_rows
@@ -60,14 +60,14 @@ class FirstCall:
         mesh: Mesh,
         owns_mesh: bool,
         open_engine: Callable[[list[TokenLayout], list[Any], bool, Alone], None],
-        in_parts: Callable[[nn.Module, TokenLayout, dict[str, Any]], Any],
+        in_parts: Callable[[nn.Module, TokenLayout, dict[str, Any]], Any] | None,
         mark: Callable[[Any, Any], Callable[[], None]],
     ) -> None:
         self.models, self.config, self.mesh = list(models), config, mesh
         self._open, self._in_parts, self._mark = open_engine, in_parts, mark
         self._owns_mesh = owns_mesh
         known = [layout for layout in layouts if layout is not None]
-        self._layouts = known if len(known) == len(self.models) else []
+        self._layouts = known if in_parts is not None and len(known) == len(self.models) else []
         self._alone: Alone = {}
         self._tokens_whole = not (KnownForms.cuts_tokens(config) or config.tensor > 1)
         self._undo = ExitStack()
@@ -127,6 +127,21 @@ class FirstCall:
         return pipe(*args, **kwargs)
 
     def _around_call(self, model: nn.Module, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        layouts, output = self._told(model, proceed, args, kwargs)
+        if layouts is None:
+            return output
+        if self._inside:
+            raise _Derived(layouts)
+        self._begin(layouts)
+        return model(*args, **kwargs)
+
+    def _told(
+        self, model: nn.Module, proceed: Proceed, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[TokenLayout] | None, Any]:
+        """The layout of every transformer, derived from a call or checked by it. Collective.
+
+        None while other transformers are to be called yet; then what the call returned.
+        """
         names = parameter_names(type(model).forward)
         call = dict(zip(names, args, strict=False)) | kwargs
         answer: TokenLayout | str
@@ -136,7 +151,7 @@ class FirstCall:
             if len(args) > len(names):
                 raise LayoutError(f"{type(model).__name__} was given arguments without names; pass them by name")
             given = {name: value for name, value in call.items() if value is not None}
-            if self._layouts:
+            if self._layouts and self._in_parts is not None:
                 output = proceed(**fresh(given))
                 answer = self._layouts[self.models.index(model)]
                 with bare(model):
@@ -157,17 +172,12 @@ class FirstCall:
             if failed is not None:
                 raise failed from None
             raise
-        if self._layouts:
-            form = form_of(Arguments(names, args, kwargs))
-            self._alone.setdefault(id(model), {})[form] = output
-            if self._inside and len(self._alone) < len(self.models):
-                # The other transformers are called later.
-                return output
-            layouts = self._layouts
-        if self._inside:
-            raise _Derived(layouts)
-        self._begin(layouts)
-        return model(*args, **kwargs)
+        if not self._layouts:
+            return layouts, None
+        form = form_of(Arguments(names, args, kwargs))
+        self._alone.setdefault(id(model), {})[form] = output
+        others = self._inside and len(self._alone) < len(self.models)
+        return (None if others else self._layouts), output
 
     def _agreed(self, model: nn.Module, answer: TokenLayout | str) -> list[TokenLayout]:
         """The layout of every transformer, the same on all ranks. Collective.
@@ -193,6 +203,18 @@ class FirstCall:
                 "layout= for both"
             )
         return [every[0]] * len(self.models)
+
+
+class FirstControl(FirstCall):
+    """As `FirstCall`, of a network beside the transformer: what cannot be cut runs whole on every rank, as it did."""
+
+    def _around_call(self, model: nn.Module, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        try:
+            self._begin(self._told(model, proceed, args, kwargs)[0] or [])
+        except (ConfigError, LayoutError):
+            self._undo.close()
+            return proceed(*args, **kwargs)
+        return model(*args, **kwargs)
 
 
 def _generators(values: Sequence[Any]) -> Iterator[torch.Generator]:

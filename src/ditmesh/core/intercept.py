@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..errors import LayoutError
 
@@ -34,11 +35,16 @@ class AttentionHandler(Protocol):
         """The attention output (B, H, Sq, D). ``mask`` as SDPA takes it: boolean (True = attend) or additive."""
         ...
 
+    def left_out(self) -> None:
+        """A call was answered by somebody's function mode, without attention (guidance by perturbed attention)."""
+
 
 # The attention of torch itself, whatever stands in its place, now or when this module was imported.
 sdpa: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention  # type: ignore[attr-defined]
 
 _handler: ContextVar[AttentionHandler | None] = ContextVar("ditmesh_attention_handler", default=None)
+# Whether the handler was asked; read where a function mode may answer in its place.
+_asked: ContextVar[bool] = ContextVar("ditmesh_attention_asked", default=False)
 _lock = threading.Lock()
 _users = 0
 
@@ -64,6 +70,11 @@ class _Interceptor:
                 # A compiled block must not trace who handles it, which changes from call to call: it asks when it runs.
                 return torch.ops.ditmesh.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             handler = _handler.get() if self.active else None
+            if has_torch_function_unary(query):
+                # A mode sees this function as it would see the one that this stands in for.
+                return self._through_modes(
+                    handler, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                )
             if handler is not None:
                 return _handled(handler, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
             return self.original(
@@ -72,6 +83,20 @@ class _Interceptor:
 
         self._function = scaled_dot_product_attention
         F.scaled_dot_product_attention = self._function  # type: ignore[assignment]
+
+    def _through_modes(self, handler: AttentionHandler | None, *call: Any, **more: Any) -> Tensor:
+        """The call as a function mode answers it; the modes inside of it, and the handler, are asked if it asks on."""
+        token = _asked.set(False)
+        try:
+            out = handle_torch_function(self._function, call[:3], *call, **more)
+            asked = _asked.get()
+        finally:
+            _asked.reset(token)
+        if asked:
+            _asked.set(True)
+        elif handler is not None:
+            handler.left_out()
+        return out
 
     def remove(self) -> None:
         self.active = False
@@ -135,6 +160,7 @@ def _handled(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
+    _asked.set(True)
     if is_causal or dropout_p:
         what = "is_causal=True" if is_causal else f"dropout_p={dropout_p}"
         raise LayoutError(

@@ -7,6 +7,7 @@ a tensor is made NaN to see which tokens it touches.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,8 @@ from torch.utils._pytree import tree_leaves
 from ..core.arguments import Arguments, parameter_names
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch
+from ..core.shared_tensor import PerToken
+from .forms import objects_in
 from .influence import along, differs, off_by, spoilt, tolerance
 from .types import Cut, Region, Stream
 
@@ -100,10 +103,12 @@ class Skeleton:
 
 
 def fresh(value: Any) -> Any:
-    """Lists and dicts of a call copied: some models take items out of theirs."""
+    """Lists, dicts and objects of a call copied: some models take items out of theirs, and caches keep what they see."""
     if type(value) is dict:
         return {key: fresh(item) for key, item in value.items()}
-    return [fresh(item) for item in value] if type(value) is list else value
+    if type(value) is list:
+        return [fresh(item) for item in value]
+    return copy.deepcopy(value) if objects_in(value) else value
 
 
 def examine(
@@ -113,7 +118,7 @@ def examine(
 
     Where the model does more to the tokens than a rank can do to its own, a region's blocks stand `alone`.
     """
-    before, _ = skeleton(call)
+    before, output = skeleton(call)
     added: list[tuple[str, Cut]] = []
     # Lists that follow one another without anything in between are as one.
     runs: list[list[Region]] = []
@@ -132,7 +137,10 @@ def examine(
         for whole in ([], beside) if beside else ([],):
             trial = [_whole(region, whole) for region in run]
             local: set[str] = set()
-            if not _problem_of(skeleton, trial[0], sites, call, before, [cut for _, cut in more], local):
+            cuts = [cut for _, cut in more]
+            if not _problem_of(skeleton, trial[0], sites, call, before, cuts, local) and not _leaks(
+                skeleton, trial[0], sites, call, before, output, cuts
+            ):
                 added += more
                 seen += [_with_local(region, local) for region in trial]
                 if not more:
@@ -235,6 +243,37 @@ def _problem_of(
         if problem:
             return problem
     return ""
+
+
+def _leaks(
+    skeleton: Skeleton,
+    region: Region,
+    sites: list[str],
+    call: dict[str, Any],
+    before: Given,
+    output: Any,
+    added: Sequence[Cut],
+) -> bool:
+    """Whether the model reads what a block returns besides handing it on, as a ControlNet does.
+
+    With a part of the tokens between the first and the last block, and all of them behind it, the result is then
+    another.
+    """
+    dims = {s.name: s.dim for s in region.streams if not s.replicate and before[sites[0]][s.name].shape[s.dim] > 1}
+    mine = partial(_share, rank=0, ranks=2)
+    length = before[sites[0]][region.main.name].shape[region.main.dim]
+    arguments = Arguments((), (), dict(call))
+    for cut in added:
+        for path, value in Arguments((), (), {cut.arg: call[cut.arg]}).leaves():
+            if isinstance(value, Tensor) and value.dim() > cut.dim and value.shape[cut.dim] == length:
+                arguments.set(path, PerToken.of(value, mine(value, cut.dim).contiguous(), cut.dim))
+
+    def part(site: str, name: str, value: Tensor) -> Tensor:
+        if len(sites) > 1 and site == sites[-1] and name in before[site]:
+            return before[site][name]
+        return _cut_first(sites[0], dims, mine, site, name, value) if len(sites) > 1 else value
+
+    return not _clean(skeleton, arguments.kwargs, output, part)
 
 
 def _share(value: Tensor, dim: int, rank: int, ranks: int) -> Tensor:

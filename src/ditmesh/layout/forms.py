@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from enum import Enum
 from functools import cache, lru_cache
 from typing import Any
 
@@ -58,6 +59,9 @@ def kind_of(value: Any) -> Kind:
         return ("list", tuple(sorted({kind_of(item) for item in value}, key=repr)))
     if isinstance(value, tuple):
         return ("tuple", tuple(kind_of(item) for item in value))
+    if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
+        # A cache in another mode is another form.
+        return (type(value).__name__, kind_of(vars(value)))
     return type(value).__name__
 
 
@@ -65,6 +69,31 @@ def samples_of(arguments: Arguments) -> int:
     """Samples of a call: rows of the forward's first argument, or how many items it has."""
     main = arguments.get(arguments.names[0]) if arguments.names else next(iter(arguments.kwargs.values()), None)
     return len(main) if isinstance(main, list) or (isinstance(main, Tensor) and main.dim()) else 1
+
+
+def objects_in(value: Any) -> list[Any]:
+    """The objects of somebody's own in an argument: what is no tensor, number, text, function or collection of them."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [found for item in value for found in objects_in(item)]
+    plain = (Tensor, str, bytes, int, float, complex, torch.dtype, torch.device, Enum)
+    return [] if value is None or isinstance(value, plain) or callable(value) else [value]
+
+
+def holds_tensors(value: Any, depth: int = 8) -> bool:
+    """Whether an object has a tensor among its attributes, however deep; so is one taken to that does not show them."""
+    if not hasattr(value, "__dict__") or hasattr(type(value), "__slots__") or depth == 0:
+        return True
+    return _tensors_in(vars(value), depth - 1)
+
+
+def _tensors_in(value: Any, depth: int) -> bool:
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(_tensors_in(item, depth) for item in value)
+    return isinstance(value, Tensor) or any(holds_tensors(item, depth) for item in objects_in(value))
 
 
 def form_of(arguments: Arguments) -> CallForm:
@@ -164,11 +193,9 @@ class Forms:
                 be taken up any more; names the arguments that are new.
         """
         base = self._layout
-        beyond = [
-            f"with {path!r}, and {why}"
-            for path, why in base.refused.items()
-            if arguments.get(path) not in (MISSING, None)
-        ]
+        if between := [path for path in base.between if _given(arguments, path)]:
+            return self._gathered(between[0])
+        beyond = [f"with {path!r}, and {why}" for path, why in base.refused.items() if _given(arguments, path)]
         foreign = self._processors.foreign() if self._processors is not None else ()
         beyond += [f"with attention by {name}, which its layout was not written for" for name in foreign]
         if not base.calls and not beyond:
@@ -184,6 +211,19 @@ class Forms:
     def _looked_at(self, form: CallForm) -> CallForm:
         """What of a form can be looked at anew: where blocks are on other ranks, rows have to hold as they are."""
         return frozenset(item for item in form if item[0] != _SAMPLES) if self._fixed else form
+
+    def _gathered(self, path: str) -> TokenLayout:
+        """The layout of a call whose tokens are gathered behind every block."""
+        if self._fixed:
+            raise LayoutError(
+                f"{self._layout.model} uses {path!r} between its blocks on all tokens, which {self._fixed} cannot give "
+                "it; leave it out, or use ulysses or ring"
+            )
+        form: CallForm = frozenset({(path, True)})
+        if form not in self._known:
+            regions = tuple(replace(region, alone=True) for region in self._layout.regions)
+            self._known[form] = replace(self._layout, regions=regions)
+        return self._known[form]
 
     def _derived(self, form: CallForm, arguments: Arguments, beyond: list[str]) -> TokenLayout:
         base, what = self._layout, f"{self._layout.model} has no reviewed layout"
@@ -218,6 +258,11 @@ class Forms:
             calls=found.calls,
             source=found.source,
         )
+
+
+def _given(arguments: Arguments, path: str) -> bool:
+    value = arguments.get(path)
+    return value is not MISSING and value is not None
 
 
 def _essence(layout: TokenLayout) -> tuple[Any, ...]:

@@ -18,7 +18,6 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import partial
 from itertools import count, permutations
 from typing import Any
@@ -32,7 +31,7 @@ from ..core.arguments import Arguments, covers, parameter_names
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch
 from ..errors import LayoutError
-from .forms import WAY_OUT
+from .forms import WAY_OUT, holds_tensors, objects_in
 from .types import Count, Cut, Leaf, Stream
 
 # Largest difference between a block on some of its tokens and on all of them, relative to the largest value.
@@ -69,6 +68,9 @@ class Listener:
         out = self._answer(len(self.asked), q_bhsd, k_bhsd, v_bhsd, mask, scale)
         self.asked.append(_Asked(q_bhsd, k_bhsd, v_bhsd, mask, out, scale))
         return out
+
+    def left_out(self) -> None:
+        """Of no interest: what mixes no tokens is no attention."""
 
 
 def computed(_: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -352,13 +354,8 @@ def facts_of(block: Block, before: tuple[Stream, ...]) -> Facts:
 
 
 def _keeps_state(value: Any) -> bool:
-    """Whether an argument is an object of somebody's own."""
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return any(map(_keeps_state, value))
-    if isinstance(value, dict):
-        return any(map(_keeps_state, value.values()))
-    plain = (Tensor, str, bytes, int, float, complex, torch.dtype, torch.device, Enum)
-    return value is not None and not isinstance(value, plain) and not callable(value)
+    """Whether an argument is an object of somebody's own that holds tensors, now that the block has run."""
+    return any(map(holds_tensors, objects_in(value)))
 
 
 def length_of(block: Block, stream: Stream) -> int:

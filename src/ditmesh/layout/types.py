@@ -123,6 +123,7 @@ class Leaf:
             cut between rows), ``"linear_attention"`` (attention through a state summed over all tokens), ``"gathered"``
             (whatever it is: every rank runs it on all tokens and keeps its own).
         processor: class of the attention processor that the rule stands in for; a module with another one is refused.
+            One that is put in later runs as under the rule ``"gathered"``.
         args: of the rule ``"gathered"``: the module's arguments that hold tokens, and along which dimension.
         dim: of the rule ``"gathered"``: dimension of the tokens in what the module returns.
         stream: whose tokens.
@@ -271,6 +272,8 @@ class TokenLayout:
         residuals: arguments of the transformer's forward that it adds to a region's tokens between blocks, a tensor
             or a list of them, with one entry per token along ``dim``: a ControlNet's. Each with the path of the
             (first) block list whose tokens it is added to.
+        between: arguments that the model uses between blocks on all tokens, and that cannot be cut with them: in a call
+            that sets one the tokens are gathered behind every block (`Region.alone`).
         rows: whether the samples of a call can be run apart; else `data` and `cfg` refuse it.
         calls: forms of call that a probed layout was derived from, each as sorted (name, kind); a call of another
             form is probed when it comes. Empty for a layout that was written: it holds for every call.
@@ -291,6 +294,7 @@ class TokenLayout:
     beside_image: tuple[str, ...] = BESIDE_IMAGE
     tables: tuple[Table, ...] = ()
     residuals: tuple[tuple[str, Cut], ...] = ()
+    between: tuple[str, ...] = ()
     rows: bool = True
     calls: tuple[tuple[tuple[str, Kind], ...], ...] = ()
     source: str = "reviewed"

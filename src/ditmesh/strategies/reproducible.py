@@ -287,6 +287,10 @@ class TiledSequence(SequenceParallel):
             return self.kernel(aligned(q_bhsd), aligned(k_bhsd), aligned(v_bhsd), mask, scale)
         return ask(_AttentionInput(index, q_bhsd, k_bhsd, v_bhsd, mask, scale))
 
+    def left_out(self) -> None:
+        """As for all handlers: every tile counts its own calls."""
+        _calls.set(_calls.get() + 1)
+
     def _meet(self, asked: list[Any]) -> list[Tensor]:
         """What all tiles of this rank have come to: a linear, or attention."""
         site = self._call.site

@@ -29,6 +29,7 @@ from ..core.partition import Partition, even_cut
 from ..core.patching import Patch, Proceed
 from ..core.values import Seen, seen
 from ..errors import InputError, LayoutError
+from ..layout.forms import holds_tensors, kind_of
 from .base import Context, ParallelModel, Request, Strategy
 from .caches import diffusers_hooks
 from .hooks import ModelHooks
@@ -37,8 +38,8 @@ from .pipefusion.lazy import LazyPatches, Owners
 # Stands among the arguments of a call for what else the result depends on. No argument has such a name.
 _STATE = "<state>"
 
-# What holds nothing of an earlier call, and compares. A tuple is the state, or a shape.
-_PLAIN = (Tensor, int, float, complex, str, bytes, tuple, type(None), torch.dtype, torch.device, np.generic)
+# What holds nothing of an earlier call, and compares.
+_PLAIN = (int, float, complex, str, bytes, torch.Size, type(None), torch.dtype, torch.device, np.generic)
 
 
 @dataclass
@@ -83,6 +84,7 @@ class BatchParallel:
         self._before, self._now = _Step(), _Step()
         self._at: tuple[int, int] | None = None
         self._modules: list[tuple[str, nn.Module]] | None = None
+        self._attention: list[nn.Module] | None = None
         # Whether a timestep that was taken for granted was another one; on the device.
         self._mistaken: Tensor | None = None
 
@@ -109,9 +111,8 @@ class BatchParallel:
         if self.branches.size == 1:
             return self._shared(arguments, self.rows)
         call = self._clock.call
-        state, stateful = self._state()
+        state, stateful = self._state(arguments)
         given = self._seen(arguments, state)
-        stateful = stateful or not all(isinstance(one.value, _PLAIN) for one in given.values())
         if (call.request, call.step) != self._at:
             self._at = (call.request, call.step)
             self._before, self._now = self._now, _Step(call.branch)
@@ -130,7 +131,7 @@ class BatchParallel:
         return self._shared(arguments, self.data if sequential else self.rows)
 
     def _seen(self, arguments: Arguments, state: tuple[Any, ...]) -> dict[str, Seen]:
-        plain = {path: Seen(value, None) for path, value in arguments.others()}
+        plain = {path: Seen(value, None) for path, value in arguments.others() if isinstance(value, _PLAIN)}
         return {**{path: seen(value) for path, value in arguments.leaves()}, **plain, _STATE: Seen(state, None)}
 
     def _as_predicted(self, given: dict[str, Seen], predicted: dict[str, Seen], own: set[str], call: Call) -> bool:
@@ -192,13 +193,17 @@ class BatchParallel:
                 if number < len(branches):
                     self._now.ahead[number] = (predictions[number], set(branches[number]), result)
 
-    def _state(self) -> tuple[tuple[Any, ...], bool]:
-        """What a call depends on besides its arguments: hooks and adapters. And whether a hook keeps state."""
+    def _state(self, arguments: Arguments) -> tuple[tuple[Any, ...], bool]:
+        """What a call depends on besides values: objects among its arguments, hooks and adapters.
+
+        And whether an object or a hook may keep tensors from call to call.
+        """
         if self._modules is None:
             # Modules do not come and go within a request.
             self._modules = list(self.model.named_modules())
-        state: list[Any] = []
-        stateful = False
+        objects = [(path, value) for path, value in arguments.others() if not isinstance(value, _PLAIN)]
+        state: list[Any] = [(path, kind_of(value)) for path, value in objects]
+        stateful = any(callable(value) or holds_tensors(value) for _, value in objects)
         for path, module in self._modules:
             # Keys of torch's hooks are never used twice: a hook that is hung anew is another one.
             state += [(path, *hooks) for hooks in (module._forward_pre_hooks, module._forward_hooks) if hooks]
@@ -218,7 +223,7 @@ class BatchParallel:
         main = arguments.get(self._names[0])
         # A list has an entry per row.
         batch = main.shape[0] if isinstance(main, Tensor) else len(main)
-        if batch < 2 or (link.size == 1 and not self.one_by_one) or _takes_halves(self.model):
+        if batch < 2 or (link.size == 1 and not self.one_by_one) or self._takes_parts():
             with self._clock.narrowed(rows=(0, batch)):
                 return self._forward(*arguments.args, **arguments.kwargs)
         if not self._hooks.layout.rows:
@@ -235,7 +240,19 @@ class BatchParallel:
             with self._clock.narrowed(rows=(take.start, take.stop), link=link.name):
                 return self._forward(*part.args, **part.kwargs)
 
-        return _share_rows(batch, link, self.one_by_one, run)
+        return _share_rows(batch, link, self.one_by_one, run, listed=isinstance(main, list))
+
+    def _takes_parts(self) -> bool:
+        """Whether something in the model takes a part of the rows for one branch of guidance: the batch stays whole.
+
+        A hook does (Faster Cache), and attention processors of perturbed attention guidance do, which its pipelines put
+        in for a call.
+        """
+        if any(getattr(hook, "is_guidance_distilled", None) is False for hook in diffusers_hooks(self.model).values()):
+            return True
+        if self._attention is None:
+            self._attention = [module for module in self.model.modules() if hasattr(module, "processor")]
+        return any(type(module.processor).__name__.startswith("PAG") for module in self._attention)
 
     def _batched(self, arguments: Arguments, batch: int) -> dict[str, int]:
         """The arguments that have a row per sample, by path with the dimension: lists of samples, and tensors."""
@@ -260,21 +277,23 @@ class BatchParallel:
         return part.value if seen(part.value).key == part.key else _some(value, take, dim)
 
 
-def _share_rows(batch: int, link: Link, one_by_one: bool, run: Callable[[slice], Any]) -> Any:
+def _share_rows(batch: int, link: Link, one_by_one: bool, run: Callable[[slice], Any], listed: bool = False) -> Any:
     """What ``run`` returns for all rows of a batch: it is called with this rank's, or with each of them by itself.
 
-    It returns tensors with a row per sample, or lists with an item per sample, in tuples or mappings.
+    It returns tensors with a row per sample, in tuples, lists or mappings; with ``listed`` a list has an item per
+    sample.
     """
+    leaf = _is_list if listed else None
     shares = Partition((even_cut(batch, link.size),))
     ((start, count),) = shares.places(link.rank)
     # A rank without rows computes the last one along, so that every rank of its group takes part alike.
     take = slice(start, start + count) if count else slice(batch - 1, batch)
     if one_by_one:
         outputs = [run(slice(row, row + 1)) for row in range(take.start, take.stop)]
-        output = tree_map(_joined, *outputs, is_leaf=_is_list)
+        output = tree_map(_joined, *outputs, is_leaf=leaf)
     else:
         output = run(take)
-    return tree_map(lambda part: _gathered(part, shares, link), output, is_leaf=_is_list)
+    return tree_map(lambda part: _gathered(part, shares, link), output, is_leaf=leaf)
 
 
 def _is_list(value: Any) -> bool:
@@ -341,11 +360,6 @@ def _alike(one: Seen, other: Seen) -> bool:
     """Whether both are plain tensors of one shape."""
     a, b = one.value, other.value
     return type(a) is type(b) is Tensor and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-
-
-def _takes_halves(model: nn.Module) -> bool:
-    """Whether a hook (Faster Cache) takes half of the rows for one branch of guidance: the batch must stay whole."""
-    return any(getattr(hook, "is_guidance_distilled", None) is False for hook in diffusers_hooks(model).values())
 
 
 class Rows(Strategy):

@@ -381,11 +381,20 @@ class SequenceParallel:
         """Apply a rule of `leaves` to a module of a block; returns what takes it off again."""
         if self.link.size == 1:
             return lambda: None
+
+        def tokens() -> Partition:
+            return self._call.tokens.select((leaf.stream,))
+
         if leaf.rule == "gathered":
-            return leaves.gathered(module, self.link, leaf, lambda: self._call.tokens.select((leaf.stream,)))
-        return leaves.RULES[leaf.rule](
+            return leaves.gathered(module, self.link, leaf, tokens)
+        undo = leaves.RULES[leaf.rule](
             module, self.mesh.sequence, f"{site.path}: {type(module).__name__}", leaf.processor
         )
+        if not leaf.processor:
+            return undo
+        # A pipeline may put in a processor of its own for a call (perturbed attention guidance).
+        own = leaves.gathered(module, self.link, leaf, tokens, getattr(module, "processor", None))
+        return lambda: (own(), undo())[1]
 
     # --- attention ---------------------------------------------------------------------------------------
 
@@ -411,6 +420,10 @@ class SequenceParallel:
             )
         self._check_lengths(site, index, queries, keys, q_bhsd, k_bhsd)
         return self.attend_distributed(AttentionCall(q_bhsd, k_bhsd, v_bhsd, queries, keys, mask, scale))
+
+    def left_out(self) -> None:
+        """A mode has answered one of the block's attention calls; the next one is still the layout's next."""
+        self._call.attention_calls += 1
 
     def _planned(self, site: BlockSite, index: int) -> Attention:
         """What the layout says about the block's attention call number ``index``."""

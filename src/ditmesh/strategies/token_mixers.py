@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -105,8 +104,14 @@ def linear_attention(module: nn.Module, link: ExchangeGroup, what: str, processo
         )
     # Any: to a type checker an attribute of a module is a tensor or a module, and a processor is neither.
     attention: Any = module
-    attention.processor = _LinearAttention(link)
-    return partial(setattr, attention, "processor", original)
+    attention.processor = mine = _LinearAttention(link)
+
+    def undo() -> None:
+        # Somebody else's stays where it is.
+        if attention.processor is mine:
+            attention.processor = original
+
+    return undo
 
 
 class _LinearAttention:
@@ -148,7 +153,13 @@ class _LinearAttention:
         return out
 
 
-def gathered(module: nn.Module, link: Group, leaf: Leaf, tokens: Callable[[], Partition]) -> Callable[[], None]:
+def gathered(
+    module: nn.Module,
+    link: Group,
+    leaf: Leaf,
+    tokens: Callable[[], Partition],
+    processor: Any = None,
+) -> Callable[[], None]:
     """A module of any kind: every rank runs it on all tokens, and keeps its own.
 
     Args:
@@ -156,12 +167,13 @@ def gathered(module: nn.Module, link: Group, leaf: Leaf, tokens: Callable[[], Pa
         link: the sequence ranks.
         leaf: which of its arguments hold tokens.
         tokens: how they are shared out at the moment.
+        processor: an attention processor with which the module needs nobody else's tokens.
     """
     names = parameter_names(type(module).forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         shares = tokens()
-        if shares.all_replicated:
+        if shares.all_replicated or (processor is not None and getattr(module, "processor", None) is processor):
             return patch.original(*args, **kwargs)
         arguments = Arguments(names, args, kwargs)
         for path, dim in leaf.args:

@@ -4,7 +4,7 @@ The only attention with a softmax is that of the image on the text. The convolut
 the tokens are cut between rows.
 """
 
-from ..types import CONTROLNET, LOCAL, Cut, Grid, Leaf, Region, TokenLayout
+from ..types import LOCAL, Cut, Grid, Leaf, Region, TokenLayout
 
 BLOCKS = Region(
     "transformer_blocks",
@@ -13,9 +13,9 @@ BLOCKS = Region(
     whole=("encoder_hidden_states", "encoder_attention_mask", "timestep"),
     grid=Grid(rows="height", cols="width"),
     leaves=(
-        Leaf("attn1", "linear_attention", processor="SanaLinearAttnProcessor2_0"),
+        Leaf("attn1", "linear_attention", processor="SanaLinearAttnProcessor2_0", args=(("hidden_states", 1),)),
         Leaf("ff.conv_depth", "conv_rows"),
     ),
 )
 
-LAYOUT = TokenLayout("SanaTransformer2DModel", (BLOCKS,), refused={"controlnet_block_samples": CONTROLNET})
+LAYOUT = TokenLayout("SanaTransformer2DModel", (BLOCKS,), between=("controlnet_block_samples",))
