@@ -224,15 +224,12 @@ def derive_rows(
         run: as for `derive`.
     """
     parameters = parameter_names(type(model).forward)
-    unbatched, listed = _batch(call, parameters)
     with torch.no_grad(), bare(model) if run is None else contextlib.nullcontext():
         output = (run or model)(**fresh(dict(call)))
-        rows = _rows_hold(call, parameters, unbatched, listed, run or model, output)
+        rows = _rows(call, parameters, run or model, output)
     return replace(
         base or TokenLayout(type(model).__name__, (), timestep=_timestep(parameters)),
-        unbatched=unbatched,
-        listed=listed,
-        rows=rows,
+        **rows,
         calls=_form(call),
         source="derived",
     )
@@ -281,14 +278,11 @@ def _layout(
     if not alternating:
         regions, residuals = examine(Skeleton(model, regions, observer.ran, run), regions, dict(call))
     parameters = parameter_names(type(model).forward)
-    unbatched, listed = _batch(call, parameters)
     return TokenLayout(
         model=name,
         regions=tuple(regions),
         residuals=residuals,
-        unbatched=unbatched,
-        listed=listed,
-        rows=_rows_hold(call, parameters, unbatched, listed, run, output),
+        **_rows(call, parameters, run, output),
         alternating=alternating,
         timestep=_timestep(parameters),
         calls=_form(call),
@@ -396,6 +390,23 @@ def _alternating(order: list[str], observer: _Observer) -> bool:
     return alternating
 
 
+def _rows(
+    call: Mapping[str, Any], parameters: Sequence[str], run: Callable[..., Any], output: Any
+) -> dict[str, Any]:
+    """Settings of a layout: which arguments of the forward have rows, and whether they can be run apart."""
+    unbatched, listed = _batch(call, parameters)
+    found = {"unbatched": unbatched, "listed": listed}
+    if _rows_hold(call, parameters, unbatched, listed, run, output):
+        return found
+    # Perhaps some of them have several entries for every sample.
+    samples, arguments = _samples(call, parameters), Arguments((), (), dict(call))
+    grouped = tuple(path for path in unbatched if len(arguments.get(path)) % samples == 0)
+    unbatched = tuple(path for path in unbatched if path not in grouped)
+    if grouped and _rows_hold(call, parameters, unbatched, listed, run, output):
+        return {"unbatched": unbatched, "grouped": grouped, "listed": listed}
+    return {**found, "rows": False}
+
+
 def _batch(call: Mapping[str, Any], parameters: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Arguments of the forward without a batch dimension, and those that are lists of samples."""
     samples = _samples(call, parameters)
@@ -433,7 +444,7 @@ def _rows_hold(
     for path, value in Arguments((), (), dict(call)).leaves():
         known = any(covers(name, path) for name in (*unbatched, *listed))
         if isinstance(value, Tensor) and value.dim() and not known:
-            arguments.set(path, value[-1:])
+            arguments.set(path, value[-(len(value) // samples) :])
     try:
         with torch.no_grad():
             alone = run(**arguments.kwargs)

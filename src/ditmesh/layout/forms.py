@@ -148,6 +148,7 @@ class Forms:
             regions=found.regions,
             residuals=found.residuals,
             unbatched=found.unbatched,
+            grouped=found.grouped,
             listed=found.listed,
             alternating=found.alternating,
             rows=found.rows,

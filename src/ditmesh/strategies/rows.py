@@ -224,25 +224,29 @@ class BatchParallel:
         def run(take: slice) -> Any:
             part = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
             for path in batched:
-                part.set(path, self._cut(arguments.get(path), take))
+                part.set(path, self._cut(arguments.get(path), take, batch))
             with self._clock.narrowed(rows=(take.start, take.stop), link=link.name):
                 return self._forward(*part.args, **part.kwargs)
 
         return _share_rows(batch, link, self.one_by_one, run)
 
     def _batched(self, arguments: Arguments, batch: int) -> list[str]:
-        """Paths of the arguments that have a row per sample: lists with an item per sample, and tensors."""
+        """Paths of the arguments that have a row or several per sample: lists with an item per sample, and tensors."""
         layout = self._hooks.layout
         listed, known = layout.listed, (*layout.unbatched, *layout.listed)
-        paths = [path for path in listed if isinstance(arguments.get(path), list) and len(arguments.get(path)) == batch]
-        return paths + [
-            path
-            for path, value in arguments.leaves()
-            if _has_rows(value, batch) and not any(covers(name, path) for name in known)
-        ]
 
-    def _cut(self, value: Any, take: slice) -> Any:
-        """Some rows of an argument; the same tensor as in the step before, if the argument is."""
+        def has_rows(path: str, value: Any) -> bool:
+            if any(covers(name, path) for name in layout.grouped):
+                return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] % batch == 0
+            return _has_rows(value, batch) and not any(covers(name, path) for name in known)
+
+        paths = [path for path in listed if isinstance(arguments.get(path), list) and len(arguments.get(path)) == batch]
+        return paths + [path for path, value in arguments.leaves() if has_rows(path, value)]
+
+    def _cut(self, value: Any, take: slice, batch: int) -> Any:
+        """An argument of some of the samples; the same tensor as in the step before, if the argument is."""
+        each = len(value) // batch
+        take = slice(each * take.start, each * take.stop)
         if not isinstance(value, Tensor):
             return _some(value, take)
         key = ("rows", seen(value).key, take.start, take.stop)
