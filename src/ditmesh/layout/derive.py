@@ -395,16 +395,23 @@ def _rows(
 ) -> dict[str, Any]:
     """Settings of a layout: which arguments of the forward have rows, and whether they can be run apart."""
     unbatched, listed = _batch(call, parameters)
-    found = {"unbatched": unbatched, "listed": listed}
-    if _rows_hold(call, parameters, unbatched, listed, run, output):
-        return found
-    # Perhaps some of them have several entries for every sample.
     samples, arguments = _samples(call, parameters), Arguments((), (), dict(call))
     grouped = tuple(path for path in unbatched if len(arguments.get(path)) % samples == 0)
-    unbatched = tuple(path for path in unbatched if path not in grouped)
-    if grouped and _rows_hold(call, parameters, unbatched, listed, run, output):
-        return {"unbatched": unbatched, "grouped": grouped, "listed": listed}
-    return {**found, "rows": False}
+    others = tuple(path for path in unbatched if path not in grouped)
+    indices = tuple(
+        path
+        for path, value in arguments.leaves()
+        if isinstance(value, Tensor) and value.shape == (samples,) and not value.is_floating_point()
+        if path not in (*parameters[:1], _timestep(parameters))
+    )
+    # As the sizes say; some have several entries for every sample; as many indices as samples are there by chance.
+    guesses = [(unbatched, ()), (others, grouped), ((*unbatched, *indices), ())]
+    for number, (without, several) in enumerate(guesses):
+        if number and not (several or len(without) > len(unbatched)):
+            continue
+        if _rows_hold(call, parameters, without, listed, run, output):
+            return {"unbatched": without, "grouped": several, "listed": listed}
+    return {"unbatched": unbatched, "listed": listed, "rows": False}
 
 
 def _batch(call: Mapping[str, Any], parameters: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

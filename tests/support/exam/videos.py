@@ -20,7 +20,7 @@ from support.classes import others
 from support.classes import videos as classes
 from support.exam import Exam, generators
 from support.models import stirred, tiny, variant
-from support.more_pipelines import FAMILIES, build, flow, mask, noise, text
+from support.more_pipelines import FAMILIES, Unguarded, build, flow, mask, noise, text
 
 WIDTH = 32  # channels of a prompt's embeddings, where a model has no others
 STEPS = 2
@@ -328,7 +328,7 @@ LTX: dict[str, Exam] = {
         lambda p: ltx_call(image=each(p, picture(width=160, height=96)))(p),
     ),
     "LTXConditionPipeline": Exam(
-        lambda: ltx(diffusers.LTXConditionPipeline), alone(ltx_call(conditions=ltx_conditions()))
+        lambda: ltx(diffusers.LTXConditionPipeline), alone(ltx_call(conditions=ltx_conditions())), several=False
     ),
     "LTXI2VLongMultiPromptPipeline": Exam(
         lambda: ltx(
@@ -507,7 +507,7 @@ COGVIDEO: dict[str, Exam] = {
         )(p),
     ),
     "CogVideoXFunControlPipeline": Exam(
-        lambda: cog(diffusers.CogVideoXFunControlPipeline), cog_call(control_video=film(), num_frames=...)
+        lambda: cog(diffusers.CogVideoXFunControlPipeline, scheduler=diffusers.CogVideoXDDIMScheduler()), cog_call(control_video=film(), num_frames=...), several=False
     ),
 }
 
@@ -517,7 +517,7 @@ COGVIDEO: dict[str, Exam] = {
 
 def sky_reels(pipeline: type, case: str = "", **parts: Any) -> Any:
     make = others.CASES[f"SkyReelsV2Transformer3DModel{case}"].make
-    changes = {"in_channels": 12} if "image" in case else {}
+    changes = {"in_channels": 12} if "image" in case else {"inject_sample_info": "forcing" in case}
     return build(
         pipeline, **{"transformer": changed(make, **changes), "vae": wan_vae(), "scheduler": unipc(8.0), **parts}
     )
@@ -527,7 +527,15 @@ def sky_call(tokens: int = 24, **more: Any) -> Callable[[list[int]], dict[str, A
     return asked(lambda p: {**wan_words(p, others.TEXT_DIM, tokens), **SIZE, "num_frames": FRAMES, **more})
 
 
-FORCING = " + diffusion forcing"
+
+def forced(pipeline: type, timed: bool = False, **more: Any) -> Exam:
+    """``timed``: the model is told the number of frames a second, for which diffusers takes one prompt at a time."""
+    return Exam(
+        lambda: sky_reels(pipeline, " + diffusion forcing" if timed else ""),
+        sky_call(base_num_frames=FRAMES, **{"prompt": None, **more}),
+        several=not timed,
+    )
+
 
 SKYREELS: dict[str, Exam] = {
     "SkyReelsV2Pipeline": Exam(lambda: sky_reels(diffusers.SkyReelsV2Pipeline), sky_call()),
@@ -535,25 +543,25 @@ SKYREELS: dict[str, Exam] = {
         lambda: sky_reels(diffusers.SkyReelsV2ImageToVideoPipeline, " + image", **looks(10)),
         sky_call(512, image=picture()),
     ),
-    "SkyReelsV2DiffusionForcingPipeline": Exam(
-        lambda: sky_reels(diffusers.SkyReelsV2DiffusionForcingPipeline, FORCING),
-        sky_call(prompt=None, base_num_frames=FRAMES),
+    "SkyReelsV2DiffusionForcingPipeline": forced(diffusers.SkyReelsV2DiffusionForcingPipeline),
+    "SkyReelsV2DiffusionForcingPipeline frames a second": forced(
+        diffusers.SkyReelsV2DiffusionForcingPipeline, True, fps=16
     ),
-    "SkyReelsV2DiffusionForcingPipeline asynchronous": Exam(
-        lambda: sky_reels(diffusers.SkyReelsV2DiffusionForcingPipeline, FORCING),
-        sky_call(prompt=None, base_num_frames=FRAMES, ar_step=1, causal_block_size=1),
+    "SkyReelsV2DiffusionForcingPipeline asynchronous": forced(
+        diffusers.SkyReelsV2DiffusionForcingPipeline, ar_step=1, causal_block_size=1
     ),
-    "SkyReelsV2DiffusionForcingPipeline long": Exam(
-        lambda: sky_reels(diffusers.SkyReelsV2DiffusionForcingPipeline, FORCING),
-        sky_call(prompt=None, num_frames=13, base_num_frames=FRAMES, overlap_history=5, addnoise_condition=20),
+    "SkyReelsV2DiffusionForcingPipeline long": forced(
+        diffusers.SkyReelsV2DiffusionForcingPipeline, num_frames=13, overlap_history=5, addnoise_condition=20
     ),
-    "SkyReelsV2DiffusionForcingImageToVideoPipeline": Exam(
-        lambda: sky_reels(diffusers.SkyReelsV2DiffusionForcingImageToVideoPipeline, FORCING),
-        sky_call(image=picture(), base_num_frames=FRAMES),
+    "SkyReelsV2DiffusionForcingImageToVideoPipeline": forced(
+        diffusers.SkyReelsV2DiffusionForcingImageToVideoPipeline, image=picture()
     ),
-    "SkyReelsV2DiffusionForcingVideoToVideoPipeline": Exam(
-        lambda: sky_reels(diffusers.SkyReelsV2DiffusionForcingVideoToVideoPipeline, FORCING),
-        sky_call(video=film(), num_frames=17, base_num_frames=FRAMES, overlap_history=5, addnoise_condition=20),
+    "SkyReelsV2DiffusionForcingVideoToVideoPipeline": forced(
+        diffusers.SkyReelsV2DiffusionForcingVideoToVideoPipeline,
+        video=film(),
+        num_frames=17,
+        overlap_history=5,
+        addnoise_condition=20,
     ),
 }
 
@@ -565,7 +573,7 @@ EDITS: dict[str, Exam] = {
             vae=wan_vae(),
             scheduler=unipc(),
         ),
-        asked(lambda p: {**wan_words(p), **SIZE, "num_frames": FRAMES, "video": film()}),
+        asked(lambda p: {**wan_words(p), **SIZE, "num_frames": FRAMES, "video": film() if len(p) == 1 else [film()] * len(p)}),
     ),
     "ChronoEditPipeline": Exam(
         lambda: build(
@@ -588,4 +596,456 @@ EDITS: dict[str, Exam] = {
     ),
 }
 
-EXAMS: dict[str, Exam] = {**WAN, **LTX, **HUNYUAN, **COGVIDEO, **SKYREELS, **EDITS}
+
+# --- Cosmos ------------------------------------------------------------------------------------------------------------
+
+
+def cosmos(pipeline: type, **parts: Any) -> Any:
+    """Latents and a mask of the frames that are given."""
+    given = {"transformer": variant("Cosmos", in_channels=5), "vae": wan_vae(), "safety_checker": Unguarded()}
+    return build(pipeline, **{**given, "scheduler": flow(use_karras_sigmas=True), **parts})
+
+
+def cosmos_call(**more: Any) -> Callable[[list[int]], dict[str, Any]]:
+    return asked(lambda p: {**text(p), **SIZE, "num_frames": FRAMES, **more})
+
+
+def cosmos_control() -> dict[str, Any]:
+    """The parts of Cosmos-Transfer: a transformer that takes residuals, and what makes them."""
+    torch.manual_seed(0)
+    controlnet = diffusers.CosmosControlNetModel(
+        n_controlnet_blocks=2,
+        # Latents, a mask of given frames and padding; the control has as many.
+        in_channels=6,
+        latent_channels=6,
+        model_channels=others.DIM,
+        num_attention_heads=others.HEADS,
+        attention_head_dim=others.HEAD_DIM,
+        mlp_ratio=2,
+        text_embed_dim=others.TEXT_DIM,
+        adaln_lora_dim=8,
+        max_size=(8, 32, 32),
+        img_context_dim_in=10,
+        img_context_dim_out=others.DIM,
+        use_crossattn_projection=True,
+        crossattn_proj_in_channels=10,
+        encoder_hidden_states_channels=others.TEXT_DIM,
+    )
+    return {
+        "transformer": others.CASES["CosmosTransformer3DModel + ControlNet and image"].make(),
+        "controlnet": stirred(controlnet.eval()),
+    }
+
+
+@cache
+def cosmos_vae() -> nn.Module:
+    torch.manual_seed(0)
+    model = diffusers.AutoencoderKLCosmos(
+        latent_channels=4,
+        encoder_block_out_channels=(8, 8, 8, 8),
+        decode_block_out_channels=(8, 8, 8, 8),
+        attention_resolutions=(8,),
+        resolution=64,
+        num_layers=1,
+        latents_mean=None,
+        latents_std=None,
+    )
+    return stirred(model.eval())
+
+
+@cache
+def talker() -> Any:
+    """A tokenizer of conversations."""
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer().backend_tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    )
+    made.add_special_tokens({"additional_special_tokens": ["<|vision_start|>"]})
+    made.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    return made
+
+
+COSMOS: dict[str, Exam] = {
+    "CosmosTextToWorldPipeline": family("cosmos"),
+    "CosmosVideoToWorldPipeline": Exam(
+        lambda: cosmos(
+            diffusers.CosmosVideoToWorldPipeline,
+            vae=cosmos_vae(),
+            scheduler=diffusers.EDMEulerScheduler(
+                sigma_min=0.002, sigma_max=80, sigma_data=0.5, sigma_schedule="karras", final_sigmas_type="sigma_min"
+            ),
+        ),
+        lambda p: cosmos_call(video=film() if len(p) == 1 else [film()] * len(p), num_frames=17)(p),
+    ),
+    "Cosmos2TextToImagePipeline": family("cosmos2"),
+    "Cosmos2VideoToWorldPipeline": Exam(
+        lambda: cosmos(diffusers.Cosmos2VideoToWorldPipeline), lambda p: cosmos_call(image=each(p, picture()))(p)
+    ),
+    "Cosmos2_5_PredictBasePipeline": Exam(
+        lambda: cosmos(diffusers.Cosmos2_5_PredictBasePipeline, scheduler=unipc()), cosmos_call()
+    ),
+    "Cosmos2_5_PredictBasePipeline video": Exam(
+        lambda: cosmos(diffusers.Cosmos2_5_PredictBasePipeline, scheduler=unipc()),
+        cosmos_call(video=film(), num_frames=13),
+        several=False,
+    ),
+    "Cosmos2_5_TransferPipeline": Exam(
+        lambda: cosmos(diffusers.Cosmos2_5_TransferPipeline, scheduler=unipc(), **cosmos_control()),
+        asked(
+            lambda p: {
+                **text(p, shape=(12, 10)),
+                **SIZE,
+                "controls": film(),
+                "num_frames": FRAMES,
+                "num_frames_per_chunk": FRAMES,
+            }
+        ),
+    ),
+    "Cosmos3OmniPipeline": Exam(
+        lambda: build(
+            diffusers.Cosmos3OmniPipeline,
+            transformer=changed(classes.CASES["Cosmos3OmniTransformer"].make, vocab_size=len(talker())),
+            text_tokenizer=talker(),
+            vae=wan_vae(),
+            scheduler=unipc(),
+            enable_safety_checker=False,
+            default_use_system_prompt=False,
+        ),
+        asked(
+            lambda p: {
+                **guided(p),
+                **SIZE,
+                "image": picture(),
+                "num_frames": FRAMES,
+                "add_resolution_template": False,
+                "add_duration_template": False,
+            }
+        ),
+        several=False,
+    ),
+}
+
+
+# --- pipelines whose transformers have no reviewed layout ------------------------------------------------------------
+
+
+def of_class(pipeline: type, transformer: str, changes: dict[str, Any] | None = None, **parts: Any) -> Callable[[], Any]:
+    """A maker of a pipeline around the tiny transformer of a class."""
+    make = classes.CASES[transformer].make
+    return lambda: build(pipeline, transformer=changed(make, **changes) if changes else make(), **parts)
+
+
+def class_words(prompts: list[int], masked: str = "", tokens: int = 12, **more: Any) -> dict[str, Any]:
+    return text(prompts, masked, (tokens, classes.TEXT_DIM), **more)
+
+
+def anyflow(pipeline: type, transformer: str, **more: Any) -> Exam:
+    return Exam(
+        lambda: build(
+            pipeline,
+            transformer=classes.CASES[transformer].make(),
+            vae=wan_vae(),
+            scheduler=diffusers.FlowMapEulerDiscreteScheduler(),
+        ),
+        asked(
+            lambda p: {
+                **wan_words(p, classes.TEXT_DIM),
+                **SIZE,
+                "num_frames": FRAMES,
+                "guidance_scale": 3.0,
+                **more,
+            }
+        ),
+    )
+
+
+@cache
+def magvit() -> nn.Module:
+    torch.manual_seed(0)
+    model = diffusers.AutoencoderKLMagvit(
+        latent_channels=4, block_out_channels=[8, 8, 8, 8], layers_per_block=1, norm_num_groups=4
+    )
+    return stirred(model.eval())
+
+
+def frames_of(prompts: list[int], channels: int = 3) -> torch.Tensor:
+    """(P, C, F, H, W): a film for every prompt, values of 0 to 1."""
+    values = torch.from_numpy(np.stack([np.asarray(frame) for frame in film()])).float() / 255
+    return values.permute(3, 0, 1, 2)[None, :channels].repeat(len(prompts), 1, 1, 1, 1)
+
+
+def right_half(prompts: list[int]) -> torch.Tensor:
+    """(P, 1, F, H, W): 255 where the film is to be painted."""
+    made = torch.zeros(len(prompts), 1, FRAMES, HEIGHT, COLUMNS)
+    made[..., COLUMNS // 2 :] = 255
+    return made
+
+
+def easyanimate(pipeline: type, channels: int, given: Callable[[list[int]], dict[str, Any]]) -> Exam:
+    return Exam(
+        lambda: build(
+            pipeline,
+            transformer=changed(classes.CASES["EasyAnimateTransformer3DModel"].make, in_channels=channels),
+            vae=magvit(),
+            scheduler=flow(),
+        ),
+        asked(
+            lambda p: {
+                **class_words(p, "prompt_attention_mask"),
+                **SIZE,
+                "num_frames": FRAMES,
+                **given(p),
+            }
+        ),
+    )
+
+
+HELIOS_HISTORY = {"num_latent_frames_per_chunk": 3, "history_sizes": [16, 2, 1]}
+
+
+def helios_call(**more: Any) -> Callable[[list[int]], dict[str, Any]]:
+    return asked(
+        lambda p: {
+            **wan_words(p, classes.TEXT_DIM),
+            **SIZE,
+            **HELIOS_HISTORY,
+            # Two chunks.
+            "num_frames": 13,
+            **more,
+        }
+    )
+
+
+def motif(pipeline: type, transformer: str, **parts: Any) -> Callable[[], Any]:
+    return of_class(
+        pipeline,
+        transformer,
+        vae=wan_vae(),
+        scheduler=flow(use_dynamic_shifting=True),
+        guider=diffusers.ClassifierFreeGuidance(guidance_scale=3.0),
+        **parts,
+    )
+
+
+def motif_call(**more: Any) -> Callable[[list[int]], dict[str, Any]]:
+    return asked(
+        lambda p: {**class_words(p, "prompt_attention_mask"), **SIZE, "num_frames": FRAMES, **more}
+    )
+
+
+def sana_video(pipeline: type, **more: Any) -> Exam:
+    return Exam(
+        lambda: build(
+            pipeline,
+            transformer=classes.CASES["SanaVideoTransformer3DModel"].make(),
+            vae=wan_vae(),
+            scheduler=flow(shift=3.0),
+        ),
+        asked(
+            lambda p: {
+                **class_words(p, "prompt_attention_mask"),
+                **SIZE,
+                "negative_prompt": None,
+                "frames": FRAMES,
+                "use_resolution_binning": False,
+                **more,
+            }
+        ),
+    )
+
+
+OTHERS: dict[str, Exam] = {
+    "MochiPipeline": family("mochi"),
+    "LattePipeline": family("latte"),
+    "AllegroPipeline": Exam(
+        of_class(
+            diffusers.AllegroPipeline,
+            "AllegroTransformer3DModel",
+            scheduler=diffusers.EulerAncestralDiscreteScheduler(),
+        ),
+        asked(
+            lambda p: {
+                **class_words(p, "prompt_attention_mask"),
+                **SIZE,
+                "negative_prompt": None,
+                "num_frames": 12,
+            }
+        ),
+    ),
+    "AnyFlowPipeline": anyflow(diffusers.AnyFlowPipeline, "AnyFlowTransformer3DModel"),
+    "AnyFlowFARPipeline": anyflow(
+        diffusers.AnyFlowFARPipeline, "AnyFlowFARTransformer3DModel", num_frames=17, height=64, width=96
+    ),
+    "AnyFlowFARPipeline no caches": anyflow(
+        diffusers.AnyFlowFARPipeline,
+        "AnyFlowFARTransformer3DModel",
+        num_frames=17,
+        height=64,
+        width=96,
+        use_kv_cache=False,
+    ),
+    "EasyAnimatePipeline": easyanimate(diffusers.EasyAnimatePipeline, 4, lambda p: {}),
+    "EasyAnimateInpaintPipeline": easyanimate(
+        diffusers.EasyAnimateInpaintPipeline, 9, lambda p: {"video": frames_of(p), "mask_video": right_half(p)}
+    ),
+    "EasyAnimateControlPipeline": easyanimate(
+        diffusers.EasyAnimateControlPipeline, 12, lambda p: {"control_video": frames_of(p)}
+    ),
+    "HeliosPipeline": Exam(
+        of_class(
+            diffusers.HeliosPipeline,
+            "HeliosTransformer3DModel",
+            vae=wan_vae(),
+            scheduler=diffusers.HeliosScheduler(stages=1, stage_range=[0, 1], gamma=1 / 3),
+        ),
+        helios_call(),
+    ),
+    "HeliosPyramidPipeline": Exam(
+        of_class(
+            diffusers.HeliosPyramidPipeline,
+            "HeliosTransformer3DModel",
+            vae=wan_vae(),
+            scheduler=diffusers.HeliosScheduler(),
+        ),
+        # Three stages, each twice as large: the last is 8x12 latents.
+        helios_call(
+            height=64, width=96, num_frames=9, num_inference_steps=..., pyramid_num_inference_steps_list=[2, 2, 2]
+        ),
+    ),
+    "MotifVideoPipeline": Exam(
+        motif(diffusers.MotifVideoPipeline, "MotifVideoTransformer3DModel plain"), motif_call()
+    ),
+    "MotifVideoPipeline decoders": Exam(
+        motif(diffusers.MotifVideoPipeline, "MotifVideoTransformer3DModel"), motif_call()
+    ),
+    "MotifVideoImage2VideoPipeline": Exam(
+        motif(diffusers.MotifVideoImage2VideoPipeline, "MotifVideoTransformer3DModel plain"),
+        lambda p: motif_call(prompt=None, image=each(p, picture()))(p),
+    ),
+    "SanaVideoPipeline": sana_video(diffusers.SanaVideoPipeline),
+    "SanaImageToVideoPipeline": sana_video(diffusers.SanaImageToVideoPipeline, image=picture()),
+    "ConsisIDPipeline": Exam(
+        of_class(
+            diffusers.ConsisIDPipeline,
+            "ConsisIDTransformer3DModel",
+            {"sample_width": 10, "sample_height": 6, "max_text_seq_length": 12},
+            vae=cog_vae(),
+            scheduler=diffusers.CogVideoXDPMScheduler(),
+        ),
+        asked(
+            lambda p: {
+                **class_words(p),
+                **SIZE,
+                "num_frames": FRAMES,
+                "image": each(p, picture()),
+                # What is seen of a face.
+                "id_vit_hidden": [noise([number], 6, 16) for number in range(2)],
+                "id_cond": noise([3], 10),
+            }
+        ),
+    ),
+}
+
+
+# --- Kandinsky ---------------------------------------------------------------------------------------------------------
+
+
+def kandinsky_words(prompts: list[int], tokens: int = 12) -> dict[str, Any]:
+    """Embeddings of words, one of the whole prompt, and where prompts that stand one behind another begin."""
+    made: dict[str, Any] = {}
+    for prefix, numbers in (("", prompts), ("negative_", [more_pipelines.NEGATIVE] * len(prompts))):
+        made[f"{prefix}prompt_embeds_qwen"] = noise(numbers, tokens, classes.TEXT_DIM)
+        made[f"{prefix}prompt_embeds_clip"] = noise(numbers, 10)
+        made[f"{prefix}prompt_cu_seqlens"] = tokens * torch.arange(len(prompts) + 1, dtype=torch.int32)
+    return made
+
+
+def kandinsky(pipeline: type, transformer: str = "Kandinsky5Transformer3DModel") -> Any:
+    return of_class(pipeline, transformer, vae=hunyuan_vae(), scheduler=flow(shift=5.0))()
+
+
+def kandinsky_picture(pipeline: type) -> Any:
+    pipe = of_class(
+        pipeline, "Kandinsky5Transformer3DModel", vae=image_vae(), scheduler=flow(shift=5.0)
+    )()
+    # The sizes that the model is made for.
+    pipe.resolutions = [(COLUMNS, HEIGHT)]
+    return pipe
+
+
+@cache
+def image_vae() -> nn.Module:
+    """Eight pixels wide and high are one latent."""
+    torch.manual_seed(0)
+    model = diffusers.AutoencoderKL(
+        block_out_channels=(8, 8, 8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=4,
+        norm_num_groups=4,
+        layers_per_block=1,
+    )
+    return stirred(model.eval())
+
+
+def kandinsky_call(**more: Any) -> Callable[[list[int]], dict[str, Any]]:
+    return asked(lambda p: {**kandinsky_words(p), **SIZE, **more})
+
+
+def kandinsky6(**more: Any) -> Exam:
+    return Exam(
+        lambda: kandinsky(diffusers.Kandinsky6TI2VAPipeline, "Kandinsky6Transformer3DModel"),
+        asked(
+            lambda p: {
+                **class_words(p),
+                "pooled_prompt_embeds": noise(p, 10),
+                "negative_pooled_prompt_embeds": noise([more_pipelines.NEGATIVE] * len(p), 10),
+                **SIZE,
+                "num_frames": FRAMES,
+                **more,
+            }
+        ),
+    )
+
+
+def kandinsky6_sr() -> Any:
+    torch.manual_seed(0)
+    vae = diffusers.Kandinsky6SRVAE(
+        latent_channels=4,
+        encoder_block_out_channels=(8, 8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8, 8),
+        layers_per_block=1,
+    )
+    transformer = changed(classes.CASES["Kandinsky6SRTransformer3DModel"].make, tile_sizes=[[256, 256]])
+    return build(
+        diffusers.Kandinsky6SRPipeline, transformer=transformer, vae=stirred(vae.eval()), scheduler=flow()
+    )
+
+
+KANDINSKY: dict[str, Exam] = {
+    "Kandinsky5T2VPipeline": Exam(lambda: kandinsky(diffusers.Kandinsky5T2VPipeline), kandinsky_call(num_frames=9)),
+    "Kandinsky5I2VPipeline": Exam(
+        lambda: kandinsky(diffusers.Kandinsky5I2VPipeline),
+        lambda p: kandinsky_call(num_frames=9, image=each(p, picture()))(p),
+    ),
+    "Kandinsky5T2IPipeline": Exam(lambda: kandinsky_picture(diffusers.Kandinsky5T2IPipeline), kandinsky_call()),
+    "Kandinsky5I2IPipeline": Exam(
+        lambda: kandinsky_picture(diffusers.Kandinsky5I2IPipeline),
+        lambda p: kandinsky_call(image=each(p, picture()))(p),
+    ),
+    "Kandinsky6TI2VAPipeline": kandinsky6(),
+    "Kandinsky6TI2VAPipeline image": kandinsky6(image=picture()),
+    "Kandinsky6SRPipeline": Exam(
+        kandinsky6_sr,
+        asked(
+            lambda p: {
+                "video": [film(1, 3 * one, 160, 128) for one in p],
+                "resolution_scale": 2,
+                "tiles_batch_size": 2,
+                "output_type": "pt",
+            }
+        ),
+        guidance=False,
+    ),
+}
+
+EXAMS: dict[str, Exam] = {**WAN, **LTX, **HUNYUAN, **COGVIDEO, **SKYREELS, **EDITS, **COSMOS, **OTHERS, **KANDINSKY}
