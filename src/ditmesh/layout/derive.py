@@ -390,41 +390,49 @@ def _alternating(order: list[str], observer: _Observer) -> bool:
     return alternating
 
 
-def _rows(
-    call: Mapping[str, Any], parameters: Sequence[str], run: Callable[..., Any], output: Any
-) -> dict[str, Any]:
-    """Settings of a layout: which arguments of the forward have rows, and whether they can be run apart."""
-    unbatched, listed = _batch(call, parameters)
-    samples, arguments = _samples(call, parameters), Arguments((), (), dict(call))
-    grouped = tuple(path for path in unbatched if len(arguments.get(path)) % samples == 0)
-    others = tuple(path for path in unbatched if path not in grouped)
+def _rows(call: Mapping[str, Any], parameters: Sequence[str], run: Callable[..., Any], output: Any) -> dict[str, Any]:
+    """Settings of a layout: which arguments of the forward have rows, and whether they can be run apart.
+
+    Sizes may be equal by chance: that the last sample alone comes out the same tells which guess at it is right.
+    """
+    samples = _samples(call, parameters)
+    listed = tuple(n for n, v in call.items() if isinstance(v, list) and len(v) == samples)
+    first = {"listed": listed, "unbatched": _unbatched(call, samples, listed), "grouped": ()}
+    if _rows_hold(call, parameters, first, run, output):
+        return first
+    tensors = {path: v for path, v in Arguments((), (), dict(call)).leaves() if isinstance(v, Tensor)}
     indices = tuple(
         path
-        for path, value in arguments.leaves()
-        if isinstance(value, Tensor) and value.shape == (samples,) and not value.is_floating_point()
+        for path, value in tensors.items()
+        if value.shape == (samples,) and not value.is_floating_point()
         if path not in (*parameters[:1], _timestep(parameters))
     )
-    # As the sizes say; some have several entries for every sample; as many indices as samples are there by chance.
-    guesses = [(unbatched, ()), (others, grouped), ((*unbatched, *indices), ())]
-    for number, (without, several) in enumerate(guesses):
-        if number and not (several or len(without) > len(unbatched)):
-            continue
-        if _rows_hold(call, parameters, without, listed, run, output):
-            return {"unbatched": without, "grouped": several, "listed": listed}
-    return {"unbatched": unbatched, "listed": listed, "rows": False}
+    guesses = [first]
+    for lists in dict.fromkeys((listed, ())):
+        unbatched = _unbatched(call, samples, lists)
+        grouped = tuple(path for path in unbatched if len(tensors[path]) and len(tensors[path]) % samples == 0)
+        rest = tuple(path for path in unbatched if path not in grouped)
+        guesses += [
+            {"listed": lists, "unbatched": unbatched, "grouped": ()},
+            # Some have several entries for every sample.
+            {"listed": lists, "unbatched": rest, "grouped": grouped},
+            # Some are numbers of places, as many as there are samples.
+            {"listed": lists, "unbatched": (*unbatched, *indices), "grouped": ()},
+        ]
+    for number, guess in enumerate(guesses):
+        if guess not in guesses[:number] and _rows_hold(call, parameters, guess, run, output):
+            return guess
+    return {**first, "rows": False}
 
 
-def _batch(call: Mapping[str, Any], parameters: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Arguments of the forward without a batch dimension, and those that are lists of samples."""
-    samples = _samples(call, parameters)
-    listed = [n for n, v in call.items() if isinstance(v, list) and len(v) == samples]
-    unbatched = [
+def _unbatched(call: Mapping[str, Any], samples: int, listed: Sequence[str]) -> tuple[str, ...]:
+    """Arguments of the forward without a batch dimension; ``listed``: those that are lists of samples."""
+    return tuple(
         path
         for path, value in Arguments((), (), dict(call)).leaves()
         if isinstance(value, Tensor) and value.dim() and len(value) != samples
         if not any(covers(name, path) for name in listed)
-    ]
-    return tuple(unbatched), tuple(listed)
+    )
 
 
 def _samples(call: Mapping[str, Any], parameters: Sequence[str]) -> int:
@@ -436,20 +444,19 @@ def _samples(call: Mapping[str, Any], parameters: Sequence[str]) -> int:
 def _rows_hold(
     call: Mapping[str, Any],
     parameters: Sequence[str],
-    unbatched: Sequence[str],
-    listed: Sequence[str],
+    guess: Mapping[str, tuple[str, ...]],
     run: Callable[..., Any],
     output: Any,
 ) -> bool:
-    """Whether the last sample alone, cut out of the arguments, gives the last row of the result."""
+    """Whether the last sample alone, cut out of the arguments as a guess has it, gives the last row of the result."""
     samples = _samples(call, parameters)
     if samples < 2:
         return True
     arguments = Arguments((), (), fresh(dict(call)))
-    for name in listed:
+    for name in guess["listed"]:
         arguments.set(name, arguments.get(name)[-1:])
     for path, value in Arguments((), (), dict(call)).leaves():
-        known = any(covers(name, path) for name in (*unbatched, *listed))
+        known = any(covers(name, path) for name in (*guess["unbatched"], *guess["listed"]))
         if isinstance(value, Tensor) and value.dim() and not known:
             arguments.set(path, value[-(len(value) // samples) :])
     try:

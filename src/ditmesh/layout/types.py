@@ -253,8 +253,8 @@ class TokenLayout:
         unbatched: tensor arguments of the transformer's forward whose first dimension is not the batch, as
             paths: ``("img_ids", "txt_ids")``, ``("image_rotary_emb.0", "image_rotary_emb.1")``. Every other
             tensor argument (of at least one dimension) has one entry per sample in its first dimension.
-        grouped: tensor arguments of the forward that may have several entries per sample, one sample's behind another's:
-            the embeddings of a film's first and last frame.
+        grouped: tensor arguments of the forward that may have several entries per sample, one sample's behind the
+            other's: the embeddings of a film's first and last frame.
         listed: arguments of the forward that are Python lists with one item per sample, whatever the items
             are: ``("x", "cap_feats")`` for a model that takes a list of latents.
         alternating: the lists run by turns (block 0 of each, block 1 of each …), and the tokens stay cut from

@@ -111,7 +111,7 @@ class BatchParallel:
             self._at = (call.request, call.step)
             self._before, self._now = self._now, _Step(call.branch)
             # A cache remembers every branch by itself: each rank runs all of them, as one device does.
-            branches = [] if stateful else self._branches_of(self._before)
+            branches = [] if stateful else self._branches_of(self._before, given)
             if branches:
                 self._run_ahead(arguments, branches, state)
         number = len(self._now.calls)
@@ -121,7 +121,9 @@ class BatchParallel:
             if self._as_predicted(given, predicted, own, call):
                 return output
         sequential = bool(self._now.ahead) or number > 0
-        return self._shared(arguments, self.data if sequential else self.rows)
+        # What cannot be cut is not cut before it is known whether the pipeline has its branches in calls of their own.
+        new = not (self._before.calls or self._hooks.layout.rows) and self.data.size == 1
+        return self._shared(arguments, self.data if sequential or new else self.rows)
 
     def _seen(self, arguments: Arguments, state: tuple[Any, ...]) -> dict[str, Seen]:
         return {**{path: seen(value) for path, value in arguments.leaves()}, _STATE: Seen(state, None)}
@@ -145,22 +147,25 @@ class BatchParallel:
 
     # --- guidance branches ------------------------------------------------------------------------------------
 
-    def _branches_of(self, step: _Step) -> list[dict[str, Any]]:
+    def _branches_of(self, step: _Step, given: dict[str, Seen]) -> list[dict[str, Any]]:
         """For every call of a step, the arguments in which it differed from the first; empty if it was not guidance.
 
-        Calls that differ in nothing, or in the latents themselves (a sampler that asks twice at one
-        timestep), are not branches of guidance. Calls of a model that was changed in between (guidance by
+        ``given``: the arguments of the first call of the step behind it. Calls that differ in nothing, or in the latents
+        themselves (a sampler that asks twice at one timestep), are not branches of guidance. Calls of a model that was changed in between (guidance by
         skipped layers hangs hooks on it for one branch only) cannot be run ahead of that change.
         """
         if len(step.calls) < 2:
             return []
         first, *others = step.calls
+        main = [path for path in first if covers(self._names[0], path)]
+        # Latents are others in every step; some models are given their prompt first.
+        latents = any(path not in given or not self._clock.values.same(given[path], first[path]) for path in main)
         differences: list[dict[str, Any]] = [{}]
         for call in others:
             if call.keys() != first.keys():
                 return []
             differing = {path: one for path, one in call.items() if not self._clock.values.same(one, first[path])}
-            if not differing or any(path == _STATE or covers(self._names[0], path) for path in differing):
+            if not differing or any(path == _STATE or (latents and path in main) for path in differing):
                 return []
             differences.append({path: one.value for path, one in differing.items()})
         return differences
