@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..attention.masks import per_token
 from ..core import intercept
 from ..core.arguments import Arguments, covers, parameter_names
+from ..core.masks import per_token
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch
 from ..errors import LayoutError

@@ -150,9 +150,13 @@ class BatchParallel:
     def _branches_of(self, step: _Step, given: dict[str, Seen]) -> list[dict[str, Any]]:
         """For every call of a step, the arguments in which it differed from the first; empty if it was not guidance.
 
-        ``given``: the arguments of the first call of the step behind it. Calls that differ in nothing, or in the latents
-        themselves (a sampler that asks twice at one timestep), are not branches of guidance. Calls of a model that was changed in between (guidance by
+        Calls that differ in nothing, or in the latents themselves (a sampler that asks twice at one
+        timestep), are not branches of guidance. Calls of a model that was changed in between (guidance by
         skipped layers hangs hooks on it for one branch only) cannot be run ahead of that change.
+
+        Args:
+            step: the calls.
+            given: the first call's arguments of the step behind it.
         """
         if len(step.calls) < 2:
             return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -16,6 +17,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 from diffusers.pipelines.ltx.pipeline_ltx_condition import LTXVideoCondition
+from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
+from diffusers.pipelines.ltx2.pipeline_ltx2_hdr_lora import LTX2HDRReferenceCondition
+from diffusers.pipelines.ltx2.pipeline_ltx2_ic_lora import LTX2ReferenceCondition
 from torch import nn
 
 from support import more_pipelines
@@ -934,7 +938,14 @@ OTHERS: dict[str, Exam] = {
             # diffusers shows it only where OpenCV is, which finds the face.
             import_module("diffusers.pipelines.consisid.pipeline_consisid").ConsisIDPipeline,
             "ConsisIDTransformer3DModel",
-            {"sample_width": 10, "sample_height": 6, "max_text_seq_length": 12, "attention_head_dim": 16},
+            {
+                "sample_width": 10,
+                "sample_height": 6,
+                "max_text_seq_length": 12,
+                # A quarter of every head turns by the frame.
+                "attention_head_dim": 16,
+                "LFE_output_dim": 42,
+            },
             vae=cog_vae(),
             scheduler=diffusers.CogVideoXDPMScheduler(),
         ),
@@ -1058,7 +1069,7 @@ KANDINSKY: dict[str, Exam] = {
         kandinsky6_sr,
         asked(
             lambda p: {
-                "video": [film(5, 3 * one, 40, 32) for one in p],
+                "video": [film(1, 3 * one, 40, 32) for one in p],
                 "resolution_scale": 2,
                 "tiles_batch_size": 2,
                 "output_type": "pt",
@@ -1068,4 +1079,167 @@ KANDINSKY: dict[str, Exam] = {
     ),
 }
 
-EXAMS: dict[str, Exam] = {**WAN, **LTX, **HUNYUAN, **COGVIDEO, **SKYREELS, **EDITS, **COSMOS, **OTHERS, **KANDINSKY}
+# --- LTX-2, with sound -----------------------------------------------------------------------------------------------
+
+
+@cache
+def ltx2_vae(channels: int) -> nn.Module:
+    torch.manual_seed(0)
+    model = diffusers.AutoencoderKLLTX2Video(
+        latent_channels=channels,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1),
+        spatial_compression_ratio=32,
+        temporal_compression_ratio=8,
+    )
+    return stirred(model.eval())
+
+
+def ltx2(pipeline: type, transformer: str = "LTX2", changes: dict[str, Any] | None = None, **more: Any) -> Any:
+    """The parts of the tiny LTX-2 in another pipeline."""
+    asked_for = inspect.signature(pipeline.__init__).parameters
+    parts = {name: part for name, part in more_pipelines.ltx2().components.items() if name in asked_for}
+    parts["vae"] = ltx2_vae(8)
+    parts["transformer"] = variant(transformer, audio_in_channels=16, audio_out_channels=16, **(changes or {}))
+    return build(pipeline, **{**parts, **more})
+
+
+def ltx2_words(prompts: list[int]) -> dict[str, Any]:
+    return text(prompts, "prompt_attention_mask", (12, 2 * WIDTH))
+
+
+def ltx2_call(**more: Any) -> Callable[[list[int]], dict[str, Any]]:
+    given = {**WIDE, "num_frames": 9, "stg_scale": 0.0, "audio_stg_scale": 0.0}
+    return asked(lambda p: {**ltx2_words(p), **given, **more})
+
+
+def ltx2_keyframes() -> list[Any]:
+    """A picture at the beginning, another one at the second latent; not recompressed, which takes another package."""
+    return [
+        LTX2VideoCondition(frames=picture(width=160, height=96), index=0, crf=0),
+        LTX2VideoCondition(frames=picture(1, 160, 96), index=1, strength=0.8, crf=0),
+    ]
+
+
+def dfr(pipeline: type, **more: Any) -> Any:
+    """Distilled: without guidance; pictures in between are drawn along."""
+    return ltx2(pipeline, changes={"use_keyframes_abs_pos_embedding": True}, **more)
+
+
+def dfr_call(**more: Any) -> Callable[[list[int]], dict[str, Any]]:
+    def made(prompts: list[int]) -> dict[str, Any]:
+        words = {key: value for key, value in ltx2_words(prompts).items() if not key.startswith("negative")}
+        return {**words, **WIDE, "num_frames": 17, "sigmas": [1.0, 0.5], **more}
+
+    return asked(made, num_inference_steps=...)
+
+
+@cache
+def temporal_upsampler() -> nn.Module:
+    torch.manual_seed(0)
+    upsampler = import_module("diffusers.pipelines.ltx2").LTX2LatentUpsamplerModel
+    model = upsampler(
+        in_channels=8, mid_channels=32, num_blocks_per_stage=1, spatial_upsample=False, temporal_upsample=True
+    )
+    return stirred(model.eval())
+
+
+LTX2: dict[str, Exam] = {
+    "LTX2Pipeline": family("ltx2"),
+    "LTX2Pipeline skipped attention": Exam(
+        lambda: ltx2(diffusers.LTX2Pipeline, "LTX2 STG"),
+        ltx2_call(stg_scale=1.0, audio_stg_scale=1.0, spatio_temporal_guidance_blocks=[1]),
+    ),
+    "LTX2ImageToVideoPipeline": Exam(
+        lambda: ltx2(diffusers.LTX2ImageToVideoPipeline),
+        lambda p: ltx2_call(image=each(p, picture(width=160, height=96)), image_crf=0)(p),
+    ),
+    "LTX2ConditionPipeline": Exam(
+        lambda: ltx2(diffusers.LTX2ConditionPipeline), ltx2_call(conditions=ltx2_keyframes())
+    ),
+    "LTX2InContextPipeline": Exam(
+        lambda: ltx2(diffusers.LTX2InContextPipeline),
+        ltx2_call(
+            reference_conditions=[LTX2ReferenceCondition(frames=film(9, 2, 160, 96))],
+            conditioning_attention_strength=0.7,
+        ),
+    ),
+    "LTX2HDRPipeline": Exam(
+        lambda: ltx2(diffusers.LTX2HDRPipeline),
+        ltx2_call(
+            reference_conditions=[LTX2HDRReferenceCondition(frames=film(9, 2, 160, 96))],
+            guidance_scale=3.0,
+            audio_stg_scale=...,
+        ),
+    ),
+    "LTX2DFRPipeline": Exam(lambda: dfr(diffusers.LTX2DFRPipeline), dfr_call(), guidance=False),
+    "LTX2DFRTemporalRefinePipeline": Exam(
+        lambda: dfr(
+            diffusers.LTX2DFRTemporalRefinePipeline,
+            scheduler=diffusers.LTXEulerAncestralRFScheduler(eta=0.5),
+            temporal_latent_upsampler=temporal_upsampler(),
+        ),
+        lambda p: dfr_call(
+            # What the pipeline before has drawn.
+            latents=noise(p, 8, 3, 3, 5),
+            keyframes_latents=noise(p, 8, 2, 3, 5),
+            keyframe_positions=[8, 16],
+            audio_latents=noise(p, 2, 18, 8),
+        )(p),
+        guidance=False,
+    ),
+}
+
+
+# --- Sana's world model ----------------------------------------------------------------------------------------------
+
+
+def walk(frames: int) -> np.ndarray:
+    """(F, 4, 4): where the camera stands that goes ahead."""
+    places = np.eye(4, dtype=np.float32)[None].repeat(frames, 0)
+    places[:, 2, 3] = 0.05 * np.arange(frames)
+    return places
+
+
+SANA_WM: dict[str, Exam] = {
+    "SanaWMPipeline": Exam(
+        of_class(
+            diffusers.SanaWMPipeline,
+            "SanaWMTransformer3DModel",
+            {"chunk_plucker_channels": 48},
+            vae=ltx2_vae(4),
+            scheduler=flow(shift=3.0),
+        ),
+        asked(
+            lambda p: {
+                "image": picture(width=160, height=96),
+                "prompt": PROMPTS[p[0]],
+                **text(p, "prompt_attention_mask", (1, 12, classes.TEXT_DIM)),
+                "prompt_attention_mask": mask(p, 12),
+                "negative_prompt_attention_mask": mask([more_pipelines.NEGATIVE], 12),
+                **WIDE,
+                "c2w": walk(17),
+                "intrinsics": [80.0, 80.0, 80.0, 48.0],
+                "num_frames": 17,
+                "generator": generators(p)[0],
+            }
+        ),
+        several=False,
+    ),
+}
+
+EXAMS: dict[str, Exam] = {
+    **WAN,
+    **LTX,
+    **LTX2,
+    **HUNYUAN,
+    **COGVIDEO,
+    **SKYREELS,
+    **EDITS,
+    **COSMOS,
+    **OTHERS,
+    **KANDINSKY,
+    **SANA_WM,
+}
