@@ -753,7 +753,7 @@ def class_words(prompts: list[int], masked: str = "", tokens: int = 12, **more: 
     return text(prompts, masked, (tokens, classes.TEXT_DIM), **more)
 
 
-def anyflow(pipeline: type, transformer: str, **more: Any) -> Exam:
+def anyflow(pipeline: type, transformer: str, refused: dict[str, str] | None = None, **more: Any) -> Exam:
     return Exam(
         lambda: build(
             pipeline,
@@ -770,6 +770,7 @@ def anyflow(pipeline: type, transformer: str, **more: Any) -> Exam:
                 **more,
             }
         ),
+        refused=refused or {},
     )
 
 
@@ -868,6 +869,8 @@ def sana_video(pipeline: type, **more: Any) -> Exam:
                 **more,
             }
         ),
+        # Its feed-forward unfolds the tokens to frames, rows and columns.
+        refused={"tokens": "Conv2d"},
     )
 
 
@@ -891,7 +894,13 @@ OTHERS: dict[str, Exam] = {
     ),
     "AnyFlowPipeline": anyflow(diffusers.AnyFlowPipeline, "AnyFlowTransformer3DModel"),
     "AnyFlowFARPipeline": anyflow(
-        diffusers.AnyFlowFARPipeline, "AnyFlowFARTransformer3DModel", num_frames=17, height=64, width=96
+        diffusers.AnyFlowFARPipeline,
+        "AnyFlowFARTransformer3DModel",
+        # Another backend; and caches whose second dimension is the batch.
+        {"tokens": "flex", "cfg=2": "cannot be run apart", "data=2": "cannot be run apart"},
+        num_frames=17,
+        height=64,
+        width=96,
     ),
     "EasyAnimatePipeline": easyanimate(diffusers.EasyAnimatePipeline, 4, lambda p: {}),
     # EasyAnimateControlPipeline of diffusers 0.42 gives its encode_prompt arguments that it does not take.
@@ -1227,6 +1236,8 @@ SANA_WM: dict[str, Exam] = {
             }
         ),
         several=False,
+        # Its attention unfolds the tokens to frames.
+        refused={"tokens": "blocks.0"},
     ),
 }
 
