@@ -38,13 +38,11 @@ ALWAYS = [
 # What is refused when tokens are cut: class (and form, or all of its forms), and what the sentence names.
 REFUSED = {
     "AnyFlowFARTransformer3DModel": "flex",
-    "Cosmos3OmniTransformer": "is_causal",
     "Flux2Transformer2DModel + caches": "kv_cache",
     "GlmImageTransformer2DModel edit": "kv_cache",
     "GlmImageTransformer2DModel image before": "kv_cache",
     "Kandinsky5Transformer3DModel nabla": "flex",
     "MiniMaxMusic3RVQDepthDecoder": "is_causal",
-    "MotifVideoTransformer3DModel": "queries",
     "QwenImage21Transformer2DModel": "transformer_blocks.0",
     "RFD4ProteinaTransformer": "transformer_layers.0",
     "SanaVideoTransformer3DModel": "Conv2d",

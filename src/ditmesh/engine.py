@@ -371,13 +371,13 @@ def parallelize(
         _share(target, models, config)
         return target
     layouts = [_given(layout, model) or _layout_before_a_call(model) for model in models]
-    for model in models:
-        _check_backend(model)
     if config == "auto":
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         # Of a model that does not tell its heads one is sure: the ring takes any number of ranks.
         config = ParallelConfig.auto(world_size, min(heads_of(*one) or 1 for one in zip(models, layouts, strict=True)))
     config = ParallelConfig.read(config)
+    for model in models if KnownForms.cuts_tokens(config) else ():
+        _check_backend(model)
     pairs = [(model, found) for model, found in zip(models, layouts, strict=True) if found is not None]
     check(recipe, config, pairs)
     for model in models:

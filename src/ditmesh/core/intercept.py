@@ -161,10 +161,10 @@ def _handled(
     enable_gqa: bool,
 ) -> Tensor:
     _asked.set(True)
-    if is_causal or dropout_p:
-        what = "is_causal=True" if is_causal else f"dropout_p={dropout_p}"
+    if dropout_p:
         raise LayoutError(
-            f"attention with {what} inside a parallel block is not supported; run this model on one device"
+            f"attention with dropout_p={dropout_p} inside a parallel block is not supported; run this model on one "
+            "device"
         )
     if query.dim() != 4:
         raise LayoutError(
@@ -173,6 +173,9 @@ def _handled(
     if enable_gqa and key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    if is_causal:
+        # A mask as any other: who cuts tokens sees whether it can be cut.
+        attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     return handler.attend(query, key, value, attn_mask, scale)
 
 

@@ -103,7 +103,7 @@ class Skeleton:
 
 
 def fresh(value: Any) -> Any:
-    """Lists, dicts and objects of a call copied: some models take items out of theirs, and caches keep what they see."""
+    """Lists, dicts and objects of a call copied: some models take items out, and caches keep what they see."""
     if type(value) is dict:
         return {key: fresh(item) for key, item in value.items()}
     if type(value) is list:

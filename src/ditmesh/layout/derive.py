@@ -395,8 +395,9 @@ class _Rows:
     """Which arguments of a call have rows, as in `TokenLayout`."""
 
     unbatched: tuple[str, ...]
-    batched: tuple[tuple[str, int], ...]
-    listed: tuple[str, ...]
+    batched: tuple[tuple[str, int], ...] = ()
+    grouped: tuple[str, ...] = ()
+    listed: tuple[str, ...] = ()
     rows: bool = True
 
 
@@ -405,29 +406,45 @@ def _batch(
 ) -> dict[str, Any]:
     """Which arguments of a call have rows, and whether its samples can be run apart: attributes of the layout.
 
-    A list may have as many items as there are samples for another reason (the residuals of as many blocks): where its
-    items have a row per sample themselves, it is tried in both ways. So is a tensor of which another dimension than the
-    first is as long.
+    Sizes may be equal by chance: that the last sample alone comes out the same tells which guess at it is right. A list
+    may have as many items as there are samples for another reason (the residuals of as many blocks).
     """
     samples = samples_of(Arguments(parameters, (), dict(call)))
+    tensors = {p: v for p, v in Arguments((), (), dict(call)).leaves() if isinstance(v, Tensor) and v.dim()}
     listed = tuple(n for n, v in call.items() if isinstance(v, list) and len(v) == samples)
     rows = {n for n in listed if all(isinstance(v, Tensor) and v.shape[:1] == (samples,) for v in call[n])}
-    tried = []
-    for names in dict.fromkeys((listed, tuple(n for n in listed if n not in rows))):
+    indices = tuple(
+        path
+        for path, value in tensors.items()
+        if value.shape == (samples,) and not value.is_floating_point()
+        if path not in (*parameters[:1], _timestep(parameters))
+    )
+    tried: list[_Rows] = []
+    for names in dict.fromkeys((listed, tuple(n for n in listed if n not in rows), ())):
         unbatched = {
             path: value
-            for path, value in Arguments((), (), dict(call)).leaves()
-            if isinstance(value, Tensor) and value.dim() and len(value) != samples
-            if not any(covers(name, path) for name in names)
+            for path, value in tensors.items()
+            if len(value) != samples and not any(covers(name, path) for name in names)
         }
-        dims = [(path, tuple(v.shape).index(samples)) for path, v in unbatched.items() if samples in v.shape]
-        tried += [_Rows(tuple(unbatched), batched, names) for batched in dict.fromkeys(((), tuple(dims)))]
-    found = next((one for one in tried if _rows_hold(call, samples, one, run, output)), replace(tried[0], rows=False))
+        paths = tuple(unbatched)
+        dims = tuple((path, tuple(v.shape).index(samples)) for path, v in unbatched.items() if samples in v.shape)
+        grouped = tuple(path for path, v in unbatched.items() if len(v) and len(v) % samples == 0)
+        tried += [
+            _Rows(paths, listed=names),
+            # The samples of some lie along another dimension.
+            _Rows(paths, batched=dims, listed=names),
+            # Some have several entries for every sample.
+            _Rows(tuple(path for path in paths if path not in grouped), grouped=grouped, listed=names),
+            # Some are numbers of places, as many as there are samples.
+            _Rows((*paths, *indices), listed=names),
+        ]
+    guesses = dict.fromkeys(tried)
+    found = next((one for one in guesses if _rows_hold(call, samples, one, run, output)), replace(tried[0], rows=False))
     return asdict(found)
 
 
 def _rows_hold(call: Mapping[str, Any], samples: int, found: _Rows, run: Callable[..., Any], output: Any) -> bool:
-    """Whether the last sample alone, cut out of the arguments, gives the last row of the result."""
+    """Whether the last sample alone, cut out of the arguments as a guess has it, gives the last row of the result."""
     if samples < 2:
         return True
     arguments = Arguments((), (), fresh(dict(call)))
@@ -435,9 +452,12 @@ def _rows_hold(call: Mapping[str, Any], samples: int, found: _Rows, run: Callabl
     for name in found.listed:
         arguments.set(name, arguments.get(name)[-1:])
     for path, value in Arguments((), (), dict(call)).leaves():
-        known = path not in dims and any(covers(name, path) for name in (*found.unbatched, *found.listed))
-        if isinstance(value, Tensor) and value.dim() and not known:
-            arguments.set(path, value.narrow(dims.get(path, 0), samples - 1, 1))
+        if not isinstance(value, Tensor) or not value.dim():
+            continue
+        if path in dims:
+            arguments.set(path, value.narrow(dims[path], samples - 1, 1))
+        elif not any(covers(name, path) for name in (*found.unbatched, *found.listed)):
+            arguments.set(path, value[-(len(value) // samples) :])
     try:
         with torch.no_grad():
             alone = run(**arguments.kwargs)

@@ -252,6 +252,7 @@ class Forms:
             residuals=found.residuals,
             unbatched=found.unbatched,
             batched=found.batched,
+            grouped=found.grouped,
             listed=found.listed,
             alternating=found.alternating,
             rows=found.rows,

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core import intercept
 from ..core.arguments import Arguments, covers, parameter_names
+from ..core.masks import per_token
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch
 from ..errors import LayoutError
@@ -193,18 +194,23 @@ class Block:
             output = self.module(*arguments.args, **arguments.kwargs)
         return ([output] if isinstance(output, Tensor) else list(output)), listener.asked
 
-    def touched(self, edits: Mapping[str, Any], local: Collection[int] = ()) -> _Touched:
+    def touched(
+        self, edits: Mapping[str, Any], local: Collection[int] = (), answers: Mapping[int, Tensor] | None = None
+    ) -> _Touched:
         """What other arguments change while attention answers as before.
 
         Args:
             edits: the arguments.
             local: numbers of the attention calls that are computed after all: they mix no tokens.
+            answers: other answers to attention calls, by number.
         """
 
         def answer(number: int, *asked: Any) -> Tensor:
             if number >= len(self.asked):
                 raise LayoutError(f"{self.site} makes more attention calls when one of its tokens changes")
-            return computed(number, *asked) if number in local else self.asked[number].out
+            if number in local:
+                return computed(number, *asked)
+            return (answers or {}).get(number, self.asked[number].out)
 
         return _Touched(self, *self.again(edits, answer))
 
@@ -323,6 +329,7 @@ def facts_of(block: Block, before: tuple[Stream, ...]) -> Facts:
     calls = [_Call({}, {}) for _ in block.asked]
     for stream in streams:
         _find_rows(block, stream, calls)
+    _find_answered_rows(block, streams, calls)
     streams = (*streams, *_given_only(block, streams, calls))
     for number, call in enumerate(calls):
         for what, rows, tensor in (("queries", call.queries, "q"), ("keys", call.keys, "k")):
@@ -507,17 +514,59 @@ def _find_rows(block: Block, stream: Stream, calls: list[_Call]) -> None:
     Raises:
         LayoutError: they do not lie one after the other.
     """
-    value, length = block.leaves[stream.arg], length_of(block, stream)
-    all_of_it = block.touched({stream.arg: spoilt(value, stream.dim, torch.ones(length, dtype=torch.bool))})
+    value = block.leaves[stream.arg]
+    _note_rows(block, stream, calls, lambda places: block.touched({stream.arg: spoilt(value, stream.dim, places)}))
+
+
+def _find_answered_rows(block: Block, streams: tuple[Stream, ...], calls: list[_Call]) -> None:
+    """The same for attention calls that are asked what an earlier one has answered, and nothing of an argument.
+
+    Raises:
+        LayoutError: as `_find_rows`.
+    """
+
+    def unknown() -> int:
+        """Rows of attention calls over tokens that belong to nobody yet."""
+        pairs = [
+            (rows, there.shape[2])
+            for call, asked in zip(calls, block.asked, strict=True)
+            for rows, there in ((call.queries, asked.q), (call.keys, asked.k))
+            if call.queries or call.keys
+        ]
+        return sum(there - sum(found.length for found in rows.values()) for rows, there in pairs)
+
+    left = 0
+    while left != (left := unknown()):
+        for stream in streams:
+            length = length_of(block, stream)
+            known = {n: call.queries[stream.name] for n, call in enumerate(calls) if stream.name in call.queries}
+            known = {number: rows for number, rows in known.items() if rows.length == length}
+
+            def touched(places: Tensor, known: dict[int, _Rows] = known) -> _Touched:
+                answers = {}
+                for number, rows in known.items():
+                    out = block.asked[number].out
+                    there = torch.zeros(out.shape[2], dtype=torch.bool)
+                    there[rows.start : rows.start + rows.length] = places
+                    answers[number] = spoilt(out, 2, there)
+                return block.touched({}, answers=answers)
+
+            if known:
+                _note_rows(block, stream, calls, touched)
+
+
+def _note_rows(block: Block, stream: Stream, calls: list[_Call], touched: Callable[[Tensor], _Touched]) -> None:
+    """Note the rows of queries and keys that tokens of a stream touch, where they are not known yet."""
+    length = length_of(block, stream)
     places = block.half(length)
-    some_of_it = block.touched({stream.arg: spoilt(value, stream.dim, places)})
+    all_of_it, some_of_it = touched(torch.ones(length, dtype=torch.bool)), touched(places)
     for number, call in enumerate(calls):
         for what, rows, by_all, by_some in (
             ("queries", call.queries, all_of_it.q[number], some_of_it.q[number]),
             ("keys", call.keys, all_of_it.k[number], some_of_it.k[number]),
         ):
             where = along(by_all, 2).nonzero().flatten().tolist()
-            if not where:
+            if not where or stream.name in rows:
                 continue
             start, there = where[0], len(where)
             whole = where == list(range(start, start + there))
@@ -654,17 +703,26 @@ def _count(block: Block, facts: Facts, path: str, value: int) -> Count | None:
     """
     sizes = {stream.name: length_of(block, stream) for stream in facts.streams}
     local = [number for number, call in enumerate(facts.calls) if not call.keys]
-    try:
-        found = _tokens(block, facts, block.touched({path: value - 1}, local), local)
-    except LayoutError:
-        raise
-    except Exception:
-        found = None
+
+    def changed_by(less: int) -> dict[str, list[int]]:
+        """Tokens by stream that change with a number that is so much less."""
+        try:
+            found = _tokens(block, facts, block.touched({path: value - less}, local), local)
+        except LayoutError:
+            raise
+        except Exception:
+            return {}
+        return {name: hit.nonzero().flatten().tolist() for name, hit in found.items()}
+
+    found = changed_by(1)
+    for name, where in found.items():
+        first, last = where == [value - 1], where == [sizes[name] - value]
+        if first and last:
+            # The one in the middle; then which of its neighbours is the next?
+            first = changed_by(2).get(name) == [value - 2, value - 1]
+        if len(found) == 1 and (first or last):
+            return Count(path, name, "first" if first else "last")
     if found:
-        for name, hit in found.items():
-            where = hit.nonzero().flatten().tolist()
-            if len(found) == 1 and where in ([value - 1], [sizes[name] - value]):
-                return Count(path, name, "first" if where == [value - 1] else "last")
         return None
     whole = [name for name, size in sizes.items() if size == value]
     return Count(path, whole[0], "all") if len(whole) == 1 else None
@@ -790,6 +848,9 @@ def _check_mask(block: Block, index: int, mask: Tensor, was: _Asked, call: _Call
     if mask.shape[3] != whole.shape[3]:
         expected = _rows_of(expected.transpose(2, 3), call.keys, tokens, rank).transpose(2, 3)
     if mask.shape[2] != whole.shape[2]:
+        if mask.shape[3] != whole.shape[3]:
+            # The other ranks' part can be built from a mask per token only.
+            per_token(whole)
         expected = _rows_of(expected, call.queries, tokens, rank)
     if mask.shape != expected.shape or not torch.equal(mask, expected):
         raise LayoutError(

@@ -259,6 +259,8 @@ class TokenLayout:
             tensor argument (of at least one dimension) has one entry per sample in its first dimension.
         batched: tensor arguments of the transformer's forward whose samples lie along another dimension than the first,
             as (path, dimension): ``(("encoder_hidden_states_llama3", 1),)`` for embeddings with a row per layer.
+        grouped: tensor arguments of the forward that may have several entries per sample, one sample's behind the
+            other's: the embeddings of a film's first and last frame.
         listed: arguments of the forward that are Python lists with one item per sample, whatever the items
             are: ``("x", "cap_feats")`` for a model that takes a list of latents.
         alternating: the lists run by turns (block 0 of each, block 1 of each …), and the tokens stay cut from
@@ -287,6 +289,7 @@ class TokenLayout:
     refused: dict[str, str] = field(default_factory=dict)
     unbatched: tuple[str, ...] = ()
     batched: tuple[tuple[str, int], ...] = ()
+    grouped: tuple[str, ...] = ()
     listed: tuple[str, ...] = ()
     alternating: bool = False
     kept: tuple[str, ...] = ()

@@ -118,7 +118,7 @@ class BatchParallel:
             self._before, self._now = self._now, _Step(call.branch)
             # A cache (a hook's, or an object that a pipeline passes) remembers every branch by itself: each rank runs
             # all of them, as one device does.
-            branches = [] if stateful else self._branches_of(self._before)
+            branches = [] if stateful else self._branches_of(self._before, given)
             if branches:
                 self._run_ahead(arguments, branches, state)
         number = len(self._now.calls)
@@ -128,7 +128,9 @@ class BatchParallel:
             if self._as_predicted(given, predicted, own, call):
                 return output
         sequential = bool(self._now.ahead) or number > 0
-        return self._shared(arguments, self.data if sequential else self.rows)
+        # What cannot be cut is not cut before it is known whether the pipeline has its branches in calls of their own.
+        new = not (self._before.calls or self._hooks.layout.rows) and self.data.size == 1
+        return self._shared(arguments, self.data if sequential or new else self.rows)
 
     def _seen(self, arguments: Arguments, state: tuple[Any, ...]) -> dict[str, Seen]:
         plain = {path: Seen(value, None) for path, value in arguments.others() if isinstance(value, _PLAIN)}
@@ -153,22 +155,29 @@ class BatchParallel:
 
     # --- guidance branches ------------------------------------------------------------------------------------
 
-    def _branches_of(self, step: _Step) -> list[dict[str, Any]]:
+    def _branches_of(self, step: _Step, given: dict[str, Seen]) -> list[dict[str, Any]]:
         """For every call of a step, the arguments in which it differed from the first; empty if it was not guidance.
 
         Calls that differ in nothing, or in the latents themselves (a sampler that asks twice at one
         timestep), are not branches of guidance. Calls of a model that was changed in between (guidance by
         skipped layers hangs hooks on it for one branch only) cannot be run ahead of that change.
+
+        Args:
+            step: the calls.
+            given: the first call's arguments of the step behind it.
         """
         if len(step.calls) < 2:
             return []
         first, *others = step.calls
+        main = [path for path in first if covers(self._names[0], path)]
+        # Latents are others in every step; some models are given their prompt first.
+        latents = any(path not in given or not self._clock.values.same(given[path], first[path]) for path in main)
         differences: list[dict[str, Any]] = [{}]
         for call in others:
             if call.keys() != first.keys():
                 return []
             differing = {path: one for path, one in call.items() if not self._clock.values.same(one, first[path])}
-            if not differing or any(path == _STATE or covers(self._names[0], path) for path in differing):
+            if not differing or any(path == _STATE or (latents and path in main) for path in differing):
                 return []
             differences.append({path: one.value for path, one in differing.items()})
         return differences
@@ -236,7 +245,7 @@ class BatchParallel:
         def run(take: slice) -> Any:
             part = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
             for path, dim in batched.items():
-                part.set(path, self._cut(arguments.get(path), take, dim))
+                part.set(path, self._cut(arguments.get(path), take, dim, batch))
             with self._clock.narrowed(rows=(take.start, take.stop), link=link.name):
                 return self._forward(*part.args, **part.kwargs)
 
@@ -255,21 +264,24 @@ class BatchParallel:
         return any(type(module.processor).__name__.startswith("PAG") for module in self._attention)
 
     def _batched(self, arguments: Arguments, batch: int) -> dict[str, int]:
-        """The arguments that have a row per sample, by path with the dimension: lists of samples, and tensors."""
+        """The arguments that have a row or several per sample, by path with the dimension: lists, and tensors."""
         layout = self._hooks.layout
         listed, known = layout.listed, (*layout.unbatched, *layout.listed)
-        lists = {
-            path: 0 for path in listed if isinstance(arguments.get(path), list) and len(arguments.get(path)) == batch
-        }
-        rows = {
-            path: 0
-            for path, value in arguments.leaves()
-            if _has_rows(value, batch) and not any(covers(name, path) for name in known)
-        }
-        return {**lists, **rows, **{path: dim for path, dim in layout.batched if arguments.get(path) is not MISSING}}
 
-    def _cut(self, value: Any, take: slice, dim: int) -> Any:
-        """Some rows of an argument; the same tensor as in the step before, if the argument is."""
+        def has_rows(path: str, value: Any) -> bool:
+            if any(covers(name, path) for name in layout.grouped):
+                return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] % batch == 0
+            return _has_rows(value, batch) and not any(covers(name, path) for name in known)
+
+        paths = [path for path in listed if isinstance(arguments.get(path), list) and len(arguments.get(path)) == batch]
+        paths += [path for path, value in arguments.leaves() if has_rows(path, value)]
+        dims = {path: dim for path, dim in layout.batched if arguments.get(path) is not MISSING}
+        return {**dict.fromkeys(paths, 0), **dims}
+
+    def _cut(self, value: Any, take: slice, dim: int, batch: int) -> Any:
+        """An argument of some of the samples; the same tensor as in the step before, if the argument is."""
+        each = (value.shape[dim] if isinstance(value, Tensor) else len(value)) // batch
+        take = slice(each * take.start, each * take.stop)
         if not isinstance(value, Tensor):
             return _some(value, take)
         key = ("rows", seen(value).key, take.start, take.stop, dim)

@@ -12,4 +12,5 @@ BLOCKS = Region(
     whole=("encoder_hidden_states", "temb"),
 )
 
-LAYOUT = TokenLayout("WanTransformer3DModel", (BLOCKS,))
+# Of a first and a last frame, two by two.
+LAYOUT = TokenLayout("WanTransformer3DModel", (BLOCKS,), grouped=("encoder_hidden_states_image",))
