@@ -271,7 +271,7 @@ class BatchParallel:
 def _share_rows(batch: int, link: Link, one_by_one: bool, run: Callable[[slice], Any], listed: bool = False) -> Any:
     """What ``run`` returns for all rows of a batch: it is called with this rank's, or with each of them by itself.
 
-    It returns tensors with a row per sample, in tuples, lists or mappings; with ``listed`` a list has an item per sample.
+    It returns tensors with a row per sample, in tuples, lists or mappings; with ``listed`` lists have an item per sample.
     """
     leaf = _is_list if listed else None
     shares = Partition((even_cut(batch, link.size),))
@@ -291,7 +291,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _flags_in(value: Any) -> tuple[Any, ...]:
-    """What an argument tells a model beside tensors and integers: flags, numbers and texts, and the state of objects."""
+    """What an argument tells a model beside tensors and integers: flags, numbers, texts, the state of objects."""
     if isinstance(value, dict):
         value = [*value.values()]
     if isinstance(value, (list, tuple)):
