@@ -103,7 +103,7 @@ class Skeleton:
 
 
 def fresh(value: Any) -> Any:
-    """Lists, dicts and objects of a call copied: some models take items out, and caches keep what they see."""
+    """Lists, dicts and objects of a call copied: some models take items out of theirs, caches keep what they see."""
     if type(value) is dict:
         return {key: fresh(item) for key, item in value.items()}
     if type(value) is list:
@@ -256,8 +256,7 @@ def _leaks(
 ) -> bool:
     """Whether the model reads what a block returns besides handing it on, as a ControlNet does.
 
-    With a part of the tokens between the first and the last block, and all of them behind it, the result is then
-    another.
+    With a part of the tokens between the first and the last block, and all of them behind it, the result is another.
     """
     dims = {s.name: s.dim for s in region.streams if not s.replicate and before[sites[0]][s.name].shape[s.dim] > 1}
     mine = partial(_share, rank=0, ranks=2)

@@ -292,8 +292,7 @@ class BatchParallel:
 def _share_rows(batch: int, link: Link, one_by_one: bool, run: Callable[[slice], Any], listed: bool = False) -> Any:
     """What ``run`` returns for all rows of a batch: it is called with this rank's, or with each of them by itself.
 
-    It returns tensors with a row per sample, in tuples, lists or mappings; with ``listed`` a list has an item per
-    sample.
+    It returns tensors with a row per sample, in tuples, lists or mappings; ``listed``: lists have an item per sample.
     """
     leaf = _is_list if listed else None
     shares = Partition((even_cut(batch, link.size),))
