@@ -16,7 +16,7 @@ $(BIN)/ditmesh: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(BIN)/ditmesh
 
-generate: $(BIN)/ditmesh  ## draw pictures with two worker processes and the embedded model
+generate: $(BIN)/ditmesh  ## generate pictures with two worker processes and the embedded model
 	$(BIN)/ditmesh generate $(PROMPTS) $(DEVICES) --out $(OUT) --compare
 
 test: $(BIN)/ditmesh  ## the tests that every change must pass

@@ -1,6 +1,6 @@
 """What the weights of published pipelines weigh, whole and shared out; nothing is measured, and nothing is loaded.
 
-``python benchmarks/weights.py --write`` writes the tables of docs/recipes.md between its two comments.
+``python benchmarks/weights.py --write`` writes the tables of docs/recipes.md between its comments.
 
 Models are built on the meta device from the settings that their publishers give, and cut by the code that cuts them on
 real ranks. Only weights are counted: no activations, no buffers of communication, nothing of CUDA itself.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from ditmesh.strategies.pipefusion.stages import elsewhere, first_cut
 from ditmesh.strategies.tensor.slices import plan
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
-BEGIN, END = "<!-- weights -->", "<!-- end of weights -->"
 BYTES = 2  # bfloat16
 DEGREES = (2, 4, 8)
 
@@ -130,31 +130,80 @@ def stage_share(model: nn.Module, degree: int) -> float:
     return max(gigabytes(p.numel() for name, p in model.named_parameters() if name not in gone) for gone in absent)
 
 
-def table() -> str:
-    """The tables of docs/recipes.md."""
-    head = ["pipeline", "text encoders", "transformer"]
-    head += [f"{axis}={degree}" for axis in ("tensor", "pipe") for degree in DEGREES]
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---|" * (len(head) - 1)]
-    for name, (transformer, encoders) in PIPELINES.items():
-        # Not accelerate's `init_empty_weights`: it parts weights that are tied, which would be counted twice.
-        with torch.device("meta"), torch.no_grad():
-            model, texts = transformer(), [encoder() for encoder in encoders]
-        cells = [sum(map(whole, texts)), whole(model)]
-        cells += [tensor_share(model, degree) for degree in DEGREES]
-        cells += [stage_share(model, degree) for degree in DEGREES]
-        lines.append(f"| {name} | " + " | ".join(f"{cell:.1f}" for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+# Devices, their memory in GB, the pipeline, its configuration, and whether text encoders stay beside the transformer.
+RECIPES: list[tuple[int, int, str, dict[str, int], bool]] = [
+    (2, 24, "FLUX.1-dev", {"tensor": 2}, False),
+    (2, 24, "SD3 Medium", {"cfg": 2}, True),
+    (2, 24, "SD3.5 Large", {"cfg": 2}, False),
+    (2, 24, "Qwen-Image", {"tensor": 2}, False),
+    (2, 24, "Wan2.1 T2V 14B", {"tensor": 2}, False),
+    (4, 48, "FLUX.1-dev", {"ulysses": 4}, True),
+    (4, 48, "SD3.5 Large", {"cfg": 2, "ulysses": 2}, True),
+    (4, 48, "Qwen-Image", {"cfg": 2, "tensor": 2}, True),
+    (4, 48, "Wan2.1 T2V 14B", {"cfg": 2, "ulysses": 2}, True),
+    (8, 80, "FLUX.1-dev", {"ulysses": 8}, True),
+    (8, 80, "SD3.5 Large", {"cfg": 2, "ulysses": 4}, True),
+    (8, 80, "Qwen-Image", {"cfg": 2, "ulysses": 4}, True),
+    (8, 80, "Wan2.1 T2V 14B", {"cfg": 2, "ulysses": 4}, True),
+]
+
+
+@cache
+def built(name: str) -> tuple[nn.Module, float]:
+    """A pipeline's transformer without memory, and what its text encoders weigh."""
+    transformer, encoders = PIPELINES[name]
+    # Not accelerate's `init_empty_weights`: it parts weights that are tied, which would be counted twice.
+    with torch.device("meta"), torch.no_grad():
+        return transformer(), sum(whole(encoder()) for encoder in encoders)
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def weights_table() -> str:
+    """Every pipeline, whole and on one rank of each degree."""
+    rows = []
+    for name in PIPELINES:
+        model, texts = built(name)
+        cells = [texts, whole(model), *(tensor_share(model, n) for n in DEGREES), *(stage_share(model, n) for n in DEGREES)]
+        rows.append([name, *(f"{cell:.1f}" for cell in cells)])
+    degrees = [f"`{axis}={degree}`" for axis in ("tensor", "pipe") for degree in DEGREES]
+    return markdown(["pipeline", "text encoders", "transformer", *degrees], rows)
+
+
+def recipes_table() -> str:
+    """Every recipe, and what one rank holds of weights."""
+    rows = []
+    for devices, memory, name, config, keeps in RECIPES:
+        model, texts = built(name)
+        assert ParallelConfig(**config).world_size == devices
+        share = tensor_share(model, config["tensor"]) if "tensor" in config else whole(model)
+        held = share + texts if keeps else max(share, texts)
+        beside = "beside the transformer" if keeps else "before it, then dropped"
+        rows.append([f"{devices} x {memory} GB", name, f"`{config}`".replace("'", '"'), beside, f"{held:.1f}"])
+    return markdown(["devices", "pipeline", "configuration", "text encoders", "weights on a rank, GB"], rows)
+
+
+TABLES = {"weights": weights_table, "recipes": recipes_table}
+
+
+def write(page: str) -> str:
+    """The page with its tables as they are now."""
+    for name, table in TABLES.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        page = f"{page.split(begin)[0]}{begin}\n{table()}\n{end}{page.split(end)[1]}"
+    return page
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the table to docs/recipes.md")
-    made = table()
-    print(made, end="")
+    parser.add_argument("--write", action="store_true", help="write the tables to docs/recipes.md")
     if parser.parse_args().write:
-        page = PAGE.read_text(encoding="utf-8")
-        before, after = page.split(BEGIN)[0], page.split(END)[1]
-        PAGE.write_text(f"{before}{BEGIN}\n{made}{END}{after}", encoding="utf-8")
+        PAGE.write_text(write(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print("\n".join(table() for table in TABLES.values()), end="")
 
 
 if __name__ == "__main__":
