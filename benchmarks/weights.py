@@ -167,7 +167,12 @@ def weights_table() -> str:
     rows = []
     for name in PIPELINES:
         model, texts = built(name)
-        cells = [texts, whole(model), *(tensor_share(model, n) for n in DEGREES), *(stage_share(model, n) for n in DEGREES)]
+        cells = [
+            texts,
+            whole(model),
+            *(tensor_share(model, n) for n in DEGREES),
+            *(stage_share(model, n) for n in DEGREES),
+        ]
         rows.append([name, *(f"{cell:.1f}" for cell in cells)])
     degrees = [f"`{axis}={degree}`" for axis in ("tensor", "pipe") for degree in DEGREES]
     return markdown(["pipeline", "text encoders", "transformer", *degrees], rows)

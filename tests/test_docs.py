@@ -67,10 +67,7 @@ OF_CI = re.compile(r"(?:(?:make|pytest|mkdocs|python benchmarks/)[^\n]*\n)+")
 
 def marked(found: list[Block]) -> list[Any]:
     """Blocks as parameters of a test."""
-    return [
-        pytest.param(block, id=block.place, marks=() if block.always else pytest.mark.matrix)
-        for block in found
-    ]
+    return [pytest.param(block, id=block.place, marks=() if block.always else pytest.mark.matrix) for block in found]
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +85,10 @@ def environment(tmp_path_factory) -> dict[str, str]:
     }
 
 
-def ended(command: list[str], folder: Path, environment: dict[str, str], **more: Any) -> str:
+def ended(command: list[str], folder: Path, environment: dict[str, str]) -> str:
     """Runs the command, which must end well; what it printed."""
     result = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False, **more
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False
     )
     assert result.returncode == 0, result.stderr[-6000:]
     return result.stdout
@@ -130,7 +127,7 @@ def test_program_that_starts_ranks(tmp_path, environment, block):
         ended([sys.executable, "first.py"], tmp_path, environment)
         assert any(tmp_path.glob("*.png"))
     else:
-        ended([sys.executable, "-"], tmp_path, environment, input=block.text)
+        ended([sys.executable, "-c", block.text], tmp_path, environment)
 
 
 COMMANDS = [block for block in blocks("bash") if not block.untested and not OF_CI.fullmatch(block.text)]

@@ -389,7 +389,7 @@ def parallelize(
 def _wait_for_a_call(
     target: Any, models: list[nn.Module], config: ParallelConfig, mesh: Mesh, owns_mesh: bool, recipe: Recipe
 ) -> None:
-    """Open the engine when the first call has told the transformers' layout."""
+    """Open the engine when the transformers' layout is derived from the first call."""
 
     def open_engine(layouts: list[TokenLayout], targets: list[Any], owned: bool) -> None:
         pairs = list(zip(models, layouts, strict=True))
@@ -453,10 +453,10 @@ SIMULATION: Recipe = (StaleSteps, SimulatedExact, SimulatedStale, KnownForms)
 
 
 def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None) -> T:
-    """Make a pipeline (or a bare transformer) draw in this process what ``config`` draws on its ranks.
+    """Make a pipeline (or a bare transformer) compute in this process what ``config`` computes on its ranks.
 
     For studies of how many devices a stale strategy stands: 8 ranks are simulated on one device, which takes 8 times
-    as long. `restore` undoes it; `engine_of` tells drift and decisions as for real ranks. diffusers' caches, which
+    as long. `restore` undoes it; `engine_of` has drift and decisions as for real ranks. diffusers' caches, which
     keep state in the model, are not for this.
 
     Args:

@@ -10,6 +10,7 @@ import gc
 import sys
 import warnings
 from pathlib import Path
+from types import ModuleType
 
 import torch.distributed as dist
 
@@ -20,7 +21,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     for name in sys.argv[1:]:
         print(f"=== {name}", file=sys.stderr, flush=True)
-        exec(compile(Path(name).read_text(encoding="utf-8"), name, "exec"), {"__name__": "__main__"})
+        # Type hints of a class are looked up in the module that it says it is from.
+        program = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(Path(name).read_text(encoding="utf-8"), name, "exec"), vars(program))
         gc.collect()
     if dist.is_initialized():
         dist.barrier()
