@@ -106,8 +106,13 @@ def _cell(outcome: Mapping[str, Any], mark: str) -> str:
     if "refused" in outcome:
         return f"refused <sup>{mark}</sup>"
     if "wrong" in outcome:
-        return f"**wrong** ({outcome['wrong']:.0e})"
-    return ("0" if not outcome["error"] else f"{outcome['error']:.0e}") if "error" in outcome else ""
+        return f"**wrong** ({_figure(outcome['wrong'])})"
+    return _figure(outcome["error"]) if "error" in outcome else ""
+
+
+def _figure(error: float) -> str:
+    """One digit and the exponent, which no browser parts from it."""
+    return f"{error:.0e}".replace("e-0", "e-").replace("-", "\u2011") if error else "0"
 
 
 def _by_class(classes: Mapping[str, Row], keys: list[str], marks: Mapping[tuple[str, str], str]) -> list[str]:
@@ -130,7 +135,7 @@ def _by_combination(classes: Mapping[str, Row], keys: list[str], marks: Mapping[
             if "error" not in row.get(key, {})
         ]
         exact = sum(not error for error in errors)
-        figures = [f"{len(errors)} of {len(classes)}", f"{max(errors):.0e}" if any(errors) else "0", str(exact)]
+        figures = [f"{len(errors)} of {len(classes)}", _figure(max(errors, default=0.0)), str(exact)]
         lines.append(f"| {' + '.join(key.split('+'))} | {' | '.join(figures)} | {', '.join(others)} |")
     return lines
 
