@@ -8,7 +8,7 @@ DEVICES ?= --devices 2 --cfg 2
 OUT ?= outputs
 PROMPTS ?= "a red fox" "a cactus" "a pizza" "a red apple"
 
-.PHONY: generate test test-all lint format bench bench-overhead gpu-check clean
+.PHONY: generate test test-all lint format bench bench-overhead gpu-check docs wheel test-wheel clean
 
 $(BIN)/ditmesh: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -16,7 +16,7 @@ $(BIN)/ditmesh: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(BIN)/ditmesh
 
-generate: $(BIN)/ditmesh  ## draw pictures with two worker processes and the embedded model
+generate: $(BIN)/ditmesh  ## generate pictures with two worker processes and the embedded model
 	$(BIN)/ditmesh generate $(PROMPTS) $(DEVICES) --out $(OUT) --compare
 
 test: $(BIN)/ditmesh  ## the tests that every change must pass
@@ -46,5 +46,15 @@ GPU_PYTHON ?= $(BIN)/python
 gpu-check: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(BIN)/ditmesh)  ## all that one GPU can prove, in ten minutes
 	PYTHONPATH=src $(GPU_PYTHON) benchmarks/gpu_check.py --json gpu-check.json --markdown gpu-check.md
 
+docs: $(BIN)/ditmesh  ## the documentation site, into site/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+wheel: $(BIN)/ditmesh  ## the wheel, into dist/
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+
+test-wheel: $(BIN)/ditmesh  ## a wheel in a fresh environment generates on two ranks
+	$(BIN)/python -m pytest -q -m matrix tests/test_packaging.py -k wheel
+
 clean:
-	rm -rf $(VENV) outputs build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) outputs build dist site .pytest_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""What stale strategies cost on the embedded models: the tables of docs/staleness.md.
+"""What stale strategies cost on the embedded models: the tables of docs/findings.md.
 
     python benchmarks/quality.py                           # all of it; hours of one core
     python benchmarks/quality.py --part policies --images 1

@@ -1,6 +1,6 @@
 """torchrun --nproc-per-node 2 examples/quickstart.py
 
-Draws with the embedded model on all ranks of the job. For a model of your own, put its folder or hub id in
+Generates with the embedded model on all ranks of the job. For a model of your own, put its folder or hub id in
 the place of `zoo.path()`.
 """
 

@@ -112,6 +112,12 @@ def test_the_page_is_the_table():
     """docs/support.md is what the table says, and no class or combination is in it that the matrix does not run."""
     page = Path(__file__).parents[1] / "docs" / "support.md"
     assert page.read_text(encoding="utf-8") == support.as_markdown()
+    # Narrow enough to be read, and every reason stands once.
+    assert all(line.count("|") <= 10 for line in support.as_markdown().splitlines())
+    refusals = {
+        outcome["refused"] for row in support.table().values() for outcome in row.values() if "refused" in outcome
+    }
+    assert all(support.as_markdown().count(sentence) == 1 for sentence in refusals)
     classes = {type(tiny(name)).__name__ for name in MAKERS}
     combinations = {support.combination(ParallelConfig(**config)) for config in COMBINATIONS}
     assert set(support.table()) <= classes
@@ -122,6 +128,6 @@ def test_untested_combinations_warn_by_name(monkeypatch):
     monkeypatch.setattr(support, "table", lambda: {"M": {"ulysses": {"error": 0.0}, "ring": {"wrong": 0.5}}})
     with pytest.warns(ditmesh.errors.UntestedWarning, match=r"M with ulysses=2 ring=2 has not been tested.*ulysses"):
         support.check("M", ParallelConfig(ulysses=2, ring=2))
-    with pytest.raises(ditmesh.ConfigError, match="M with ring=2 is known to draw a wrong picture"):
+    with pytest.raises(ditmesh.ConfigError, match="M with ring=2 is known to give a wrong picture"):
         support.check("M", ParallelConfig(ring=2))
     support.check("M", ParallelConfig(ulysses=4))

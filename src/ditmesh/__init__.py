@@ -1,4 +1,4 @@
-"""ditmesh runs an unmodified diffusers DiT pipeline on N devices and draws the same picture."""
+"""Parallel inference of unmodified diffusers Diffusion Transformer pipelines: the same picture from N devices."""
 
 from __future__ import annotations
 

@@ -129,8 +129,8 @@ class ParallelConfig(BaseModel):
             log-sum-exp.
         shared_memory: between ranks on the CPUs of one host tensors travel through memory they share; False: over the
             process group, as between hosts.
-        strict: refuse, by name, a tensor or integer argument of a block that follows the token count and is
-            not in the model's layout. Without it such an argument is passed on whole.
+        strict: raise an error for a tensor or integer argument of a block that follows the token count and is
+            not in the model's layout, with its name. Without it such an argument is passed on whole.
 
     The degrees multiply to the number of ranks: ``ParallelConfig(ring=2, ulysses=2)`` is for four.
     """

@@ -405,7 +405,7 @@ def _wait_for_a_call(
     owns_mesh: bool,
     recipe: Recipe,
 ) -> None:
-    """Open the engine when the first call has told the transformers' layout, or what one device makes of it."""
+    """Open the engine at the first call, which the layouts are derived from or checked by."""
 
     def open_engine(layouts: list[TokenLayout], targets: list[Any], owned: bool, alone: Alone) -> None:
         pairs = list(zip(models, layouts, strict=True))
@@ -519,10 +519,10 @@ SIMULATION: Recipe = (StaleSteps, SimulatedExact, SimulatedStale, KnownForms, Ch
 
 
 def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None) -> T:
-    """Make a pipeline (or a bare transformer) draw in this process what ``config`` draws on its ranks.
+    """Make a pipeline (or a bare transformer) compute in this process what ``config`` computes on its ranks.
 
     For studies of how many devices a stale strategy stands: 8 ranks are simulated on one device, which takes 8 times
-    as long. `restore` undoes it; `engine_of` tells drift and decisions as for real ranks. diffusers' caches, which
+    as long. `restore` undoes it; `engine_of` has drift and decisions as for real ranks. diffusers' caches, which
     keep state in the model, are not for this.
 
     Args:

@@ -1,4 +1,4 @@
-"""Transformers whose layout nobody knows: the first call tells it, and is then made again on all ranks."""
+"""Transformers without a known layout: it is derived from the first call, which is then made again on all ranks."""
 
 from __future__ import annotations
 

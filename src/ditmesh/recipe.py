@@ -73,7 +73,7 @@ def promise_of(config: ParallelConfig, recipe: Recipe = RECIPE) -> Promise:
     """What a configuration promises of its pictures, compared with one device.
 
     ``"bits"`` where a strategy fixes them, ``"none"`` where a strategy reuses what is stale, else ``"tolerance"``. A
-    reproducible pipeline is stale and has the same bits: its one device draws with as many patches.
+    reproducible pipeline is stale and has the same bits: its one device runs as many patches.
     """
     promises = {strategy.promise for strategy in wanted(recipe, config)}
     if "bits" in promises:

@@ -100,8 +100,8 @@ def missing(machine: dict[str, Any]) -> list[str]:
     gpus, versions, backends = machine["gpus"], machine["versions"], machine["backends"]
     driver = "torch was built without CUDA" if machine["torch_cuda"] is None else "the driver shows none"
     wanted = {
-        "peft is not installed: LoRA adapters cannot be loaded; pip install 'ditmesh[lora]'": "peft" in versions,
-        "sentencepiece is not installed: tokenizers of some T5 text encoders need it; pip install 'ditmesh[t5]'": (
+        "peft is not installed: LoRA adapters cannot be loaded; pip install peft": "peft" in versions,
+        "sentencepiece is not installed: some tokenizers of T5 need it; pip install sentencepiece protobuf": (
             find_spec("sentencepiece") is not None
         ),
         f"no GPU ({driver}): ranks run on the CPU; on a machine with NVIDIA GPUs install torch for CUDA "

@@ -49,7 +49,7 @@ class RankPool(Launcher):
     ::
 
         with RankPool(4) as pool:
-            hashes = pool.run(draw, "a red fox")
+            hashes = pool.run(generate, "a red fox")
 
     No process and no temporary folder outlives the pool: not after a failure, not after Ctrl-C, not when the owner is
     killed. A program that makes a pool needs ``if __name__ == "__main__":``, as every user of `multiprocessing` does,

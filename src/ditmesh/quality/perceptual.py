@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 NAME = "ST-LPIPS"
 PACKAGE = "stlpips-pytorch"
-HINT = "no perceptual distance: its weights are not installed; pip install 'ditmesh[study]'"
+HINT = "no perceptual distance: its weights are not installed; pip install stlpips-pytorch==0.0.2"
 
 
 def available() -> bool:

@@ -19,6 +19,11 @@ from ..errors import ConfigError, UntestedWarning
 
 TABLE = Path(__file__).with_name("support.json")
 
+# Combination -> outcome, of one class.
+Row = Mapping[str, Mapping[str, Any]]
+# Cells (class, combination) by the sentence that refuses them.
+Reasons = Mapping[str, list[tuple[str, str]]]
+
 
 def combination(config: ParallelConfig) -> str:
     """The strategies of a configuration, such as ``"cfg+ulysses"`` or ``"cfg+displaced"``; empty for one device."""
@@ -54,15 +59,16 @@ def check(model: str, config: ParallelConfig) -> None:
         )
     elif "wrong" in outcome:
         raise ConfigError(
-            f"{model} with {config.describe()} is known to draw a wrong picture (relative error "
+            f"{model} with {config.describe()} is known to give a wrong picture (relative error "
             f"{outcome['wrong']:.1g}); use one of: {', '.join(k for k, o in table()[model].items() if 'error' in o)}"
         )
 
 
 def as_markdown() -> str:
-    """The table as a page."""
+    """The table as a page: single strategies by class, combinations in short, refusals by their sentence."""
     data = json.loads(TABLE.read_text(encoding="utf-8"))
-    combinations = list(dict.fromkeys(key for row in data["classes"].values() for key in row))
+    classes: dict[str, dict[str, dict[str, Any]]] = dict(sorted(data["classes"].items()))
+    keys = list(dict.fromkeys(key for row in classes.values() for key in row))
     lines = [
         "# What works",
         "",
@@ -70,29 +76,76 @@ def as_markdown() -> str:
         "one forward of a tiny float32 model of the class on gloo ranks, against the unmodified model on one device.",
         f"diffusers {data['diffusers']}, torch {data['torch']}.",
         "",
-        'The figure is the largest relative error; 0 means equal to the bit. "refused" comes with a message that',
-        "says why. For `displaced` and `pipe` it is the larger of that of a synchronous step and that of a stale one",
-        "after which nothing has moved (with `cfg + pipe`: of synchronous steps); `naive` is lossy in all steps but",
-        "the synchronous ones, of which the figure is.",
+        "The figure is the largest relative error; 0 means equal to the bit. For `displaced` and `pipe` it is the",
+        "larger of that of a synchronous step and that of a stale one after which nothing has moved (with",
+        "`cfg + pipe`: of synchronous steps); `naive` is lossy in all steps but the synchronous ones, of which the",
+        "figure is. A raised number leads to the reason of a refusal.",
         "",
-        "| transformer | " + " | ".join(key.replace("+", " + ") for key in combinations) + " |",
-        "|---|" + "---|" * len(combinations),
+        "## Single strategies",
+        "",
     ]
-    reasons: list[tuple[str, str]] = []
-    for name, row in sorted(data["classes"].items()):
-        cells = []
-        for key in combinations:
-            outcome = row.get(key, {})
-            cell = ""
-            if "refused" in outcome:
-                reasons.append((f"{name}, {key}", outcome["refused"]))
-                cell = "refused"
-            elif "wrong" in outcome:
-                cell = f"**wrong** ({outcome['wrong']:.0e})"
-            elif "error" in outcome:
-                cell = f"{outcome['error']:.0e}" if outcome["error"] else "0"
-            cells.append(cell)
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    reasons = _reasons(classes)
+    marks = {where: str(number) for number, cells in enumerate(reasons.values(), 1) for where in cells}
+    lines += _by_class(classes, [key for key in keys if "+" not in key], marks)
+    lines += ["", "## Combinations", "", *_by_combination(classes, [key for key in keys if "+" in key], marks)]
     if reasons:
-        lines += ["", "## Refusals", "", *(f"* {where}: {why}" for where, why in sorted(reasons))]
+        lines += ["", "## Refusals", "", *_sentences(reasons, keys)]
     return "\n".join(lines) + "\n"
+
+
+def _reasons(classes: Mapping[str, Row]) -> Reasons:
+    found: dict[str, list[tuple[str, str]]] = {}
+    for name, row in classes.items():
+        for key, outcome in row.items():
+            if "refused" in outcome:
+                found.setdefault(outcome["refused"], []).append((name, key))
+    return found
+
+
+def _cell(outcome: Mapping[str, Any], mark: str) -> str:
+    if "refused" in outcome:
+        return f"refused <sup>{mark}</sup>"
+    if "wrong" in outcome:
+        return f"**wrong** ({_figure(outcome['wrong'])})"
+    return _figure(outcome["error"]) if "error" in outcome else ""
+
+
+def _figure(error: float) -> str:
+    """One digit and the exponent, which no browser parts from it."""
+    return f"{error:.0e}".replace("e-0", "e-").replace("-", "\u2011") if error else "0"
+
+
+def _by_class(classes: Mapping[str, Row], keys: list[str], marks: Mapping[tuple[str, str], str]) -> list[str]:
+    """Lines of the table with a row for each class."""
+    lines = ["| transformer | " + " | ".join(keys) + " |", "|---|" + "---|" * len(keys)]
+    for name, row in classes.items():
+        cells = (_cell(row.get(key, {}), marks.get((name, key), "")) for key in keys)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _by_combination(classes: Mapping[str, Row], keys: list[str], marks: Mapping[tuple[str, str], str]) -> list[str]:
+    """Lines of the table with a row for each combination: how many classes run, the largest error, the others."""
+    lines = ["| combination | classes that run | largest error | equal to the bit | not |", "|---|---|---|---|---|"]
+    for key in keys:
+        errors = [row[key]["error"] for row in classes.values() if "error" in row.get(key, {})]
+        others = [
+            f"{name}: {_cell(row[key], marks.get((name, key), '')) if key in row else 'not tested'}"
+            for name, row in classes.items()
+            if "error" not in row.get(key, {})
+        ]
+        exact = sum(not error for error in errors)
+        figures = [f"{len(errors)} of {len(classes)}", _figure(max(errors, default=0.0)), str(exact)]
+        lines.append(f"| {' + '.join(key.split('+'))} | {' | '.join(figures)} | {', '.join(others)} |")
+    return lines
+
+
+def _sentences(reasons: Reasons, keys: list[str]) -> list[str]:
+    """A line for each sentence that refuses something, with what it refuses."""
+    lines = []
+    for number, (sentence, cells) in enumerate(reasons.items(), 1):
+        refused = {key for _, key in cells}
+        names = ", ".join(dict.fromkeys(name for name, _ in cells))
+        what = ", ".join(" + ".join(key.split("+")) for key in keys if key in refused)
+        lines.append(f"* <sup>{number}</sup> **{names}** with {what}: {sentence}")
+    return lines

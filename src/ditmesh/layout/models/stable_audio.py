@@ -1,6 +1,6 @@
 """Stable Audio Open (Evans et al. 2024, arXiv:2407.14358): sound tokens after one global token.
 
-The stream is called image as in every layout: it is what the model draws.
+The stream is called image as in every layout: it is what the model generates.
 """
 
 from ..types import LOCAL, Cut, Region, TokenLayout, joint, rotary

@@ -417,7 +417,7 @@ class PipelineStages(PipeStrategy):
         elif any(region.leaves or region.grid for region in layout.regions):
             reason = "its blocks mix tokens by convolution or linear attention, of which no stale keys can be kept"
         elif any(stream.name not in ("image", "text") for stream in streams):
-            reason = "it draws two streams of tokens at once, and only one is cut into patches"
+            reason = "it denoises two streams of tokens at once, and only one is cut into patches"
         elif any(stream.folded for stream in streams):
             reason = "its tokens are folded into the batch"
         if reason is not None:

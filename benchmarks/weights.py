@@ -1,0 +1,215 @@
+"""What the weights of published pipelines weigh, whole and shared out; nothing is measured, and nothing is loaded.
+
+``python benchmarks/weights.py --write`` writes the tables of docs/recipes.md between its comments.
+
+Models are built on the meta device from the settings that their publishers give, and cut by the code that cuts them on
+real ranks. Only weights are counted: no activations, no buffers of communication, nothing of CUDA itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel, WanTransformer3DModel
+from torch import nn
+
+from ditmesh.config import ParallelConfig
+from ditmesh.layout import layout_of
+from ditmesh.strategies.pipefusion.stages import elsewhere, first_cut
+from ditmesh.strategies.tensor.slices import plan
+
+PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
+BYTES = 2  # bfloat16
+DEGREES = (2, 4, 8)
+
+Maker = Callable[[], nn.Module]
+
+
+def clip(width: int, layers: int, heads: int, kind: str = "CLIPTextModelWithProjection") -> Maker:
+    settings = transformers.CLIPTextConfig(
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        projection_dim=width,
+    )
+    return lambda: getattr(transformers, kind)(settings)
+
+
+def t5(kind: str, vocabulary: int) -> Maker:
+    """The encoder of (U)MT5-XXL 1.1."""
+    settings = getattr(transformers, f"{kind}Config")(
+        d_model=4096,
+        d_ff=10240,
+        d_kv=64,
+        num_heads=64,
+        num_layers=24,
+        vocab_size=vocabulary,
+        feed_forward_proj="gated-gelu",
+    )
+    return lambda: getattr(transformers, f"{kind}EncoderModel")(settings)
+
+
+def qwen_vl() -> nn.Module:
+    """Qwen2.5-VL 7B, which reads Qwen-Image's prompts."""
+    text = {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+    }
+    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584}
+    settings = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+    return transformers.Qwen2_5_VLForConditionalGeneration(settings)
+
+
+def sd3(layers: int, heads: int, **more: Any) -> Maker:
+    return lambda: SD3Transformer2DModel(
+        num_layers=layers,
+        num_attention_heads=heads,
+        attention_head_dim=64,
+        caption_projection_dim=64 * heads,
+        joint_attention_dim=4096,
+        pooled_projection_dim=2048,
+        in_channels=16,
+        sample_size=128,
+        pos_embed_max_size=192,
+        **more,
+    )
+
+
+CLIP_L, CLIP_G, T5_XXL = clip(768, 12, 12), clip(1280, 32, 20), t5("T5", 32128)
+
+# The published pipeline, its transformer, its text encoders.
+PIPELINES: dict[str, tuple[Maker, tuple[Maker, ...]]] = {
+    "FLUX.1-dev": (
+        lambda: FluxTransformer2DModel(guidance_embeds=True),
+        (clip(768, 12, 12, "CLIPTextModel"), T5_XXL),
+    ),
+    "SD3 Medium": (sd3(24, 24), (CLIP_L, CLIP_G, T5_XXL)),
+    "SD3.5 Large": (sd3(38, 38, qk_norm="rms_norm"), (CLIP_L, CLIP_G, T5_XXL)),
+    "Qwen-Image": (QwenImageTransformer2DModel, (qwen_vl,)),
+    "Wan2.1 T2V 14B": (WanTransformer3DModel, (t5("UMT5", 256384),)),
+}
+
+
+def gigabytes(parameters: Iterable[int]) -> float:
+    """10^9 bytes of so many parameters."""
+    return sum(parameters) * BYTES / 1e9
+
+
+def whole(model: nn.Module) -> float:
+    return gigabytes(parameter.numel() for parameter in model.parameters())
+
+
+def tensor_share(model: nn.Module, degree: int) -> float:
+    """What the first rank of ``tensor=degree`` holds, which has the most."""
+    lengths = {name: (dim, cut) for name, dim, cut in plan(model, degree).parameters()}
+    sizes = []
+    for name, parameter in model.named_parameters():
+        dim, cut = lengths.get(name, (None, None))
+        share = 1.0 if dim is None or cut is None else cut.lengths[0] / parameter.shape[dim]
+        sizes.append(round(parameter.numel() * share))
+    return gigabytes(sizes)
+
+
+def stage_share(model: nn.Module, degree: int) -> float:
+    """What the largest stage of ``pipe=degree`` holds."""
+    layout = layout_of(model)
+    assert layout is not None
+    cut = first_cut(model, layout, ParallelConfig(pipe=degree))
+    absent = [elsewhere(model, layout, cut, stage) for stage in range(degree)]
+    return max(gigabytes(p.numel() for name, p in model.named_parameters() if name not in gone) for gone in absent)
+
+
+# Devices, their memory in GB, the pipeline, its configuration, and whether text encoders stay beside the transformer.
+RECIPES: list[tuple[int, int, str, dict[str, int], bool]] = [
+    (2, 24, "FLUX.1-dev", {"tensor": 2}, False),
+    (2, 24, "SD3 Medium", {"cfg": 2}, True),
+    (2, 24, "SD3.5 Large", {"cfg": 2}, False),
+    (2, 24, "Qwen-Image", {"tensor": 2}, False),
+    (2, 24, "Wan2.1 T2V 14B", {"tensor": 2}, False),
+    (4, 48, "FLUX.1-dev", {"ulysses": 4}, True),
+    (4, 48, "SD3.5 Large", {"cfg": 2, "ulysses": 2}, True),
+    (4, 48, "Qwen-Image", {"cfg": 2, "tensor": 2}, True),
+    (4, 48, "Wan2.1 T2V 14B", {"cfg": 2, "ulysses": 2}, True),
+    (8, 80, "FLUX.1-dev", {"ulysses": 8}, True),
+    (8, 80, "SD3.5 Large", {"cfg": 2, "ulysses": 4}, True),
+    (8, 80, "Qwen-Image", {"cfg": 2, "ulysses": 4}, True),
+    (8, 80, "Wan2.1 T2V 14B", {"cfg": 2, "ulysses": 4}, True),
+]
+
+
+@cache
+def built(name: str) -> tuple[nn.Module, float]:
+    """A pipeline's transformer without memory, and what its text encoders weigh."""
+    transformer, encoders = PIPELINES[name]
+    # Not accelerate's `init_empty_weights`: it parts weights that are tied, which would be counted twice.
+    with torch.device("meta"), torch.no_grad():
+        return transformer(), sum(whole(encoder()) for encoder in encoders)
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def weights_table() -> str:
+    """Every pipeline, whole and on one rank of each degree."""
+    rows = []
+    for name in PIPELINES:
+        model, texts = built(name)
+        cells = [
+            texts,
+            whole(model),
+            *(tensor_share(model, n) for n in DEGREES),
+            *(stage_share(model, n) for n in DEGREES),
+        ]
+        rows.append([name, *(f"{cell:.1f}" for cell in cells)])
+    degrees = [f"`{axis}={degree}`" for axis in ("tensor", "pipe") for degree in DEGREES]
+    return markdown(["pipeline", "text encoders", "transformer", *degrees], rows)
+
+
+def recipes_table() -> str:
+    """Every recipe, and what one rank holds of weights."""
+    rows = []
+    for devices, memory, name, config, keeps in RECIPES:
+        model, texts = built(name)
+        assert ParallelConfig(**config).world_size == devices
+        share = tensor_share(model, config["tensor"]) if "tensor" in config else whole(model)
+        held = share + texts if keeps else max(share, texts)
+        beside = "beside the transformer" if keeps else "before it, then dropped"
+        rows.append([f"{devices} x {memory} GB", name, f"`{config}`".replace("'", '"'), beside, f"{held:.1f}"])
+    return markdown(["devices", "pipeline", "configuration", "text encoders", "weights on a rank, GB"], rows)
+
+
+TABLES = {"weights": weights_table, "recipes": recipes_table}
+
+
+def write(page: str) -> str:
+    """The page with its tables as they are now."""
+    for name, table in TABLES.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        page = f"{page.split(begin)[0]}{begin}\n{table()}\n{end}{page.split(end)[1]}"
+    return page
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the tables to docs/recipes.md")
+    if parser.parse_args().write:
+        PAGE.write_text(write(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print("\n".join(table() for table in TABLES.values()), end="")
+
+
+if __name__ == "__main__":
+    main()
