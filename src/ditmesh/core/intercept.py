@@ -147,6 +147,12 @@ def _handled(
     if enable_gqa and key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    if torch.is_autocast_enabled(query.device.type):
+        # As autocast does with the arguments of torch's function, which all ranks' exchanges come before.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(dtype)
     return handler.attend(query, key, value, attn_mask, scale)
 
 
