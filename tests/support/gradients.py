@@ -52,7 +52,7 @@ def loss_of(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
     return (output * weights.to(output.dtype)).mean() + output.square().mean()
 
 
-def gradients(model: nn.Module, name: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
+def gradients(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Tensor]:
     """Gradients of parameters and inputs by name; those that the loss does not depend on are left out."""
     model.zero_grad(set_to_none=True)
     loss_of(model, arguments).backward()
@@ -96,34 +96,61 @@ def sliced(whole: dict[str, Tensor], model: nn.Module, degree: int, rank: int) -
 @contextmanager
 def in_double() -> Iterator[None]:
     """Models that go to float32 in places, on one device as well, go to float64 there."""
-    with mock.patch.object(Tensor, "float", Tensor.double):
+    cast_to = Tensor.to
+
+    def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        stays = tensor.dtype == torch.float64 and torch.float32 in args
+        return tensor if stays else cast_to(tensor, *args, **kwargs)
+
+    with mock.patch.object(Tensor, "float", Tensor.double), mock.patch.object(Tensor, "to", to):
         yield
 
 
 def training_step(
-    name: str, config: dict[str, Any], dtype: str = "float64", size: str = "B=2 ragged", checkpointing: bool = False
-) -> tuple[float, str]:
-    """One step in parallel against the unmodified model: the worst error of a gradient, and whose it is."""
+    name: str, config: dict[str, Any], dtype: str = "float64", size: str = "B=2 ragged"
+) -> dict[str, tuple[float, str]]:
+    """Steps in parallel against the unmodified model: the worst error of a gradient, and whose it is.
+
+    One as it is, one after a forward without gradients with activation checkpointing, and one in which two calls of
+    different sizes are under way.
+    """
     with in_double() if dtype == "float64" else nullcontext():
-        return _training_step(name, config, dtype, size, checkpointing)
+        return _training_step(name, config, getattr(torch, dtype), size)
 
 
-def _training_step(name: str, config: dict[str, Any], dtype: str, size: str, checkpointing: bool) -> tuple[float, str]:
-    kind = getattr(torch, dtype)
-    model = copy.deepcopy(tiny(name)).to(kind)
+def _training_step(name: str, config: dict[str, Any], dtype: torch.dtype, size: str) -> dict[str, tuple[float, str]]:
+    model = copy.deepcopy(tiny(name)).to(dtype)
     own = config.get("inputs") == "per-data-rank"
-    data = config.get("data", 1) if own else 1
-    truths = [gradients(model, name, fresh(name, sizes(name)[size], kind, seed)) for seed in range(data)]
-    truth = {key: sum(one[key] for one in truths) / data for key in truths[0]}
-    if checkpointing:
-        model.enable_gradient_checkpointing()
-    model.zero_grad(set_to_none=True)
-    tensor = config.get("tensor", 1)
+    data, tensor = config.get("data", 1) if own else 1, config.get("tensor", 1)
+    # The last one is of another size.
+    shapes = [sizes(name)[size]] * data + [sizes(name)["B=1"]]
+    truths = [gradients(model, fresh(name, shape, dtype, seed)) for seed, shape in enumerate(shapes)]
+    truth = {key: sum(one[key] for one in truths[:-1]) / data for key in truths[0]}
+    found = {}
     with ditmesh.parallelized(model, config):
         mesh = ditmesh.engine_of(model).mesh
-        arguments = fresh(name, sizes(name)[size], kind, mesh.data.rank if own else 0)
+        seed = mesh.data.rank if own else 0
         expected = sliced(truth, tiny(name), tensor, mesh.tensor.rank)
+
+        def finished(*calls: dict[str, Any]) -> dict[str, Tensor]:
+            leaves = [leaf for call in calls for leaf in call.values() if isinstance(leaf, Tensor)]
+            reduce_gradients(model, mesh, leaves)
+            return collected(model, calls[0])
+
+        model.zero_grad(set_to_none=True)
+        arguments = fresh(name, shapes[0], dtype, seed)
         loss_of(model, arguments).backward()
-        reduce_gradients(model, mesh, [leaf for leaf in arguments.values() if isinstance(leaf, Tensor)])
-        found = collected(model, arguments)
-    return error(found, expected)
+        found["plain"] = error(finished(arguments), expected)
+        model.enable_gradient_checkpointing()
+        with torch.no_grad():
+            model(**arguments)
+        model.zero_grad(set_to_none=True)
+        arguments, other = fresh(name, shapes[0], dtype, seed), fresh(name, shapes[-1], dtype, data)
+        first, second = loss_of(model, arguments), loss_of(model, other)
+        first.backward()
+        found["checkpointing"] = error(finished(arguments), expected)
+        model.zero_grad(set_to_none=True)
+        second.backward()
+        found["the other call"] = error(finished(other), sliced(truths[-1], tiny(name), tensor, mesh.tensor.rank))
+        model.disable_gradient_checkpointing()
+    return found

@@ -96,7 +96,8 @@ def _forward(
             out, lse = merge_(out, lse, part, part_lse)
         if arriving is not None:
             k, v = arriving.wait()
-    assert out is not None and lse is not None
+    assert out is not None
+    assert lse is not None
     return out, lse
 
 

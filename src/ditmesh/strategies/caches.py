@@ -88,8 +88,8 @@ class Caches(Strategy):
     def before_training(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if getattr(model, "is_cache_enabled", False):
             raise InputError(
-                f"{type(model).__name__} cannot be trained with a cache: what it keeps of an earlier step has no gradient "
-                "path; call disable_cache() first"
+                f"{type(model).__name__} cannot be trained with a cache: what it keeps of an earlier step has no "
+                "gradient path; call disable_cache() first"
             )
 
     def forget(self) -> None:

@@ -149,8 +149,8 @@ class Recomputation:
         key = StorageWeakRef(stream.untyped_storage()).cdata if isinstance(stream, Tensor) else 0
         if (path, key) not in self._notes:
             raise LayoutError(
-                f"{path} runs outside of a call of its transformer, and how its tokens are shared out is not known; use "
-                "torch.utils.checkpoint (enable_gradient_checkpointing) without moving what it saves to other memory"
+                f"{path} runs in a backward pass with tokens of which it is not known how they are shared out; use "
+                "enable_gradient_checkpointing() without moving what it saves to other memory"
             )
         _, site, tokens = self._notes[path, key]
         return site, tokens

@@ -415,8 +415,8 @@ class SequenceParallel:
         planned = self._planned(site, index)
         if mask is not None and mask.requires_grad and torch.is_grad_enabled():
             raise LayoutError(
-                f"{site.path}: the attention mask requires a gradient, which does not pass through other ranks' parts of "
-                "it; detach the mask, or train on one device"
+                f"{site.path}: the attention mask requires a gradient, which does not pass through other ranks' parts "
+                "of it; detach the mask, or train on one device"
             )
         if not planned.keys:
             return self.kernel(q_bhsd, k_bhsd, v_bhsd, mask, scale)

@@ -109,8 +109,8 @@ class LocalAttention:
         out = self.kernel.attend(q_bhsd, k_bhsd, v_bhsd, mask, scale)
         if not out.requires_grad and tracked(q_bhsd, k_bhsd, v_bhsd):
             raise LayoutError(
-                f"attention={self.kernel.name!r} passes no gradient on; train with attention='native', or call the model "
-                "under torch.no_grad()"
+                f"attention={self.kernel.name!r} passes no gradient on; train with attention='native', or call the "
+                "model under torch.no_grad()"
             )
         return out
 

@@ -81,8 +81,8 @@ def attend_backward(
     """Gradients of softmax attention from one block of its keys.
 
     With the LSE of *all* keys the weights of a block are P = exp(S - LSE), and with the output over all keys
-    delta = rowsum(dO * O); then dV = P^T dO, dS = P * (dO V^T - delta), dQ = scale * dS K, dK = scale * dS^T Q: Dao 2023,
-    arXiv:2307.08691 (FlashAttention-2), algorithm 2. Gradients of q from all blocks add up to that of q.
+    delta = rowsum(dO * O); then dV = P^T dO, dS = P * (dO V^T - delta), dQ = scale * dS K, dK = scale * dS^T Q:
+    Dao 2023, arXiv:2307.08691 (FlashAttention-2), algorithm 2. What the blocks give for q adds up to its gradient.
 
     Args:
         grad_bhsd: gradient of the output, (B, H, Sq, D).
@@ -98,11 +98,11 @@ def attend_backward(
     bias = None if mask is None else additive(mask, q_bhsd.dtype)
     # A query that sees nothing: exp(S - inf) = 0.
     lse = lse.masked_fill(lse == NEG_INF, math.inf)
-    if q_bhsd.device.type == "cpu":
-        if (kernel := fused("_scaled_dot_product_flash_attention_for_cpu_backward")) is not None:
-            tensors = grad_bhsd, q_bhsd, k_bhsd, v_bhsd, out_bhsd, lse
-            return kernel(*tensors, 0.0, False, attn_mask=bias, scale=scale)
-    return attend_backward_reference(grad_bhsd, q_bhsd, k_bhsd, v_bhsd, out_bhsd, lse, bias, scale)
+    tensors = grad_bhsd, q_bhsd, k_bhsd, v_bhsd, out_bhsd, lse
+    kernel = fused("_scaled_dot_product_flash_attention_for_cpu_backward")
+    if q_bhsd.device.type == "cpu" and kernel is not None:
+        return kernel(*tensors, 0.0, False, attn_mask=bias, scale=scale)
+    return attend_backward_reference(*tensors, bias, scale)
 
 
 def attend_backward_reference(

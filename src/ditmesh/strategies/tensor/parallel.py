@@ -115,7 +115,7 @@ class TensorParallel:
         rank = self.link.rank
         with torch.no_grad():
             for parameter, dim in parameters:
-                _drop_gradient(parameter, site, dim)
+                _drop_gradient(parameter, dim)
                 if dim is None:
                     # Added once: the other ranks add nothing.
                     if rank > 0:
@@ -128,7 +128,7 @@ class TensorParallel:
         lengths = site.cut.lengths
         with torch.no_grad():
             for parameter, dim in parameters:
-                _drop_gradient(parameter, site, dim)
+                _drop_gradient(parameter, dim)
                 mine = parameter.data.contiguous()
                 if dim is None:
                     parameter.data = self.link.broadcast(mine if self.link.rank == 0 else torch.empty_like(mine), 0)
@@ -189,16 +189,20 @@ class TensorParallel:
         """Cut adapters that are still whole, and hang every epilogue behind base and adapters together."""
         for site, outer in self._linears():
             if site.kind != "column":
-                self._hang("epilogue", site, outer, lambda: outer.register_forward_hook(self._epilogue(site)))
+                self._hang("epilogue", site, outer)
             self._cut(site, _adapter_parameters(site, outer))
 
-    def _hang(self, kind: str, site: Site, outer: nn.Module, register: Callable[[], RemovableHandle]) -> None:
+    def _hang(self, kind: str, site: Site, outer: nn.Module) -> None:
         hung = self._hung.get((kind, site.path))
         if hung is not None and hung[0] is outer:
             return
         if hung is not None:
             hung[1].remove()
-        self._hung[kind, site.path] = (outer, register())
+        if kind == "epilogue":
+            handle = outer.register_forward_hook(self._epilogue(site))
+        else:
+            handle = outer.register_forward_pre_hook(self._prologue)
+        self._hung[kind, site.path] = (outer, handle)
 
     # --- gradients ---------------------------------------------------------------------------------------
 
@@ -209,7 +213,7 @@ class TensorParallel:
         """
         for site, outer in self._linears():
             if site.kind != "row":
-                self._hang("prologue", site, outer, lambda: outer.register_forward_pre_hook(self._prologue))
+                self._hang("prologue", site, outer)
             for parameter, whole in _adapter_gradients(site, outer):
                 self._complete(parameter, self._added_once if whole else self.link.all_reduce)
             bias = base_of(outer)._parameters.get("bias")
@@ -319,11 +323,11 @@ def _adapter_gradients(site: Site, outer: nn.Module) -> Iterator[tuple[nn.Parame
         return
     for name in ("lora_A", "lora_B"):
         for parameter in outer.get_submodule(name).parameters():
-            if cut.get(id(parameter), None) is None:
+            if cut.get(id(parameter)) is None:
                 yield parameter, id(parameter) in cut
 
 
-def _drop_gradient(parameter: nn.Parameter, site: Site, dim: int | None) -> None:
+def _drop_gradient(parameter: nn.Parameter, dim: int | None) -> None:
     """Forget a gradient that is about to have another shape than its parameter."""
     if dim is not None and parameter.grad is not None:
         parameter.grad = None
