@@ -5,16 +5,27 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
+from diffusers import FirstBlockCacheConfig
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import ditmesh
+from ditmesh.attention.kernels import register
+from ditmesh.core.intercept import sdpa
 from ditmesh.layout.conventions import Size
-from ditmesh.strategies.tensor.slices import plan
+from ditmesh.strategies.tensor.parallel import TensorParallel, _adapter_parameters, _base_parameters
 from ditmesh.train import reduce_gradients
+from support import lora
 from support.models import inputs, sizes, tiny
 
 # What may require a gradient besides parameters: latents, and what text encoders make.
@@ -48,6 +59,10 @@ def fresh(name: str, size: Size, dtype: torch.dtype, seed: int = 0) -> dict[str,
 def loss_of(model: nn.Module, arguments: dict[str, Any]) -> Tensor:
     """A loss of the whole output in which every element has a weight of its own."""
     output = model(**arguments)[0]
+    return weighted(torch.cat([one.flatten() for one in output]) if isinstance(output, list) else output)
+
+
+def weighted(output: Tensor) -> Tensor:
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     return (output * weights.to(output.dtype)).mean() + output.square().mean()
 
@@ -77,19 +92,27 @@ def error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[float, st
     )
 
 
-def sliced(whole: dict[str, Tensor], model: nn.Module, degree: int, rank: int) -> dict[str, Tensor]:
-    """One device's gradients as a tensor-parallel rank is to have them."""
-    if degree == 1:
+def sliced(whole: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """One device's gradients as this rank of a parallel model is to have them, after its first call."""
+    tensor = ditmesh.engine_of(model).context.models[0].find(TensorParallel)
+    if tensor is None:
         return whole
-    cut = {key: (dim, part) for key, dim, part in plan(model, degree).parameters()}
-    found = {}
+    cut = {
+        id(parameter): (dim, site.cut)
+        for site in tensor.plan.sites
+        for parameter, dim in _base_parameters(site, tensor._base(site))
+    }
+    for site, outer in tensor._linears():
+        cut.update({id(parameter): (dim, site.cut) for parameter, dim in _adapter_parameters(site, outer)})
+    ids, found = {key: id(parameter) for key, parameter in model.named_parameters()}, {}
     for key, value in whole.items():
-        dim, part = cut.get(key, (None, None))
-        if key in cut and dim is None:
-            value = value if rank == 0 else torch.zeros_like(value)
-        elif part is not None and dim is not None:
-            value = part.copy(value, dim, rank)
-        found[key] = value
+        dim, part = cut.get(ids.get(key, 0), (None, None))
+        if part is None:
+            found[key] = value
+        elif dim is None:
+            found[key] = value if tensor.link.rank == 0 else torch.zeros_like(value)
+        else:
+            found[key] = part.copy(value, dim, tensor.link.rank)
     return found
 
 
@@ -107,21 +130,29 @@ def in_double() -> Iterator[None]:
 
 
 def training_step(
-    name: str, config: dict[str, Any], dtype: str = "float64", size: str = "B=2 ragged"
+    name: str, config: dict[str, Any], dtype: str = "float64", size: str = "B=2 ragged", adapted: bool = False
 ) -> dict[str, tuple[float, str]]:
     """Steps in parallel against the unmodified model: the worst error of a gradient, and whose it is.
 
     One as it is, one after a forward without gradients with activation checkpointing, and one in which two calls of
     different sizes are under way.
+
+    Args:
+        adapted: train LoRA adapters only.
     """
     with in_double() if dtype == "float64" else nullcontext():
-        return _training_step(name, config, getattr(torch, dtype), size)
+        return _training_step(name, config, getattr(torch, dtype), size, adapted)
 
 
-def _training_step(name: str, config: dict[str, Any], dtype: torch.dtype, size: str) -> dict[str, tuple[float, str]]:
+def _training_step(
+    name: str, config: dict[str, Any], dtype: torch.dtype, size: str, adapted: bool
+) -> dict[str, tuple[float, str]]:
     model = copy.deepcopy(tiny(name)).to(dtype)
+    if adapted:
+        torch.manual_seed(5)
+        model.add_adapter(lora.settings(4))
     own = config.get("inputs") == "per-data-rank"
-    data, tensor = config.get("data", 1) if own else 1, config.get("tensor", 1)
+    data = config.get("data", 1) if own else 1
     # The last one is of another size.
     shapes = [sizes(name)[size]] * data + [sizes(name)["B=1"]]
     truths = [gradients(model, fresh(name, shape, dtype, seed)) for seed, shape in enumerate(shapes)]
@@ -130,7 +161,6 @@ def _training_step(name: str, config: dict[str, Any], dtype: torch.dtype, size: 
     with ditmesh.parallelized(model, config):
         mesh = ditmesh.engine_of(model).mesh
         seed = mesh.data.rank if own else 0
-        expected = sliced(truth, tiny(name), tensor, mesh.tensor.rank)
 
         def finished(*calls: dict[str, Any]) -> dict[str, Tensor]:
             leaves = [leaf for call in calls for leaf in call.values() if isinstance(leaf, Tensor)]
@@ -140,6 +170,7 @@ def _training_step(name: str, config: dict[str, Any], dtype: torch.dtype, size: 
         model.zero_grad(set_to_none=True)
         arguments = fresh(name, shapes[0], dtype, seed)
         loss_of(model, arguments).backward()
+        expected, of_other = sliced(truth, model), sliced(truths[-1], model)
         found["plain"] = error(finished(arguments), expected)
         model.enable_gradient_checkpointing()
         with torch.no_grad():
@@ -151,6 +182,152 @@ def _training_step(name: str, config: dict[str, Any], dtype: torch.dtype, size: 
         found["checkpointing"] = error(finished(arguments), expected)
         model.zero_grad(set_to_none=True)
         second.backward()
-        found["the other call"] = error(finished(other), sliced(truths[-1], tiny(name), tensor, mesh.tensor.rank))
+        found["the other call"] = error(finished(other), of_other)
         model.disable_gradient_checkpointing()
     return found
+
+
+def three_steps(model: nn.Module, call: nn.Module, name: str, seeds: list[int], finish: Any) -> dict[str, Tensor]:
+    """Three steps of AdamW on means over calls with inputs of these seeds; the parameters after them."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    for step in range(3):
+        for seed in seeds:
+            (
+                loss_of(call, fresh(name, sizes(name)["B=2 ragged"], torch.float64, 10 * step + seed)) / len(seeds)
+            ).backward()
+        finish()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        key: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for key, p in model.named_parameters()
+    }
+
+
+def trained(name: str, config: dict[str, Any], how: str, checkpointing: bool) -> tuple[float, str]:
+    """Three optimizer steps with torch's own data parallelism over the gradient group, against one device."""
+    with in_double():
+        return _trained(name, config, how, checkpointing)
+
+
+def _trained(name: str, config: dict[str, Any], how: str, checkpointing: bool) -> tuple[float, str]:
+    # In float64: AdamW divides by what is next to nothing for some parameters.
+    alone, model = (copy.deepcopy(tiny(name)).double() for _ in range(2))
+    before = {key: p.detach().clone() for key, p in alone.named_parameters()}
+    data = config.get("data", 1)
+    truth = three_steps(alone, alone, name, list(range(data)), lambda: None)
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    ditmesh.parallelize(model, config)
+    mesh = ditmesh.engine_of(model).mesh
+    call: nn.Module = model
+    finish = lambda: None  # noqa: E731
+    if how == "DDP":
+        call = DistributedDataParallel(model, process_group=mesh.gradient_group, find_unused_parameters=True)
+    elif how == "FSDP2":
+        # torch remembers meshes by their ranks and names, and this one's group is gone after `restore`.
+        over = DeviceMesh.from_group(mesh.gradient_group, "cpu", mesh_dim_names=(mesh.gradient_group.group_name,))
+        for block in (*model.transformer_blocks, *getattr(model, "single_transformer_blocks", ())):
+            fully_shard(block, mesh=over)
+        fully_shard(model, mesh=over)
+    else:
+        finish = partial(reduce_gradients, model, mesh)
+    values = three_steps(model, call, name, [mesh.data.rank], finish)
+    changed = {key: values[key] - before[key] for key in before}
+    ditmesh.restore(model)
+    return error(changed, {key: truth[key] - before[key] for key in before})
+
+
+STALE = [
+    {"ring": 2, "exchange": "displaced"},
+    {"ring": 2, "exchange": "naive"},
+    {"pipe": 2},
+    {"ulysses": 2, "reproducible": True},
+    {"cfg": 2},
+    {"ulysses": 2, "compile": "eager"},
+]
+
+
+class Frozen:
+    """A kernel without a gradient."""
+
+    name = "frozen"
+    deterministic = True
+
+    def supports(self, q: Tensor, mask: Tensor | None) -> bool:
+        return True
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        return sdpa(q.detach(), k.detach(), v.detach(), attn_mask=mask, scale=scale)
+
+
+FROZEN = Frozen()
+
+
+def refusals() -> dict[str, str]:
+    """What is said to who asks for gradients that there are none of."""
+    model, found = copy.deepcopy(tiny("Flux")), {}
+    arguments = fresh("Flux", sizes("Flux")["B=2 ragged"], torch.float32)
+
+    def note(what: str, config: dict[str, Any], **others: Any) -> None:
+        with ditmesh.parallelized(model, config):
+            try:
+                model(**{**arguments, **others})
+                found[what] = ""
+            except ditmesh.DitmeshError as refused:
+                found[what] = str(refused)
+
+    register(FROZEN)
+    for config in STALE:
+        note(ditmesh.ParallelConfig(**config).describe(), config)
+    note("kernel", {"ulysses": 2, "attention": "frozen"})
+    note("inputs", {"ulysses": 2}, hidden_states=arguments["hidden_states"].detach() + dist.get_rank())
+    note(
+        "leaves", {"ulysses": 2}, hidden_states=arguments["hidden_states"].detach().requires_grad_(dist.get_rank() > 0)
+    )
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    note("cache", {"ulysses": 2})
+    model.disable_cache()
+    model.requires_grad_(False)
+    for leaf in LEAVES:
+        arguments[leaf] = arguments[leaf].detach()
+    note("nothing to train", {"ring": 2, "exchange": "displaced"})
+    return found
+
+
+def mixed_precision(config: dict[str, Any]) -> tuple[float, float]:
+    """Under autocast to bfloat16: how far gradients are from one device's under autocast, and those from float32's."""
+    model, size = copy.deepcopy(tiny("SD3")), sizes("SD3")["B=2 ragged"]
+    exact = gradients(model, fresh("SD3", size, torch.float32))
+    with torch.autocast("cpu", torch.bfloat16):
+        truth = gradients(model, fresh("SD3", size, torch.float32))
+        model.zero_grad(set_to_none=True)
+        with ditmesh.parallelized(model, config):
+            arguments = fresh("SD3", size, torch.float32)
+            loss_of(model, arguments).backward()
+            leaves = [leaf for leaf in arguments.values() if isinstance(leaf, Tensor)]
+            reduce_gradients(model, ditmesh.engine_of(model).mesh, leaves)
+            found = collected(model, arguments)
+
+    def off(values: dict[str, Tensor]) -> float:
+        return max(float((values[key] - exact[key]).norm() / exact[key].norm()) for key in exact)
+
+    return off(found), off(truth)
+
+
+def whole_model_again(config: dict[str, Any]) -> tuple[float, str]:
+    """A whole call under `torch.utils.checkpoint`, as a part of a larger model may be."""
+    model, size = copy.deepcopy(tiny("Flux")), sizes("Flux")["B=2 ragged"]
+    truth = gradients(model, fresh("Flux", size, torch.float32))
+    model.zero_grad(set_to_none=True)
+    with ditmesh.parallelized(model, config):
+        arguments = fresh("Flux", size, torch.float32)
+        # The first call after it would begin with a boundary if this one counted as failed.
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            for leaf in LEAVES:
+                arguments[leaf].grad = None
+            output = checkpoint(lambda: model(**arguments)[0], use_reentrant=False)
+            weighted(output).backward()
+        reduce_gradients(model, ditmesh.engine_of(model).mesh, [arguments[leaf] for leaf in LEAVES])
+        failed = ditmesh.engine_of(model).mesh.failed
+    return (float("inf"), "failed") if failed else error(collected(model, arguments), truth)

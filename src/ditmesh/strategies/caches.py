@@ -86,10 +86,10 @@ class Caches(Strategy):
         return Patch(hook, DECIDE, decide)
 
     def before_training(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if getattr(model, "is_cache_enabled", False):
+        if any(getattr(hook, "_is_stateful", False) for hook in _hooks_of(model)):
             raise InputError(
                 f"{type(model).__name__} cannot be trained with a cache: what it keeps of an earlier step has no "
-                "gradient path; call disable_cache() first"
+                "gradient path; take the cache off (disable_cache()) first"
             )
 
     def forget(self) -> None:

@@ -7,13 +7,14 @@ tensors, so adapters, other axes and every backend work as they do on one device
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...comm import Link
 from ...comm.autograd import enter_slices, gather_features, leave_slices, sum_of_slices
@@ -58,8 +59,8 @@ class TensorParallel:
         ]
         # Where a site's hooks hang: on the linear, or on the adapter wrapped around it.
         self._hung: dict[tuple[str, str], tuple[nn.Module, RemovableHandle]] = {}
-        # Hooks on the gradients of parameters, by the parameter's id.
-        self._completed: dict[int, tuple[nn.Parameter, RemovableHandle]] = {}
+        # Hooks on the gradients of parameters, by parameter.
+        self._completed: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
         for site in self.plan.sites:
             _check_plain(site, self._base(site))
         for site in self.plan.sites:
@@ -89,7 +90,7 @@ class TensorParallel:
                 refuses its next call.
         """
         self._undo.close()
-        for _, handle in (*self._hung.values(), *self._completed.values()):
+        for handle in (*(handle for _, handle in self._hung.values()), *self._completed.values()):
             handle.remove()
         self._hung.clear()
         self._completed.clear()
@@ -115,26 +116,24 @@ class TensorParallel:
         rank = self.link.rank
         with torch.no_grad():
             for parameter, dim in parameters:
-                _drop_gradient(parameter, dim)
                 if dim is None:
                     # Added once: the other ranks add nothing.
                     if rank > 0:
                         parameter.data = torch.zeros_like(parameter.data)
                 elif parameter.shape[dim] == site.cut.total:
-                    parameter.data = site.cut.copy(parameter.data, dim, rank)
+                    parameter.data, parameter.grad = site.cut.copy(parameter.data, dim, rank), None
 
     def _gather(self, site: Site, parameters: Iterable[tuple[nn.Parameter, int | None]]) -> None:
         """The inverse of `_cut`. Collective over the link."""
         lengths = site.cut.lengths
         with torch.no_grad():
             for parameter, dim in parameters:
-                _drop_gradient(parameter, dim)
                 mine = parameter.data.contiguous()
                 if dim is None:
                     parameter.data = self.link.broadcast(mine if self.link.rank == 0 else torch.empty_like(mine), 0)
                 elif mine.shape[dim] != site.cut.total:
                     pieces = self.link.all_gather(mine, lengths, dim).split(lengths, dim)
-                    parameter.data = site.cut.join(pieces, dim)
+                    parameter.data, parameter.grad = site.cut.join(pieces, dim), None
 
     # --- hooks -------------------------------------------------------------------------------------------
 
@@ -226,9 +225,9 @@ class TensorParallel:
         return enter_slices(self.link, args[0]), *args[1:]
 
     def _complete(self, parameter: nn.Parameter, change: Callable[[Tensor], Tensor]) -> None:
-        if parameter.requires_grad and id(parameter) not in self._completed:
-            hook = parameter.register_hook(lambda gradient: change(gradient.clone()))
-            self._completed[id(parameter)] = parameter, hook
+        if parameter.requires_grad and parameter not in self._completed:
+            # A gradient that is handed to a hook is not to be written to.
+            self._completed[parameter] = parameter.register_hook(lambda gradient: change(gradient.clone()))
 
     def _added_once(self, gradient: Tensor) -> Tensor:
         """The gradient of what the first rank holds whole: the others' zeros stay what they are."""
@@ -325,12 +324,6 @@ def _adapter_gradients(site: Site, outer: nn.Module) -> Iterator[tuple[nn.Parame
         for parameter in outer.get_submodule(name).parameters():
             if cut.get(id(parameter)) is None:
                 yield parameter, id(parameter) in cut
-
-
-def _drop_gradient(parameter: nn.Parameter, dim: int | None) -> None:
-    """Forget a gradient that is about to have another shape than its parameter."""
-    if dim is not None and parameter.grad is not None:
-        parameter.grad = None
 
 
 def _check_plain(site: Site, base: nn.Module) -> None:
