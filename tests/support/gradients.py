@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ditmesh
-from ditmesh.attention.kernels import register
+from ditmesh.attention import kernels
 from ditmesh.core.intercept import sdpa
 from ditmesh.layout.conventions import Size
 from ditmesh.strategies.tensor.parallel import TensorParallel, _adapter_parameters, _base_parameters
@@ -260,9 +260,6 @@ class Frozen:
         return sdpa(q.detach(), k.detach(), v.detach(), attn_mask=mask, scale=scale)
 
 
-FROZEN = Frozen()
-
-
 def refusals() -> dict[str, str]:
     """What is said to who asks for gradients that there are none of."""
     model, found = copy.deepcopy(tiny("Flux")), {}
@@ -276,10 +273,11 @@ def refusals() -> dict[str, str]:
             except ditmesh.DitmeshError as refused:
                 found[what] = str(refused)
 
-    register(FROZEN)
     for config in STALE:
         note(ditmesh.ParallelConfig(**config).describe(), config)
-    note("kernel", {"ulysses": 2, "attention": "frozen"})
+    with mock.patch.dict(kernels.KERNELS):
+        kernels.register(Frozen())
+        note("kernel", {"ulysses": 2, "attention": "frozen"})
     note("inputs", {"ulysses": 2}, hidden_states=arguments["hidden_states"].detach() + dist.get_rank())
     note(
         "leaves", {"ulysses": 2}, hidden_states=arguments["hidden_states"].detach().requires_grad_(dist.get_rank() > 0)

@@ -75,7 +75,7 @@ class TensorParallel:
                 self._undo.callback(Patch(norm, "forward", _norm_over_ranks(norm, link)))
         for path, table, cut in self.plan.tables:
             module = model.get_submodule(path)
-            slicer = _table_slicer(module, table, cut, link.rank)
+            slicer = _table_slicer(module, table, cut, link)
             self._undo.callback(module.register_forward_pre_hook(slicer, with_kwargs=True).remove)
         self._guard()
         self._follow_adapters()
@@ -347,9 +347,9 @@ def _check_plain(site: Site, base: nn.Module) -> None:
         )
 
 
-def _table_slicer(module: nn.Module, table: Table, cut: Partition, rank: int) -> Callable[..., Any]:
+def _table_slicer(module: nn.Module, table: Table, cut: Partition, link: Link) -> Callable[..., Any]:
     names = parameter_names(type(module).forward)
-    start, length = cut.runs(rank)[0][0], cut.lengths[rank]
+    start, length = cut.runs(link.rank)[0][0], cut.lengths[link.rank]
 
     def slice_tables(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -359,7 +359,7 @@ def _table_slicer(module: nn.Module, table: Table, cut: Partition, rank: int) ->
             if not covers(table.argument, path) or not isinstance(value, Tensor) or value.dim() != table.ndim:
                 continue
             if value.shape[table.dim] == cut.total:
-                arguments.set(path, value.narrow(table.dim, start, length))
+                arguments.set(path, enter_slices(link, value).narrow(table.dim, start, length))
         return tuple(arguments.args), arguments.kwargs
 
     return slice_tables
