@@ -242,7 +242,6 @@ def refusals():
 
     with ditmesh.parallelized(model, {"tensor": 2}):
         note("save", lambda: model.save_pretrained("/nonexistent"))
-        note("gradients", lambda: model(**inputs("SD3", ODD)))
     block = model.transformer_blocks[1]
     weight = block.ff.net[2].weight
     block.ff.net[2].weight = torch.nn.Parameter(weight.to("meta"))
@@ -261,7 +260,6 @@ def refusals():
 def test_refusals(ranks):
     for found in ranks(2).run(refusals):
         assert "slices only; call ditmesh.restore" in found["save"]
-        assert "call the model under torch.no_grad()" in found["gradients"]
         assert "transformer_blocks.1.ff.net.2 is not loaded" in found["meta"]
         assert "transformer_blocks.1.ff.net.2 (Linear) is Parameter of torch.int8" in found["quantised"]
         assert "norm_q (LayerNorm) averages over all heads" in found["layer norm"]

@@ -34,7 +34,7 @@ from .strategies.balance import Balance
 from .strategies.base import Context, ParallelModel, Request
 from .strategies.checked import CheckedLayout, LayoutCheck
 from .strategies.heads import check_heads, heads_of
-from .strategies.hooks import ModelHooks
+from .strategies.hooks import ModelHooks, requires_grad
 from .strategies.pipefusion.pipeline import PipeFusion
 from .strategies.pipefusion.stages import Stages
 from .strategies.rows import BatchParallel
@@ -107,7 +107,7 @@ class Engine:
             for strategy in self.strategies:
                 strategy.apply(self._undo)
             for model in self.models:
-                self._undo.callback(model.chain.add(self._around_call))
+                self._undo.callback(model.chain.add(partial(self._around_call, model.model)))
                 # Before all others: they ask it which call this is.
                 self._undo.callback(self.clock.watch(model.model, timestep_of(model.model, model.layout)))
                 self._undo.callback(self._shared.watch(model.model))
@@ -239,10 +239,13 @@ class Engine:
             strategy.begin_request(Request())
             strategy.forget()
 
-    def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+    def _around_call(self, model: nn.Module, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         """One call of a transformer: the outermost layer."""
         with self._alone():
-            if self._attached and not self._in_request:
+            if requires_grad(model, args, kwargs):
+                for strategy in self.strategies:
+                    strategy.before_training(model, args, kwargs)
+            elif self._attached and not self._in_request:
                 for strategy in self.strategies:
                     strategy.outside_request(args, kwargs)
             return proceed(*args, **kwargs)

@@ -152,9 +152,10 @@ class FirstCall:
                 raise LayoutError(f"{type(model).__name__} was given arguments without names; pass them by name")
             given = {name: value for name, value in call.items() if value is not None}
             if self._layouts and self._in_parts is not None:
-                output = proceed(**fresh(given))
                 answer = self._layouts[self.models.index(model)]
-                with bare(model):
+                with torch.no_grad():
+                    output = proceed(**fresh(given))
+                with torch.no_grad(), bare(model):
                     parts = self._in_parts(model, answer, fresh(given))
                 check_same(type(model).__name__, [difference(parts, output)])
             elif self._tokens_whole:

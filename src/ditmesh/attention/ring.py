@@ -1,18 +1,42 @@
 """Ring attention: keys and values travel round the ring while every rank computes on what it has.
 
 Liu et al. 2023, arXiv:2310.01889. Each rank keeps its queries; after N - 1 shifts it has met every block of
-keys. Partial results merge by their log-sum-exp.
+keys. Partial results merge by their log-sum-exp. In backward keys travel again, and the gradients of a block of keys
+with it: the log-sum-exp over all keys tells every rank its queries' weights of any block (Dao 2023, arXiv:2307.08691).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from ..comm import Link
-from .kernels import attend_with_lse, merge_
+from ..comm import Link, Transfer
+from ..comm.autograd import tracked
+from .kernels import attend_backward, attend_with_lse, merge_
+
+
+class _Ring(NamedTuple):
+    """Who takes part in one ring attention, and how; see `ring_attention`."""
+
+    link: Link
+    lengths: Sequence[int]
+    mask_of: Callable[[int], Tensor | None] | None
+    scale: float | None
+    attend: Callable[..., tuple[Tensor, Tensor]]
+
+    def arriving(self, tensors: Sequence[Tensor], block: int) -> Transfer:
+        """Send on what belongs to the keys of rank ``block``, and receive the same of those before them."""
+        batch, heads, _, dim = tensors[0].shape
+        incoming = self.lengths[(block - 1) % self.link.size]
+        return self.link.shift(tensors, [(batch, heads, incoming, dim)] * len(tensors))
+
+    def mask(self, block: int) -> Tensor | None:
+        """The mask of this rank's queries over the keys of a rank."""
+        return self.mask_of(block) if self.mask_of else None
 
 
 def ring_attention(
@@ -44,22 +68,28 @@ def ring_attention(
         (B, H, Sq, D). The own block is computed first, then those of ranks - 1, - 2 …: the merge order is
         that of the ring and differs by rank.
     """
-    attend = attend or attend_with_lse
-    batch, heads, _, dim = k_bhsd.shape
+    ring = _Ring(link, lengths, mask_of, scale, attend or attend_with_lse)
+    if tracked(q_bhsd, k_bhsd, v_bhsd, *(resident or ())):
+        return cast(Tensor, _RingAttention.apply(ring, q_bhsd, k_bhsd, v_bhsd, *(resident or ())))
+    return _forward(ring, q_bhsd, k_bhsd, v_bhsd, resident)[0]
+
+
+def _forward(
+    ring: _Ring, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, resident: Sequence[Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp over all ranks' keys."""
+    link = ring.link
     out: Tensor | None = None
     lse: Tensor | None = None
     k, v = k_bhsd, v_bhsd
     for step in range(link.size):
         block = (link.rank - step) % link.size
-        arriving = None
-        if step + 1 < link.size:
-            incoming = lengths[(block - 1) % link.size]
-            # Posted before the computation below, waited for after it: the transfer hides behind attention.
-            arriving = link.shift((k, v), [(batch, heads, incoming, dim)] * 2)
+        # Posted before the computation below, waited for after it: the transfer hides behind attention.
+        arriving = ring.arriving((k, v), block) if step + 1 < link.size else None
         keys, values = k, v
-        if step == 0 and resident is not None:
+        if step == 0 and resident:
             keys, values = _joined(resident[0], k), _joined(resident[1], v)
-        part, part_lse = attend(q_bhsd, keys, values, mask_of(block) if mask_of else None, scale)
+        part, part_lse = ring.attend(q_bhsd, keys, values, ring.mask(block), ring.scale)
         if out is None or lse is None:
             out, lse = part, part_lse
         else:
@@ -67,7 +97,50 @@ def ring_attention(
         if arriving is not None:
             k, v = arriving.wait()
     assert out is not None
-    return out
+    assert lse is not None
+    return out, lse
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ring: _Ring, q: Tensor, k: Tensor, v: Tensor, *resident: Tensor) -> Tensor:
+        out, lse = _forward(ring, q, k, v, resident)
+        ctx.ring = ring
+        ctx.save_for_backward(q, k, v, out, lse, *resident)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse, *resident = ctx.saved_tensors
+        ring: _Ring = ctx.ring
+        link, stay = ring.link, resident[0].shape[2] if resident else 0
+        at_home: list[Tensor] = []
+        wide = torch.promote_types(q.dtype, torch.float32)
+        grad_q = torch.zeros_like(q, dtype=wide)
+        # The gradients of the block of keys that is here, so far.
+        coming: Transfer | None = None
+        for step in range(link.size):
+            block = (link.rank - step) % link.size
+            arriving = ring.arriving((k, v), block) if step + 1 < link.size else None
+            keys, values = k, v
+            if step == 0 and resident:
+                keys, values = _joined(resident[0], k), _joined(resident[1], v)
+            by_q, *found = attend_backward(grads[0], q, keys, values, out, lse, ring.mask(block), ring.scale)
+            grad_q += by_q
+            if step == 0 and resident:
+                at_home = [grad[:, :, :stay] for grad in found]
+                found = [grad[:, :, stay:] for grad in found]
+            found = [grad.to(wide) for grad in found]
+            if coming is not None:
+                found = [grad + before for grad, before in zip(found, coming.wait(), strict=True)]
+            coming = ring.arriving(found, block)
+            if arriving is not None:
+                k, v = arriving.wait()
+        assert coming is not None
+        # After as many shifts as there are ranks they are back where the keys are from.
+        back = [grad.to(q.dtype) for grad in (grad_q, *coming.wait(), *at_home)]
+        return None, *back
 
 
 def _joined(first: Tensor, second: Tensor) -> Tensor:

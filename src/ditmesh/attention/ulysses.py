@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Link
+from ..comm.autograd import all_to_all
 from ..core.partition import Partition, offsets
 
 
@@ -59,7 +60,7 @@ class HeadExchange:
                 for peer, (sent, length) in enumerate(zip(by_rank, tokens.blocks[block], strict=True)):
                     outgoing[peer].append(sent)
                     shapes[peer].append((batch, length, heads, dim))
-        received = zip(*self.link.all_to_all(outgoing, shapes), strict=True)
+        received = zip(*all_to_all(self.link, outgoing, shapes), strict=True)
         whole_bshd = [
             torch.cat([part for own in blocks for part in (next(received) if own is None else (own,))], 1)
             for blocks in here
@@ -82,6 +83,6 @@ class HeadExchange:
         shapes = [
             [(batch, lengths[me], self.head_counts[peer], dim) for lengths in tokens.blocks] for peer in range(size)
         ]
-        received = self.link.all_to_all(by_rank, shapes)
+        received = all_to_all(self.link, by_rank, shapes)
         rows = [torch.cat([received[peer][slot] for peer in range(size)], dim=2) for slot in range(len(shapes[me]))]
         return (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).transpose(1, 2)

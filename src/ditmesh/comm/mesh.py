@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import struct
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -45,6 +46,9 @@ LINKS: dict[str, tuple[str, ...]] = {
     "group": AXES[1:],
     "alone": (),
 }
+
+# Axes whose ranks hold the same weights, each with a part of their gradient.
+AVERAGED = ("data", "ring", "ulysses")
 
 # What follows a sentence about a mesh that can be used no more.
 _WAY_OUT = "call ditmesh.restore on every rank and parallelize again, or restart the job"
@@ -129,6 +133,8 @@ class Mesh:
         self.traffic = Traffic() if links is None else next(iter(links.values())).traffic
         self._deadline = timedelta(seconds=timeout)
         self._groups: list[dist.ProcessGroup] = []
+        # The group of `gradient_group`, once made.
+        self._averaging: list[dist.ProcessGroup] = []
         self._memory: SharedMemory | None = None
         self._control: dist.ProcessGroup | None = None
         self._state = RequestState()
@@ -165,16 +171,29 @@ class Mesh:
         group.data, group._peers, group._renewed = self._links["alone"], group.world.ranks, []
         return group
 
-    def _sets_of(self, name: str) -> list[list[int]]:
-        """All sets of ranks that differ only on a link's axes."""
-        inner = [AXES.index(axis) for axis in LINKS[name]]
+    @property
+    def gradient_group(self) -> dist.ProcessGroup | None:
+        """The process group over which gradients are averaged: the ranks of the data and sequence axes.
+
+        They hold the same weights. For `DistributedDataParallel` and ``DeviceMesh.from_group``; it stays until `close`.
+        None for one rank. Made when it is first asked for, which is a collective call of all ranks of the job.
+        """
+        if not self._averaging and self.config.size_of(AVERAGED) > 1:
+            group, _ = dist.new_subgroups_by_enumeration(self._sets_of(AVERAGED), timeout=self._deadline)
+            assert isinstance(group, dist.ProcessGroup)
+            self._averaging.append(group)
+        return self._averaging[0] if self._averaging else None
+
+    def _sets_of(self, axes: tuple[str, ...]) -> list[list[int]]:
+        """All sets of ranks that differ only on these axes."""
+        inner = [AXES.index(axis) for axis in axes]
         outer = [dim for dim in range(len(AXES)) if dim not in inner]
         assert inner == sorted(inner), "torch numbers the ranks of a group in ascending order"
         ranks = torch.arange(self.world_size).reshape(tuple(self.config.degrees.values()))
-        return ranks.permute(*outer, *inner).reshape(-1, self.config.size_of(LINKS[name])).tolist()
+        return ranks.permute(*outer, *inner).reshape(-1, self.config.size_of(axes)).tolist()
 
     def _link(self, name: str) -> Link:
-        ranks = next(ranks for ranks in self._sets_of(name) if self.rank in ranks)
+        ranks = next(ranks for ranks in self._sets_of(LINKS[name]) if self.rank in ranks)
         return Link(name, ranks, ranks.index(self.rank), self.traffic, self._state)
 
     def _connect(self) -> None:
@@ -191,7 +210,7 @@ class Mesh:
         memory = self._memory
         for number, (name, link) in enumerate(self._links.items()):
             if link.size > 1:
-                group, _ = dist.new_subgroups_by_enumeration(self._sets_of(name), timeout=self._deadline)
+                group, _ = dist.new_subgroups_by_enumeration(self._sets_of(LINKS[name]), timeout=self._deadline)
                 assert isinstance(group, dist.ProcessGroup)
                 self._groups.append(group)
                 shared = SharedChannel(memory, number, link.ranks) if memory and memory.joins(link.ranks) else None
@@ -290,9 +309,10 @@ class Mesh:
             running = False
 
         def left(*_: Any) -> None:
-            if running:
-                done()
+            # Activation checkpointing leaves a call by an exception once it has computed what it needs.
+            if running and type(sys.exc_info()[1]).__name__ != "_StopRecomputationError":
                 self.fail_request()
+            done()
 
         undo = ExitStack()
         undo.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
@@ -383,8 +403,9 @@ class Mesh:
         if self._memory is not None:
             self._memory.close()
             self._memory = None
-        while self._groups:
-            dist.destroy_process_group(self._groups.pop())
+        for groups in (self._groups, self._averaging):
+            while groups:
+                dist.destroy_process_group(groups.pop())
         if self._control is not None:
             # A data group of this mesh may have given it up.
             with suppress(ValueError):

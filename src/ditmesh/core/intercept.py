@@ -176,6 +176,12 @@ def _handled(
     if is_causal:
         # A mask as any other: who cuts tokens sees whether it can be cut.
         attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if torch.is_autocast_enabled(query.device.type):
+        # As autocast does with the arguments of torch's function, which all ranks' exchanges come before.
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(dtype)
     return handler.attend(query, key, value, attn_mask, scale)
 
 

@@ -16,6 +16,7 @@ from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.clock import CallClock
 from ..core.patching import CallChain
+from ..errors import ConfigError
 from ..layout import TokenLayout
 
 T = TypeVar("T")
@@ -112,6 +113,8 @@ class Strategy:
     name: ClassVar[str] = ""
     # What it lets of "the same picture": the weakest promise of a recipe's strategies counts.
     promise: ClassVar[Promise] = "tolerance"
+    # Why no gradient passes through it, a clause; empty: one does.
+    no_gradient: ClassVar[str] = ""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -164,6 +167,19 @@ class Strategy:
         Raises:
             InputError: its result would not be right then.
         """
+
+    def before_training(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A transformer is called, on all ranks alike, and gradients are to pass through it.
+
+        Raises:
+            ConfigError: none can.
+            InputError: they would not be right with these arguments.
+        """
+        if self.no_gradient:
+            raise ConfigError(
+                f"{self.context.config.describe()} cannot be trained: {self.no_gradient}; call the model under "
+                "torch.no_grad(), or train with ulysses, ring, tensor and data"
+            )
 
     def result(self, value: Any) -> Any:
         """What a pipeline's call is to return."""

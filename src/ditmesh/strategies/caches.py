@@ -85,6 +85,13 @@ class Caches(Strategy):
 
         return Patch(hook, DECIDE, decide)
 
+    def before_training(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(getattr(hook, "_is_stateful", False) for hook in _hooks_of(model)):
+            raise InputError(
+                f"{type(model).__name__} cannot be trained with a cache: what it keeps of an earlier step has no "
+                "gradient path; take the cache off (disable_cache()) first"
+            )
+
     def forget(self) -> None:
         # What a request that was broken off has left in diffusers' caches.
         for model in self.context.models:

@@ -43,6 +43,7 @@ class CompiledBlocks(Strategy):
     """Blocks of every transformer, compiled."""
 
     name = "compile"
+    no_gradient = "attention is an operator without a gradient in blocks that compile=... has compiled"
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:

@@ -12,10 +12,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from ..core import intercept
 from ..core.arguments import Arguments, parameter_names
+from ..core.partition import Partition
 from ..core.patching import CallChain, Proceed
 from ..errors import LayoutError
 from ..layout import Leaf, Region, TokenLayout, layout_of
@@ -91,6 +95,13 @@ class Handler(intercept.AttentionHandler, Protocol):
     def end_call(self) -> None:
         """The transformer's own forward has returned."""
 
+    def tokens(self) -> Partition:
+        """The streams of the call in progress, by sequence rank."""
+        ...
+
+    def resume(self, site: BlockSite, tokens: Partition) -> None:
+        """A block is about to run again, after its call, with what `tokens` was then."""
+
     def before_block(self, site: BlockSite, arguments: Arguments) -> None:
         """A block is about to run; ``arguments`` may be changed."""
 
@@ -108,6 +119,42 @@ class Handler(intercept.AttentionHandler, Protocol):
     def adapt(self, site: BlockSite, leaf: Leaf, module: nn.Module) -> Callable[[], None]:
         """Make a module that mixes tokens without attention see those of other ranks; returns the undo."""
         ...
+
+
+class Recomputation:
+    """What blocks need to run once more after their call: activation checkpointing does that in the backward pass.
+
+    A block is known by its path and the memory of its first stream, which whoever runs it again has kept.
+    """
+
+    def __init__(self) -> None:
+        self._notes: dict[tuple[str, int], tuple[StorageWeakRef, BlockSite, Partition]] = {}
+
+    def note(self, site: BlockSite, stream: Any, tokens: Partition) -> None:
+        """A block runs in a call that gradients are to pass through."""
+        if isinstance(stream, Tensor):
+            # While it is referred to, even weakly, no other storage has its number.
+            storage = StorageWeakRef(stream.untyped_storage())
+            self._notes[site.path, storage.cdata] = storage, site, tokens
+
+    def begin_call(self) -> None:
+        """Forget what nobody can run again."""
+        self._notes = {key: note for key, note in self._notes.items() if not note[0].expired()}
+
+    def find(self, path: str, stream: Any) -> tuple[BlockSite, Partition]:
+        """Place and tokens of a block that runs again.
+
+        Raises:
+            LayoutError: it did not run with this stream before.
+        """
+        key = StorageWeakRef(stream.untyped_storage()).cdata if isinstance(stream, Tensor) else 0
+        if (path, key) not in self._notes:
+            raise LayoutError(
+                f"{path} runs in a backward pass with tokens of which it is not known how they are shared out; use "
+                "enable_gradient_checkpointing() without moving what it saves to other memory"
+            )
+        _, site, tokens = self._notes[path, key]
+        return site, tokens
 
 
 class ModelHooks:
@@ -138,8 +185,11 @@ class ModelHooks:
         self.tap: Tap | None = None
         self.tokens_whole = False
         self._names = parameter_names(type(model).forward)
+        self._recomputation = Recomputation()
         # How many calls of the model's own forward run: a ControlNet that has some of its blocks calls them outside.
         self._running = 0
+        # Whether gradients are to pass through the one in progress.
+        self._recorded = False
         self._undo = ExitStack()
         intercept.install()
         # Also for a model that was dropped without `close`.
@@ -174,28 +224,45 @@ class ModelHooks:
                 ) from None
             self._undo.callback(handler.adapt(site, leaf, module))
 
+        # The block's place in the call that it runs in, and whether it runs in one.
+        at, entered = site, False
+
         def before(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            if not self._running or (handler.passive and self.tap is None):
+            nonlocal at, entered
+            again = not self._running and torch._C._current_graph_task_id() >= 0
+            entered = (self._running > 0 or again) and not (handler.passive and self.tap is None)
+            if not entered:
                 return None
             arguments = Arguments(names, args, kwargs)
-            handler.before_block(self._sites[site.path], arguments)
+            stream = arguments.get(site.region.main.arg) if again or self._recorded else None
+            if again:
+                at, tokens = self._recomputation.find(site.path, stream)
+                handler.resume(at, tokens)
+            else:
+                at = self._sites[site.path]
+            handler.before_block(at, arguments)
+            if self._recorded:
+                self._recomputation.note(at, stream, handler.tokens())
             intercept.handle(handler)
             return tuple(arguments.args), arguments.kwargs
 
         def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-            if not self._running or (handler.passive and self.tap is None):
+            if not entered:
                 return None
             intercept.handle(None)
+            if output is None:
+                # It was left by an exception: checkpointing stops a block that has computed what it needs.
+                return None
             if self.tap is not None:
-                for piece in handler.pieces(self._sites[site.path], output):
+                for piece in handler.pieces(at, output):
                     self.tap(site.path, piece)
-            return handler.after_block(self._sites[site.path], output)
+            return handler.after_block(at, output)
 
         # Around what others put on the block's forward: a cache sees tokens that are cut already.
         self._undo.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
-        self._undo.callback(block.register_forward_hook(after).remove)
+        self._undo.callback(block.register_forward_hook(after, always_call=True).remove)
 
     def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         self.handler.begin_call()
@@ -203,11 +270,15 @@ class ModelHooks:
             arguments = Arguments(self._names, args, kwargs)
             self.handler.before_call(self.layout, arguments)
             args, kwargs = tuple(arguments.args), arguments.kwargs
+        self._recorded = requires_grad(self.model, args, kwargs)
+        if self._recorded:
+            self._recomputation.begin_call()
         self._running += 1
         try:
             output = proceed(*args, **kwargs)
         finally:
             self._running -= 1
+            self._recorded = False
             # A block that was left by an exception, of whatever kind, does not keep this thread's attention.
             intercept.handle(None)
         self.handler.end_call()
@@ -258,6 +329,14 @@ class ModelHooks:
                 sites[site.path] = site
         self._of[id(layout)] = sites
         return sites
+
+
+def requires_grad(model: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a gradient is to pass through a model's call."""
+    return torch.is_grad_enabled() and (
+        any(parameter.requires_grad for parameter in model.parameters())
+        or any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves((args, kwargs)))
+    )
 
 
 def _blocks(model: nn.Module, region: Region) -> nn.ModuleList:

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_map_with_path
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
 
 from ..comm import Link
 from ..comm.mesh import Mesh
@@ -518,6 +518,25 @@ class SameInputs(Strategy):
 
     def end_request(self, failed: bool) -> None:
         self._call.close()
+
+    def before_training(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        link, config = self.context.mesh.world, self.context.config
+        given = {**{f"number {n}": value for n, value in enumerate(args, 1)}, **kwargs}
+        # Exchanges in backward are made where something requires a gradient.
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        tracked = [leaf.requires_grad for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        own = {**_digests(given), "requires_grad": digest((trained, tracked, torch.is_grad_enabled()))}
+        differing = differences(link.all_gather_object(own), link.ranks)
+        if differing:
+            raise InputError(
+                f"{type(model).__name__} is trained with inputs that differ: {_arguments_in_words(differing)}; give "
+                "the same samples, noise and timesteps to all ranks"
+                + (
+                    " of a data rank"
+                    if config.inputs == "per-data-rank"
+                    else ", or use inputs='per-data-rank' with data=N if every data rank has samples of its own"
+                )
+            )
 
     def outside_request(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Nobody has made these inputs the same: on all ranks alike they are compared, and refused if they differ.

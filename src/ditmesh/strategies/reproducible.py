@@ -446,6 +446,7 @@ class ReproducibleSequence(ExactSequence):
     kind = TiledSequence
     name = "reproducible"
     promise = "bits"
+    no_gradient = "reproducible=True runs a block tile by tile, and has no backward pass yet"
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..comm import Link
+from ..comm.autograd import all_gather, tracked
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.alignment import ALIGNMENT
@@ -28,7 +29,7 @@ from ..core.clock import Call, CallClock, timestep_of
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch, Proceed
 from ..core.values import Seen, seen
-from ..errors import InputError, LayoutError
+from ..errors import ConfigError, InputError, LayoutError
 from ..layout.forms import holds_tensors, kind_of
 from .base import Context, ParallelModel, Request, Strategy
 from .caches import diffusers_hooks
@@ -284,6 +285,9 @@ class BatchParallel:
         take = slice(each * take.start, each * take.stop)
         if not isinstance(value, Tensor):
             return _some(value, take)
+        if tracked(value):
+            # What was cut without a gradient has none.
+            return _some(value, take, dim)
         key = ("rows", seen(value).key, take.start, take.stop, dim)
         part = self._clock.values.found(key, lambda: seen(_some(value, take, dim)), (value,))
         return part.value if seen(part.value).key == part.key else _some(value, take, dim)
@@ -337,7 +341,7 @@ def _gathered(rows: Any, shares: Partition, link: Link) -> Any:
     counts = shares.lengths
 
     def gather(rows: Tensor) -> Tensor:
-        return link.all_gather(rows[: counts[link.rank]].contiguous(), counts, dim=0)
+        return all_gather(link, rows[: counts[link.rank]].contiguous(), counts, dim=0)
 
     if isinstance(rows, LazyPatches) and rows.settled is None:
         # Each patch is gathered when it is wanted, in the same order on all ranks; whose it is, now.
@@ -393,6 +397,13 @@ class Rows(Strategy):
             rows = model.add(BatchParallel(model, context.mesh, context.clock, context.config.reproducible))
             self.rows.append(rows)
             undo.callback(model.chain.add(rows.around_call))
+
+    def before_training(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (cfg := self.context.config.cfg) > 1:
+            raise ConfigError(
+                f"cfg={cfg} cannot be trained: ranks foresee branches of guidance, which training has none of; use "
+                f"data={cfg} for the rows of a batch"
+            )
 
     def begin_request(self, request: Request) -> None:
         for rows in self.rows:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..attention import masks
 from ..attention.kernels import local_attention
 from ..attention.mixer import AttentionCall, Mixer
+from ..comm.autograd import all_gather
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.arguments import MISSING, Arguments, covers
@@ -134,6 +135,16 @@ class SequenceParallel:
                 "do not skip the last block (skip_layers) on several ranks"
             )
 
+    def tokens(self) -> Partition:
+        """The streams of the call in progress, by sequence rank."""
+        return self._call.tokens
+
+    def resume(self, site: BlockSite, tokens: Partition) -> None:
+        """A block is about to run again for a backward pass; ``tokens``: as they were in its call."""
+        # A first block cuts them anew, if it did so before.
+        cuts = site.is_first and not site.fed_by_previous
+        self._call = _Call() if cuts else _Call(tokens, entered=site.span)
+
     # --- blocks ------------------------------------------------------------------------------------------
 
     def before_block(self, site: BlockSite, arguments: Arguments) -> None:
@@ -219,9 +230,9 @@ class SequenceParallel:
 
     def _gather(self, value: Tensor, tokens: Partition, stream: Stream) -> Tensor:
         if not stream.folded or self.link.size == 1:
-            return self.link.all_gather(value, tokens.lengths, stream.dim)
+            return all_gather(self.link, value, tokens.lengths, stream.dim)
         unfolded = value.unflatten(stream.dim, (-1, tokens.lengths[self.link.rank]))
-        return self.link.all_gather(unfolded, tokens.lengths, stream.dim + 1).flatten(stream.dim, stream.dim + 1)
+        return all_gather(self.link, unfolded, tokens.lengths, stream.dim + 1).flatten(stream.dim, stream.dim + 1)
 
     def _enter(self, site: BlockSite, arguments: Arguments) -> None:
         call, region = self._call, site.region
@@ -236,7 +247,7 @@ class SequenceParallel:
             for stream in region.streams:
                 # What is added to the tokens on the way is this rank's own.
                 added = bool(call.residuals) and stream is region.main
-                if not added and arguments.get(stream.arg) is not call.handed_over.get(stream.name):
+                if not added and not _same(arguments.get(stream.arg), call.handed_over.get(stream.name)):
                     raise LayoutError(
                         f"{site.path}: {stream.arg!r} is not what the region before returned; something changed the "
                         "tokens between the two block lists. Mark the region as not `chained` in the layout"
@@ -367,7 +378,8 @@ class SequenceParallel:
             if self.balance.wanted:
                 self._timing = True
                 try:
-                    self.balance.measure(lambda: patch.original(*args, **kwargs))
+                    with torch.no_grad():
+                        self.balance.measure(lambda: patch.original(*args, **kwargs))
                 finally:
                     self._timing = False
             return patch.original(*args, **kwargs)
@@ -410,6 +422,11 @@ class SequenceParallel:
         if self.link.size == 1 and not self.keeps_keys:
             return self.kernel(q_bhsd, k_bhsd, v_bhsd, mask, scale)
         planned = self._planned(site, index)
+        if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+            raise LayoutError(
+                f"{site.path}: the attention mask requires a gradient, which does not pass through other ranks' parts "
+                "of it; detach the mask, or train on one device"
+            )
         if not planned.keys:
             return self.kernel(q_bhsd, k_bhsd, v_bhsd, mask, scale)
         queries, keys = call.tokens.select(planned.queries), call.tokens.select(planned.keys)
@@ -464,6 +481,13 @@ class SequenceParallel:
                 f"ulysses={self.mesh.ulysses.size} is more than the {q.shape[1]} heads of {site.path}; use ulysses <= "
                 f"{q.shape[1]} and ring for the rest"
             )
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Whether two arguments are one tensor: others' hooks hand on views of the whole of it, which they watch."""
+    if value is other or not (isinstance(value, Tensor) and isinstance(other, Tensor)):
+        return value is other
+    return value.data_ptr() == other.data_ptr() and (value.shape, value.stride()) == (other.shape, other.stride())
 
 
 def counted_here(counted: Count, number: int, tokens: Partition, part: int) -> int:

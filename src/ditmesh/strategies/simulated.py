@@ -150,6 +150,8 @@ def _as_rank(rank: int, call: Callable[[], Any]) -> Any:
 class SimulatedExact(ExactSequence):
     """Exact sequence parallelism of virtual ranks."""
 
+    no_gradient = "virtual ranks take turns inside a block, and torch does not record that"
+
     def handler(self, model: ParallelModel) -> Handler:
         config, mesh = self.context.config, self.context.mesh
         return cast(Handler, SimulatedSequence(lambda: self.kind(config, mesh), config.ring))

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ..comm.autograd import all_gather, all_to_all
 from ..core import intercept
 from ..core.arguments import Arguments, parameter_names
 from ..core.group import ExchangeGroup, Group
@@ -77,7 +78,7 @@ def _neighbours_rows(x: Tensor, reach: int, link: ExchangeGroup) -> tuple[Tensor
         rows = [x[:, :, -reach:]] if peer == link.rank + 1 else [x[:, :, :reach]] if peer == link.rank - 1 else []
         outgoing.append([nothing] if peer == link.rank else rows)
         shapes.append([shape] * len(rows))
-    received = link.all_to_all(outgoing, shapes)
+    received = all_to_all(link, outgoing, shapes)
     above = received[link.rank - 1][0] if link.rank > 0 else nothing
     below = received[link.rank + 1][0] if link.rank < link.size - 1 else nothing
     return above, below
@@ -142,7 +143,7 @@ class _LinearAttention:
         q, k, v = F.relu(q).float(), F.relu(k).float(), v.float()
         # A column of ones under the values makes the normaliser part of the state.
         state = F.pad(v, (0, 1), value=1.0).transpose(-1, -2) @ k  # (B, H, D + 1, D)
-        state = self.link.all_gather(state.unsqueeze(0).contiguous(), (1,) * self.link.size, dim=0).sum(dim=0)
+        state = all_gather(self.link, state.unsqueeze(0).contiguous(), (1,) * self.link.size, dim=0).sum(dim=0)
         mixed = q @ state.transpose(-1, -2)  # (B, H, s, D + 1)
         out = mixed[..., :-1] / (mixed[..., -1:] + 1e-15)
         out = out.transpose(1, 2).flatten(2).to(hidden_states.dtype)
@@ -179,7 +180,7 @@ def gathered(
         for path, dim in leaf.args:
             value = arguments.get(path)
             if isinstance(value, Tensor):
-                arguments.set(path, link.all_gather(value.contiguous(), shares.lengths, dim))
+                arguments.set(path, all_gather(link, value.contiguous(), shares.lengths, dim))
         # Attention in there is over all tokens already.
         with intercept.handled_by(None):
             output = patch.original(*arguments.args, **arguments.kwargs)

@@ -11,14 +11,16 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from ...comm.autograd import tracked
 from ...errors import ConfigError, LayoutError
 from .builtin import Math, Native
-from .lse import attend_with_lse, attend_with_lse_reference, merge_
+from .lse import attend_backward, attend_with_lse, attend_with_lse_reference, merge_
 
 __all__ = [
     "Kernel",
     "KernelWithLse",
     "LocalAttention",
+    "attend_backward",
     "attend_with_lse",
     "attend_with_lse_reference",
     "local_attention",
@@ -62,7 +64,9 @@ class KernelWithLse(Kernel, Protocol):
     def attend_with_lse(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
     ) -> tuple[Tensor, Tensor]:
-        """The output, which the caller may overwrite, and the natural log-sum-exp (B, H, Sq) of the scores in float32.
+        """The output, which the caller may overwrite, and the natural log-sum-exp (B, H, Sq) of the scores.
+
+        The latter in float32, or float64 for float64 queries.
 
         There may be no keys (Sk = 0). A query that may attend to nothing has output 0 and LSE -inf.
         """
@@ -96,9 +100,19 @@ class LocalAttention:
     def __call__(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
-        """See `Kernel.attend`."""
+        """See `Kernel.attend`.
+
+        Raises:
+            LayoutError: the kernel does not support the call, or gradients are asked for and it has none.
+        """
         self._check(q_bhsd, mask)
-        return self.kernel.attend(q_bhsd, k_bhsd, v_bhsd, mask, scale)
+        out = self.kernel.attend(q_bhsd, k_bhsd, v_bhsd, mask, scale)
+        if not out.requires_grad and tracked(q_bhsd, k_bhsd, v_bhsd):
+            raise LayoutError(
+                f"attention={self.kernel.name!r} passes no gradient on; train with attention='native', or call the "
+                "model under torch.no_grad()"
+            )
+        return out
 
     def with_lse(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None = None, scale: float | None = None

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 NEG_INF = float("-inf")
+# Scores that `attend_backward_reference` holds at a time.
+SCORES = 1 << 26
 
 
 def attend_with_lse(
@@ -27,11 +29,12 @@ def attend_with_lse(
         scale: factor of the scores; default 1/sqrt(D).
 
     Returns:
-        The output (B, H, Sq, D) in q's dtype and the LSE (B, H, Sq) in float32. A query that may attend to
-        nothing has output 0 and LSE -inf.
+        The output (B, H, Sq, D) in q's dtype and the LSE (B, H, Sq) in float32 (float64 for float64). A query that may
+        attend to nothing has output 0 and LSE -inf.
     """
+    wide = torch.promote_types(q_bhsd.dtype, torch.float32)
     if k_bhsd.shape[2] == 0:
-        return torch.zeros_like(q_bhsd), q_bhsd.new_full(q_bhsd.shape[:3], NEG_INF, dtype=torch.float32)
+        return torch.zeros_like(q_bhsd), q_bhsd.new_full(q_bhsd.shape[:3], NEG_INF, dtype=wide)
     bias = None if mask is None else additive(mask, q_bhsd.dtype)
     found = None
     if q_bhsd.device.type == "cpu":
@@ -40,7 +43,7 @@ def attend_with_lse(
     elif q_bhsd.device.type == "cuda" and q_bhsd.shape[-1] % 8 == 0:
         found = _cuda(q_bhsd, k_bhsd, v_bhsd, bias, scale)
     out, lse = found or attend_with_lse_reference(q_bhsd, k_bhsd, v_bhsd, bias, scale)
-    lse = lse[..., : q_bhsd.shape[2]].float()
+    lse = lse[..., : q_bhsd.shape[2]].to(wide)
     if bias is not None:
         # The fused kernels report LSE 0 for a query that sees nothing: it must not weigh in a merge.
         dead = (bias == NEG_INF).all(dim=-1).expand(lse.shape)
@@ -52,14 +55,83 @@ def attend_with_lse(
 def attend_with_lse_reference(
     q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, bias: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """`attend_with_lse` spelt out in float32; where torch has no fused kernel that tells its LSE."""
-    scale = 1 / math.sqrt(q_bhsd.shape[-1]) if scale is None else scale
-    scores = (q_bhsd.float() @ k_bhsd.float().transpose(-1, -2)) * scale
-    if bias is not None:
-        scores = scores + bias.float()
+    """`attend_with_lse` spelt out in float32 or float64; where torch has no fused kernel that tells its LSE."""
+    wide = torch.promote_types(q_bhsd.dtype, torch.float32)
+    scores = _scores(q_bhsd.to(wide), k_bhsd.to(wide), bias, scale)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse.masked_fill(lse == NEG_INF, 0).unsqueeze(-1))
-    return (weights @ v_bhsd.float()).to(q_bhsd.dtype), lse
+    return (weights @ v_bhsd.to(wide)).to(q_bhsd.dtype), lse
+
+
+def _scores(q_bhsd: Tensor, k_bhsd: Tensor, bias: Tensor | None, scale: float | None) -> Tensor:
+    scores = (q_bhsd @ k_bhsd.transpose(-1, -2)) * (1 / math.sqrt(q_bhsd.shape[-1]) if scale is None else scale)
+    return scores if bias is None else scores + bias.to(scores.dtype)
+
+
+def attend_backward(
+    grad_bhsd: Tensor,
+    q_bhsd: Tensor,
+    k_bhsd: Tensor,
+    v_bhsd: Tensor,
+    out_bhsd: Tensor,
+    lse: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of softmax attention from one block of its keys.
+
+    With the LSE of *all* keys the weights of a block are P = exp(S - LSE), and with the output over all keys
+    delta = rowsum(dO * O); then dV = P^T dO, dS = P * (dO V^T - delta), dQ = scale * dS K, dK = scale * dS^T Q:
+    Dao 2023, arXiv:2307.08691 (FlashAttention-2), algorithm 2. What the blocks give for q adds up to its gradient.
+
+    Args:
+        grad_bhsd: gradient of the output, (B, H, Sq, D).
+        q_bhsd, k_bhsd, v_bhsd: queries, and the keys and values (B, H, Sk, D) of the block.
+        out_bhsd, lse: output (B, H, Sq, D) and LSE (B, H, Sq) over all keys.
+        mask, scale: as in `attend_with_lse`, for the block.
+
+    Returns:
+        Gradients of q, k and v, in q's dtype or a wider one.
+    """
+    if k_bhsd.shape[2] == 0:
+        return torch.zeros_like(q_bhsd), torch.zeros_like(k_bhsd), torch.zeros_like(v_bhsd)
+    bias = None if mask is None else additive(mask, q_bhsd.dtype)
+    # A query that sees nothing: exp(S - inf) = 0.
+    lse = lse.masked_fill(lse == NEG_INF, math.inf)
+    tensors = grad_bhsd, q_bhsd, k_bhsd, v_bhsd, out_bhsd, lse
+    kernel = fused("_scaled_dot_product_flash_attention_for_cpu_backward")
+    if q_bhsd.device.type == "cpu" and kernel is not None:
+        return kernel(*tensors, 0.0, False, attn_mask=bias, scale=scale)
+    return attend_backward_reference(*tensors, bias, scale)
+
+
+def attend_backward_reference(
+    grad_bhsd: Tensor,
+    q_bhsd: Tensor,
+    k_bhsd: Tensor,
+    v_bhsd: Tensor,
+    out_bhsd: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attend_backward` spelt out in float32 or float64, for so many queries at a time that scores stay small."""
+    wide = torch.promote_types(q_bhsd.dtype, torch.float32)
+    grad, q, k, v, out = (tensor.to(wide) for tensor in (grad_bhsd, q_bhsd, k_bhsd, v_bhsd, out_bhsd))
+    delta = (grad * out).sum(-1, keepdim=True)
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    queries = q.shape[2]
+    rows = max(1, SCORES // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    for first in range(0, queries, rows):
+        part = slice(first, first + rows)
+        own = bias if bias is None or bias.shape[2] == 1 else bias[:, :, part]
+        weights = torch.exp(_scores(q[:, :, part], k, own, scale) - lse[:, :, part].unsqueeze(-1))
+        grad_v += weights.transpose(-1, -2) @ grad[:, :, part]
+        slopes = weights * (grad[:, :, part] @ v.transpose(-1, -2) - delta[:, :, part]) * factor
+        grad_q[:, :, part] = slopes @ k
+        grad_k += slopes.transpose(-1, -2) @ q[:, :, part]
+    return grad_q, grad_k, grad_v
 
 
 def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,7 +142,7 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tu
 
     Args:
         out, other_out: (B, H, S, D), of one dtype.
-        lse, other_lse: (B, H, S) float32.
+        lse, other_lse: (B, H, S), as `attend_with_lse` returns them.
     """
     # Both -inf: neither set has a key for the query; the difference is NaN, and any weight keeps the zeros.
     weight = torch.sigmoid(other_lse - lse).nan_to_num_(0.0)

@@ -399,6 +399,7 @@ class PipeStrategy(Strategy):
 
     name = "pipe"
     promise = "none"
+    no_gradient = "patches attend to keys of an earlier step, which have no gradient path"
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:

@@ -245,6 +245,7 @@ class StaleStrategy(TokenStrategy):
     """What token strategies share whose steps are not all synchronous."""
 
     promise = "none"
+    no_gradient = "keys of an earlier step, or none, stand for those of other ranks, and have no gradient path"
     # The handler's class.
     kind: ClassVar[type[StaleSequence]]
 

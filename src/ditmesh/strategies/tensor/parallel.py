@@ -7,20 +7,22 @@ tensors, so adapters, other axes and every backend work as they do on one device
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...comm import Link
+from ...comm.autograd import enter_slices, gather_features, leave_slices, sum_of_slices
 from ...config import ParallelConfig
 from ...core.arguments import Arguments, covers, parameter_names
 from ...core.partition import Partition
 from ...core.patching import Patch, refuse_saving
-from ...errors import InputError
+from ...errors import ConfigError, InputError
 from ...layout import Table, TokenLayout
 from ..base import Strategy
 from ..heads import check_heads, heads_of
@@ -55,8 +57,10 @@ class TensorParallel:
             if site.kind != "norm"
             for parent, _, name in [site.path.rpartition(".")]
         ]
-        # Where a site's epilogue hangs: on the linear, or on the adapter wrapped around it.
-        self._epilogues: dict[str, tuple[nn.Module, RemovableHandle]] = {}
+        # Where a site's hooks hang: on the linear, or on the adapter wrapped around it.
+        self._hung: dict[tuple[str, str], tuple[nn.Module, RemovableHandle]] = {}
+        # Hooks on the gradients of parameters, by parameter.
+        self._completed: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
         for site in self.plan.sites:
             _check_plain(site, self._base(site))
         for site in self.plan.sites:
@@ -71,7 +75,7 @@ class TensorParallel:
                 self._undo.callback(Patch(norm, "forward", _norm_over_ranks(norm, link)))
         for path, table, cut in self.plan.tables:
             module = model.get_submodule(path)
-            slicer = _table_slicer(module, table, cut, link.rank)
+            slicer = _table_slicer(module, table, cut, link)
             self._undo.callback(module.register_forward_pre_hook(slicer, with_kwargs=True).remove)
         self._guard()
         self._follow_adapters()
@@ -86,9 +90,10 @@ class TensorParallel:
                 refuses its next call.
         """
         self._undo.close()
-        for _, handle in self._epilogues.values():
+        for handle in (*(handle for _, handle in self._hung.values()), *self._completed.values()):
             handle.remove()
-        self._epilogues.clear()
+        self._hung.clear()
+        self._completed.clear()
         with whole_or_refused(self.model):
             self.gather_adapters()
             for site in self.plan.sites:
@@ -116,7 +121,7 @@ class TensorParallel:
                     if rank > 0:
                         parameter.data = torch.zeros_like(parameter.data)
                 elif parameter.shape[dim] == site.cut.total:
-                    parameter.data = site.cut.copy(parameter.data, dim, rank)
+                    parameter.data, parameter.grad = site.cut.copy(parameter.data, dim, rank), None
 
     def _gather(self, site: Site, parameters: Iterable[tuple[nn.Parameter, int | None]]) -> None:
         """The inverse of `_cut`. Collective over the link."""
@@ -128,7 +133,7 @@ class TensorParallel:
                     parameter.data = self.link.broadcast(mine if self.link.rank == 0 else torch.empty_like(mine), 0)
                 elif mine.shape[dim] != site.cut.total:
                     pieces = self.link.all_gather(mine, lengths, dim).split(lengths, dim)
-                    parameter.data = site.cut.join(pieces, dim)
+                    parameter.data, parameter.grad = site.cut.join(pieces, dim), None
 
     # --- hooks -------------------------------------------------------------------------------------------
 
@@ -161,21 +166,19 @@ class TensorParallel:
             self._undo.callback(load)
 
     def _before_call(self, *_: Any) -> None:
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters()):
-            raise InputError(
-                "tensor parallelism is for inference, but gradients are on; call the model under torch.no_grad()"
-            )
         self._follow_adapters()
+        if torch.is_grad_enabled():
+            self._follow_gradients()
 
     def _epilogue(self, site: Site) -> Callable[..., Tensor]:
         """A hook that completes the output of a site's linear: the sum, or the features, of all ranks."""
         link, lengths = self.link, site.cut.lengths
 
         def add_up(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-            return link.all_reduce(output)
+            return leave_slices(link, output)
 
         def gather(_: nn.Module, __: tuple[Any, ...], output: Tensor) -> Tensor:
-            return link.all_gather(output.contiguous(), lengths, output.dim() - 1)
+            return gather_features(link, output.contiguous(), lengths, output.dim() - 1)
 
         return add_up if site.kind == "row" else gather
 
@@ -185,16 +188,50 @@ class TensorParallel:
         """Cut adapters that are still whole, and hang every epilogue behind base and adapters together."""
         for site, outer in self._linears():
             if site.kind != "column":
-                self._hang_epilogue(site, outer)
+                self._hang("epilogue", site, outer)
             self._cut(site, _adapter_parameters(site, outer))
 
-    def _hang_epilogue(self, site: Site, outer: nn.Module) -> None:
-        hung = self._epilogues.get(site.path)
+    def _hang(self, kind: str, site: Site, outer: nn.Module) -> None:
+        hung = self._hung.get((kind, site.path))
         if hung is not None and hung[0] is outer:
             return
         if hung is not None:
             hung[1].remove()
-        self._epilogues[site.path] = (outer, outer.register_forward_hook(self._epilogue(site)))
+        if kind == "epilogue":
+            handle = outer.register_forward_hook(self._epilogue(site))
+        else:
+            handle = outer.register_forward_pre_hook(self._prologue)
+        self._hung[kind, site.path] = (outer, handle)
+
+    # --- gradients ---------------------------------------------------------------------------------------
+
+    def _follow_gradients(self) -> None:
+        """Hang what completes gradients: of what goes into linears cut by column, and of weights between slices.
+
+        Every rank has the gradients of its own slices; what is whole there gets a part from every rank.
+        """
+        for site, outer in self._linears():
+            if site.kind != "row":
+                self._hang("prologue", site, outer)
+            for parameter, whole in _adapter_gradients(site, outer):
+                self._complete(parameter, self._added_once if whole else self.link.all_reduce)
+            bias = base_of(outer)._parameters.get("bias")
+            if site.kind == "row" and bias is not None:
+                self._complete(bias, self._added_once)
+        for name in self.plan.between:
+            self._complete(self.model.get_parameter(name), self.link.all_reduce)
+
+    def _prologue(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return enter_slices(self.link, args[0]), *args[1:]
+
+    def _complete(self, parameter: nn.Parameter, change: Callable[[Tensor], Tensor]) -> None:
+        if parameter.requires_grad and parameter not in self._completed:
+            # A gradient that is handed to a hook is not to be written to.
+            self._completed[parameter] = parameter.register_hook(lambda gradient: change(gradient.clone()))
+
+    def _added_once(self, gradient: Tensor) -> Tensor:
+        """The gradient of what the first rank holds whole: the others' zeros stay what they are."""
+        return gradient if self.link.rank == 0 else torch.zeros_like(gradient)
 
     def spread(self) -> set[int]:
         """Ids of the parameters that are this rank's slices at the moment. Adapters are whole until the next call."""
@@ -216,8 +253,8 @@ def _norm_over_ranks(norm: nn.Module, link: Link) -> Callable[[Tensor], Tensor]:
     assert width is not None
 
     def forward(hidden_states: Tensor) -> Tensor:
-        wide = hidden_states.float()
-        squares = link.all_reduce(wide.square().sum(-1, keepdim=True))
+        wide = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        squares = sum_of_slices(link, wide.square().sum(-1, keepdim=True))
         eps = getattr(norm, "eps", None)
         # torch.nn.RMSNorm's default
         eps = torch.finfo(hidden_states.dtype).eps if eps is None else eps
@@ -278,6 +315,17 @@ def _adapter_parameters(site: Site, outer: nn.Module) -> Iterator[tuple[nn.Param
             yield bias, site.dim_of("bias")
 
 
+def _adapter_gradients(site: Site, outer: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
+    """Parameters of a layer's adapters of whose gradient every rank has a part, or (True) only the first one any."""
+    cut = {id(parameter): dim for parameter, dim in _adapter_parameters(site, outer)}
+    if outer is base_of(outer):
+        return
+    for name in ("lora_A", "lora_B"):
+        for parameter in outer.get_submodule(name).parameters():
+            if cut.get(id(parameter)) is None:
+                yield parameter, id(parameter) in cut
+
+
 def _check_plain(site: Site, base: nn.Module) -> None:
     """Slices are taken of plain floating-point tensors that are really there."""
     weight = base._parameters.get("weight")
@@ -299,9 +347,9 @@ def _check_plain(site: Site, base: nn.Module) -> None:
         )
 
 
-def _table_slicer(module: nn.Module, table: Table, cut: Partition, rank: int) -> Callable[..., Any]:
+def _table_slicer(module: nn.Module, table: Table, cut: Partition, link: Link) -> Callable[..., Any]:
     names = parameter_names(type(module).forward)
-    start, length = cut.runs(rank)[0][0], cut.lengths[rank]
+    start, length = cut.runs(link.rank)[0][0], cut.lengths[link.rank]
 
     def slice_tables(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -311,7 +359,7 @@ def _table_slicer(module: nn.Module, table: Table, cut: Partition, rank: int) ->
             if not covers(table.argument, path) or not isinstance(value, Tensor) or value.dim() != table.ndim:
                 continue
             if value.shape[table.dim] == cut.total:
-                arguments.set(path, value.narrow(table.dim, start, length))
+                arguments.set(path, enter_slices(link, value).narrow(table.dim, start, length))
         return tuple(arguments.args), arguments.kwargs
 
     return slice_tables
@@ -329,6 +377,14 @@ class TensorSlices(Strategy):
     @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
         check_heads(config, heads_of(model, layout), type(model).__name__)
+
+    def before_training(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for each in self.context.models:
+            if each.model is model and (names := each.get(TensorParallel).plan.unknown):
+                raise ConfigError(
+                    f"{type(model).__name__} cannot be trained with tensor={self.context.config.tensor}: whether every "
+                    f"rank has a part of the gradient of {names[0]} is not known; use ulysses or ring"
+                )
 
     def apply(self, undo: ExitStack) -> None:
         for model in self.context.models:

@@ -61,11 +61,15 @@ class Plan:
         sites: what is cut, in the model's order.
         attributes: integers of modules that the model's code reads: ``(module path, name, value of every rank)``.
         tables: attention modules whose positional tables follow heads or channels: ``(module path, table, cut)``.
+        between: names of parameters that are whole and lie between slices: every rank has a part of their gradient.
+        unknown: names of those of which that is not known.
     """
 
     sites: list[Site] = field(default_factory=list)
     attributes: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
     tables: list[tuple[str, Table, Partition]] = field(default_factory=list)
+    between: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
 
     def parameters(self) -> Iterator[tuple[str, int | None, Partition | None]]:
         """Every parameter that a rank does not hold whole: its name, `Site.dim_of` it, and the cut if it has one."""
@@ -134,15 +138,26 @@ def _apply(made: Plan, rule: Rule, path: str, module: nn.Module, degree: int, cl
         _expect(path, name, linear.out_features, cut.total, "output", rule)
         made.sites.append(Site(_join(path, name), "column", cut))
     holders = {path: module}
-    if attention is not None:
+    if attention is None:
+        made.unknown += _whole_parameters(made, path, module)
+    else:
         _cut_attention(made, attention_path, attention, widths)
         claimed.add(attention_path)
+        for name in _whole_parameters(made, attention_path, attention):
+            normed = name.removeprefix(f"{attention_path}.").split(".")[0] in NORMS
+            (made.between if normed else made.unknown).append(name)
         holders[attention_path] = attention
     for holder_path, holder in holders.items():
         for name, width in ATTRIBUTES.items():
             value = vars(holder).get(name)
             if width in widths and type(value) is int and value == widths[width].total:
                 made.attributes.append((holder_path, name, widths[width].lengths))
+
+
+def _whole_parameters(made: Plan, path: str, module: nn.Module) -> list[str]:
+    """Names of a module's parameters that are no part of a site."""
+    sites = tuple(f"{site.path}." for site in made.sites)
+    return [name for name in (_join(path, own) for own, _ in module.named_parameters()) if not name.startswith(sites)]
 
 
 def _cut_attention(made: Plan, path: str, attention: nn.Module, widths: dict[str, Partition]) -> None:
