@@ -362,8 +362,6 @@ def parallelize(
         _share(target, models, config)
         return target
     layouts = [layout or _layout_before_a_call(model) for model in models]
-    for model in models:
-        _check_backend(model)
     if config == "auto":
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         # Of a model that does not tell its heads one is sure: the ring takes any number of ranks.
@@ -474,8 +472,6 @@ def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None
         if given:
             raise ConfigError(f"{setting}={given!r} is not simulated; leave it out")
     models = denoisers(target)
-    for model in models:
-        _check_backend(model)
     parameter = next(models[0].parameters(), None)
     mesh = virtual_mesh(config, "cpu" if parameter is None else parameter.device)
     pairs = [(model, layout or find_layout(model)) for model in models]
@@ -554,22 +550,3 @@ def find_layout(model: nn.Module) -> TokenLayout:
         LayoutError: no reviewed layout, and the probe failed; says why.
     """
     return layout_of(model) or probe(model)
-
-
-def _check_backend(model: nn.Module) -> None:
-    """Attention must reach torch's own function, which is intercepted."""
-    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-
-    chosen = {_AttentionBackendRegistry.get_active_backend()[0]}
-    for module in model.modules():
-        backend = getattr(getattr(module, "processor", None), "_attention_backend", None)
-        if backend is not None:
-            chosen.add(AttentionBackendName(backend))
-    foreign = chosen - {AttentionBackendName.NATIVE}
-    if foreign:
-        names = ", ".join(sorted(str(AttentionBackendName(name).value) for name in foreign))
-        raise InputError(
-            f"{type(model).__name__} uses the attention backend {names}, which does not pass through torch's "
-            "scaled_dot_product_attention; call model.set_attention_backend('native') first (torch picks flash or "
-            "cuDNN kernels by itself there)"
-        )
