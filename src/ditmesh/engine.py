@@ -529,12 +529,17 @@ def denoisers(target: Any) -> list[nn.Module]:
     """The denoising transformers of a pipeline, or the transformer itself.
 
     Raises:
-        InputError: there is none.
+        InputError: there is none, or it is compiled as a whole.
     """
-    if isinstance(target, nn.Module):
-        return [target]
-    models = [getattr(target, name, None) for name in DENOISERS]
+    models = [target] if isinstance(target, nn.Module) else [getattr(target, name, None) for name in DENOISERS]
     found = [model for model in models if isinstance(model, nn.Module)]
+    for model in found:
+        inner = vars(model).get("_modules", {}).get("_orig_mod")
+        if inner is not None or model._compiled_call_impl is not None:
+            raise InputError(
+                f"this {type(inner or model).__name__} is compiled as a whole, and ranks cannot meet inside its graph; "
+                "parallelise the model that is not compiled, and compile its blocks: ParallelConfig(compile='inductor')"
+            )
     if not found:
         raise InputError(
             f"{type(target).__name__} has no transformer ({' or '.join(DENOISERS)}); ditmesh parallelises diffusers' "

@@ -235,5 +235,7 @@ def backends_of(modules: Iterable[nn.Module]) -> set[str]:
 
     active = _AttentionBackendRegistry.get_active_backend()[0]
     processors = [getattr(module, "processor", None) for module in modules]
-    chosen = [one._attention_backend or active for one in processors if hasattr(one, "_attention_backend")]
+    missing = object()
+    chosen = [getattr(one, "_attention_backend", missing) for one in processors]
+    chosen = [active if name is None else name for name in chosen if name is not missing]
     return {str(AttentionBackendName(name).value) for name in chosen}
