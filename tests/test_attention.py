@@ -54,11 +54,6 @@ class OwnProcessor:
             return self.inner(*args, **kwargs)
 
 
-def flex(model: Any) -> Callable[[], None]:
-    model.set_attention_backend("flex")
-    return lambda: model.set_attention_backend("native")
-
-
 def processors(model: Any) -> Callable[[], None]:
     before = dict(model.attn_processors)
     model.set_attn_processor({name: OwnProcessor(processor) for name, processor in before.items()})
@@ -89,7 +84,6 @@ def module(_: Any) -> Callable[[], None]:
 
 
 BY_PASSES = {
-    "flex": flex,
     "processors": processors,
     "one processor": one_processor,
     "plug-in": plug_in,
@@ -155,7 +149,7 @@ def test_every_strategy_notices(ranks, config):
         assert said.startswith("LayoutError: ")
 
 
-@pytest.mark.parametrize("how", ["flex", "processors"])
+@pytest.mark.parametrize("how", ["processors"])
 def test_a_cache_that_leaves_blocks_out_hides_nothing(ranks, how):
     for said, *_ in ranks(2).run(by_passed, how, {"ulysses": 2}, True):
         assert said is not None
@@ -355,5 +349,5 @@ def test_partitions_of_streams():
 
 
 def test_the_kernel_is_part_of_the_configuration():
-    assert ParallelConfig().attention == "native"
+    assert ParallelConfig().attention is None
     assert ParallelConfig(attention="math").model_dump()["attention"] == "math"

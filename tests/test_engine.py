@@ -228,15 +228,6 @@ def test_a_pipeline_without_a_transformer():
         ditmesh.parallelize(object(), {})
 
 
-def test_a_foreign_attention_backend_is_refused():
-    from diffusers.models.attention_dispatch import AttentionBackendName
-
-    model = MAKERS["Flux"]()
-    model.transformer_blocks[0].attn.processor._attention_backend = AttentionBackendName("flex")
-    with pytest.raises(ditmesh.InputError, match=r"attention backend flex.*set_attention_backend"):
-        ditmesh.parallelize(model, {})
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -37,7 +37,8 @@ ALWAYS = [
 
 # What is refused when tokens are cut: class (and form, or all of its forms), and what the sentence names.
 REFUSED = {
-    "AnyFlowFARTransformer3DModel": "flex",
+    "AnyFlowFARTransformer3DModel chunks before": "flex",
+    "AnyFlowFARTransformer3DModel chunk": "queries",
     "Flux2Transformer2DModel + caches": "kv_cache",
     "GlmImageTransformer2DModel edit": "kv_cache",
     "GlmImageTransformer2DModel image before": "kv_cache",

@@ -101,6 +101,9 @@ def in_dtype(name, folder, dtype):
     whole = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype, **absent(name)).transformer
     sliced = ditmesh.load(folder, {"tensor": 2}, torch_dtype=dtype, **absent(name))
     ditmesh.restore(sliced)
+    named = ditmesh.load(folder, {"pipe": 2}, dtype=dtype, **absent(name))
+    ditmesh.restore(named)
+    assert same_bits(bits(named.transformer), bits(sliced.transformer))
     theirs, ours = bits(whole), bits(sliced.transformer)
     return same_bits(theirs, ours), all(theirs[key].dtype == ours[key].dtype for key in theirs)
 

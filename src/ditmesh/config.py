@@ -124,9 +124,10 @@ class ParallelConfig(BaseModel):
         compile: compile every block with this `torch.compile` backend (``"inductor"``, ``"eager"``), as one graph
             without breaks; communication stays outside the graph.
         attention: the kernel that computes attention on a rank, by name: ``"native"``: torch's
-            `scaled_dot_product_attention`; ``"math"``: spelt out in float32; or one that
-            `ditmesh.attention.kernels.register` has added on every rank. Ring attention takes those that tell their
-            log-sum-exp.
+            `scaled_dot_product_attention`; ``"math"``: spelt out in float32; an attention backend of diffusers
+            (``"flash"``, ``"_flash_3"``, ``"sage"``, ``"flex"`` …); or one that `ditmesh.attention.kernels.register`
+            has added on every rank. None: the backend that is set on the model. Ring attention takes those that tell
+            their log-sum-exp: see docs/attention.md.
         shared_memory: between ranks on the CPUs of one host tensors travel through memory they share; False: over the
             process group, as between hosts.
         strict: raise an error for a tensor or integer argument of a block that follows the token count and is
@@ -176,9 +177,15 @@ class ParallelConfig(BaseModel):
     compile: Annotated[
         str | None, Setting("Compile the blocks with this backend of torch.compile.", form="BACKEND", usual="not")
     ] = None
-    attention: Annotated[str, Setting("Kernel that computes attention in the blocks.", decides=True, form="NAME")] = (
-        "native"
-    )
+    attention: Annotated[
+        str | None,
+        Setting(
+            "Kernel that computes attention in the blocks: native, math, flash, sage, flex …",
+            decides=True,
+            form="NAME",
+            usual="the model's",
+        ),
+    ] = None
     shared_memory: Annotated[
         bool, Setting("Tensors travel between ranks on the CPUs of one host through memory they share.")
     ] = True

@@ -379,8 +379,6 @@ def parallelize(
         # Of a model that does not tell its heads one is sure: the ring takes any number of ranks.
         config = ParallelConfig.auto(world_size, min(heads_of(*one) or 1 for one in zip(models, layouts, strict=True)))
     config = ParallelConfig.read(config)
-    for model in models if KnownForms.cuts_tokens(config) else ():
-        _check_backend(model)
     pairs = [(model, found) for model, found in zip(models, layouts, strict=True) if found is not None]
     check(recipe, config, pairs)
     for model in models:
@@ -543,8 +541,6 @@ def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None
         if given:
             raise ConfigError(f"{setting}={given!r} is not simulated; leave it out")
     models = denoisers(target)
-    for model in models:
-        _check_backend(model)
     parameter = next(models[0].parameters(), None)
     mesh = virtual_mesh(config, "cpu" if parameter is None else parameter.device)
     pairs = [(model, _given(layout, model) or find_layout(model)) for model in models]
@@ -602,12 +598,17 @@ def denoisers(target: Any) -> list[nn.Module]:
     """The denoising transformers of a pipeline, or the transformer itself.
 
     Raises:
-        InputError: there is none.
+        InputError: there is none, or it is compiled as a whole.
     """
-    if isinstance(target, nn.Module):
-        return [target]
-    models = [getattr(target, name, None) for name in DENOISERS]
+    models = [target] if isinstance(target, nn.Module) else [getattr(target, name, None) for name in DENOISERS]
     found = [model for model in models if isinstance(model, nn.Module)]
+    for model in found:
+        inner = vars(model).get("_modules", {}).get("_orig_mod")
+        if inner is not None or model._compiled_call_impl is not None:
+            raise InputError(
+                f"this {type(inner or model).__name__} is compiled as a whole, and ranks cannot meet inside its graph; "
+                "parallelise the model that is not compiled, and compile its blocks: ParallelConfig(compile='inductor')"
+            )
     if not found:
         raise InputError(
             f"{type(target).__name__} has no transformer ({' or '.join(DENOISERS)}); ditmesh parallelises diffusers' "
@@ -631,22 +632,3 @@ def find_layout(model: nn.Module) -> TokenLayout:
         LayoutError: no reviewed layout, and the probe failed; says why.
     """
     return layout_of(model) or probe(model)
-
-
-def _check_backend(model: nn.Module) -> None:
-    """Attention must reach torch's own function, which is intercepted."""
-    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-
-    chosen = {_AttentionBackendRegistry.get_active_backend()[0]}
-    for module in model.modules():
-        backend = getattr(getattr(module, "processor", None), "_attention_backend", None)
-        if backend is not None:
-            chosen.add(AttentionBackendName(backend))
-    foreign = chosen - {AttentionBackendName.NATIVE}
-    if foreign:
-        names = ", ".join(sorted(str(AttentionBackendName(name).value) for name in foreign))
-        raise InputError(
-            f"{type(model).__name__} uses the attention backend {names}, which does not pass through torch's "
-            "scaled_dot_product_attention; call model.set_attention_backend('native') first (torch picks flash or "
-            "cuDNN kernels by itself there)"
-        )

@@ -1,17 +1,19 @@
 """Interception of attention: one function through which every softmax attention of diffusers passes.
 
-diffusers reaches attention in two ways, its dispatcher (with the default ``native`` backend) and the older
-processors; both end in ``torch.nn.functional.scaled_dot_product_attention``. While at least one model is
-parallelised that function is replaced by a thin one which asks whether the calling thread is inside a block
-that somebody handles; everyone else (VAE, text encoders, other models, other threads) gets the original.
+diffusers reaches attention in two ways, its dispatcher and the older processors. The processors and the dispatcher's
+default backend, ``native``, end in ``torch.nn.functional.scaled_dot_product_attention``; every other backend
+(``flash``, ``sage``, ``flex`` …) is a function in the dispatcher's registry. While at least one model is parallelised
+these functions are replaced by thin ones which ask whether the calling thread is inside a block that somebody handles;
+everyone else (VAE, text encoders, other models, other threads) gets the originals.
 
-This module holds the only process-wide state of ditmesh, because the function it stands in for is
+This module holds the only process-wide state of ditmesh, because the functions it stands in for are
 process-wide: how many models are intercepted and, per thread of execution, the handler in charge. When the last one is
-restored, the original function object is back in its place.
+restored, the original function objects are back in their places.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,12 +29,23 @@ from ..errors import LayoutError
 
 
 class AttentionHandler(Protocol):
-    """Computes attention inside a block. Shapes: q (B, H, Sq, D), k and v (B, Hk, Sk, D)."""
+    """Computes attention inside a block. Shapes: q (B, H, Sq, D), k and v (B, H, Sk, D)."""
 
     def attend(
-        self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+        self,
+        q_bhsd: Tensor,
+        k_bhsd: Tensor,
+        v_bhsd: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        backend: str | None = None,
     ) -> Tensor:
-        """The attention output (B, H, Sq, D). ``mask`` as SDPA takes it: boolean (True = attend) or additive."""
+        """The attention output (B, H, Sq, D).
+
+        Args:
+            mask: as SDPA takes it: boolean (True = attend) or additive.
+            backend: the attention backend of diffusers that the model has called; None (which may be left out): SDPA.
+        """
         ...
 
     def left_out(self) -> None:
@@ -68,7 +81,9 @@ class _Interceptor:
         ) -> Tensor:
             if torch.compiler.is_compiling():
                 # A compiled block must not trace who handles it, which changes from call to call: it asks when it runs.
-                return torch.ops.ditmesh.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+                return torch.ops.ditmesh.attend(
+                    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, None
+                )
             handler = _handler.get() if self.active else None
             if has_torch_function_unary(query):
                 # A mode sees this function as it would see the one that this stands in for.
@@ -83,6 +98,33 @@ class _Interceptor:
 
         self._function = scaled_dot_product_attention
         F.scaled_dot_product_attention = self._function  # type: ignore[assignment]
+        # The backend "native" calls the function above.
+        self.backends = {name: found for name, found in _registry().items() if name != "native"}
+        self._stand_ins = {name: self._backend(str(name.value), found) for name, found in self.backends.items()}
+        _registry().update(self._stand_ins)
+
+    def _backend(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Stands in for a backend in the registry of diffusers, which calls it with keywords, tensors (B, S, H, D)."""
+
+        def attend(**call: Any) -> Any:
+            compiling = torch.compiler.is_compiling()
+            handler = _handler.get() if self.active and not compiling else None
+            if handler is None and not compiling:
+                return original(**call)
+            taken = {name: call.pop(name, default) for name, default in _TAKEN.items()}
+            q, k, v = (call.pop(name).transpose(1, 2) for name in ("query", "key", "value"))
+            if further := [name for name, value in call.items() if value is not None and value is not False]:
+                raise LayoutError(
+                    f"attention with {', '.join(map(repr, further))} of the backend {name!r} inside a parallel block "
+                    "is not supported; run this model on one device"
+                )
+            # Many backends take fewer heads of keys without being told.
+            taken["enable_gqa"] = k.shape[1] != q.shape[1]
+            if handler is None:
+                return torch.ops.ditmesh.attend(q, k, v, *taken.values(), name).transpose(1, 2)
+            return _handled(handler, q, k, v, **taken, backend=name).transpose(1, 2)
+
+        return attend
 
     def _through_modes(self, handler: AttentionHandler | None, *call: Any, **more: Any) -> Tensor:
         """The call as a function mode answers it; the modes inside of it, and the handler, are asked if it asks on."""
@@ -103,6 +145,21 @@ class _Interceptor:
         # A plug-in may have replaced the function meanwhile, and may call this one: then it stays where it is.
         if F.scaled_dot_product_attention is self._function:
             F.scaled_dot_product_attention = self.original
+        registry = _registry()
+        for name, stand_in in self._stand_ins.items():
+            if registry.get(name) is stand_in:
+                registry[name] = self.backends[name]
+
+
+# Arguments of a backend besides the tensors, in the order of SDPA.
+_TAKEN: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+
+
+def _registry() -> dict[Any, Callable[..., Any]]:
+    """Functions of diffusers' attention backends, by name."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+    return _AttentionBackendRegistry._backends
 
 
 _interceptor: _Interceptor | None = None
@@ -149,6 +206,40 @@ def plain() -> Callable[..., Tensor]:
     return F.scaled_dot_product_attention if _interceptor is None else _interceptor.original
 
 
+def backend_function(name: str) -> Callable[..., Any]:
+    """The function of an attention backend of diffusers that is in force outside of blocks."""
+    return (_registry() if _interceptor is None else {**_registry(), **_interceptor.backends})[name]
+
+
+def call_backend(name: str, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, **given: Any) -> Any:
+    """What an attention backend of diffusers computes, called as diffusers' dispatcher calls it.
+
+    Args:
+        name: of the backend.
+        q_bhsd, k_bhsd, v_bhsd: (B, H, Sq, D), (B, H, Sk, D), (B, H, Sk, D); the backend gets them as (B, S, H, D).
+        given: further arguments; those that the backend does not have are left out.
+
+    Returns:
+        The output (B, H, Sq, D); if the backend returns more, a tuple of the output and the rest as it is.
+    """
+    function = backend_function(name)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q_bhsd, k_bhsd, v_bhsd))
+    known = inspect.signature(function).parameters
+    with unhandled():
+        out = function(query=q, key=k, value=v, **{key: value for key, value in given.items() if key in known})
+    return (out[0].transpose(1, 2), *out[1:]) if isinstance(out, tuple) else out.transpose(1, 2)
+
+
+@contextmanager
+def unhandled() -> Iterator[None]:
+    """This thread's attention calls go to nobody: for a handler that calls what calls attention."""
+    token = _handler.set(None)
+    try:
+        yield
+    finally:
+        _handler.reset(token)
+
+
 def _handled(
     handler: AttentionHandler,
     query: Tensor,
@@ -159,8 +250,14 @@ def _handled(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    backend: str | None = None,
 ) -> Tensor:
     _asked.set(True)
+    if attn_mask is not None and not isinstance(attn_mask, Tensor):
+        raise LayoutError(
+            f"attention with a mask of type {type(attn_mask).__name__} (backend {backend!r}) inside a parallel block "
+            "is not supported; run this model on one device"
+        )
     if dropout_p:
         raise LayoutError(
             f"attention with dropout_p={dropout_p} inside a parallel block is not supported; run this model on one "
@@ -182,22 +279,31 @@ def _handled(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(dtype)
-    return handler.attend(query, key, value, attn_mask, scale)
+    if backend is None:
+        return handler.attend(query, key, value, attn_mask, scale)
+    if attn_mask is not None and attn_mask.dim() == 2 and attn_mask.shape == (key.shape[0], key.shape[2]):
+        # Where SDPA has (queries, keys), diffusers' backends take a mask of keys for every sample.
+        attn_mask = attn_mask[:, None, None]
+    return handler.attend(query, key, value, attn_mask, scale, backend)
 
 
 @torch.library.custom_op(
     "ditmesh::attend",
     mutates_args=(),
     schema="(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, "
-    "float? scale, bool enable_gqa) -> Tensor",
+    "float? scale, bool enable_gqa, str? backend) -> Tensor",
 )
 def _attend_op(*call: Any) -> Tensor:
     handler = _handler.get()
     if handler is not None:
         out = _handled(handler, *call)
     else:
-        *tensors, is_causal, scale, enable_gqa = call
-        out = plain()(*tensors, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        query, key, value = call[:3]
+        given, backend = dict(zip(_TAKEN, call[3:8], strict=True)), call[8]
+        if backend is None:
+            out = plain()(query, key, value, **given)
+        else:
+            out = call_backend(backend, query, key, value, **given)
     # One memory order, whoever computes: the compiler plans for the one `_attend_shape` declares.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     query, _, value, *_ = call

@@ -42,6 +42,7 @@ def load(
     config: ConfigLike = "auto",
     *,
     mesh: Mesh | None = None,
+    dtype: Dtypes = None,
     torch_dtype: Dtypes = None,
     variant: str | None = None,
     timeout: float = DEFAULT_DEADLINE,
@@ -57,8 +58,8 @@ def load(
         path_or_id: folder of a saved pipeline, or its name on a model hub.
         config: as for `parallelize`.
         mesh: as for `parallelize`.
-        torch_dtype: dtype of the weights, or one per component (``{"transformer": ..., "default": ...}``); default:
-            float32.
+        dtype: dtype of the weights, or one per component (``{"transformer": ..., "default": ...}``); default: float32.
+        torch_dtype: the former name of ``dtype``.
         variant: read the files of a variant, such as ``"fp16"``.
         timeout: deadline of every collective, in seconds, when the mesh is made here.
         components: passed to `DiffusionPipeline.from_pretrained`: components that replace saved ones
@@ -71,10 +72,15 @@ def load(
     Raises:
         ConfigError: the degrees do not fit the ranks or the model.
         InputError: there is no such pipeline, it has no transformer, or its weights are not in safetensors files,
-            are quantised, or do not fit the model.
+            are quantised, or do not fit the model; or both ``dtype`` and ``torch_dtype`` are given.
     """
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
+    if dtype is not None and torch_dtype is not None:
+        raise InputError(
+            f"dtype={dtype} and torch_dtype={torch_dtype} are two names of one option; leave torch_dtype out"
+        )
+    dtype = torch_dtype if dtype is None else dtype
     info = find_model(path_or_id)
     folder = info.files if info.local else Path(DiffusionPipeline.download(info.name, variant=variant))
     saved = {name: kind for name, kind in _denoisers_in(info).items() if name not in components}
@@ -88,15 +94,14 @@ def load(
             mesh = Mesh(config, timeout=timeout)
             undo.callback(mesh.close)
         for name, kind in saved.items():
-            dtype = torch_dtype
-            if isinstance(dtype, Mapping):
-                dtype = dtype.get(name, dtype.get("default"))
+            own = dtype.get(name, dtype.get("default")) if isinstance(dtype, Mapping) else dtype
             if mesh.tensor.size > 1:
-                components[name] = load_transformer(kind, folder / name, mesh.tensor, dtype, variant, mesh.device)
+                components[name] = load_transformer(kind, folder / name, mesh.tensor, own, variant, mesh.device)
             elif mesh.pipe.size > 1 and kind.__name__ in known_models():
-                components[name] = load_stage(kind, folder / name, config, mesh.pipe, dtype, variant, mesh.device)
-        if torch_dtype is not None:
-            components["torch_dtype"] = torch_dtype if isinstance(torch_dtype, torch.dtype) else dict(torch_dtype)
+                components[name] = load_stage(kind, folder / name, config, mesh.pipe, own, variant, mesh.device)
+        if dtype is not None:
+            # By the name that every release of diffusers knows.
+            components["torch_dtype"] = dict(dtype) if isinstance(dtype, Mapping) else dtype
         pipe = DiffusionPipeline.from_pretrained(folder, variant=variant, **components)
         if mesh.device.type != "cpu":
             pipe.to(mesh.device)

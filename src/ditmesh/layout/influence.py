@@ -64,8 +64,15 @@ class Listener:
         self.asked: list[_Asked] = []
 
     def attend(
-        self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+        self,
+        q_bhsd: Tensor,
+        k_bhsd: Tensor,
+        v_bhsd: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        backend: str | None = None,
     ) -> Tensor:
+        # Whichever the backend: what is noted is which tokens take part.
         out = self._answer(len(self.asked), q_bhsd, k_bhsd, v_bhsd, mask, scale)
         self.asked.append(_Asked(q_bhsd, k_bhsd, v_bhsd, mask, out, scale))
         return out

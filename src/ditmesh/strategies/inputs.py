@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_with_path
 
+from ..attention.kernels import backends_of
 from ..comm import Link
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
@@ -209,6 +210,8 @@ class AgreedInputs:
             hidden = {"_internal_dict", *_passing(type(value))}
             return {**settings, **{name: own for name, own in vars(value).items() if name not in hidden}}
         settings.update(_plain_values(value))
+        if hasattr(value, "set_attention_backend"):
+            settings["attention backend"] = sorted(backends_of(value.modules()))
         if hasattr(value, "get_vocab"):
             settings["special tokens"] = repr(getattr(value, "special_tokens_map", None))
             settings["added tokens"] = repr(getattr(value, "added_tokens_decoder", None))

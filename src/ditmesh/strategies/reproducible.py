@@ -272,9 +272,16 @@ class TiledSequence(SequenceParallel):
     # --- attention ---------------------------------------------------------------------------------------------
 
     def attend(
-        self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+        self,
+        q_bhsd: Tensor,
+        k_bhsd: Tensor,
+        v_bhsd: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        backend: str | None = None,
     ) -> Tensor:
         """One tile's queries over all tiles' keys. Shapes as in `AttentionHandler`, of one tile."""
+        self.kernel.asked_for(backend)
         if self._timing:
             return self.kernel(q_bhsd, k_bhsd, v_bhsd, scale=scale)
         site = self._call.site

@@ -86,8 +86,8 @@ class SequenceParallel:
         self.kernel = local_attention(config.attention, ring, config.reproducible)
         self.mixer = Mixer(mesh.ulysses, mesh.ring, self.kernel, self.travels)
         self.coverage = Coverage()
-        # All tokens are here and torch attends to them: nothing is to be done at a block.
-        self.passive = self.link.size == 1 and not self.keeps_keys and config.attention == "native"
+        # All tokens are here and the model's own attention is wanted: nothing is to be done at a block.
+        self.passive = self.link.size == 1 and not self.keeps_keys and config.attention in (None, "native")
         self.balance = Balance(config.speeds, mesh.sequence, mesh.device)
         self._call = _Call()
         self._nan: dict[torch.dtype, Tensor] = {}
@@ -411,11 +411,18 @@ class SequenceParallel:
     # --- attention ---------------------------------------------------------------------------------------
 
     def attend(
-        self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+        self,
+        q_bhsd: Tensor,
+        k_bhsd: Tensor,
+        v_bhsd: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        backend: str | None = None,
     ) -> Tensor:
         """Attention of this rank's queries over all ranks' keys, exact. Shapes as in `AttentionHandler`."""
         call, site = self._call, self._call.site
         assert site is not None
+        self.kernel.asked_for(backend)
         if self._timing:
             return self.kernel(q_bhsd, k_bhsd, v_bhsd, scale=scale)
         index, call.attention_calls = call.attention_calls, call.attention_calls + 1

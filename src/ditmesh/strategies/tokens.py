@@ -5,6 +5,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+from torch import nn
+
+from ..attention.kernels import LocalAttention, backends_of
 from ..config import ParallelConfig
 from .base import ParallelModel, Strategy
 from .hooks import Handler, ModelHooks
@@ -21,6 +25,7 @@ class TokenStrategy(Strategy):
         config = self.context.config
         for model in self.context.models:
             handler = model.add(self.handler(model))
+            _prepare_attention(handler, model.model, config, self.context.mesh.device)
             if around := getattr(handler, "around_call", None):
                 undo.callback(model.chain.add(around))
             # What PipeFusion sets itself up by does not change from call to call.
@@ -35,6 +40,25 @@ class TokenStrategy(Strategy):
     def handlers(self) -> list[Any]:
         """Of every transformer, once applied."""
         return [model.get(ModelHooks).handler for model in self.context.models]
+
+
+def _prepare_attention(handler: Any, model: nn.Module, config: ParallelConfig, device: torch.device) -> None:
+    """Refuse what the kernels of a transformer's attention cannot do, as far as it is known before a call."""
+    backends = backends_of(model.modules())
+    if config.attention is not None and backends - {config.attention}:
+        # What takes another one's place has to be called.
+        handler.passive = False
+    if handler.passive:
+        return
+    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+    dtype = max(set(dtypes), key=dtypes.count, default=torch.float32)
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    width = getattr(getattr(model, "config", None), "attention_head_dim", None)
+    sample = torch.empty((1, 1, 1, width if isinstance(width, int) else 64), dtype=dtype, device=device)
+    for one in getattr(handler, "handlers", [handler]):
+        if isinstance(kernel := getattr(one, "kernel", None), LocalAttention):
+            kernel.prepare(backends, sample)
 
 
 class KnownForms(Strategy):

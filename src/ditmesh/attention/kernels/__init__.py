@@ -1,18 +1,23 @@
 """Attention on one device: the kernels that `ParallelConfig(attention=...)` chooses from, by name.
 
 A kernel computes softmax attention over keys and values that are all here; the strategies bring them together. One
-that also tells the log-sum-exp of its scores can serve ring attention, which merges partial results. `register` adds a
-kernel; every rank has to, before it calls `ditmesh.parallelize`.
+that also tells the log-sum-exp of its scores can serve ring attention, which merges partial results. The attention
+backends of diffusers are kernels by their names there (`backends`). `register` adds one of your own; every rank has to,
+before it calls `ditmesh.parallelize`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+from functools import cache, partial
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from ...comm.autograd import tracked
+from ...config import did_you_mean
 from ...errors import ConfigError, LayoutError
+from .backends import Backend, backend_kernel, backends_of, known
 from .builtin import Math, Native
 from .lse import attend_backward, attend_with_lse, attend_with_lse_reference, merge_
 
@@ -23,6 +28,7 @@ __all__ = [
     "attend_backward",
     "attend_with_lse",
     "attend_with_lse_reference",
+    "backends_of",
     "local_attention",
     "merge_",
     "register",
@@ -87,15 +93,59 @@ def register(kernel: Kernel) -> None:
 
 
 class LocalAttention:
-    """A kernel as strategies call it: what it does not support is refused by name."""
+    """The kernel of one transformer's attention, as strategies call it: what it does not support is refused by name.
 
-    def __init__(self, kernel: Kernel) -> None:
+    Args:
+        kernel: the one in force at first.
+        choose: the kernel that is a backend of diffusers, by name: a call gets the one that it asks for. None: all
+            calls get ``kernel``.
+
+    Attributes:
+        kernel: the one in force.
+    """
+
+    def __init__(self, kernel: Kernel, choose: Callable[[str], Kernel] | None = None) -> None:
         self.kernel = kernel
+        self._choose = None if choose is None else cache(choose)
+        # What the model had set when a kernel was configured in its place.
+        self._replaced = {"native"}
 
     @property
     def is_torch(self) -> bool:
         """Whether it is torch's own function that computes."""
         return isinstance(self.kernel, Native) and self.kernel.replaced() is None
+
+    def prepare(self, backends: Collection[str], sample_bhsd: Tensor) -> None:
+        """Look at what a model is going to ask for, before it runs.
+
+        Args:
+            backends: those that are set on it.
+            sample_bhsd: of the dtype, device and head size of its queries.
+
+        Raises:
+            ConfigError: a kernel cannot be used, as for `local_attention`; or it does not support such queries.
+        """
+        self._replaced |= {*backends}
+        for kernel in [self.kernel] if self._choose is None else map(self._choose, sorted(backends)):
+            if isinstance(kernel, Backend) and not kernel.supports(sample_bhsd, None):
+                raise ConfigError(f"{_refusal(kernel, sample_bhsd, None)} (or another dtype or device)")
+
+    def asked_for(self, backend: str | None) -> None:
+        """The call at hand asks for an attention backend of diffusers; None: for torch's function.
+
+        Raises:
+            ConfigError: it cannot be used, as for `local_attention`; or another kernel is configured, and the
+                model was set to the backend afterwards.
+        """
+        name = backend or "native"
+        if self._choose is not None:
+            self.kernel = self._choose(name)
+        elif name not in self._replaced and name != self.kernel.name:
+            raise ConfigError(
+                f"the model asks for the attention backend {name!r}, but attention={self.kernel.name!r} was configured "
+                f"when it had {' and '.join(map(repr, sorted(self._replaced)))}; restore it and parallelize again with "
+                f"attention={name!r} or without attention"
+            )
 
     def __call__(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None = None, scale: float | None = None
@@ -124,28 +174,47 @@ class LocalAttention:
 
     def _check(self, q_bhsd: Tensor, mask: Tensor | None) -> None:
         if not self.kernel.supports(q_bhsd, mask):
-            raise LayoutError(
-                f"attention={self.kernel.name!r} does not support queries of {tuple(q_bhsd.shape)} in {q_bhsd.dtype} "
-                f"on {q_bhsd.device}{'' if mask is None else ' with a mask'}; use attention='native'"
-            )
+            raise LayoutError(_refusal(self.kernel, q_bhsd, mask))
 
 
-def local_attention(name: str, ring: int = 1, reproducible: bool = False) -> LocalAttention:
-    """The kernel of that name, for these uses.
+def _refusal(kernel: Kernel, q_bhsd: Tensor, mask: Tensor | None) -> str:
+    given = "" if mask is None else f" with a {mask.dtype} mask of {tuple(mask.shape)}"
+    return (
+        f"attention={kernel.name!r} does not support queries of {tuple(q_bhsd.shape)} in {q_bhsd.dtype} on "
+        f"{q_bhsd.device}{given}; use attention='native'"
+    )
+
+
+def local_attention(name: str | None = None, ring: int = 1, reproducible: bool = False) -> LocalAttention:
+    """The kernel that is configured, or those that the model asks for, for these uses.
 
     Args:
-        name: as in `ParallelConfig(attention=...)`.
-        ring: ranks between which keys travel while attention is computed; above 1 it has to tell its LSE.
+        name: as in `ParallelConfig(attention=...)`; None: each call has the one that it asks for, torch's
+            `scaled_dot_product_attention` or the attention backend of diffusers that is set on the model.
+        ring: ranks between which keys travel while attention is computed; above 1 a kernel has to tell its LSE.
         reproducible: whether its bits have to be those of any other call with the same inputs.
+
+    Raises:
+        ConfigError: as `_usable` does.
+    """
+    choose = partial(_usable, ring=ring, reproducible=reproducible)
+    # A function that replaces torch's is refused before any call.
+    return LocalAttention(choose(name or "native"), choose if name is None else None)
+
+
+def _usable(name: str, ring: int, reproducible: bool) -> Kernel:
+    """The kernel of that name, for the uses of `local_attention`.
 
     Raises:
         ConfigError: there is none of that name, or it cannot be used so; naming those that can.
     """
-    kernel = KERNELS.get(name)
+    kernel = KERNELS.get(name) or backend_kernel(name)
     if kernel is None:
+        backends = known()
         raise ConfigError(
-            f"attention={name!r} is no kernel here; use {' or '.join(map(repr, KERNELS))}, or register it on every "
-            "rank with ditmesh.attention.kernels.register before parallelize"
+            f"attention={name!r} is no kernel here; use {' or '.join(map(repr, KERNELS))}, or an attention backend of "
+            f"diffusers ({', '.join(backends)}), or register it on every rank with ditmesh.attention.kernels.register "
+            f"before parallelize{did_you_mean(name, [*KERNELS, *backends])}"
         )
     replaced = kernel.replaced() if isinstance(kernel, Native) else None
     if ring > 1 and (replaced or not isinstance(kernel, KernelWithLse)):
@@ -160,4 +229,4 @@ def local_attention(name: str, ring: int = 1, reproducible: bool = False) -> Loc
             f"{replaced or f'attention={name!r}'} does not promise the same bits for the same inputs, which "
             f"reproducible=True needs; use attention={' or '.join(able)}"
         )
-    return LocalAttention(kernel)
+    return kernel

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import ConfigError
+
 NEG_INF = float("-inf")
 # Scores that `attend_backward_reference` holds at a time.
 SCORES = 1 << 26
@@ -44,12 +46,17 @@ def attend_with_lse(
         found = _cuda(q_bhsd, k_bhsd, v_bhsd, bias, scale)
     out, lse = found or attend_with_lse_reference(q_bhsd, k_bhsd, v_bhsd, bias, scale)
     lse = lse[..., : q_bhsd.shape[2]].to(wide)
-    if bias is not None:
-        # The fused kernels report LSE 0 for a query that sees nothing: it must not weigh in a merge.
-        dead = (bias == NEG_INF).all(dim=-1).expand(lse.shape)
-        lse = lse.masked_fill(dead, NEG_INF)
-        out = out.masked_fill(dead.unsqueeze(-1), 0)
-    return out, lse
+    return (out, lse) if bias is None else without_blind(out, lse, bias)
+
+
+def without_blind(out: Tensor, lse: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Output (B, H, Sq, D) and LSE, with output 0 and LSE -inf for queries that see no key.
+
+    Fused kernels report LSE 0 or +inf for such a query: it must not weigh in a merge.
+    """
+    lse = lse[..., : out.shape[2]]
+    dead = (bias == NEG_INF).all(dim=-1).expand(lse.shape)
+    return out.masked_fill(dead.unsqueeze(-1), 0), lse.masked_fill(dead, NEG_INF)
 
 
 def attend_with_lse_reference(
@@ -156,6 +163,21 @@ def fused(name: str) -> Callable[..., Any] | None:
     Their names are private to torch, and no promise.
     """
     return getattr(torch.ops.aten, name, None)
+
+
+def cudnn(
+    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """`attend_with_lse` by the kernel of cuDNN that torch has."""
+    kernel = fused("_scaled_dot_product_cudnn_attention")
+    if kernel is None:
+        raise ConfigError(
+            "this torch has no cuDNN kernel that tells its log-sum-exp; use ulysses, or attention='native'"
+        )
+    q, k, v = (tensor.contiguous() for tensor in (q_bhsd, k_bhsd, v_bhsd))
+    # Of a torch from 2.9 on the LSE is (B, H, S, 1).
+    out, lse, *_ = kernel(q, k, v, mask, True, 0.0, False, False, scale=scale)
+    return out, lse.reshape(q.shape[:3])
 
 
 def _cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor] | None:

@@ -291,11 +291,18 @@ class PatchParallel(SequenceParallel):
     # --- attention -----------------------------------------------------------------------------------------
 
     def attend(
-        self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+        self,
+        q_bhsd: Tensor,
+        k_bhsd: Tensor,
+        v_bhsd: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        backend: str | None = None,
     ) -> Tensor:
         if self.patch_link.alone:
+            self.kernel.asked_for(backend)
             return self.kernel(q_bhsd, k_bhsd, v_bhsd, mask if self.run is None else None, scale)
-        return super().attend(q_bhsd, k_bhsd, v_bhsd, mask, scale)
+        return super().attend(q_bhsd, k_bhsd, v_bhsd, mask, scale, backend)
 
     def attend_distributed(self, attention: AttentionCall) -> Tensor:
         """The patch's queries over all keys: its own, and those that the other patches have left."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...comm import Link, PeerError
 from ...comm.mesh import Mesh
@@ -243,7 +244,14 @@ class StageWeights:
         self._blocks = [block for _, block in blocks_of(model, layout)]
         self._model, self._device = model, device
         # Adapters that are loaded later are on every stage.
-        self._movable = {id(parameter) for _, parameter in self._parameters()} - kept_parameters(model, layout)
+        kept = kept_parameters(model, layout)
+        self._movable = {
+            id(part)
+            for block in self._blocks
+            for parameter in block.parameters()
+            if id(parameter) not in kept
+            for part in parts_of(parameter)
+        }
         stages = stage_of(lengths)
         for number, parameter in self._parameters():
             if stages[number] == link.rank and hasattr(parameter, ABSENT):
@@ -300,11 +308,16 @@ class StageWeights:
                     like = parameter.data.new_empty(shape_of(parameter))
                     _take_back(parameter, self.link.broadcast(like, holders[0]))
 
-    def _parameters(self) -> list[tuple[int, nn.Parameter]]:
-        """Every parameter of the blocks, with the number of its block."""
-        return [(number, parameter) for number, block in enumerate(self._blocks) for parameter in block.parameters()]
+    def _parameters(self) -> list[tuple[int, Tensor]]:
+        """Every parameter of the blocks, or the plain tensors that it is made of, with the number of its block."""
+        return [
+            (number, part)
+            for number, block in enumerate(self._blocks)
+            for parameter in block.parameters()
+            for part in parts_of(parameter)
+        ]
 
-    def _held(self, parameters: Sequence[nn.Parameter]) -> list[list[int]]:
+    def _held(self, parameters: Sequence[Tensor]) -> list[list[int]]:
         """The stages that have each parameter. A collective call, also of none: nobody returns before all have come.
 
         Raises:
@@ -344,12 +357,21 @@ def kept_parameters(model: nn.Module, layout: TokenLayout) -> set[int]:
 ABSENT = "_ditmesh_absent"
 
 
-def _give_up(parameter: nn.Parameter) -> None:
+def parts_of(parameter: Tensor) -> Iterator[Tensor]:
+    """A parameter itself; of one that wraps others (torchao's quantised weights), the plain tensors inside it."""
+    if not is_traceable_wrapper_subclass(parameter):
+        yield parameter
+        return
+    for name in parameter.__tensor_flatten__()[0]:
+        yield from parts_of(getattr(parameter, name))
+
+
+def _give_up(parameter: Tensor) -> None:
     setattr(parameter, ABSENT, parameter.shape)
     parameter.data = parameter.data.new_empty(0)
 
 
-def _take_back(parameter: nn.Parameter, value: Tensor) -> None:
+def _take_back(parameter: Tensor, value: Tensor) -> None:
     parameter.data = value
     if hasattr(parameter, ABSENT):
         delattr(parameter, ABSENT)
@@ -361,7 +383,8 @@ def filled(block: nn.Module) -> Iterator[None]:
 
     Time does not depend on values.
     """
-    absent = [parameter for parameter in block.parameters() if hasattr(parameter, ABSENT)]
+    parts = (part for parameter in block.parameters() for part in parts_of(parameter))
+    absent = [part for part in parts if hasattr(part, ABSENT)]
     try:
         for parameter in absent:
             parameter.data = parameter.data.new_zeros(shape_of(parameter))

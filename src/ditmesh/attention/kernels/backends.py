@@ -1,0 +1,241 @@
+"""Kernels that are attention backends of diffusers: flash-attn, SageAttention, flex, xformers, those of torch.
+
+A backend is a function of diffusers' registry (`diffusers.models.attention_dispatch`). What it takes and what it tells
+is written down here for every one that is known, because it cannot be asked: which masks, and how its log-sum-exp is
+laid out. All of them tell the natural logarithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ...core import intercept
+from ...errors import ConfigError, LayoutError
+from .lse import NEG_INF, additive, attend_with_lse, attend_with_lse_reference, cudnn, without_blind
+
+Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "float | None"], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What is known of a backend.
+
+    Attributes:
+        masks: which it takes: ``""``: none; ``"keys"``: boolean ones, the same for all queries and heads;
+            ``"first keys"``: such of which each sample's visible keys come first (the backend assumes it); ``"any"``.
+        lse: how it lays its LSE out, ``"bhs"``, ``"bsh"``, or ``"hn"`` with samples one after the other; a function
+            that computes as the backend does and tells it; None: it does not tell it.
+        flag: the argument that makes it return the LSE.
+        cuda: whether it runs on CUDA only, where diffusers' checks do not say so.
+        additive: masks are handed to it as what is added to the scores: diffusers' functions take boolean ones of these
+            for something else.
+        deterministic: see `Kernel`.
+    """
+
+    masks: Literal["", "keys", "first keys", "any"] = ""
+    lse: Literal["bhs", "bsh", "hn"] | Attend | None = None
+    flag: str = "return_lse"
+    cuda: bool = False
+    additive: bool = False
+    deterministic: bool = False
+
+
+def _flex_with_lse(
+    q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Flex attention that tells its LSE, which diffusers' function of that name cannot return.
+
+    The function is looked up at every call: a program may have put a compiled one in its place.
+    """
+    from torch.nn.attention import flex_attention
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        assert bias is not None
+        return score + bias[batch, head, query, key]
+
+    bias = None if mask is None else mask.expand(*q_bhsd.shape[:3], k_bhsd.shape[2])
+    given: dict[str, Any] = {"score_mod": None if bias is None else score_mod, "scale": scale}
+    request = getattr(flex_attention, "AuxRequest", None)
+    if request is None:
+        found: Any = flex_attention.flex_attention(q_bhsd, k_bhsd, v_bhsd, **given, return_lse=True)
+        return found
+    out, told = flex_attention.flex_attention(q_bhsd, k_bhsd, v_bhsd, **given, return_aux=request(lse=True))
+    return out, told.lse
+
+
+_SAGE = Traits(lse="bhs")
+TRAITS: dict[str, Traits] = {
+    "flash": Traits(lse="bhs"),
+    "flash_hub": Traits(lse="bhs"),
+    "flash_varlen": Traits("first keys"),
+    "flash_varlen_hub": Traits("keys", "hn"),
+    "flash_4_hub": Traits(),
+    "_flash_3": Traits(lse="bsh"),
+    "_flash_varlen_3": Traits("first keys", "hn"),
+    "_flash_3_hub": Traits(lse="bhs", flag="return_attn_probs"),
+    "_flash_3_varlen_hub": Traits("keys"),
+    "aiter_fa2_hub": Traits(lse="bhs"),
+    "flex": Traits("any", _flex_with_lse, additive=True),
+    "_native_cudnn": Traits("any", cudnn, cuda=True),
+    "_native_efficient": Traits("any", attend_with_lse, cuda=True),
+    "_native_flash": Traits(lse=attend_with_lse),
+    "_native_math": Traits("any", attend_with_lse_reference, deterministic=True),
+    "_native_npu": Traits(),
+    "_native_xla": Traits(),
+    "sage": _SAGE,
+    "sage_hub": _SAGE,
+    "sage_blackwell_hub": Traits(),
+    "sage_varlen": Traits("first keys"),
+    "_sage_qk_int8_pv_fp8_cuda": _SAGE,
+    "_sage_qk_int8_pv_fp8_cuda_sm90": _SAGE,
+    "_sage_qk_int8_pv_fp16_cuda": _SAGE,
+    "_sage_qk_int8_pv_fp16_triton": _SAGE,
+    "xformers": Traits("any", additive=True),
+}
+
+
+class Backend:
+    """An attention backend of diffusers as a kernel; see `Kernel`.
+
+    Args:
+        name: as diffusers calls it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.traits = TRAITS[name]
+        self.deterministic = self.traits.deterministic
+        self._supported: dict[tuple[Any, ...], bool] = {}
+
+    def supports(self, q_bhsd: Tensor, mask: Tensor | None) -> bool:
+        """Whether diffusers' own checks of the backend let such queries pass, and it takes such a mask."""
+        key = (q_bhsd.dtype, q_bhsd.device, q_bhsd.shape[-1])
+        if key not in self._supported:
+            self._supported[key] = self._passes(q_bhsd.transpose(1, 2))
+        return self._supported[key] and (mask is None or self._takes(mask))
+
+    def _passes(self, q_bshd: Tensor) -> bool:
+        from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+        if self.traits.cuda and q_bshd.device.type != "cuda":
+            return False
+        try:
+            for check in _AttentionBackendRegistry._constraints[AttentionBackendName(self.name)]:
+                check(query=q_bshd, key=q_bshd, value=q_bshd, attn_mask=None, is_causal=False)
+        except ValueError:
+            return False
+        return True
+
+    def _takes(self, mask: Tensor) -> bool:
+        kinds = self.traits.masks
+        if kinds in ("", "any"):
+            return kinds == "any"
+        if mask.dtype != torch.bool or any(size != 1 for size in mask.shape[-3:-1]):
+            return False
+        # Only a look tells; these backends look at every mask themselves.
+        return kinds == "keys" or not bool((mask[..., 1:] & ~mask[..., :-1]).any())
+
+    def attend(
+        self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        """See `Kernel.attend`."""
+        return intercept.call_backend(
+            self.name, q_bhsd, k_bhsd, v_bhsd, attn_mask=self._mask(mask, q_bhsd, k_bhsd), scale=scale
+        )
+
+    def _mask(self, mask: Tensor | None, q_bhsd: Tensor, k_bhsd: Tensor) -> Tensor | None:
+        if mask is None:
+            return None
+        mask = additive(mask, q_bhsd.dtype) if self.traits.additive else mask
+        return mask.reshape((1,) * (4 - mask.dim()) + mask.shape).expand(-1, -1, -1, k_bhsd.shape[2])
+
+
+class BackendWithLse(Backend):
+    """One that can also serve ring attention; see `KernelWithLse`."""
+
+    def attend_with_lse(
+        self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """See `KernelWithLse.attend_with_lse`."""
+        if k_bhsd.shape[2] == 0:
+            return torch.zeros_like(q_bhsd), q_bhsd.new_full(q_bhsd.shape[:3], NEG_INF, dtype=torch.float32)
+        mask, order = self._mask(mask, q_bhsd, k_bhsd), self.traits.lse
+        if callable(order):
+            out, lse = order(q_bhsd, k_bhsd, v_bhsd, None if mask is None else additive(mask, q_bhsd.dtype), scale)
+        else:
+            told = intercept.call_backend(
+                self.name, q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale, **{self.traits.flag: True}
+            )
+            out, lse = told[0], self._in_order(told[1], q_bhsd)
+        # The merge writes into what it is given.
+        out = out.clone() if out.data_ptr() in (q_bhsd.data_ptr(), v_bhsd.data_ptr()) else out
+        return (out, lse.float()) if mask is None else without_blind(out, lse, additive(mask, torch.float32))
+
+    def _in_order(self, lse: Tensor, q_bhsd: Tensor) -> Tensor:
+        """The LSE as (B, H, Sq)."""
+        batch, heads, length, _ = q_bhsd.shape
+        order = self.traits.lse
+        shape = {"bhs": (batch, heads, length), "bsh": (batch, length, heads), "hn": (heads, batch * length)}[
+            str(order)
+        ]
+        if tuple(lse.shape) != shape:
+            raise LayoutError(
+                f"the attention backend {self.name!r} told its log-sum-exp as {tuple(lse.shape)} where {shape} was "
+                "expected, so ring attention cannot merge it; use ulysses instead of ring, or attention='native'"
+            )
+        if order == "hn":
+            return lse.unflatten(1, (batch, length)).transpose(0, 1)
+        return lse if order == "bhs" else lse.transpose(1, 2)
+
+
+def known() -> list[str]:
+    """Names of diffusers' attention backends that can be kernels."""
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    return [str(name.value) for name in AttentionBackendName if name.value in TRAITS]
+
+
+def backend_kernel(name: str) -> Backend | None:
+    """The kernel that is the backend of that name; None: there is no such backend.
+
+    Raises:
+        ConfigError: it cannot be used on this machine; says what is missing.
+    """
+    from diffusers.models import attention_dispatch as dispatch
+
+    if name not in {member.value for member in dispatch.AttentionBackendName}:
+        return None
+    if name not in TRAITS:
+        raise ConfigError(
+            f"attention={name!r} is a backend of diffusers of which ditmesh does not know what it takes; use "
+            "attention='native'"
+        )
+    member = dispatch.AttentionBackendName(name)
+    try:
+        dispatch._check_attention_backend_requirements(member)
+        dispatch._maybe_download_kernel_for_backend(member)
+    except Exception as error:
+        # Of a kernel from the hub anything may be raised.
+        words = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(f"attention={name!r} cannot be used here: {words}; or use attention='native'") from error
+    return (Backend if TRAITS[name].lse is None else BackendWithLse)(name)
+
+
+def backends_of(modules: Iterable[nn.Module]) -> set[str]:
+    """Names of the attention backends that modules use; ``"native"`` is torch's `scaled_dot_product_attention`.
+
+    A module on which none is set uses the process's: ``DIFFUSERS_ATTN_BACKEND``, or what was set last on any model.
+    """
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    active = _AttentionBackendRegistry.get_active_backend()[0]
+    processors = [getattr(module, "processor", None) for module in modules]
+    missing = object()
+    chosen = [getattr(one, "_attention_backend", missing) for one in processors]
+    chosen = [active if name is None else name for name in chosen if name is not missing]
+    return {str(AttentionBackendName(name).value) for name in chosen}

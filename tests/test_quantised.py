@@ -1,0 +1,118 @@
+"""Transformers whose weights are quantised, cast layer by layer, offloaded in groups, or compiled as a whole."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ditmesh
+from ditmesh.core.digests import weights_fingerprint
+from ditmesh.errors import DitmeshError
+from support.models import RAGGED, inputs, relative_error, run, tiny
+
+TOLERANCE = 1e-5
+LISTS = ("transformer_blocks", "single_transformer_blocks")
+
+
+def in_blocks(module: nn.Module, path: str) -> bool:
+    return isinstance(module, nn.Linear) and path.startswith(LISTS)
+
+
+def torchao(model: nn.Module, kind: str) -> None:
+    from torchao import quantization
+
+    made = {
+        "int8": quantization.Int8WeightOnlyConfig,
+        "float8": quantization.Float8WeightOnlyConfig,
+        "int4": lambda: quantization.IntxWeightOnlyConfig(
+            weight_dtype=torch.int4, granularity=quantization.PerGroup(32)
+        ),
+    }
+    quantization.quantize_(model, made[kind](), filter_fn=in_blocks)
+
+
+def gguf(model: nn.Module, kind: str) -> None:
+    import gguf
+    from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
+
+    quant = gguf.GGMLQuantizationType[kind]
+    for path, linear in list(model.named_modules()):
+        if in_blocks(linear, path) and linear.in_features % 32 == 0:
+            new = GGUFLinear(linear.in_features, linear.out_features, linear.bias is not None, torch.float32)
+            packed = torch.from_numpy(gguf.quants.quantize(linear.weight.detach().numpy(), quant))
+            new.weight, new.bias = GGUFParameter(packed, quant_type=quant), linear.bias
+            owner, _, name = path.rpartition(".")
+            model.get_submodule(owner)._modules[name] = new
+
+
+def casting(model: Any, _: str) -> None:
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+
+
+def offloading(model: Any, kind: str) -> None:
+    cpu, number = torch.device("cpu"), 1 if kind == "block_level" else None
+    model.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type=kind, num_blocks_per_group=number)
+
+
+MADE = {
+    "torchao int8": torchao,
+    "torchao float8": torchao,
+    "torchao int4": torchao,
+    "gguf Q8_0": gguf,
+    "casting float8": casting,
+    "offload leaf_level": offloading,
+    "offload block_level": offloading,
+}
+
+
+def outcome(name: str, config: dict[str, Any]) -> Any:
+    """Errors in parallel and after it, and whether all bits are back; or what was said."""
+    model = copy.deepcopy(tiny("Flux"))
+    MADE[name](model, name.split()[1])
+    given = inputs("Flux", RAGGED, masks=False)
+    truth, before = run(model, given), weights_fingerprint(model)
+    try:
+        with ditmesh.parallelized(model, config):
+            found = relative_error(run(model, given), truth)
+    except DitmeshError as error:
+        return str(error), torch.equal(run(model, given), truth)
+    return max(found, relative_error(run(model, given), truth)), weights_fingerprint(model) == before
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_right_or_refused(ranks, name):
+    package = name.split()[0]
+    if package in ("torchao", "gguf"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    for config in ({"ulysses": 2}, {"ring": 2}, {"data": 2}, {"cfg": 2}, {"pipe": 2}, {"tensor": 2}):
+        for found, same in ranks(2).run(outcome, name, config):
+            assert same, config
+            if package in ("torchao", "gguf") and "tensor" in config:
+                assert "tensor parallelism cuts plain floating-point weights" in found
+            else:
+                assert found <= TOLERANCE, (config, found)
+
+
+def test_a_quantised_weight_that_differs_shows():
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    model = copy.deepcopy(tiny("Flux"))
+    torchao(model, "int8")
+    before = weights_fingerprint(model)
+    weight = model.transformer_blocks[1].attn.to_q.weight
+    name = weight.__tensor_flatten__()[0][0]
+    getattr(weight, name)[0, 0] += 1
+    assert weights_fingerprint(model) != before
+
+
+def test_a_model_that_is_compiled_as_a_whole_is_refused():
+    model = copy.deepcopy(tiny("Flux"))
+    said = r"this FluxTransformer2DModel is compiled as a whole.*ParallelConfig\(compile='inductor'\)"
+    with pytest.raises(ditmesh.InputError, match=said):
+        ditmesh.parallelize(torch.compile(model, backend="eager"), {})
+    model.compile(backend="eager")
+    with pytest.raises(ditmesh.InputError, match=said):
+        ditmesh.parallelize(model, {})
