@@ -346,6 +346,14 @@ def facts_of(block: Block, before: tuple[Stream, ...]) -> Facts:
                     f"{block.site}: attention call {number + 1} has {there} {what}, which no sum of streams explains "
                     f"({', '.join(f'{r.length} {n}' for n, r in rows.items()) or 'none is a token of an argument'})"
                 )
+    beside: set[str] = set()
+    for call in calls:
+        # All the keys are some tokens of streams beside the main one: those stay whole, and no other rank is asked.
+        part = any(r.length < length_of(block, s) for s in streams for n, r in call.keys.items() if n == s.name)
+        if part and streams[0].name not in call.keys and len(call.queries) == 1 and streams[0].name in call.queries:
+            beside |= call.keys.keys()
+            call.queries.clear()
+            call.keys.clear()
     ragged = {
         name
         for call in calls
@@ -361,7 +369,7 @@ def facts_of(block: Block, before: tuple[Stream, ...]) -> Facts:
             f"{block.site}: its attention calls take some of the tokens of {' and '.join(sorted(ragged))} each, which "
             f"no rank can do with a part of them; {WAY_OUT}"
         )
-    streams = tuple(replace(stream, replicate=stream.replicate or stream.name in ragged) for stream in streams)
+    streams = tuple(replace(stream, replicate=stream.replicate or stream.name in ragged | beside) for stream in streams)
     facts = Facts(streams, calls, mixers=tuple((mixer.path, mixer.arg, mixer.dim) for mixer in block.mixers))
     _other_arguments(block, facts)
     return facts
@@ -856,8 +864,14 @@ def _check_mask(block: Block, index: int, mask: Tensor, was: _Asked, call: _Call
         expected = _rows_of(expected.transpose(2, 3), call.keys, tokens, rank).transpose(2, 3)
     if mask.shape[2] != whole.shape[2]:
         if mask.shape[3] != whole.shape[3]:
-            # The other ranks' part can be built from a mask per token only.
-            per_token(whole)
+            try:
+                # Only from a mask per token the other ranks' part can be built.
+                per_token(whole)
+            except LayoutError:
+                raise LayoutError(
+                    f"{block.site}: attention call {index + 1} has a mask over pairs of tokens (is_causal=True, say), "
+                    f"of which a rank makes the part for its own tokens only; {WAY_OUT}"
+                ) from None
         expected = _rows_of(expected, call.queries, tokens, rank)
     if mask.shape != expected.shape or not torch.equal(mask, expected):
         raise LayoutError(
