@@ -111,7 +111,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         q, k, v, out, lse, *resident = ctx.saved_tensors
         ring: _Ring = ctx.ring
         link, stay = ring.link, resident[0].shape[2] if resident else 0

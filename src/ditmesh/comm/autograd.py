@@ -89,7 +89,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         link, rest = ctx.link, iter(grads)
         # A rank's own entry tells the dtype and goes nowhere.
         outgoing = [
@@ -109,7 +109,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         parts = grads[0].split(ctx.lengths, ctx.dim)
         mine = parts[ctx.link.rank]
         if ctx.summed:
@@ -127,7 +127,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         return ctx.link.all_reduce(_copy(grads[0])) if ctx.back else grads[0], None, None, None
 
 
