@@ -1,8 +1,8 @@
 """Checkpoints that a crash cannot spoil, and that another mesh can load.
 
-A checkpoint is a folder of torch.distributed.checkpoint: every rank writes its share, and whoever loads it cuts the tensors
-as its own mesh wants them. It is written under another name and renamed when all of it is on the disk; a file of digests
-says what all of it is.
+A checkpoint is a folder of torch.distributed.checkpoint: every rank writes its share, and whoever loads it cuts the
+tensors as its own mesh wants them. It is written under another name and renamed when all of it is on the disk; a file
+of digests says what all of it is.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Checkpoints:
             state: as `torch.distributed.checkpoint.save` takes it.
 
         Returns:
-            Why it could not be written, naming the file, on all ranks alike; None when it is there. What was there before
-            is untouched then.
+            Why it could not be written, naming the file, on all ranks alike; None when it is there. What was there
+            before is untouched then.
         """
         final = self.folder / f"checkpoint-{step}"
         part = self.folder / f".checkpoint-{step}.part"

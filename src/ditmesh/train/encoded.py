@@ -1,7 +1,7 @@
-"""Samples as the transformer is trained on them: latents and conditions, from the autoencoder and text encoders or a cache.
+"""Latents and conditions of samples, from the autoencoder and text encoders or a cache.
 
-Everything that is random about a sample comes from a generator of its own, seeded by the run's seed and the sample's number,
-so that it does not depend on the batch or the rank that computes it.
+Everything that is random about a sample comes from a generator of its own, seeded by the run's seed and the sample's
+number, so that it does not depend on the batch or the rank that computes it.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class EncodedSamples:
             save_file({name: value.contiguous().cpu() for name, value in encoded.items()}, part)
 
     def _encode(self, index: int) -> Conditions:
-        """Moments of a sample's latents, mirrored too where that may be asked for, and its conditions without a batch."""
+        """Moments of a sample's latents, mirrored too if need be, and its conditions; without a batch dimension."""
         sample, encoded = self._samples[index], {}
         picture = sample.picture()
         for name, flip in (("moments", False), ("mirrored", True))[: 1 + self._config.random_flip]:

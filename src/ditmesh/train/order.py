@@ -1,8 +1,8 @@
 """Which samples a step sees, in an order that knows nothing of ranks.
 
-Epochs are permutations by the seed. Samples of one size make micro-batches; micro-batches of all sizes, shuffled, make
-one endless row, of which every optimizer step takes the next few. Ranks share those of a step so that they end together.
-So the number of ranks decides who computes a sample, never which samples a step has.
+Epochs are permutations by the seed. Samples of one size make micro-batches; micro-batches of all sizes, shuffled,
+make one endless row, of which every optimizer step takes the next few. Ranks share those of a step so that they end
+together. So the number of ranks decides who computes a sample, never which samples a step has.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Pictures and what is said of them: folders with ``metadata.jsonl``, and WebDataset tars.
 
 A folder follows Hugging Face's imagefolder: one JSON object a line with ``file_name`` and a caption or label; without
-that file, a picture's caption stands in a ``.txt`` of the same name. A tar follows WebDataset: files of one sample share
-their name up to the first dot.
+that file, a picture's caption stands in a ``.txt`` of the same name. A tar follows WebDataset: files of one sample
+share their name up to the first dot.
 """
 
 from __future__ import annotations
