@@ -150,7 +150,7 @@ def _export(pipe: Any, config: TrainConfig, folder: Path, step: int, losses: dic
     else:
         pipe.save_pretrained(str(folder))
     last = losses.get(step - 1)
-    given = config.model_dump(mode="json", exclude_defaults=True)
+    given = config.model_dump(mode="json", exclude_unset=True)
     lines = [
         "---",
         "library_name: diffusers",

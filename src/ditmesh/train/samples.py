@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from ..errors import InputError
@@ -60,9 +60,7 @@ class Sample:
                     opened = Image.alpha_composite(behind, opened.convert("RGBA"))
                 return opened.convert("RGB")
         except Exception as error:
-            raise OSError(
-                f"{self.name} is no picture: {str(error).splitlines()[0] if str(error) else error!r}"
-            ) from None
+            raise OSError(_no_picture(self.name, error)) from None
 
 
 @dataclass(frozen=True)
@@ -184,7 +182,7 @@ def _sample(name: str, said: Any, file: Path, offset: int = 0, length: int = -1)
             opened.seek(offset)
             width, height = Image.open(io.BytesIO(opened.read(length))).size
     except Exception as error:
-        return f"{name} is no picture: {str(error).splitlines()[0] if str(error) else repr(error)}"
+        return _no_picture(name, error)
     return Sample(name, said, (height, width), file, offset, length)
 
 
@@ -197,3 +195,9 @@ def pixels(picture: Image.Image, size: tuple[int, int], flip: bool = False) -> T
     array = np.asarray(scaled.crop((left, top, left + width, top + height)))
     values = torch.from_numpy(array.copy()).permute(2, 0, 1).float() / 127.5 - 1
     return values.flip(2) if flip else values
+
+
+def _no_picture(name: str, error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return f"{name} is no picture that can be read"
+    return f"{name} is no picture: {str(error).splitlines()[0] if str(error) else repr(error)}"
