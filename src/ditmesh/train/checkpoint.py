@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..comm.mesh import Mesh
 from ..core.files import written_whole
@@ -60,7 +61,7 @@ class Checkpoints:
         self._mesh.world.all_gather_object(None)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            dcp.save(state, checkpoint_id=part, no_dist=self._mesh.world_size == 1)
+            save(state, checkpoint_id=part, no_dist=self._mesh.world_size == 1)
         except Exception as error:
             problem = f"{part} cannot be written ({_cause(error)})"
         problem = self._first(problem)
@@ -130,7 +131,7 @@ class Checkpoints:
         Returns:
             The optimizer steps it had done.
         """
-        dcp.load(state, checkpoint_id=folder, no_dist=self._mesh.world_size == 1)
+        load(state, checkpoint_id=folder, no_dist=self._mesh.world_size == 1)
         return int(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["step"])
 
 
@@ -156,12 +157,11 @@ def _digests(folder: Path) -> dict[str, str]:
     found = {}
     for path in sorted(folder.iterdir()):
         if path.name != MANIFEST and not path.name.endswith(".tmp"):
+            state = hashlib.sha256()
             with path.open("rb") as file:
-                found[path.name] = (
-                    hashlib.file_digest(file, "sha256").hexdigest()
-                    if hasattr(hashlib, "file_digest")
-                    else hashlib.sha256(file.read()).hexdigest()
-                )
+                while piece := file.read(1 << 20):
+                    state.update(piece)
+            found[path.name] = state.hexdigest()
     return found
 
 

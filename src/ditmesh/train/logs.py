@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,9 @@ class TrainingLog:
         with self._path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, COLUMNS).writerow({name: row[name] for name in COLUMNS})
         self._losses.append((int(row["step"]), row["loss"]))
-        for name in COLUMNS[1:] if self._board is not None else ():
-            self._board.add_scalar(name, row[name], int(row["step"]))
+        board = self._board
+        for name in COLUMNS[1:] if board is not None else ():
+            board.add_scalar(name, row[name], int(row["step"]))
 
     def pictures(self, step: int, files: Mapping[str, Path]) -> None:
         """Show validation pictures in TensorBoard."""
@@ -71,11 +72,11 @@ class TrainingLog:
             self._board.close()
 
 
-def read_log(path: Path) -> list[dict[str, float]]:
+def read_log(path: Path) -> list[dict[Any, float]]:
     """The rows of a ``loss.csv``; a last line that broke off is left out."""
     if not path.exists():
         return []
-    rows: list[dict[str, float]] = []
+    rows: list[dict[Any, float]] = []
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             try:
@@ -88,7 +89,7 @@ def read_log(path: Path) -> list[dict[str, float]]:
 COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#8250df", "#9a6700")
 
 
-def curve(lines: Mapping[str, list[tuple[int, float]]], path: Path, size: tuple[int, int] = (960, 540)) -> None:
+def curve(lines: Mapping[str, Sequence[tuple[float, float]]], path: Path, size: tuple[int, int] = (960, 540)) -> None:
     """Loss over steps as a PNG, lines by name, the losses on a linear axis from zero to the 99th percentile."""
     width, height = size
     left, top, right, bottom = 72, 24, width - 24, height - 48

@@ -168,7 +168,8 @@ class Trainer:
         if config.aspect_ratio_buckets is None:
             return config.resolution, config.resolution
         buckets = parse_buckets_string(config.aspect_ratio_buckets)
-        return cast("tuple[int, int]", tuple(buckets[find_nearest_bucket(*size, buckets)]))
+        nearest = cast(int, find_nearest_bucket(*size, buckets))
+        return buckets[nearest][0], buckets[nearest][1]
 
     def _peak_rate(self) -> float:
         factor = {"no": 1.0, "linear": self.config.batch, "sqrt": math.sqrt(self.config.batch)}[self.config.scale_lr]
@@ -182,7 +183,7 @@ class Trainer:
         self.model.add_adapter(
             LoraConfig(
                 r=lora.rank,
-                lora_alpha=lora.rank if lora.alpha is None else lora.alpha,
+                lora_alpha=cast(int, lora.rank if lora.alpha is None else lora.alpha),
                 lora_dropout=lora.dropout,
                 init_lora_weights="gaussian",
                 target_modules=list(lora.target_modules),
