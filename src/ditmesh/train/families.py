@@ -76,7 +76,7 @@ class Flux(_Text):
         packed = pipe._pack_latents(latents, batch, channels, height, width)
         places = pipe._prepare_latent_image_ids(batch, height // 2, width // 2, latents.device, latents.dtype)
         text = conditions["encoder_hidden_states"]
-        if model.config["guidance_embeds"]:
+        if pipe.transformer.config["guidance_embeds"]:
             conditions = {**conditions, "guidance": torch.ones(batch, device=latents.device)}
         output = model(
             hidden_states=packed,
@@ -99,7 +99,7 @@ class PixArt(_Text):
 
     def predict(self, pipe: Any, model: Any, latents: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
         beside: dict[str, Any] = {"resolution": None, "aspect_ratio": None}
-        if model.use_additional_conditions:
+        if pipe.transformer.use_additional_conditions:
             size = torch.tensor(latents.shape[2:], device=latents.device, dtype=latents.dtype) * pipe.vae_scale_factor
             beside["resolution"] = size.expand(len(latents), 2)
             beside["aspect_ratio"] = (size[0] / size[1]).expand(len(latents), 1)

@@ -30,11 +30,11 @@ from .checkpoint import Checkpoints
 from .config import TrainConfig
 from .encoded import EncodedSamples
 from .families import family_of
-from .gradients import GradientSync
 from .logs import TrainingLog
 from .objective import NoiseObjective, sample_losses
 from .order import MicroBatch, SampleOrder, shares
 from .samples import Samples
+from .sync import GradientSync, TensorSlicesOf
 
 logger = logging.getLogger(__name__)
 
@@ -134,12 +134,14 @@ class Trainer:
         if unknown:
             raise ConfigError(f"train_modules: {type(pipe).__name__} has no module {unknown[0]!r}")
         self.trained = nn.ModuleDict({name: pipe.components[name] for name in config.train_modules})
-        engine_config = self.mesh.config
+        if config.lora is not None and self.mesh.tensor.size > 1:
+            raise ConfigError("tensor ranks cut adapters anew in every call; train lora with ulysses, ring or data")
+        self.slices = TensorSlicesOf(self.model, self.mesh, "transformer.")
         if self.mesh.world_size > 1:
-            parallelize(self.model, engine_config, mesh=self.mesh)
+            parallelize(self.model, self.mesh.config, mesh=self.mesh)
             self._undo.callback(restore, self.model)
-        self.sync = GradientSync(self.trained, self.mesh, config.sharding)
-        self._undo.callback(self.sync.close)
+        self.slices.follow(self.trained.named_parameters())
+        self.sync = GradientSync(self.trained, self.mesh, config.sharding, self.slices)
         self.parameters = [p for p in self.trained.parameters() if p.requires_grad]
         if not self.parameters:
             raise ConfigError("nothing is trained: no parameter asks for a gradient")
@@ -288,7 +290,9 @@ class Trainer:
         noised = self.objective(batch.latents, batch.generators)
         dtype = AUTOCAST.get(self.config.mixed_precision)
         with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
-            prediction = self.family.predict(self.pipe, self.model, noised.latents, noised.timesteps, batch.conditions)
+            prediction = self.family.predict(
+                self.pipe, self.sync.transformer, noised.latents, noised.timesteps, batch.conditions
+            )
         return sample_losses(prediction, noised)
 
     @contextmanager
@@ -311,14 +315,17 @@ class Trainer:
     # --- what is kept ------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
+        """Everything the next step depends on, whole but for shards. Collective."""
         options = StateDictOptions(ignore_frozen_params=True)
+        whole = self.slices.whole
+        optimizer = get_optimizer_state_dict(self.trained, self.optimizer, options=options)
         state: dict[str, Any] = {
-            "model": get_model_state_dict(self.trained, options=options),
-            "optimizer": get_optimizer_state_dict(self.trained, self.optimizer, options=options),
+            "model": self.slices.mapped(get_model_state_dict(self.trained, options=options), whole),
+            "optimizer": {**optimizer, "state": self.slices.mapped(cast(Any, optimizer["state"]), whole)},
         }
         if self.ema is not None:
             names = [name for name, p in self.trained.named_parameters() if p.requires_grad]
-            state["average"] = dict(zip(names, self.ema.shadow_params, strict=True))
+            state["average"] = self.slices.mapped(dict(zip(names, self.ema.shadow_params, strict=True)), whole)
             state["average_steps"] = torch.tensor(self.ema.optimization_step)
         if self.scaler.is_enabled():
             state["scaler"] = self.scaler.state_dict()
@@ -328,7 +335,8 @@ class Trainer:
         problem = self.checkpoints.save(self.step, self._state())
         if problem is not None:
             outcome.unsaved.append(problem)
-            logger.warning("no checkpoint of step %d: %s; training goes on", self.step, problem)
+            if self.speaks:
+                logger.warning("no checkpoint of step %d: %s; training goes on", self.step, problem)
 
     def _resume(self) -> None:
         wanted = self.config.resume_from_checkpoint
@@ -338,9 +346,14 @@ class Trainer:
         state = self._state()
         self.step = self.checkpoints.load(folder, state)
         options = StateDictOptions(strict=False, ignore_frozen_params=True)
-        set_model_state_dict(self.trained, state["model"], options=options)
-        set_optimizer_state_dict(self.trained, self.optimizer, state["optimizer"], options=options)
+        own = self.slices.own
+        set_model_state_dict(self.trained, self.slices.mapped(state["model"], own), options=options)
+        optimizer = {**state["optimizer"], "state": self.slices.mapped(state["optimizer"]["state"], own)}
+        set_optimizer_state_dict(self.trained, self.optimizer, cast(Any, optimizer), options=options)
         if self.ema is not None:
+            average = self.slices.mapped(state["average"], own)
+            for mine, loaded in zip(self.ema.shadow_params, average.values(), strict=True):
+                mine.copy_(loaded)
             self.ema.optimization_step = int(state["average_steps"])
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
