@@ -51,7 +51,7 @@ class TrainingLog:
         with self._path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, COLUMNS).writerow({name: row[name] for name in COLUMNS})
         self._losses.append((int(row["step"]), row["loss"]))
-        board = self._board
+        board: Any = self._board
         for name in COLUMNS[1:] if board is not None else ():
             board.add_scalar(name, row[name], int(row["step"]))
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from ..comm.mesh import DEFAULT_DEADLINE
@@ -64,13 +63,13 @@ def train(
         with trainer.averaged():
             full = StateDictOptions(full_state_dict=True, cpu_offload=True)
             weights = get_model_state_dict(trainer.trained, options=full)
+            weights = trainer.slices.mapped(weights, trainer.slices.whole)
             speaks = trainer.speaks
-    # The pipeline is whole again, but for shards and the moving average, which these weights are.
-    trained = nn.ModuleDict({name: pipe.components[name] for name in config.train_modules})
-    trained.load_state_dict({name: torch.as_tensor(value) for name, value in weights.items()}, strict=False)
     folder = Path(config.output_dir) / ("lora" if config.lora is not None else "pipeline")
     if speaks:
-        _export(pipe, config, folder, outcome.step, outcome.losses)
+        # What was trained may hold shards still.
+        fresh = DiffusionPipeline.from_pretrained(source)
+        _export(fresh, weights, config, folder, outcome.step, outcome.losses)
     return {
         "step": outcome.step,
         "loss": outcome.losses.get(outcome.step - 1),
@@ -140,14 +139,21 @@ class _Validation:
         return float(np.mean(own))
 
 
-def _export(pipe: Any, config: TrainConfig, folder: Path, step: int, losses: dict[int, float]) -> None:
-    """Save the trained pipeline, or the adapters alone, with a card that says how it was trained."""
+def _export(
+    pipe: Any, weights: dict[str, Any], config: TrainConfig, folder: Path, step: int, losses: dict[int, float]
+) -> None:
+    """Save the pipeline with the trained weights, or the adapters alone, and a card that says how it was trained."""
     if config.lora is not None:
-        from peft import get_peft_model_state_dict
-
-        layers = get_peft_model_state_dict(pipe.transformer)
+        layers = {
+            name.removeprefix("transformer.").replace(".default.", "."): value
+            for name, value in weights.items()
+            if ".lora_" in name
+        }
         type(pipe).save_lora_weights(str(folder), transformer_lora_layers=layers)
     else:
+        for name in config.train_modules:
+            own = {path.removeprefix(f"{name}."): v for path, v in weights.items() if path.startswith(f"{name}.")}
+            pipe.components[name].load_state_dict(own)
         pipe.save_pretrained(str(folder))
     last = losses.get(step - 1)
     given = config.model_dump(mode="json", exclude_unset=True)

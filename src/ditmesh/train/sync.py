@@ -112,7 +112,7 @@ def _norm(parameters: list[nn.Parameter]) -> Tensor:
         return torch.zeros(())
     norm = torch.nn.utils.get_total_norm([cast(Tensor, p.grad) for p in parameters])
     # Of shards: all of them together.
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return cast(Any, norm).full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 class TensorSlicesOf:
