@@ -18,6 +18,7 @@ from .generate import generate
 from .inspect import inspect
 from .replay import replay
 from .study import study
+from .train import train
 from .verify import verify
 
 # Commands that start their own ranks.
@@ -43,7 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (generate, verify, study, replay, inspect, doctor):
+for command in (generate, train, verify, study, replay, inspect, doctor):
     app.command()(command)
 
 

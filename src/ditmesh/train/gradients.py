@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from .comm.mesh import Mesh
+from ..comm.mesh import Mesh
 
 # Gradients travel together in buckets of about so many bytes.
 BUCKET = 25 << 20

@@ -1,0 +1,116 @@
+"""`ditmesh train`: train or fine-tune a transformer, on N devices."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from ..errors import ConfigError, InputError
+from .options import AsJson, ConfigOptions, Device, Devices, Threads, Timeout, with_groups
+from .show import bar, count, emit
+
+
+@with_groups
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The run.")],
+    parallel: ConfigOptions,
+    devices: Devices = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A setting of the file, changed; may be repeated."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest whole checkpoint in output_dir.")
+    ] = False,
+    device: Device = "auto",
+    threads: Threads = None,
+    timeout: Timeout = 600.0,
+    as_json: AsJson = False,
+) -> None:
+    """Train or fine-tune a diffusion transformer on N devices.
+
+    Settings have the names of diffusers' training scripts. Without degrees, devices are data ranks.
+
+    [bold]Examples[/bold]
+
+    ditmesh train emoji.yaml --devices 2
+
+    ditmesh train emoji.yaml --ulysses 2 --set learning_rate=1e-5 --set lora.rank=8
+
+    torchrun --nproc-per-node 4 -m ditmesh train emoji.yaml --data 2 --ulysses 2
+    """
+    from ..config import AXES, ParallelConfig
+    from ..launch import launcher, resolve_device, torchrun_rank
+    from ..train.config import TrainConfig
+    from ..train.run import train as train_on_ranks
+
+    there = torchrun_rank()
+    if there is not None:
+        if devices not in (None, there.world_size):
+            raise ConfigError(f"--devices {devices}, but torchrun has started {there.world_size} ranks; leave it out")
+        devices = there.world_size
+    run = TrainConfig.read(config).model_dump(exclude_unset=True)
+    run["parallel"] = run.get("parallel", {}) | parallel.settings()
+    for one in change or ():
+        _change(run, one)
+    if resume:
+        run["resume_from_checkpoint"] = "latest"
+    if devices is not None and not any(run["parallel"].get(axis, 1) != 1 for axis in AXES):
+        run["parallel"]["data"] = devices
+    chosen = TrainConfig.read(run)
+    world_size = devices or chosen.parallel.world_size
+    ParallelConfig.check_world_size(chosen.parallel, world_size)
+    kind = resolve_device(device, world_size if there is None else there.local_size)
+    with bar(shown=there is None or there.rank == 0) as progress:
+        task = progress.add_task("loading", total=None)
+
+        def report(_: int, now: Any) -> None:
+            words = f"loss {now.loss:.4f}  {now.samples_per_second:.1f} samples/s  {_time(now.seconds_left)} left"
+            progress.update(task, description=words, total=now.steps, completed=now.step)
+
+        with launcher(there and "torchrun", world_size, kind, threads, timeout) as ranks:
+            results = ranks.run(train_on_ranks, chosen, on_message=report)
+            speaks = ranks.speaks
+    if speaks:
+        emit({**results[0], "devices": world_size, "device": kind}, as_json, _say)
+
+
+def _change(run: dict[str, Any], change: str) -> None:
+    """Apply ``name=value``; dots lead into groups."""
+    name, equals, value = change.partition("=")
+    if not equals:
+        raise InputError(f"--set {change!r} is not NAME=VALUE")
+    *groups, last = name.split(".")
+    for group in groups:
+        if not isinstance(run.get(group) or {}, dict):
+            raise InputError(f"--set {change!r}: {group} is no group of settings")
+        run = run.setdefault(group, {}) if run.get(group) is not None else run.__setitem__(group, {}) or run[group]
+    try:
+        run[last] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise InputError(f"--set {change!r}: {error}") from None
+    if isinstance(run[last], str):
+        # YAML takes 1e-5 for a word.
+        with contextlib.suppress(ValueError):
+            run[last] = float(run[last])
+
+
+def _time(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{seconds:.0f} s" if seconds < 100 else f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} h"
+
+
+def _say(result: dict[str, Any]) -> None:
+    loss = "" if result["loss"] is None else f", loss {result['loss']:.4f}"
+    print(f"{result['step']} steps in {_time(result['seconds'])} on {count(result['devices'], 'device')}{loss}")
+    if result["nearest"] is not None:
+        print(f"{result['nearest']:.0%} of the validation pictures are nearest to their own training picture")
+    for one in result["skipped"]:
+        print(f"skipped: {one}")
+    for one in result["unsaved"]:
+        print(f"not saved: {one}")
+    print(result["pipeline"])

@@ -1,0 +1,214 @@
+"""What a training run is: plain, validated data, read from one YAML file. Names are those of diffusers' scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from ..config import ParallelConfig, did_you_mean
+from ..errors import ConfigError
+
+Positive = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Objective = Literal["auto", "flow", "epsilon", "v_prediction"]
+Precision = Literal["no", "bf16", "fp16"]
+Sharding = Literal["none", "ddp", "fsdp"]
+
+
+class LoraConfig(BaseModel):
+    """Low-rank adapters in place of full fine-tuning (Hu et al. 2021, arXiv:2106.09685).
+
+    Attributes:
+        rank: of the update matrices.
+        alpha: scale of the update is ``alpha / rank``; None: ``rank``.
+        dropout: of the adapters' inputs.
+        target_modules: names of the linear layers that get one.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    rank: Positive = 4
+    alpha: float | None = None
+    dropout: Share = 0.0
+    target_modules: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+
+
+class TrainConfig(BaseModel):
+    """A training run.
+
+    What to train
+        pretrained_model_name_or_path: a pipeline's folder or hub id.
+        train_modules: components whose weights are trained.
+        lora: adapters on the transformer instead of its weights.
+        from_scratch: begin with fresh weights of the same configuration.
+
+    Data
+        train_data_dir: a folder of pictures with ``metadata.jsonl``, or of WebDataset tars.
+        caption_column, label_column: keys of ``metadata.jsonl`` and of a tar's JSON.
+        resolution: pixels along a side; with ``aspect_ratio_buckets`` of a square with as many pixels.
+        max_sequence_length: tokens of a prompt; None: as many as the pipeline takes by itself.
+        aspect_ratio_buckets: sizes "H,W" divided by semicolons; samples go to the nearest one.
+        random_flip: mirror half of the samples.
+        cache_dir: keep latents and text embeddings here; None: encode again in every step.
+        proportion_empty_prompts: of samples whose caption is left out, so that guidance can be used.
+
+    Steps
+        train_batch_size: samples of one forward on one data rank.
+        global_batch_size: samples of one optimizer step over all ranks; None: ``train_batch_size`` times
+            ``gradient_accumulation_steps`` times the data ranks. Given, accumulation follows from it, so that the curve
+            does not depend on the number of ranks.
+        max_train_steps, num_train_epochs: the length; steps win.
+
+    Optimizer
+        learning_rate, scale_lr: scaled with the global batch, linearly or by its square root.
+        lr_scheduler, lr_warmup_steps, lr_num_cycles, lr_power: as `diffusers.optimization.get_scheduler` has them.
+        adam_beta1, adam_beta2, adam_weight_decay, adam_epsilon: of AdamW.
+        max_grad_norm: gradients are clipped to this norm over all ranks; 0: not at all.
+        use_ema, ema_decay: keep a moving average of the weights and save that.
+
+    Objective
+        objective: ``auto``: the scheduler's own.
+        weighting_scheme, logit_mean, logit_std, mode_scale: density of noise levels and weights of rectified flow
+            (Esser et al. 2024, arXiv:2403.03206).
+        snr_gamma: min-SNR weights of epsilon- and v-prediction (Hang et al. 2023, arXiv:2303.09556).
+
+    Machine
+        parallel: axes as for `ParallelConfig`; ``data`` are ranks with samples of their own.
+        sharding: ``ddp`` or ``fsdp`` (FSDP2) over the data and sequence ranks, or ``none``: gradients are averaged.
+        reproducible: the same weights to the bit on any number of ranks.
+        gradient_checkpointing: recompute blocks in the backward pass.
+        mixed_precision: dtype of the forward and backward; weights stay float32.
+
+    Output
+        output_dir: checkpoints, logs and the trained pipeline.
+        checkpointing_steps, checkpoints_total_limit: how often, and how many are kept.
+        resume_from_checkpoint: ``latest`` or a folder.
+        validation_prompts, validation_steps, validation_inference_steps, guidance_scale: pictures made on the way.
+        report_to: ``csv`` always; ``tensorboard`` besides.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    pretrained_model_name_or_path: str
+    train_modules: tuple[str, ...] = ("transformer",)
+    lora: LoraConfig | None = None
+    from_scratch: bool = False
+
+    train_data_dir: str
+    caption_column: str = "text"
+    label_column: str = "label"
+    resolution: Positive = 512
+    max_sequence_length: Positive | None = None
+    aspect_ratio_buckets: str | None = None
+    random_flip: bool = False
+    cache_dir: str | None = None
+    proportion_empty_prompts: Share = 0.0
+
+    train_batch_size: Positive = 4
+    gradient_accumulation_steps: Positive = 1
+    global_batch_size: Positive | None = None
+    max_train_steps: Positive | None = None
+    num_train_epochs: Positive = 1
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    scale_lr: Annotated[
+        Literal["no", "linear", "sqrt"], BeforeValidator(lambda v: {False: "no", True: "linear"}.get(v, v))
+    ] = "no"
+    lr_scheduler: Literal[
+        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
+    ] = "constant"
+    lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
+    lr_num_cycles: Positive = 1
+    lr_power: float = 1.0
+    adam_beta1: Share = 0.9
+    adam_beta2: Share = 0.999
+    adam_weight_decay: Annotated[float, Field(ge=0)] = 1e-2
+    adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    use_ema: bool = False
+    ema_decay: Share = 0.9999
+
+    objective: Objective = "auto"
+    weighting_scheme: Literal["none", "logit_normal", "mode", "sigma_sqrt", "cosmap"] = "logit_normal"
+    logit_mean: float = 0.0
+    logit_std: Annotated[float, Field(gt=0)] = 1.0
+    mode_scale: float = 1.29
+    snr_gamma: Annotated[float, Field(gt=0)] | None = None
+
+    parallel: ParallelConfig = ParallelConfig()
+    sharding: Sharding = "none"
+    reproducible: bool = False
+    gradient_checkpointing: bool = False
+    mixed_precision: Precision = "no"
+    seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
+
+    output_dir: str
+    checkpointing_steps: Positive = 500
+    checkpoints_total_limit: Positive | None = None
+    resume_from_checkpoint: str | None = None
+    validation_prompts: tuple[str, ...] = ()
+    validation_steps: Positive = 500
+    validation_inference_steps: Positive = 20
+    guidance_scale: float | None = None
+    report_to: Literal["csv", "tensorboard"] = "csv"
+
+    @model_validator(mode="after")
+    def _fits(self) -> TrainConfig:
+        share = self.train_batch_size * self.parallel.data
+        if self.global_batch_size is not None and self.global_batch_size % share:
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size} is no multiple of train_batch_size="
+                f"{self.train_batch_size} times data={self.parallel.data}; use "
+                f"{share * max(1, self.global_batch_size // share)}"
+            )
+        if self.lora is not None and self.from_scratch:
+            raise ValueError("lora adapts weights that are there, and from_scratch has none; leave one out")
+        if self.lora is not None and self.train_modules != ("transformer",):
+            raise ValueError("lora is for the transformer; leave train_modules out")
+        return self
+
+    @property
+    def accumulation(self) -> int:
+        """Forwards of one optimizer step on one data rank."""
+        if self.global_batch_size is None:
+            return self.gradient_accumulation_steps
+        return self.global_batch_size // (self.train_batch_size * self.parallel.data)
+
+    @property
+    def batch(self) -> int:
+        """Samples of one optimizer step over all ranks."""
+        return self.train_batch_size * self.accumulation * self.parallel.data
+
+    @staticmethod
+    def read(source: TrainConfig | Mapping[str, Any] | str | Path) -> TrainConfig:
+        """A run from a mapping or a YAML file.
+
+        Raises:
+            ConfigError: the file cannot be read, or a setting is unknown or wrong; names it.
+        """
+        if isinstance(source, TrainConfig):
+            return source
+        if isinstance(source, (str, Path)):
+            try:
+                source = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
+            except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+                raise ConfigError(f"cannot read the training configuration {str(source)!r}: {error}") from None
+            if not isinstance(source, Mapping):
+                raise ConfigError("a training configuration is a mapping of settings")
+        given = {str(key): value for key, value in source.items()}
+        for name in given:
+            if name not in TrainConfig.model_fields:
+                raise ConfigError(f"{name!r} is no training setting{did_you_mean(name, TrainConfig.model_fields)}")
+        if "parallel" in given:
+            given["parallel"] = ParallelConfig.read(given["parallel"])
+        try:
+            return TrainConfig(**given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            said = first["msg"].removeprefix("Value error, ")
+            missing = first["type"] == "missing"
+            raise ConfigError(f"{where} is missing" if missing else f"{where}: {said}" if where else said) from None

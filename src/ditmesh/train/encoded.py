@@ -1,0 +1,199 @@
+"""Latents and conditions of samples, from the autoencoder and text encoders or a cache.
+
+Everything that is random about a sample comes from a generator of its own, seeded by the run's seed and the sample's
+number, so that it does not depend on the batch or the rank that computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ..comm.mesh import Mesh
+from ..core.digests import digest, tensor_digest
+from ..core.files import written_whole
+from ..errors import InputError
+from .config import TrainConfig
+from .families import Conditions, Family
+from .order import Drawn, MicroBatch
+from .samples import Sample, pixels
+
+# What stands for a caption or label that is left out.
+NOTHING = {"text": "", "label": None}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch for the transformer.
+
+    Attributes:
+        latents: (B, C, h, w), scaled.
+        conditions: tensors with B rows.
+        generators: of the samples, for noise and noise levels.
+    """
+
+    latents: Tensor
+    conditions: Conditions
+    generators: list[torch.Generator]
+
+
+class EncodedSamples:
+    """Micro-batches of encoded samples.
+
+    Args:
+        pipe: the pipeline with its autoencoder and text encoders.
+        family: how they are used.
+        samples: the data set.
+        sizes: (height, width) of every sample's bucket.
+        config: seed, mirroring, empty captions, cache.
+        device: where batches go.
+
+    Attributes:
+        skipped: a sentence for every sample that could not be decoded; its neighbour took its place.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        family: Family,
+        samples: Sequence[Sample],
+        sizes: Sequence[tuple[int, int]],
+        config: TrainConfig,
+        device: torch.device,
+    ) -> None:
+        self._pipe, self._family, self._config, self._device = pipe, family, config, device
+        self._samples, self._sizes = samples, sizes
+        self.skipped: dict[int, str] = {}
+        self._trains_text = any(name != "transformer" for name in config.train_modules)
+        if config.cache_dir is not None and self._trains_text:
+            raise InputError("cache_dir keeps text embeddings, and train_modules trains what makes them; leave one out")
+        self._cache: Path | None = None
+
+    # --- the cache ---------------------------------------------------------------------------------------
+
+    def fill_cache(self, mesh: Mesh, report: Any = None) -> None:
+        """Encode every sample that is not in the cache yet, shared out over the ranks. Collective."""
+        if self._config.cache_dir is None:
+            return
+        self._cache = Path(self._config.cache_dir) / self._fingerprint()
+        self._cache.mkdir(parents=True, exist_ok=True)
+        if mesh.world.rank == 0 and not self._file(None).exists():
+            self._store(None, self._conditions([NOTHING[self._family.conditioned_by]]))
+        missing = [i for i in range(len(self._samples)) if not self._file(i).exists()]
+        for place, index in enumerate(missing[mesh.world.rank :: mesh.world.size]):
+            try:
+                encoded = self._encode(index)
+            except OSError as error:
+                self.skipped[index] = str(error)
+                continue
+            self._store(index, encoded)
+            if report is not None:
+                report(min(len(missing), (place + 1) * mesh.world.size), len(missing))
+        for found in mesh.world.all_gather_object(self.skipped):
+            self.skipped.update(found)
+
+    def _fingerprint(self) -> str:
+        """Of everything that decides what is encoded, but for the samples themselves."""
+        makers = {
+            f"{name}.{path}": tensor_digest(value)
+            for name, module in self._pipe.components.items()
+            if isinstance(module, nn.Module) and name != "transformer"
+            for path, value in module.state_dict().items()
+        }
+        return digest((sorted(makers.items()), self._config.max_sequence_length, type(self._family).__name__))
+
+    def _file(self, index: int | None) -> Path:
+        assert self._cache is not None
+        if index is None:
+            return self._cache / "empty.safetensors"
+        sample, when = self._samples[index], self._samples[index].file.stat()
+        identity = (sample.name, sample.offset, when.st_mtime_ns, when.st_size, sample.said, self._sizes[index])
+        return self._cache / f"{digest((identity, self._config.random_flip))}.safetensors"
+
+    def _store(self, index: int | None, encoded: Conditions) -> None:
+        with written_whole(self._file(index)) as part:
+            save_file({name: value.contiguous().cpu() for name, value in encoded.items()}, part)
+
+    def _encode(self, index: int) -> Conditions:
+        """Moments of a sample's latents, mirrored too if need be, and its conditions; without a batch dimension."""
+        sample, encoded = self._samples[index], {}
+        picture = sample.picture()
+        for name, flip in (("moments", False), ("mirrored", True))[: 1 + self._config.random_flip]:
+            encoded[name] = self._moments(pixels(picture, self._sizes[index], flip)[None])[0]
+        return encoded | self._conditions([self._said(sample)])
+
+    def _said(self, sample: Sample) -> Any:
+        return NOTHING[self._family.conditioned_by] if sample.said is None else sample.said
+
+    def _conditions(self, said: Sequence[Any]) -> Conditions:
+        encoded = self._family.encode(self._pipe, said, self._config.max_sequence_length)
+        return {f"condition.{name}": value[0] for name, value in encoded.items()}
+
+    @torch.no_grad()
+    def _moments(self, values: Tensor) -> Tensor:
+        """(B, 2C, h, w): mean and standard deviation of the latents of pictures (B, 3, H, W)."""
+        vae = self._pipe.vae
+        found = vae.encode(values.to(self._device, vae.dtype)).latent_dist
+        return torch.cat([found.mean, found.std], dim=1).float()
+
+    # --- batches -----------------------------------------------------------------------------------------
+
+    def batch(self, micro: MicroBatch) -> Batch:
+        """The samples of a micro-batch, encoded; a corrupt one is replaced by its neighbour."""
+        generators = [self._generator(drawn) for drawn in micro.samples]
+        moments, said, rows = [], [], []
+        for drawn, generator in zip(micro.samples, generators, strict=True):
+            chances = torch.rand(2, generator=generator)
+            flip = self._config.random_flip and bool(chances[0] < 0.5)
+            empty = bool(chances[1] < self._config.proportion_empty_prompts)
+            found, sample, row = self._sample(drawn.index, flip, empty)
+            moments.append(found)
+            said.append(NOTHING[self._family.conditioned_by] if empty else self._said(sample))
+            rows.append(row)
+        if self._cache is None:
+            both = self._moments(torch.stack(moments))
+            encoded = self._family.encode(self._pipe, said, self._config.max_sequence_length)
+            conditions = encoded
+        else:
+            both = torch.stack(moments)
+            conditions = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        mean, deviation = both.chunk(2, dim=1)
+        noise = torch.stack([torch.randn(mean.shape[1:], generator=one) for one in generators]).to(both)
+        return Batch(
+            latents=self._scaled(mean + deviation * noise).to(self._device),
+            conditions={name: value.to(self._device) for name, value in conditions.items()},
+            generators=generators,
+        )
+
+    def _generator(self, drawn: Drawn) -> torch.Generator:
+        # Any two samples of a run, and of runs with other seeds, have streams of their own.
+        return torch.Generator().manual_seed(int(digest((self._config.seed, drawn.number)), 16) % 2**63)
+
+    def _sample(self, index: int, flip: bool, empty: bool) -> tuple[Tensor, Sample, Conditions]:
+        """Pixels, or moments from the cache, and conditions from there."""
+        for step in range(len(self._samples)):
+            place = (index + step) % len(self._samples)
+            sample = self._samples[place]
+            if place in self.skipped or self._sizes[place] != self._sizes[index]:
+                continue
+            try:
+                if self._cache is None:
+                    return pixels(sample.picture(), self._sizes[place], flip), sample, {}
+                encoded = load_file(self._file(place))
+            except OSError as error:
+                self.skipped[place] = str(error)
+                continue
+            about = load_file(self._file(None)) if empty else encoded
+            row = {name.partition(".")[2]: v for name, v in about.items() if name.startswith("condition.")}
+            return encoded["mirrored" if flip else "moments"], sample, row
+        raise InputError(f"no sample of {self._sizes[index]} pixels can be read: {next(iter(self.skipped.values()))}")
+
+    def _scaled(self, latents: Tensor) -> Tensor:
+        config = self._pipe.vae.config
+        return (latents - (config.get("shift_factor") or 0.0)) * config.get("scaling_factor", 1.0)

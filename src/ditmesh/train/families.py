@@ -1,0 +1,156 @@
+"""How the transformers of pipelines are called in training, by class; one short adapter each.
+
+An adapter says how a pipeline turns captions or labels into conditions, and how its transformer is called on noisy
+latents. Everything else of training knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+
+# Tensors with one row a sample.
+Conditions = dict[str, Tensor]
+
+
+class Family(Protocol):
+    """An adapter of one pipeline's kind.
+
+    Attributes:
+        conditioned_by: ``"text"`` or ``"label"``.
+    """
+
+    conditioned_by: str
+
+    def prepare(self, pipe: Any) -> None:
+        """Switch off what a model does at random by itself; noise and dropped conditions come from the trainer."""
+
+    def encode(self, pipe: Any, said: Sequence[Any], length: int | None) -> Conditions:
+        """Conditions of captions (strings; empty ones for none) or labels (integers; None for none)."""
+        ...
+
+    def predict(self, pipe: Any, model: Any, latents: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
+        """The transformer's prediction for latents (B, C, H, W), in the same shape."""
+        ...
+
+
+class _Text:
+    """What text-to-image adapters have in common."""
+
+    conditioned_by = "text"
+
+    def prepare(self, pipe: Any) -> None:
+        pass
+
+    def _options(self, length: int | None) -> dict[str, Any]:
+        return {} if length is None else {"max_sequence_length": length}
+
+
+class StableDiffusion3(_Text):
+    """SD3 and SD3.5: joint attention, pooled text, rectified flow."""
+
+    def encode(self, pipe: Any, said: Sequence[Any], length: int | None) -> Conditions:
+        text, _, pooled, _ = pipe.encode_prompt(
+            list(said), None, None, do_classifier_free_guidance=False, **self._options(length)
+        )
+        return {"encoder_hidden_states": text, "pooled_projections": pooled}
+
+    def predict(self, pipe: Any, model: Any, latents: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
+        return model(hidden_states=latents, timestep=timesteps, **conditions, return_dict=False)[0]
+
+
+class Flux(_Text):
+    """FLUX.1: packed latents, positions of text and image tokens, distilled guidance of 1."""
+
+    def encode(self, pipe: Any, said: Sequence[Any], length: int | None) -> Conditions:
+        text, pooled, _ = pipe.encode_prompt(list(said), None, **self._options(length))
+        return {"encoder_hidden_states": text, "pooled_projections": pooled}
+
+    def predict(self, pipe: Any, model: Any, latents: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
+        batch, channels, height, width = latents.shape
+        packed = pipe._pack_latents(latents, batch, channels, height, width)
+        places = pipe._prepare_latent_image_ids(batch, height // 2, width // 2, latents.device, latents.dtype)
+        text = conditions["encoder_hidden_states"]
+        if pipe.transformer.config["guidance_embeds"]:
+            conditions = {**conditions, "guidance": torch.ones(batch, device=latents.device)}
+        output = model(
+            hidden_states=packed,
+            timestep=timesteps / 1000,
+            txt_ids=torch.zeros(text.shape[1], 3, device=latents.device, dtype=text.dtype),
+            img_ids=places,
+            **conditions,
+            return_dict=False,
+        )[0]
+        tiles = output.view(batch, height // 2, width // 2, channels, 2, 2)
+        return tiles.permute(0, 3, 1, 4, 2, 5).reshape(latents.shape)
+
+
+class PixArt(_Text):
+    """PixArt-alpha and -sigma: cross-attended text with a mask; a learned variance is left as it is."""
+
+    def encode(self, pipe: Any, said: Sequence[Any], length: int | None) -> Conditions:
+        text, mask, _, _ = pipe.encode_prompt(list(said), do_classifier_free_guidance=False, **self._options(length))
+        return {"encoder_hidden_states": text, "encoder_attention_mask": mask}
+
+    def predict(self, pipe: Any, model: Any, latents: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
+        beside: dict[str, Any] = {"resolution": None, "aspect_ratio": None}
+        if pipe.transformer.use_additional_conditions:
+            size = torch.tensor(latents.shape[2:], device=latents.device, dtype=latents.dtype) * pipe.vae_scale_factor
+            beside["resolution"] = size.expand(len(latents), 2)
+            beside["aspect_ratio"] = (size[0] / size[1]).expand(len(latents), 1)
+        output = model(
+            hidden_states=latents, timestep=timesteps, added_cond_kwargs=beside, **conditions, return_dict=False
+        )[0]
+        return output[:, : latents.shape[1]]
+
+
+class ClassConditional:
+    """DiT: a class label; one class more stands for none."""
+
+    conditioned_by = "label"
+
+    def prepare(self, pipe: Any) -> None:
+        for module in pipe.transformer.modules():
+            # diffusers drops labels itself while it trains, in every block others.
+            if hasattr(module, "dropout_prob") and hasattr(module, "num_classes"):
+                module.dropout_prob = 0.0
+
+    def encode(self, pipe: Any, said: Sequence[Any], length: int | None) -> Conditions:
+        none = pipe.transformer.config["num_embeds_ada_norm"]
+        labels = [none if one is None else int(one) for one in said]
+        wrong = [one for one in labels if not 0 <= one <= none]
+        if wrong:
+            raise ConfigError(f"label {wrong[0]} is none of the model's classes 0 to {none - 1}")
+        return {"class_labels": torch.tensor(labels)}
+
+    def predict(self, pipe: Any, model: Any, latents: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
+        output = model(hidden_states=latents, timestep=timesteps, **conditions, return_dict=False)[0]
+        return output[:, : latents.shape[1]]
+
+
+FAMILIES: dict[str, Family] = {
+    "SD3Transformer2DModel": StableDiffusion3(),
+    "FluxTransformer2DModel": Flux(),
+    "PixArtTransformer2DModel": PixArt(),
+    "DiTTransformer2DModel": ClassConditional(),
+}
+
+
+def family_of(pipe: Any) -> Family:
+    """The adapter of a pipeline's transformer.
+
+    Raises:
+        ConfigError: nobody has written one; names those that are there.
+    """
+    name = type(getattr(pipe, "transformer", None)).__name__
+    if name not in FAMILIES:
+        raise ConfigError(
+            f"{type(pipe).__name__} cannot be trained: nothing says how its {name} is called in training; those of "
+            f"{', '.join(FAMILIES)} can (ditmesh.train.FAMILIES takes more)"
+        )
+    return FAMILIES[name]

@@ -1,0 +1,120 @@
+"""Which samples a step sees, in an order that knows nothing of ranks.
+
+Epochs are permutations by the seed. Samples of one size make micro-batches; micro-batches of all sizes, shuffled,
+make one endless row, of which every optimizer step takes the next few. Ranks share those of a step so that they end
+together. So the number of ranks decides who computes a sample, never which samples a step has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..core.partition import even_cut
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A sample as one step sees it.
+
+    Attributes:
+        index: of the sample.
+        number: how many were drawn before it; with the seed it decides noise, noise level, mirroring and whether the
+            caption is left out.
+    """
+
+    index: int
+    number: int
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples of one forward.
+
+    Attributes:
+        samples: fewer than usual at the end of an epoch.
+        size: (height, width) in pixels, of all of them.
+    """
+
+    samples: tuple[Drawn, ...]
+    size: tuple[int, int]
+
+    @property
+    def cost(self) -> float:
+        """What it takes to compute it, relative to others: pixels."""
+        return float(len(self.samples) * self.size[0] * self.size[1])
+
+
+class SampleOrder:
+    """The endless row of micro-batches, and the steps it is cut into.
+
+    Args:
+        sizes: the bucket of every sample, (height, width).
+        seed: of the permutations.
+        micro: samples of a micro-batch.
+        per_step: micro-batches of an optimizer step.
+    """
+
+    def __init__(self, sizes: Sequence[tuple[int, int]], seed: int, micro: int, per_step: int) -> None:
+        self._buckets: dict[tuple[int, int], np.ndarray] = {}
+        for size in sorted(set(sizes)):
+            self._buckets[size] = np.array([i for i, other in enumerate(sizes) if other == size])
+        self._seed, self._micro, self.per_step = seed, micro, per_step
+        self.per_epoch = sum(-(-len(bucket) // micro) for bucket in self._buckets.values())
+        self._samples = len(sizes)
+        self._epoch = -1
+        self._row: list[MicroBatch] = []
+
+    def step(self, number: int) -> list[MicroBatch]:
+        """The micro-batches of one optimizer step."""
+        first = number * self.per_step
+        return [self._at(place) for place in range(first, first + self.per_step)]
+
+    def steps(self, epochs: int) -> int:
+        """Optimizer steps of so many epochs; the last one goes on into the next epoch."""
+        return -(-epochs * self.per_epoch // self.per_step)
+
+    def _at(self, place: int) -> MicroBatch:
+        epoch, within = divmod(place, self.per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._row = epoch, list(self._micro_batches(epoch))
+        return self._row[within]
+
+    def _micro_batches(self, epoch: int) -> Iterator[MicroBatch]:
+        random = np.random.default_rng((self._seed, epoch))
+        groups: list[tuple[np.ndarray, tuple[int, int]]] = []
+        for size, bucket in self._buckets.items():
+            shuffled = random.permutation(bucket)
+            groups += [(shuffled[i : i + self._micro], size) for i in range(0, len(shuffled), self._micro)]
+        number = epoch * self._samples
+        for place in random.permutation(len(groups)):
+            indices, size = groups[place]
+            yield MicroBatch(tuple(Drawn(int(i), number + n) for n, i in enumerate(indices)), size)
+            number += len(indices)
+
+
+def shares(batches: Sequence[MicroBatch], speeds: Sequence[float], equal_counts: bool) -> list[list[int]]:
+    """Which of a step's micro-batches each data rank computes, so that all end at about the same time.
+
+    The longest first, each to the rank that would end first with it (Graham 1969, "Bounds on multiprocessing timing
+    anomalies").
+
+    Args:
+        batches: of one step.
+        speeds: of the ranks, relative to one another.
+        equal_counts: every rank gets as many: where each forward is a collective of all data ranks.
+
+    Returns:
+        Numbers of micro-batches by rank, in ascending order.
+    """
+    most = even_cut(len(batches), len(speeds)) if equal_counts else [len(batches)] * len(speeds)
+    taken: list[list[int]] = [[] for _ in speeds]
+    busy = [0.0] * len(speeds)
+    for number in sorted(range(len(batches)), key=lambda n: (-batches[n].cost, n)):
+        open_ranks = [rank for rank in range(len(speeds)) if len(taken[rank]) < most[rank]]
+        rank = min(open_ranks, key=lambda r: (busy[r] + batches[number].cost / speeds[r], r))
+        taken[rank].append(number)
+        busy[rank] += batches[number].cost / speeds[rank]
+    return [sorted(numbers) for numbers in taken]

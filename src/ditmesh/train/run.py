@@ -1,0 +1,180 @@
+"""A whole training run on the ranks of a job, from the pipeline that is loaded to the one that is saved."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from ..comm.mesh import DEFAULT_DEADLINE
+from ..generate.model_info import find_model
+from ..generate.run import device_of_rank
+from ..zoo.references import nearest, shrink
+from .config import TrainConfig
+from .samples import pixels
+from .trainer import Progress, Trainer
+
+logger = logging.getLogger(__name__)
+
+
+def train(
+    config: TrainConfig | dict[str, Any] | str | Path,
+    *,
+    timeout: float = DEFAULT_DEADLINE,
+    report: Callable[[Any], None] | None = None,
+) -> dict[str, Any]:
+    """Train as a configuration says. Every rank of the job calls this.
+
+    Rank 0 writes checkpoints' names, logs, validation pictures and in the end the pipeline to ``output_dir``.
+
+    Args:
+        config: the run.
+        timeout: deadline of every collective, in seconds.
+        report: takes a `Progress` after every step, on rank 0.
+
+    Returns:
+        ``step``, ``loss`` (of the last step), ``seconds``, ``skipped`` and ``unsaved``, each a list of sentences,
+        ``pipeline`` (the folder of the trained pipeline, or of its LoRA weights), ``nearest`` (of the last
+        validation: the share of pictures whose nearest training picture is their caption's own; None without one).
+
+    Raises:
+        ConfigError, InputError: settings, data and model do not fit.
+        FloatingPointError: the loss is not a number any more.
+    """
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    config = TrainConfig.read(config)
+    info = find_model(config.pretrained_model_name_or_path)
+    source = info.files if info.local else info.name
+    pipe = DiffusionPipeline.from_pretrained(source)
+    pipe.set_progress_bar_config(disable=True)
+    began = time.monotonic()
+    with Trainer(config, pipe, device_of_rank(), timeout) as trainer:
+        validation = _Validation(trainer)
+        # Messages of the other ranks would be the same.
+        told = report if trainer.speaks else None
+        outcome = trainer.run(report=told, validate=validation.run if config.validation_prompts else None)
+        with trainer.averaged():
+            full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            weights = get_model_state_dict(trainer.trained, options=full)
+            weights = trainer.slices.mapped(weights, trainer.slices.whole)
+            speaks = trainer.speaks
+    folder = Path(config.output_dir) / ("lora" if config.lora is not None else "pipeline")
+    if speaks:
+        # What was trained may hold shards still.
+        fresh = DiffusionPipeline.from_pretrained(source)
+        _export(fresh, weights, config, folder, outcome.step, outcome.losses)
+    return {
+        "step": outcome.step,
+        "loss": outcome.losses.get(outcome.step - 1),
+        "seconds": time.monotonic() - began,
+        "skipped": outcome.skipped,
+        "unsaved": outcome.unsaved,
+        "pipeline": str(folder),
+        "nearest": validation.nearest,
+    }
+
+
+class _Validation:
+    """Pictures of the validation prompts, and how many are nearest to their own training picture."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.nearest: float | None = None
+
+    def run(self, step: int) -> None:
+        trainer, config = self._trainer, self._trainer.config
+        options: dict[str, Any] = {"num_inference_steps": config.validation_inference_steps, "output_type": "np"}
+        if config.guidance_scale is not None:
+            options["guidance_scale"] = config.guidance_scale
+        if config.max_sequence_length is not None:
+            options["max_sequence_length"] = config.max_sequence_length
+        side = config.resolution
+        said: list[Any] = list(config.validation_prompts)
+        if trainer.family.conditioned_by == "label":
+            said = [int(one) for one in said]
+        else:
+            options |= {"height": side, "width": side}
+        found = []
+        # One by one: a picture does not depend on its neighbours.
+        for number, one in enumerate(said):
+            generator = torch.Generator().manual_seed(config.seed + number)
+            found.append(trainer.pipe([one], generator=generator, **options).images[0])
+        pictures = (np.stack(found) * 255).round().clip(0, 255).astype(np.uint8)
+        self.nearest = self._nearest(said, pictures)
+        if trainer.speaks:
+            from PIL import Image
+
+            folder = Path(config.output_dir) / "validation"
+            folder.mkdir(parents=True, exist_ok=True)
+            files = {}
+            for number, picture in enumerate(pictures):
+                files[f"validation/{number}"] = folder / f"step-{step}-{number}.png"
+                Image.fromarray(picture).save(files[f"validation/{number}"])
+
+    def _nearest(self, said: list[Any], pictures: np.ndarray) -> float | None:
+        """Of the prompts that are captions of the data set."""
+        captions = {sample.said: number for number, sample in enumerate(self._trainer.samples)}
+        asked = [number for number, one in enumerate(said) if one in captions]
+        # Every training picture is looked at: for sets of some hundreds.
+        if not asked or len(self._trainer.samples) > 4096:
+            return None
+        references = []
+        for sample in self._trainer.samples:
+            try:
+                whole = pixels(sample.picture(), (32, 32))
+            except OSError:
+                whole = torch.zeros(3, 32, 32)
+            references.append(((whole + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).numpy())
+        closest = nearest(shrink(pictures[asked]), np.stack(references))
+        own = [
+            self._trainer.samples[int(place)].said == said[number] for place, number in zip(closest, asked, strict=True)
+        ]
+        return float(np.mean(own))
+
+
+def _export(
+    pipe: Any, weights: dict[str, Any], config: TrainConfig, folder: Path, step: int, losses: dict[int, float]
+) -> None:
+    """Save the pipeline with the trained weights, or the adapters alone, and a card that says how it was trained."""
+    if config.lora is not None:
+        layers = {
+            name.removeprefix("transformer.").replace(".default.", "."): value
+            for name, value in weights.items()
+            if ".lora_" in name
+        }
+        type(pipe).save_lora_weights(str(folder), transformer_lora_layers=layers)
+    else:
+        for name in config.train_modules:
+            own = {path.removeprefix(f"{name}."): v for path, v in weights.items() if path.startswith(f"{name}.")}
+            pipe.components[name].load_state_dict(own)
+        pipe.save_pretrained(str(folder))
+    last = losses.get(step - 1)
+    given = config.model_dump(mode="json", exclude_unset=True)
+    lines = [
+        "---",
+        "library_name: diffusers",
+        f"base_model: {config.pretrained_model_name_or_path}",
+        f"tags: [{'lora, ' if config.lora is not None else ''}ditmesh]",
+        "---",
+        "",
+        f"# {folder.parent.name or 'A trained pipeline'}",
+        "",
+        f"`{type(pipe).__name__}`, trained with ditmesh for {step} steps of {config.batch} samples"
+        + (f"; loss of the last step {last:.4g}." if last is not None else "."),
+        "",
+        "| setting | value |",
+        "|---|---|",
+        *(f"| {name} | `{value}` |" for name, value in given.items()),
+        "",
+    ]
+    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+__all__ = ["Progress", "train"]

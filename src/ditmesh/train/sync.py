@@ -1,0 +1,179 @@
+"""Gradients and states of ranks that share a model: averaged, sharded, clipped and gathered.
+
+Data and sequence ranks hold the same weights and each a part of their gradient: the mean over them is one device's
+(docs/training.md). Tensor ranks hold slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from ..comm.mesh import Mesh
+from ..core.partition import Partition
+from ..errors import ConfigError
+from ..strategies.tensor.slices import plan
+from .config import Sharding
+from .gradients import reduce_gradients
+
+
+class GradientSync:
+    """What makes the gradients of ranks one.
+
+    Args:
+        modules: what is trained, by name; parallelised already.
+        mesh: the ranks.
+        sharding: as in `TrainConfig`.
+        slices: what tensor ranks hold.
+
+    Attributes:
+        transformer: what to call in the place of the transformer.
+
+    Raises:
+        ConfigError: the sharding is not for what is trained.
+    """
+
+    def __init__(self, modules: nn.ModuleDict, mesh: Mesh, sharding: Sharding, slices: TensorSlicesOf) -> None:
+        self._modules, self._mesh, self._slices = modules, mesh, slices
+        group = mesh.gradient_group
+        self._kind: Sharding = "none" if group is None else sharding
+        self.transformer: nn.Module = (
+            modules["transformer"] if "transformer" in modules else next(iter(modules.values()))
+        )
+        self._undo = ExitStack()
+        if self._kind == "none" or group is None:
+            return
+        if list(modules) != ["transformer"]:
+            raise ConfigError(
+                f"sharding={sharding!r} is for the transformer alone; use sharding='none' to train others"
+            )
+        if self._kind == "ddp":
+            self.transformer = DistributedDataParallel(self.transformer, process_group=group)
+            return
+        from torch.distributed.fsdp import fully_shard
+
+        shards = DeviceMesh.from_group(group, mesh.device.type)
+        for blocks in self.transformer.children():
+            for block in blocks if isinstance(blocks, nn.ModuleList) else ():
+                fully_shard(block, mesh=shards)
+        fully_shard(self.transformer, mesh=shards)
+
+    @contextmanager
+    def accumulating(self, is_last: bool) -> Iterator[None]:
+        """Around the forward and backward of one micro-batch of a step; ``is_last``: of its last one."""
+        model = self.transformer
+        if self._kind == "fsdp":
+            cast(Any, model).set_requires_gradient_sync(is_last)
+        if self._kind == "ddp" and not is_last:
+            with cast(DistributedDataParallel, model).no_sync():
+                yield
+        else:
+            yield
+
+    def reduce(self) -> None:
+        """Average the gradients of a step. Collective."""
+        if self._kind == "none":
+            for parameter in self._modules.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    # A rank without micro-batches takes part with nothing.
+                    parameter.grad = torch.zeros_like(parameter)
+            reduce_gradients(self._modules, self._mesh)
+
+    def clip(self, most: float) -> float:
+        """Clip the gradients of all ranks together to a norm; 0: only tell it. Collective.
+
+        Returns:
+            The norm before, the same on every rank.
+        """
+        parameters = [p for p in self._modules.parameters() if p.grad is not None]
+        sliced, rest = self._slices.parted(parameters)
+        total = _norm(rest).square()
+        if self._mesh.tensor.size > 1:
+            # What the others hold zeros of adds nothing.
+            total = total + self._mesh.tensor.all_reduce(_norm(sliced).square().reshape(1))[0]
+        norm = total.sqrt()
+        if most:
+            torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+        return float(norm)
+
+    def close(self) -> None:
+        """Take it off again; shards stay shards."""
+        self._undo.close()
+
+
+def _norm(parameters: list[nn.Parameter]) -> Tensor:
+    if not parameters:
+        return torch.zeros(())
+    norm = torch.nn.utils.get_total_norm([cast(Tensor, p.grad) for p in parameters])
+    # Of shards: all of them together.
+    return cast(Any, norm).full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+class TensorSlicesOf:
+    """Which parameters tensor ranks hold slices of, and how they become whole.
+
+    Args:
+        model: the transformer, before it is cut.
+        mesh: the ranks.
+        prefix: of its parameters' names.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, prefix: str) -> None:
+        self._link = mesh.tensor
+        self._cuts: dict[str, tuple[int | None, Partition | None]] = {}
+        if self._link.size > 1:
+            made = plan(model, self._link.size)
+            self._cuts = {prefix + name: (dim, cut) for name, dim, cut in made.parameters()}
+        self._ids: set[int] = set()
+
+    def follow(self, named: Iterator[tuple[str, nn.Parameter]]) -> None:
+        """Learn which parameters have those names."""
+        self._ids = {id(parameter) for name, parameter in named if name in self._cuts}
+
+    def parted(self, parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Those of which a rank has its own part, and those that all hold."""
+        own = [p for p in parameters if id(p) in self._ids]
+        return own, [p for p in parameters if id(p) not in self._ids]
+
+    def whole(self, name: str, mine: Tensor) -> Tensor:
+        """What all ranks hold of a parameter, or of an optimizer's state of it, put together. Collective."""
+        dim, cut = self._cuts.get(name, (None, None))
+        if name not in self._cuts or mine.dim() == 0:
+            return mine
+        if dim is None or cut is None:
+            return self._link.broadcast(mine.contiguous() if self._link.rank == 0 else torch.empty_like(mine), 0)
+        pieces = self._link.all_gather(mine.contiguous(), cut.lengths, dim).split(cut.lengths, dim)
+        return cut.join(pieces, dim)
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's slice of what `whole` returns."""
+        dim, cut = self._cuts.get(name, (None, None))
+        if name not in self._cuts or whole.dim() == 0:
+            return whole
+        if dim is None or cut is None:
+            return whole if self._link.rank == 0 else torch.zeros_like(whole)
+        return cut.copy(whole, dim, self._link.rank)
+
+    def mapped(self, state: dict[str, Any], change: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
+        """The states of parameters, by name, with their tensors changed; a parameter's own or a dict of tensors."""
+        changed: dict[str, Any] = {}
+        for name, value in state.items():
+            if isinstance(value, dict):
+                changed[name] = {key: change(name, v) if isinstance(v, Tensor) else v for key, v in value.items()}
+            else:
+                changed[name] = change(name, value) if isinstance(value, Tensor) else value
+        return changed
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is cut."""
+        return bool(self._cuts)
+
+
+__all__ = ["GradientSync", "TensorSlicesOf"]

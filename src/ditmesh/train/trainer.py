@@ -1,0 +1,382 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from diffusers.optimization import get_scheduler
+from diffusers.training_utils import EMAModel, find_nearest_bucket, parse_buckets_string
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ..comm.mesh import DEFAULT_DEADLINE, Mesh
+from ..engine import parallelize, restore
+from ..errors import ConfigError, DitmeshError
+from .checkpoint import Checkpoints
+from .config import TrainConfig
+from .encoded import EncodedSamples
+from .families import family_of
+from .logs import TrainingLog
+from .objective import NoiseObjective, sample_losses
+from .order import MicroBatch, SampleOrder, shares
+from .samples import Samples
+from .sync import GradientSync, TensorSlicesOf
+
+logger = logging.getLogger(__name__)
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run tells after every optimizer step.
+
+    Attributes:
+        step, steps: done, and of how many.
+        loss: mean over the step's samples.
+        lr, grad_norm: of the step; the norm before clipping.
+        samples_per_second: of this step.
+        seconds_left: at this pace.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    lr: float
+    grad_norm: float
+    samples_per_second: float
+    seconds_left: float
+
+
+@dataclass
+class Outcome:
+    """What a run came to.
+
+    Attributes:
+        step: optimizer steps done.
+        losses: of the steps of this run, by step.
+        skipped: a sentence for every sample that could not be read.
+        unsaved: why checkpoints could not be written.
+    """
+
+    step: int = 0
+    losses: dict[int, float] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    unsaved: list[str] = field(default_factory=list)
+
+
+class Trainer:
+    """Trains a pipeline's transformer on the ranks of a mesh; every rank makes one and calls `run`.
+
+    Args:
+        config: the run.
+        pipe: the pipeline, the same on every rank; it is trained in place.
+        device: of this rank.
+        timeout: deadline of every collective, in seconds.
+
+    Raises:
+        ConfigError, InputError: settings, data and model do not fit.
+    """
+
+    def __init__(
+        self, config: TrainConfig, pipe: Any, device: torch.device | str = "cpu", timeout: float = DEFAULT_DEADLINE
+    ) -> None:
+        self.config, self.pipe, self.device = config, pipe, torch.device(device)
+        self.family = family_of(pipe)
+        self.objective = NoiseObjective(pipe.scheduler, config)
+        self.mesh = Mesh(config.parallel.model_copy(update={"inputs": "per-data-rank"}), self.device, timeout)
+        self._undo = ExitStack()
+        self._undo.callback(self.mesh.close)
+        try:
+            self._prepare()
+        except BaseException:
+            self._undo.close()
+            raise
+
+    def _prepare(self) -> None:
+        config, pipe = self.config, self.pipe
+        torch.manual_seed(config.seed)
+        pipe.to(self.device)
+        self.family.prepare(pipe)
+        found = Samples.find(config, self.family.conditioned_by)
+        self.samples, self.corrupt = found.good, list(found.corrupt)
+        sizes = [self._bucket(sample.size) for sample in self.samples]
+        self.encoded = EncodedSamples(pipe, self.family, self.samples, sizes, config, self.device)
+        per_step = config.batch // config.train_batch_size
+        self.order = SampleOrder(sizes, config.seed, config.train_batch_size, per_step)
+        self.steps = config.max_train_steps or self.order.steps(config.num_train_epochs)
+        self.model: Any = pipe.transformer
+        for name, module in pipe.components.items():
+            if isinstance(module, nn.Module):
+                trained = name in config.train_modules and config.lora is None
+                module.requires_grad_(trained).train(name in config.train_modules)
+        if config.from_scratch:
+            _reinitialise(self.model)
+        if config.lora is not None:
+            self._add_lora()
+        if config.gradient_checkpointing:
+            self.model.enable_gradient_checkpointing()
+        unknown = [name for name in config.train_modules if not isinstance(pipe.components.get(name), nn.Module)]
+        if unknown:
+            raise ConfigError(f"train_modules: {type(pipe).__name__} has no module {unknown[0]!r}")
+        self.trained = nn.ModuleDict({name: pipe.components[name] for name in config.train_modules})
+        if config.lora is not None and self.mesh.tensor.size > 1:
+            raise ConfigError("tensor ranks cut adapters anew in every call; train lora with ulysses, ring or data")
+        self.slices = TensorSlicesOf(self.model, self.mesh, "transformer.")
+        if self.mesh.world_size > 1:
+            parallelize(self.model, self.mesh.config, mesh=self.mesh)
+            self._undo.callback(restore, self.model)
+        self.slices.follow(self.trained.named_parameters())
+        self.sync = GradientSync(self.trained, self.mesh, config.sharding, self.slices)
+        self.parameters = [p for p in self.trained.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise ConfigError("nothing is trained: no parameter asks for a gradient")
+        self.optimizer = torch.optim.AdamW(
+            self.parameters,
+            lr=self._peak_rate(),
+            betas=(config.adam_beta1, config.adam_beta2),
+            weight_decay=config.adam_weight_decay,
+            eps=config.adam_epsilon,
+        )
+        self._rate = get_scheduler(
+            config.lr_scheduler,
+            optimizer=self.optimizer,
+            num_warmup_steps=config.lr_warmup_steps,
+            num_training_steps=self.steps,
+            num_cycles=config.lr_num_cycles,
+            power=config.lr_power,
+        )
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.mixed_precision == "fp16")
+        self.ema = EMAModel(self.parameters, decay=config.ema_decay) if config.use_ema else None
+        self.checkpoints = Checkpoints(config.output_dir, self.mesh, config.checkpoints_total_limit)
+        self.step = 0
+
+    def _bucket(self, size: tuple[int, int]) -> tuple[int, int]:
+        config = self.config
+        if config.aspect_ratio_buckets is None:
+            return config.resolution, config.resolution
+        buckets = parse_buckets_string(config.aspect_ratio_buckets)
+        nearest = cast(int, find_nearest_bucket(*size, buckets))
+        return buckets[nearest][0], buckets[nearest][1]
+
+    def _peak_rate(self) -> float:
+        factor = {"no": 1.0, "linear": self.config.batch, "sqrt": math.sqrt(self.config.batch)}[self.config.scale_lr]
+        return self.config.learning_rate * factor
+
+    def _add_lora(self) -> None:
+        from peft import LoraConfig
+
+        lora = self.config.lora
+        assert lora is not None
+        self.model.add_adapter(
+            LoraConfig(
+                r=lora.rank,
+                lora_alpha=cast(int, lora.rank if lora.alpha is None else lora.alpha),
+                lora_dropout=lora.dropout,
+                init_lora_weights="gaussian",
+                target_modules=list(lora.target_modules),
+            )
+        )
+
+    # --- the loop ----------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        report: Callable[[Progress], None] | None = None,
+        validate: Callable[[int], None] | None = None,
+        until: int | None = None,
+    ) -> Outcome:
+        """Train to the end, or to step ``until``. Collective.
+
+        Args:
+            report: called after every step.
+            validate: called on every rank every ``validation_steps``, with the weights that would be saved.
+            until: stop there, with a checkpoint.
+
+        Raises:
+            FloatingPointError: the loss is not a number any more.
+        """
+        config, outcome = self.config, Outcome(skipped=list(self.corrupt))
+        self._resume()
+        self.encoded.fill_cache(self.mesh)
+        log = (
+            TrainingLog(Path(config.output_dir), self.step, config.report_to == "tensorboard") if self.speaks else None
+        )
+        end = min(self.steps, until or self.steps)
+        try:
+            while self.step < end:
+                began = time.perf_counter()
+                loss, norm, samples = self._optimizer_step(self.order.step(self.step))
+                self.step += 1
+                outcome.losses[self.step - 1] = loss
+                seconds = time.perf_counter() - began
+                if loss != loss:
+                    raise FloatingPointError(
+                        f"the loss of step {self.step} is not a number; nothing was saved after it"
+                    )
+                rate = self.optimizer.param_groups[0]["lr"]
+                self._rate.step()
+                if log is not None:
+                    log.add(
+                        {
+                            "step": self.step - 1,
+                            "loss": loss,
+                            "lr": rate,
+                            "grad_norm": norm,
+                            "samples_per_second": samples / seconds,
+                            "seconds": seconds,
+                        }
+                    )
+                if report is not None:
+                    left = (self.steps - self.step) * seconds
+                    report(Progress(self.step, self.steps, loss, rate, norm, samples / seconds, left))
+                if self.step % config.checkpointing_steps == 0 or self.step == end:
+                    self._save(outcome)
+                if validate is not None and self.step % config.validation_steps == 0:
+                    with self.averaged():
+                        validate(self.step)
+        finally:
+            if log is not None:
+                log.close()
+        outcome.step = self.step
+        outcome.skipped += [*self.encoded.skipped.values()]
+        return outcome
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank writes logs and pictures."""
+        return self.mesh.rank == 0
+
+    def _optimizer_step(self, batches: list[MicroBatch]) -> tuple[float, float, int]:
+        """Mean loss over the step's samples, norm of the gradient, number of samples."""
+        data = self.mesh.data
+        speeds = [1.0] * data.size
+        mine = shares(batches, speeds, equal_counts=self.config.sharding == "fsdp")[data.rank]
+        samples = sum(len(batch.samples) for batch in batches)
+        total = torch.zeros((), dtype=torch.float64)
+        for place, number in enumerate(mine):
+            with self.sync.accumulating(is_last=place == len(mine) - 1):
+                losses = self._losses(batches[number])
+                # The mean over data ranks is taken of the gradients later.
+                self.scaler.scale(losses.sum() * (data.size / samples)).backward()
+            total += losses.detach().double().sum().cpu()
+        self.sync.reduce()
+        self.scaler.unscale_(self.optimizer)
+        norm = self.sync.clip(self.config.max_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.ema is not None:
+            self.ema.step(self.parameters)
+        everyone = data.all_gather_object(float(total)) if data.size > 1 else [float(total)]
+        return sum(everyone) / samples, norm, samples
+
+    def _losses(self, micro: MicroBatch) -> Tensor:
+        batch = self.encoded.batch(micro)
+        noised = self.objective(batch.latents, batch.generators)
+        dtype = AUTOCAST.get(self.config.mixed_precision)
+        with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
+            prediction = self.family.predict(
+                self.pipe, self.sync.transformer, noised.latents, noised.timesteps, batch.conditions
+            )
+        return sample_losses(prediction, noised)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The moving average in the place of the weights, and modules as they generate."""
+        training = [module for module in self.trained.values() if module.training]
+        if self.ema is not None:
+            self.ema.store(self.parameters)
+            self.ema.copy_to(self.parameters)
+        for module in training:
+            module.eval()
+        try:
+            yield
+        finally:
+            for module in training:
+                module.train()
+            if self.ema is not None:
+                self.ema.restore(self.parameters)
+
+    # --- what is kept ------------------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, Any]:
+        """Everything the next step depends on, whole but for shards. Collective."""
+        options = StateDictOptions(ignore_frozen_params=True)
+        whole = self.slices.whole
+        optimizer = get_optimizer_state_dict(self.trained, self.optimizer, options=options)
+        state: dict[str, Any] = {
+            "model": self.slices.mapped(get_model_state_dict(self.trained, options=options), whole),
+            "optimizer": {**optimizer, "state": self.slices.mapped(cast(Any, optimizer["state"]), whole)},
+        }
+        if self.ema is not None:
+            names = [name for name, p in self.trained.named_parameters() if p.requires_grad]
+            state["average"] = self.slices.mapped(dict(zip(names, self.ema.shadow_params, strict=True)), whole)
+            state["average_steps"] = torch.tensor(self.ema.optimization_step)
+        if self.scaler.is_enabled():
+            state["scaler"] = self.scaler.state_dict()
+        return state
+
+    def _save(self, outcome: Outcome) -> None:
+        problem = self.checkpoints.save(self.step, self._state())
+        if problem is not None:
+            outcome.unsaved.append(problem)
+            if self.speaks:
+                logger.warning("no checkpoint of step %d: %s; training goes on", self.step, problem)
+
+    def _resume(self) -> None:
+        wanted = self.config.resume_from_checkpoint
+        folder = None if wanted is None else self.checkpoints.find(wanted)
+        if folder is None:
+            return
+        state = self._state()
+        self.step = self.checkpoints.load(folder, state)
+        options = StateDictOptions(strict=False, ignore_frozen_params=True)
+        own = self.slices.own
+        set_model_state_dict(self.trained, self.slices.mapped(state["model"], own), options=options)
+        optimizer = {**state["optimizer"], "state": self.slices.mapped(state["optimizer"]["state"], own)}
+        set_optimizer_state_dict(self.trained, self.optimizer, cast(Any, optimizer), options=options)
+        if self.ema is not None:
+            average = self.slices.mapped(state["average"], own)
+            for mine, loaded in zip(self.ema.shadow_params, average.values(), strict=True):
+                mine.copy_(loaded)
+            self.ema.optimization_step = int(state["average_steps"])
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
+        self._rate.last_epoch = self.step
+        for group, rate in zip(self.optimizer.param_groups, self._rate.get_lr(), strict=True):
+            group["lr"] = rate
+
+    def close(self) -> None:
+        """Take everything off the pipeline again; its weights stay trained. Collective."""
+        self._undo.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _reinitialise(model: nn.Module) -> None:
+    """Fresh weights: what every module's constructor gives it."""
+    config = cast(Any, model).config
+    fresh = cast(Any, type(model)).from_config(config)
+    model.load_state_dict(fresh.state_dict())
+
+
+__all__ = ["DitmeshError", "Outcome", "Progress", "Trainer"]

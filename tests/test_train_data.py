@@ -1,0 +1,187 @@
+"""What a run is trained on: configurations, samples, their order, noise and targets."""
+
+from __future__ import annotations
+
+import diffusers
+import pytest
+import torch
+from diffusers.training_utils import compute_snr
+
+import ditmesh
+from ditmesh.train import TrainConfig
+from ditmesh.train.objective import NoiseObjective, sample_losses
+from ditmesh.train.order import Drawn, MicroBatch, SampleOrder, shares
+from ditmesh.train.samples import Samples, pixels
+from support.train import emoji, folder_of, settings, tar_of
+
+# --- configurations --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"learning_rat": 1e-4}, "'learning_rat' is no training setting; did you mean 'learning_rate'"),
+        ({"learning_rate": -1}, "learning_rate"),
+        ({"train_data_dir": None}, "train_data_dir"),
+        ({"global_batch_size": 7}, "is no multiple of train_batch_size=2"),
+        ({"lora": {"rank": 4}, "from_scratch": True}, "leave one out"),
+        ({"parallel": {"ulyses": 2}}, "ulysses"),
+    ],
+    ids=str,
+)
+def test_a_wrong_setting_is_named(tmp_path, change, said):
+    with pytest.raises(ditmesh.ConfigError) as error:
+        TrainConfig.read({**settings(tmp_path, tmp_path), **change})
+    assert said in str(error.value)
+
+
+def test_accumulation_follows_from_the_global_batch(tmp_path):
+    given = {**settings(tmp_path, tmp_path), "global_batch_size": 8}
+    found = [TrainConfig.read({**given, "parallel": {"data": ranks}}) for ranks in (1, 2, 4)]
+    assert [one.accumulation for one in found] == [4, 2, 1]
+    assert {one.batch for one in found} == {8}
+
+
+# --- samples ---------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_and_a_tar_hold_the_same(tmp_path):
+    folders = folder_of(tmp_path / "folder", 4), tar_of(tmp_path / "tar", 4)
+    ours, theirs = (Samples.find(TrainConfig.read(settings(f, tmp_path)), "text") for f in folders)
+    assert not ours.corrupt
+    assert not theirs.corrupt
+    assert [one.said for one in ours.good] == [one.said for one in theirs.good] == [name for name, _ in emoji(4)]
+    for a, b in zip(ours.good, theirs.good, strict=True):
+        assert a.size == b.size == (64, 64)
+        assert torch.equal(pixels(a.picture(), (64, 64)), pixels(b.picture(), (64, 64)))
+
+
+def test_labels_are_integers(tmp_path):
+    config = TrainConfig.read(settings(folder_of(tmp_path / "data", 3), tmp_path))
+    assert [one.said for one in Samples.find(config, "label").good] == [0, 1, 2]
+    wrong = config.model_copy(update={"label_column": "text"})
+    with pytest.raises(ditmesh.InputError, match=r"000\.png: text is 'a red fox'"):
+        Samples.find(wrong, "label")
+
+
+def test_what_is_corrupt_is_named_and_left_out(tmp_path):
+    data = folder_of(tmp_path / "data", 4)
+    (data / "001.png").write_bytes(b"nothing")
+    (data / "002.png").unlink()
+    with (data / "metadata.jsonl").open("a") as file:
+        file.write("{not json\n")
+    found = Samples.find(TrainConfig.read(settings(data, tmp_path)), "text")
+    assert [one.name for one in found.good] == ["000.png", "003.png"]
+    assert [one.split()[0].rpartition("/")[2] for one in found.corrupt] == ["metadata.jsonl", "001.png", "002.png"]
+    tar = tar_of(tmp_path / "tar", 4) / "shard-0.tar"
+    # A download that broke off.
+    tar.write_bytes(tar.read_bytes()[: tar.stat().st_size // 2])
+    found = Samples.find(TrainConfig.read(settings(tar.parent, tmp_path)), "text")
+    assert 0 < len(found.good) < 4
+    assert found.corrupt
+    assert "shard-0.tar" in found.corrupt[0]
+
+
+def test_nothing_to_train_on(tmp_path):
+    with pytest.raises(ditmesh.InputError, match="has no picture"):
+        Samples.find(TrainConfig.read(settings(tmp_path, tmp_path)), "text")
+    with pytest.raises(ditmesh.InputError, match="is no folder"):
+        Samples.find(TrainConfig.read(settings(tmp_path / "nowhere", tmp_path)), "text")
+
+
+# --- order -----------------------------------------------------------------------------------------------------
+
+SIZES = [(64, 64)] * 7 + [(32, 96)] * 4
+
+
+def test_an_epoch_has_every_sample_once():
+    order = SampleOrder(SIZES, seed=3, micro=2, per_step=3)
+    assert order.per_epoch == 6
+    assert order.steps(2) == 4
+    seen = [batch for step in range(4) for batch in order.step(step)]
+    for epoch in (seen[:6], seen[6:]):
+        assert sorted(one.index for batch in epoch for one in batch.samples) == list(range(11))
+        assert all(SIZES[one.index] == batch.size for batch in epoch for one in batch.samples)
+    assert sorted(one.number for batch in seen for one in batch.samples) == list(range(22))
+    assert [one.index for batch in seen[:6] for one in batch.samples] != [
+        one.index for batch in seen[6:] for one in batch.samples
+    ]
+    # Steps can be asked for in any order: a run that goes on asks for later ones first.
+    assert SampleOrder(SIZES, seed=3, micro=2, per_step=3).step(3) == order.step(3)
+    assert SampleOrder(SIZES, seed=4, micro=2, per_step=3).step(0) != order.step(0)
+
+
+def micro(cost: int) -> MicroBatch:
+    return MicroBatch((Drawn(0, 0),), (cost, 1))
+
+
+def test_ranks_share_a_step_by_what_it_takes():
+    batches = [micro(cost) for cost in (9, 1, 1, 8, 2, 3)]
+    found = shares(batches, [1.0, 1.0], equal_counts=False)
+    assert sorted(found[0] + found[1]) == list(range(6))
+    assert [sum(batches[n].cost for n in part) for part in found] == [12, 12]
+    assert [len(part) for part in shares(batches, [1.0, 1.0, 1.0], equal_counts=True)] == [2, 2, 2]
+    # Three times as fast: three times as much.
+    fast, slow = shares([micro(1)] * 8, [3.0, 1.0], equal_counts=False)
+    assert (len(fast), len(slow)) == (6, 2)
+
+
+# --- objectives ------------------------------------------------------------------------------------------------
+
+
+def config_of(tmp_path, **more):
+    return TrainConfig.read(settings(tmp_path, tmp_path, **more))
+
+
+def generators(count):
+    return [torch.Generator().manual_seed(n) for n in range(count)]
+
+
+def test_rectified_flow(tmp_path):
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(5)  # sampling changes its tables
+    objective = NoiseObjective(scheduler, config_of(tmp_path))
+    clean = torch.randn(64, 4, 6, 6, generator=torch.Generator().manual_seed(9))
+    found = objective(clean, generators(64))
+    levels = (found.timesteps / 1000).view(-1, 1, 1, 1)
+    noise = found.target + clean
+    assert torch.allclose(found.latents, (1 - levels) * clean + levels * noise, atol=1e-5)
+    assert 0.8 < noise.std() < 1.2
+    assert found.weights.tolist() == [1.0] * 64
+    # Shifted levels: the middle of a logit-normal density is 3 / (1 + 2 * 0.5) * 0.5.
+    assert 0.65 < float(levels.median()) < 0.85
+    # A sample does not depend on its batch.
+    again = objective(clean[7:9], generators(9)[7:])
+    assert torch.equal(again.latents, found.latents[7:9])
+    exact = sample_losses(found.target, found)
+    assert exact.tolist() == [0.0] * 64
+
+
+@pytest.mark.parametrize("kind", ["epsilon", "v_prediction"])
+def test_noise_and_velocity(tmp_path, kind):
+    scheduler = diffusers.DDIMScheduler(prediction_type=kind)
+    clean = torch.randn(8, 4, 6, 6, generator=torch.Generator().manual_seed(9))
+    found = NoiseObjective(scheduler, config_of(tmp_path, snr_gamma=5.0))(clean, generators(8))
+    alpha = scheduler.alphas_cumprod[found.timesteps].view(-1, 1, 1, 1)
+    noise = (found.latents - alpha.sqrt() * clean) / (1 - alpha).sqrt()
+    expected = noise if kind == "epsilon" else alpha.sqrt() * noise - (1 - alpha).sqrt() * clean
+    assert torch.allclose(found.target, expected, atol=1e-3)
+    snr = compute_snr(scheduler, found.timesteps)
+    least = torch.minimum(snr, torch.tensor(5.0))
+    assert torch.allclose(found.weights, least / (snr if kind == "epsilon" else snr + 1))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "more", "said"),
+    [
+        (diffusers.DDIMScheduler(), {"objective": "flow"}, "not what DDIMScheduler samples with"),
+        (diffusers.FlowMatchEulerDiscreteScheduler(), {"objective": "epsilon"}, "not what FlowMatch"),
+        (diffusers.FlowMatchEulerDiscreteScheduler(), {"snr_gamma": 5.0}, "leave it out for rectified flow"),
+        (diffusers.DDIMScheduler(prediction_type="sample"), {}, "which nothing here trains"),
+    ],
+    ids=str,
+)
+def test_an_objective_that_does_not_fit(tmp_path, scheduler, more, said):
+    with pytest.raises(ditmesh.ConfigError) as error:
+        NoiseObjective(scheduler, config_of(tmp_path, **more))
+    assert said in str(error.value)
