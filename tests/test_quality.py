@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import subprocess
 from math import inf, isnan, log10, nan
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,7 +15,9 @@ import pytest
 import torch
 from PIL import Image
 
+from ditmesh import _version
 from ditmesh.core.digests import digest
+from ditmesh.core.files import without_folder
 from ditmesh.errors import InputError
 from ditmesh.quality import curves, figures, metrics, perceptual, pictures, report
 from ditmesh.quality.report import Cell, Download, Page, Shown
@@ -277,6 +280,40 @@ def test_numbers_are_formatted_for_people():
         ("list: 1: x", "0.500"),
         ("words", "u, v"),
     ]
+
+
+def test_of_absolute_paths_the_last_name_is_shown():
+    words = {
+        "/home/ada/models/x": "x",
+        "--html=/tmp/pages/v.html": "--html=v.html",
+        "~/models/x": "x",
+        "study": "study",
+    }
+    words |= {
+        "a/b": "a/b",
+        "/imagine": "/imagine",
+        "a fox and/or an owl": "a fox and/or an owl",
+        "C:\\Users\\ada\\x": "x",
+    }
+    assert {word: without_folder(word) for word in words} == words
+
+
+def test_the_source_is_the_commit_of_a_checkout_or_else_the_version(monkeypatch, tmp_path):
+    copied = tmp_path / "ditmesh" / "_version.py"
+    copied.parent.mkdir()
+    copied.write_bytes(Path(_version.__file__).read_bytes())
+    monkeypatch.setattr(_version, "__file__", str(copied))
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org")
+    # Somebody's checkout that does not hold the package, such as one with a virtual environment in it.
+    subprocess.run((*git, "init", "-q"), check=True)
+    assert _version.source() == f"version {_version.__version__}"
+    subprocess.run((*git, "add", "."), check=True)
+    subprocess.run((*git, "commit", "-qm", "x"), check=True)
+    commit = subprocess.run((*git, "rev-parse", "HEAD"), check=True, capture_output=True, text=True).stdout
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    assert _version.source() == f"commit {commit[:12]}"
+    copied.write_text("changed")
+    assert _version.source() == f"commit {commit[:12]}, changed since"
 
 
 def test_a_column_without_entries_is_left_out():

@@ -286,12 +286,12 @@ def spelled_out(facts: Mapping[str, Any], above: str = "") -> Iterator[tuple[str
 
 
 def plain(value: Any) -> str:
-    """A setting for people: yes and no, numbers as `number_text` has them, what a list holds; none for None."""
+    """A setting for people: yes and no, numbers, what a list holds; none for None."""
     if value is None or isinstance(value, bool):
         return "none" if value is None else "yes" if value else "no"
     if isinstance(value, (list, tuple)):
         return ", ".join(map(plain, value))
-    return number_text(value) if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -123,7 +123,8 @@ def _settings(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str | C
     changed = [name for name in usual if any(verdict.settings[name] != usual[name] for verdict in verdicts)]
     rows: list[list[str | Cell]] = []
     for verdict in verdicts:
-        values = [plain(verdict.settings[name]) for name in changed]
+        settings = verdict.settings
+        values = [plain(settings[name]) if settings[name] != usual[name] else "" for name in changed]
         rows.append([verdict.config, str(verdict.devices), *(Cell(value, "name") for value in values)])
     return ["configuration", "devices", *changed], rows
 
@@ -145,7 +146,7 @@ def _circumstances(job: Job, references: Mapping[str, Run]) -> dict[str, Any]:
         if not one.refused:
             kept = "every channel" if one.stride == 1 else f"one channel in {one.stride}; bits of all"
             facts[f"compared with {name}"] = {
-                "seconds": one.seconds,
+                "time": f"{number_text(one.seconds)} s",
                 "two runs gave the same bits": one.repeats,
                 "sizes of differences are measured on": kept,
             }
