@@ -277,7 +277,7 @@ def test_numbers_are_formatted_for_people():
     assert list(report.spelled_out(nested)) == [
         ("a: b", "1"),
         ("a: c: d", "yes"),
-        ("list: 1: x", "0.500"),
+        ("list: 1: x", "0.5"),
         ("words", "u, v"),
     ]
 

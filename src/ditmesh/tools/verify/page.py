@@ -134,7 +134,7 @@ def _circumstances(job: Job, references: Mapping[str, Run]) -> dict[str, Any]:
     prompts = job.prompts
     facts: dict[str, Any] = {
         "model": without_folder(job.name),
-        **({f"prompt {n}": text for n, text in enumerate(prompts, 1)} if len(prompts) > 1 else {"prompt": prompts[0]}),
+        **{f"prompt {number}" if len(prompts) > 1 else "prompt": text for number, text in enumerate(prompts, 1)},
         "pictures of each prompt": job.images,
         "seed": job.seed,
         "steps": job.steps,
