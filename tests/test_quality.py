@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
-from html.parser import HTMLParser
+import subprocess
 from math import inf, isnan, log10, nan
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,10 +15,14 @@ import pytest
 import torch
 from PIL import Image
 
+from ditmesh import _version
 from ditmesh.core.digests import digest
+from ditmesh.core.files import without_folder
 from ditmesh.errors import InputError
-from ditmesh.quality import curves, figures, metrics, perceptual, pictures
-from ditmesh.quality.report import Cell, Page, Shown
+from ditmesh.quality import curves, figures, metrics, perceptual, pictures, report
+from ditmesh.quality.report import Cell, Download, Page, Shown
+from support.browser import browser, layouts
+from support.html import Reader
 
 
 def pair() -> tuple[np.ndarray, np.ndarray]:
@@ -200,28 +206,6 @@ def test_amplified_difference_uses_the_brightness_there_is():
 # ---- pages
 
 
-class Reader(HTMLParser):
-    """Collects tags, and minds that every one is closed."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.feed(html)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "img"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
 def test_a_page_asks_for_nothing_and_says_what_it_shows(tmp_path: Path):
     page = Page("A <b>title</b>", "lead & more")
     page.section("One")
@@ -251,3 +235,178 @@ def test_a_page_asks_for_nothing_and_says_what_it_shows(tmp_path: Path):
     assert [(chart["role"], chart["aria-label"]) for chart in charts] == [("img", "line"), ("img", "heat")]
     with pytest.raises(InputError, match="No such file"):
         page.write(tmp_path / "none" / "page.html")
+
+
+# ---- charts and pages for readers
+
+
+def test_a_scatter_chart_marks_what_nothing_beats():
+    points = [
+        curves.Point("slow and good", "a", "one", 4.0, 40.0),
+        curves.Point("beaten", "b <&>", "one", 3.0, 29.0),
+        curves.Point("fast", "c", "two", 1.0, 30.0),
+        curves.Point("as good, slower", "d", "two", 2.0, 30.0),
+    ]
+    assert figures.pareto_front(points) == [2, 0]
+    chart = figures.scatter_chart(points, "worth", "seconds", "dB")
+    drawing = ElementTree.fromstring(chart.svg)
+    assert len([element for element in drawing.iter("circle") if element.get("class") == "ring"]) == 2
+    assert chart.rows[1] == ("2", "one, beaten", "3", "29", "no")
+    assert [row[4] for row in chart.rows] == ["yes", "no", "yes", "no"]
+    # Every point is there, labelled, and where it belongs.
+    found = [element for element in drawing.iter("path") if "mark" in (element.get("class") or "")]
+    marks = {mark.find("title").text.split(":")[0]: mark for mark in found}
+    assert sorted(marks) == ["1", "2", "3", "4"]
+    # A circle's path begins at its left edge.
+    xs = [float(re.match(r"M([\d.]+)", marks[number].get("d"))[1]) for number in ("1", "2")]
+    assert xs[0] - xs[1] == pytest.approx((figures.WIDTH - figures.LEFT - figures.RIGHT) / 4.2, abs=0.2)
+    texts = [element.text for element in drawing.iter("text")]
+    assert {"1 · a", "2 · b <&>", "3 · c", "4 · d"} <= set(texts)
+    # Where names have no room the numbers are left.
+    crowd = [curves.Point("p", "a long name of a point", "g", 1.0, 1.0 + n / 1000) for n in range(9)]
+    texts = [e.text for e in ElementTree.fromstring(figures.scatter_chart(crowd, "t", "x", "y").svg).iter("text")]
+    assert {str(n) for n in range(1, 10)} <= {(text or "").split(" ")[0] for text in texts}
+
+
+def test_numbers_are_formatted_for_people():
+    texts = {0.0: "0", 0.03125: "0.0312", 1.0: "1.00", 1234.5: "1,234", 3.2e-7: "3.20 × 10⁻⁷", 2.5e9: "2.50 × 10⁹"}
+    assert {value: report.number_text(value) for value in texts} == texts
+    assert (report.number_text(None), report.number_text(inf)) == ("", "infinite")
+    assert [report.size_text(size) for size in (17, 1234, 17_100_000)] == ["17 bytes", "1.23 kB", "17.1 MB"]
+    nested = {"a": {"b": 1, "c": {"d": True}}, "list": [{"x": 0.5}, {"x": None}], "words": ("u", "v"), "none": None}
+    assert list(report.spelled_out(nested)) == [
+        ("a: b", "1"),
+        ("a: c: d", "yes"),
+        ("list: 1: x", "0.5"),
+        ("words", "u, v"),
+    ]
+
+
+def test_of_absolute_paths_the_last_name_is_shown():
+    words = {
+        "/home/ada/models/x": "x",
+        "--html=/tmp/pages/v.html": "--html=v.html",
+        "~/models/x": "x",
+        "study": "study",
+    }
+    words |= {
+        "a/b": "a/b",
+        "/imagine": "/imagine",
+        "a fox and/or an owl": "a fox and/or an owl",
+        "C:\\Users\\ada\\x": "x",
+    }
+    assert {word: without_folder(word) for word in words} == words
+
+
+def test_the_source_is_the_commit_of_a_checkout_or_else_the_version(monkeypatch, tmp_path):
+    copied = tmp_path / "ditmesh" / "_version.py"
+    copied.parent.mkdir()
+    copied.write_bytes(Path(_version.__file__).read_bytes())
+    monkeypatch.setattr(_version, "__file__", str(copied))
+    git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org")
+    # Somebody's checkout that does not hold the package, such as one with a virtual environment in it.
+    subprocess.run((*git, "init", "-q"), check=True)
+    assert _version.source() == f"version {_version.__version__}"
+    subprocess.run((*git, "add", "."), check=True)
+    subprocess.run((*git, "commit", "-qm", "x"), check=True)
+    commit = subprocess.run((*git, "rev-parse", "HEAD"), check=True, capture_output=True, text=True).stdout
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    assert _version.source() == f"commit {commit[:12]}"
+    copied.write_text("changed")
+    assert _version.source() == f"commit {commit[:12]}, changed since"
+
+
+def test_a_column_without_entries_is_left_out():
+    page = Page("t")
+    page.table(("a", "never", "b"), [("x", "", "1"), ("y", Cell(""), "")], "c")
+    assert re.findall(r'role="columnheader">([^<]*)', page.html()) == ["a", "b"]
+
+
+def test_what_a_user_wrote_is_text_everywhere():
+    nasty = '<script>alert("1")</script>'
+    page = Page(nasty, nasty)
+    page.section(nasty)
+    page.points([nasty], nasty)
+    page.table((nasty, "b"), [(nasty, Cell(nasty, "words"))], nasty)
+    page.facts({nasty: {nasty: nasty}}, nasty)
+    page.downloads([Download('a"><script>.csv', nasty)])
+    page.charts([(figures.scatter_chart([curves.Point(nasty, nasty, nasty, 1, 2)], nasty, nasty, nasty), nasty)])
+    page.charts([(figures.line_chart([curves.Series(nasty, (1,), (2,))], nasty, nasty, nasty), nasty)])
+    page.charts([(figures.bar_chart([nasty], curves.Series(nasty, (1,), (2,)), nasty, nasty), nasty)])
+    page.charts([(figures.heat_map(curves.Grid((nasty,), (nasty,), ((1.0,),)), nasty, nasty, nasty), nasty)])
+    page.pictures([[Shown(pair()[0], nasty, nasty, 0.5)]], nasty)
+    reader = Reader(page.html())
+    assert "script" not in {tag for tag, _ in reader.tags}
+    assert not [name for _, attributes in reader.tags for name in attributes if name.startswith("on")]
+    assert nasty in {value for _, attributes in reader.tags for value in attributes.values()}
+
+
+def test_files_in_the_page_hold_the_data():
+    rows = [{"prompt": 'a, "b"\n', "psnr": None}, {"prompt": "é", "psnr": 1.5}]
+    page = Page("t")
+    page.downloads([Download("x.csv", report.as_csv(rows)), Download("x.json", '{"é": 1}')])
+    files = Reader(page.html()).files()
+    assert list(files) == ["x.csv", "x.json"]
+    assert list(csv.DictReader(io.StringIO(files["x.csv"], newline=""))) == [
+        {"prompt": 'a, "b"\n', "psnr": ""},
+        {"prompt": "é", "psnr": "1.5"},
+    ]
+    assert files["x.json"] == '{"é": 1}'
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance (WCAG 2.2)."""
+    full = colour if len(colour) == 7 else "#" + "".join(2 * digit for digit in colour[1:])
+    parts = [int(full[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_colours_stand_out(scheme):
+    """Text by 4.5 to 1, lines and marks by 3 to 1, as WCAG 2.2 has it."""
+    colours = dict(re.findall(r"--(\w+):(#\w+)", re.findall(r":root\{([^}]*)\}", report.STYLE)[scheme]))
+    paper = luminance(colours["paper"])
+    for name in ("ink", "soft", "good", "bad", "heat", *(f"c{n}" for n in range(6))):
+        light, dark = sorted((luminance(colours[name]), paper), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= (3 if name[0] == "c" else 4.5), name
+
+
+def full_page() -> Page:
+    """A page with everything that pages have, wider than a phone wherever it can be."""
+    words = "configuration with a long name, " * 3
+    page = Page("A page", words)
+    page.downloads([Download("figures.csv", "a\n1\n"), Download("figures.json", "{}")])
+    page.section("Tables")
+    page.table([f"column {n}" for n in range(14)], [[f"{words}", *["0.1234 ± 0.5678"] * 13]] * 3, words)
+    page.table(("what", "words"), [("x" * 80, Cell(words * 3, "words"))], words)
+    page.facts({"command line": "ditmesh " + "x" * 300, "versions": {"python": "3"}}, "facts")
+    page.section("Charts")
+    blocks = [f"single_transformer_blocks.{n}" for n in range(40)]
+    shades = curves.Grid(tuple(blocks), tuple(map(str, range(1, 51))), ((0.5,) * 50,) * 40)
+    points = [curves.Point(f"{n}", "N=16 first_last(2, 1)", "g", 10.0 * n, 40.0 + n) for n in range(16)]
+    page.charts(
+        [
+            (figures.heat_map(shades, "t", "step", "block"), words),
+            (figures.scatter_chart(points, "t", "time, s", "PSNR, dB"), words),
+            (
+                figures.bar_chart(
+                    [*map(str, range(50))], curves.Series("s", (0.0,) * 50, (1.0,) * 50), "t", "dB", x_label="step"
+                ),
+                words,
+            ),
+            (figures.line_chart([curves.Series(words, (0, 50), (1e-9, 1.0))] * 6, "t", "x", "y", log_y=True), words),
+        ]
+    )
+    page.section("Pictures")
+    page.pictures([[Shown(pair()[0], words, "", 0.5)] * 6, [Shown(None), Shown(pair()[1], "x")]], words)
+    return page
+
+
+@pytest.mark.skipif(browser() is None, reason="no Chromium here: apt-get install chromium")
+def test_nothing_is_cut_off_at_any_width(tmp_path):
+    for found in layouts(full_page().html(), tmp_path):
+        assert found["page"] <= found["window"], found
+        assert found["outside"] == []
+        # What does not fit scrolls in a box that the keyboard reaches.
+        assert found["stuck"] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shlex
 from math import log2, sqrt
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+import ditmesh
 from ditmesh import zoo
+from ditmesh._version import source
 from ditmesh.cli.main import main
 from ditmesh.errors import ConfigError, InputError
 from ditmesh.generate.model_info import find_model
+from ditmesh.quality import perceptual
 from ditmesh.tools.study import analysis, plan, running, samplers
 from ditmesh.tools.study.analysis import Mean, Results
 from ditmesh.tools.study.store import Store
+from support.html import Reader
 
 MODEL = "emoji-dit-s"
 OPTIONS = ["fox", "rose", "--model", MODEL, "--devices", "2", "--steps", "3", "--sampler", "ddim"]
@@ -57,6 +62,51 @@ def test_files(small):
         assert f"<h2>{section}</h2>" in page
     assert not re.findall(r'(?:src|href)="(?!data:)', page)
     assert all(sentence in page.replace("&#x27;", "'") for sentence in data["findings"][:1])
+
+
+def test_the_page_holds_the_data_and_no_paths(small):
+    html = (small / "report.html").read_text(encoding="utf-8")
+    reader = Reader(html)
+    reader.check()
+    files = reader.files()
+    assert files == {name: (small / name).read_text(encoding="utf-8") for name in ("results.csv", "results.json")}
+    for text in (html, files["results.json"]):
+        assert str(zoo.path(MODEL)) not in text
+        assert str(small) not in text
+    circumstances = dict(reader.tables[-1])
+    assert circumstances["command line"] == shlex.join(["ditmesh", "study", *SMALL, "--out", small.name, "--json"])
+    assert circumstances["ditmesh"] == source()
+    assert circumstances["samplers"] == "ddim (DDIMScheduler)"
+    assert circumstances["prompts"] == "“fox”, “rose”"
+    assert circumstances["versions: ditmesh"] == ditmesh.__version__
+    measured = perceptual.available()
+    assert any(perceptual.NAME in table[0] for table in reader.tables) == measured
+    # Under each picture that is not the synchronous one is how it differs, with its scale.
+    differences = html.count("<figcaption>difference ×") + html.count("<figcaption>no difference")
+    assert differences == html.count("<figcaption>N = 2, ") == 8
+    assert html.count('<div class="scale">') == html.count("<figcaption>difference ×") > 0
+
+
+def test_quality_against_bytes(small):
+    """Every policy is a point, where the CSV has it; without real ranks there is no chart of times."""
+    html = (small / "report.html").read_text(encoding="utf-8")
+    rows = list(csv.DictReader((small / "results.csv").open(encoding="utf-8")))
+    expected = {}
+    for row in rows:
+        if row["strategy"] != plan.SYNCHRONOUS and not plan.has_given_steps(row["warmup"]):
+            at = f"{row['strategy']}, N = {row['devices']}, {row['warmup']}"
+            sent = sum(int(value) for name, value in row.items() if name.startswith("bytes_"))
+            expected.setdefault(at, (sent / 1e6, []))[1].append(analysis.capped(float(row["psnr"] or "inf")))
+    (chart,) = [table for table in Reader(html).tables if table[0][-1] == "Pareto front"]
+    assert chart[0][2:4] == ["sent by all ranks, MB", "PSNR, dB"]
+    assert {row[1]: (float(row[2]), float(row[3])) for row in chart[1:]} == {
+        at: (pytest.approx(sent, rel=1e-3), pytest.approx(sum(psnr) / len(psnr), rel=1e-3))
+        for at, (sent, psnr) in expected.items()
+    }
+    assert "no time was measured" in html
+    assert all(row["seconds"] == "" for row in rows)
+    # What the naive exchange keeps for itself it does not send.
+    assert expected["naive, N = 2, fixed(0)"][0] < expected["naive, N = 2, fixed(1)"][0]
 
 
 def test_quality(small):
@@ -158,7 +208,20 @@ def test_simulated_is_real(tmp_path, capsys):
     # Every rank has half of the tokens.
     assert {rank["bytes_sent"] for rank in real["ranks"]} == {real["ranks"][0]["bytes_sent"]}
     assert any("has the same bits as the simulated one" in sentence for sentence in data["findings"])
+    # The simulation counts what the ranks send; times stand in the CSV and on the page.
+    rows = list(csv.DictReader((tmp_path / "results.csv").open(encoding="utf-8")))
+    seconds = max(rank["seconds"] for rank in real["ranks"])
+    assert {row["seconds"] for row in rows if row["real"] == "True"} == {str(seconds)}
+    assert {row["one_device_seconds"] for row in rows if row["real"] == "True"} == {str(real["one_device_seconds"])}
+    assert data["table"][0]["seconds"] == seconds
+    charts = [
+        table for table in Reader((tmp_path / "report.html").read_text()).tables if table[0][-1] == "Pareto front"
+    ]
+    assert [chart[0][2] for chart in charts] == ["time of a request, s", "sent by all ranks, MB"]
+    assert float(charts[0][1][2]) == pytest.approx(seconds, rel=1e-3)
     (simulated,) = [c for c in results["cells"] if not c["cell"]["real"] and c["cell"]["strategy"] == "displaced"]
+    assert simulated["sent"] == real["sent"]
+    assert simulated["sent"]["ring"] > 0
     assert [p["psnr"] for p in simulated["pictures"]] == pytest.approx([p["psnr"] for p in real["pictures"]], abs=0.01)
 
 
@@ -169,7 +232,7 @@ def test_taps_change_nothing(tmp_path):
     cell = plan.Cell("ddim", ("fox",), (5,), (0,), "displaced", 2, "fixed(1)")
     watched = plan.Cell(**{**vars(cell), "detail": True})
     pipe = runner.pipe("ddim")
-    pictures = []
+    pictures, sent = [], []
     for some in (cell, watched):
         with running.stale(pipe, some) as engine:
             taps = running.Taps(pipe, engine)
@@ -178,6 +241,8 @@ def test_taps_change_nothing(tmp_path):
                     pictures.append(running.generate(pipe, setup, some)[0])
             else:
                 pictures.append(running.generate(pipe, setup, some)[0])
+            sent.append(dict(engine.mesh.traffic.bytes_sent))
+    assert sent[0] == sent[1]
     assert np.array_equal(*pictures)
     assert taps.attention_errors()
     assert "forward" not in vars(pipe.transformer)

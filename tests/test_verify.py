@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import subprocess
@@ -32,6 +34,7 @@ from ditmesh.tools.verify.runs import Run, Task, budget_of, name_of, reference_o
 from ditmesh.tools.verify.tracing import Recorder, Spot, Trace, TraceComparer, TraceWriter, merge, watch_blocks
 from ditmesh.tools.verify.verdicts import Verdict, judge
 from support import pipelines, processes
+from support.html import Reader
 from support.models import inputs, run, sizes, tiny
 from support.tiny import save_tiny_sd3
 
@@ -534,6 +537,25 @@ def test_the_command_says_what_fails_and_writes_a_page(model, tmp_path, capfd):
     assert "https://" not in html
     assert "Compared with one device: beyond 0." in html
     assert "ring=2: “a red fox”, seed 0" in html
+    reader = Reader(html)
+    reader.check()
+    # Nobody's folders, no data types of a language, and the result itself to save.
+    assert str(tmp_path) not in html
+    assert str(model) not in html
+    assert not any("{'" in cell or "['" in cell for table in reader.tables for row in table for cell in row)
+    circumstances = dict(reader.tables[-1])
+    assert circumstances["model"] == model.name
+    assert circumstances["picture size"] == "48 × 32 pixels"
+    assert circumstances["versions: torch"] == result["versions"]["torch"]
+    assert "--html verify.html" in circumstances["command line"]
+    assert f"--model {model.name} " in circumstances["command line"]
+    files = reader.files()
+    rows = list(csv.DictReader(io.StringIO(files["verify.csv"])))
+    assert [(row["config"], float(row["largest"])) for row in rows] == [
+        (one["config"], one["largest"]) for one in result["configs"]
+    ]
+    assert int(rows[1]["bytes_ring"]) == result["configs"][1]["bytes_sent"]["ring"]
+    assert json.loads(files["verify.json"])["configs"] == result["configs"]
 
 
 def test_the_command_in_words(model, tmp_path, capfd):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 __version__ = "0.1.0.dev0"
 
@@ -17,3 +20,27 @@ def library_versions(names: tuple[str, ...] = ("torch", "diffusers", "transforme
         except PackageNotFoundError:
             continue
     return versions
+
+
+def source() -> str:
+    """Where this code is from: the git commit of the checkout that the package lies in, else its version.
+
+    Such as ``commit 6b0bc63d4f21, changed since``. A folder that git ignores inside of somebody's checkout, as virtual
+    environments are, is none.
+    """
+    folder = Path(__file__).parent
+    # A hook's own repository is not the package's.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        commit = git("rev-parse", "--short=12", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", str(folder))
+    except (OSError, subprocess.SubprocessError):
+        return f"version {__version__}"
+    return f"commit {commit}{', changed since' if changed else ''}"

@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(arguments: list[str] | None) -> None:
     try:
         with _deprecations_on_stderr():
-            app(arguments, prog_name="ditmesh")
+            app(arguments, prog_name="ditmesh", obj=tuple(sys.argv[1:] if arguments is None else arguments))
     except (InputError, LayoutError) as error:
         _leave(str(error), 2)
     except RankFailed as error:

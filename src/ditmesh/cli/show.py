@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..core.files import finite
+from .._version import source
+from ..core.files import finite, without_folder
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -27,6 +29,22 @@ def bar(*more: Any, shown: bool = True) -> Progress:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *more, TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), disable=not shown)
+
+
+def provenance(arguments: Sequence[str]) -> dict[str, Any]:
+    """Where figures are from, for a page: command line (without folders), code, machine and libraries."""
+    from ..launch.hardware import describe_machine
+
+    machine = describe_machine()
+    cpu, gpus = machine["cpu"], [gpu["name"] for gpu in machine["gpus"]]
+    return {
+        "command line": shlex.join(map(without_folder, ("ditmesh", *arguments))),
+        "ditmesh": source(),
+        "processor": f"{cpu['model']}, {count(cpu['cores'], 'core')}, {cpu['memory_gb']:g} GB",
+        "GPUs": ", ".join(f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)) or None,
+        "platform": machine["platform"],
+        "versions": machine["versions"],
+    }
 
 
 def count(number: int, what: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .options import AsJson, Device, DType, Guidance, PromptsFile, RankOptions, Seed, Size, Steps, at_least, with_groups
-from .show import bar, emit
+from .show import bar, emit, provenance
 from .values import download, embedded_or, parse_size, read_prompts
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class StudyOptions:
 
 @with_groups
 def study(
+    context: typer.Context,
     options: StudyOptions,
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="PROMPT...", help="What to generate; captions of an embedded model.")
@@ -101,7 +102,8 @@ def study(
     check_named(options.out)
     plan, info = _plan(options, prompts, model)
     check_layout(info)
-    emit(_run(plan, Path(options.out), options.jobs, options.target), as_json, _say)
+    made_by = provenance(context.obj or ())
+    emit(_run(plan, Path(options.out), options.jobs, options.target, made_by), as_json, _say)
 
 
 def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple[Plan, ModelInfo]:
@@ -155,7 +157,7 @@ def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple
     return plan, info
 
 
-def _run(plan: Plan, out: Path, jobs: int, target: float | None) -> dict[str, Any]:
+def _run(plan: Plan, out: Path, jobs: int, target: float | None, made_by: dict[str, Any]) -> dict[str, Any]:
     """Run what is missing and write everything."""
     from ..tools.study.analysis import Results
     from ..tools.study.page import write
@@ -176,7 +178,7 @@ def _run(plan: Plan, out: Path, jobs: int, target: float | None) -> dict[str, An
         ran = run_cells(plan, store, jobs, on_cell)
         progress.update(task, description="writing")
         cells = [found for cell in plan.cells if (found := store.get(cell, plan.setup)) is not None]
-        data = write(Results(plan, cells), out, target)
+        data = write(Results(plan, cells), out, target, made_by)
     shown = ("findings", "table", "rules", "against_fixed", "against_others", "single_steps")
     facts = {"out": str(out), "report": str(out / "report.html"), "cells": len(plan.cells), "ran": ran}
     return facts | {name: data[name] for name in shown}
@@ -188,32 +190,41 @@ def _say(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     from ..quality.perceptual import NAME
+    from ..quality.report import number_text, without_empty_columns
     from ..tools.study.analysis import Mean
 
     def number(mean: dict[str, Any], digits: int) -> str:
         return Mean(mean["value"], None, mean["count"]).text(digits)
 
     console = Console(highlight=False)
-    measured = any(row["perceptual"]["value"] is not None for row in result["table"])
+    names = ("N", "warm-up", "synchronous", "PSNR dB", "SSIM", NAME, "nearest", "time s", "sent MB")
     for sampler, strategy in dict.fromkeys((row["sampler"], row["strategy"]) for row in result["table"]):
-        table = Table(
-            box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False, title=f"{strategy}, {sampler}", title_justify="left"
-        )
-        for name in ("N", "warm-up", "synchronous", "PSNR dB", "SSIM", *([NAME] if measured else ()), "nearest"):
-            table.add_column(name, justify="left" if name == "warm-up" else "right", no_wrap=True)
+        rows: list[list[str]] = []
         for row in result["table"]:
             if (row["sampler"], row["strategy"]) != (sampler, strategy):
                 continue
-            synchronous = row["synchronous"]["value"]
-            table.add_row(
-                str(row["devices"]),
-                row["warmup"],
-                "" if synchronous is None else f"{synchronous:.3g} of {row['evaluations']}",
-                Mean(**row["psnr"]).text(),
-                number(row["ssim"], 4),
-                *([number(row["perceptual"], 4)] if measured else ()),
-                number(row["right"], 2),
+            synchronous, sent = row["synchronous"]["value"], row["sent"]
+            rows.append(
+                [
+                    str(row["devices"]),
+                    row["warmup"],
+                    "" if synchronous is None else f"{synchronous:.3g} of {row['evaluations']}",
+                    Mean(**row["psnr"]).text(),
+                    number(row["ssim"], 4),
+                    number(row["perceptual"], 4),
+                    number(row["right"], 2),
+                    number_text(row["seconds"]),
+                    "" if sent is None else number_text(sum(sent.values()) / 1e6),
+                ]
             )
+        table = Table(
+            box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False, title=f"{strategy}, {sampler}", title_justify="left"
+        )
+        header, kept = without_empty_columns(names, rows)
+        for name in header:
+            table.add_column(name, justify="left" if name == "warm-up" else "right", no_wrap=True)
+        for cells in kept:
+            table.add_row(*map(str, cells))
         console.print(table)
     right = [row["right_synchronous"] for row in result["table"] if row["right_synchronous"]["value"] is not None]
     if right:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ..core.files import finite
 from ..errors import ConfigError, InputError
 from .options import AsJson, PictureOptions, RankOptions, at_least, with_groups
-from .show import bar, count, emit
+from .show import bar, count, emit, provenance
 from .values import configs_of, fetched, picture_job, read_prompts
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class CompareOptions:
 
 @with_groups
 def verify(
+    context: typer.Context,
     comparing: CompareOptions,
     pictures: PictureOptions,
     ranks: RankOptions,
@@ -107,7 +109,8 @@ def verify(
     offered = _checked(job, info, asked, comparing.all_of)
     kind = ranks.kind(largest)
     job = fetched(replace(job, dtype=ranks.dtype_on(kind)), info)
-    result, page = _verify(job, asked, offered, kind, ranks.threads, comparing)
+    made_by = None if page_at is None else provenance(context.obj or ())
+    result, page = _verify(job, asked, offered, kind, ranks.threads, comparing, made_by)
     if page_at is not None and page is not None:
         page.write(page_at)
         result["html"] = str(page_at)
@@ -153,8 +156,9 @@ def _verify(
     kind: Literal["cpu", "cuda"],
     threads: int | None,
     comparing: CompareOptions,
+    made_by: dict[str, Any] | None,
 ) -> tuple[dict[str, Any], Any]:
-    """Run everything; the result as data, and the page when one is wanted."""
+    """Run everything; the result as data, and the page when it is said what that is made by."""
     from ..launch import default_threads, guarded_folder, launcher
     from ..quality import perceptual
     from ..tools.verify.runs import Task, budget_of, name_of, reference_of, run_tasks
@@ -210,13 +214,18 @@ def _verify(
             verdicts.append(found)
     rank_0 = {name: of_ranks[0] for name, of_ranks in runs.items()}
     where = {"device": kind, "threads": threads}
-    return _result(job, verdicts, alone, where, rank_0 if comparing.html is not None else None)
+    return _result(job, verdicts, alone, where, rank_0, made_by)
 
 
 def _result(
-    job: Job, verdicts: list[Verdict], alone: dict[str, Run], where: dict[str, Any], rank_0: dict[str, Run] | None
+    job: Job,
+    verdicts: list[Verdict],
+    alone: dict[str, Run],
+    where: dict[str, Any],
+    rank_0: dict[str, Run],
+    made_by: dict[str, Any] | None,
 ) -> tuple[dict[str, Any], Any]:
-    """The verdicts as data; and the page, when the runs of rank 0 are given."""
+    """The verdicts as data; and the page, when it is said what that is made by."""
     from .._version import library_versions
     from ..tools.verify.page import page_of
 
@@ -242,8 +251,10 @@ def _result(
     }
     said = [verdict.as_data() | {"outcome": verdict.outcome, "judged": verdict.judged} for verdict in verdicts]
     result = {**facts, "configs": said, "passed": all(verdict.passed for verdict in ran)}
-    known = {name: value for name, value in facts.items() if value is not None}
-    return result, page_of(job, verdicts, rank_0, alone, known) if rank_0 is not None else None
+    if made_by is None:
+        return result, None
+    shown = {"device": where["device"], "threads of each rank": where["threads"], **made_by}
+    return result, page_of(job, verdicts, rank_0, alone, shown, finite(result))
 
 
 def _say(result: dict[str, Any]) -> None:

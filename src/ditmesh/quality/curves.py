@@ -1,4 +1,4 @@
-"""What a chart shows: series of points, and grids of values."""
+"""What a chart shows: series of points, single points, and grids of values."""
 
 from __future__ import annotations
 
@@ -22,6 +22,17 @@ class Series:
     y: tuple[float, ...]
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of a scatter chart: its name, a short form of it for the chart, the group that colours it."""
+
+    name: str
+    short: str
+    group: str
+    x: float
+    y: float
 
 
 @dataclass(frozen=True)

@@ -12,20 +12,25 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import groupby, repeat
+from itertools import groupby, pairwise, repeat
 from math import ceil, floor, isfinite, log10, nan
 from typing import Any
 
 import numpy as np
 
-from .curves import Grid, Series
+from .curves import Grid, Point, Series
 from .pictures import as_picture, eight_bits
 
-WIDTH, HEIGHT = 640, 300
-LEFT, RIGHT, TOP, BOTTOM = 70, 12, 14, 44
+# In pixels of a drawing that stays legible on a phone's screen, where it is scaled down to four fifths.
+WIDTH, HEIGHT = 440, 280
+LEFT, RIGHT, TOP, BOTTOM = 64, 14, 14, 46
+# Width of a label's letter, and its height.
+LETTER, LINE = 6.4, 13.0
 DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 4", "10 4")
 MARKS = ("circle", "square", "diamond", "triangle")
 COLOURS = 6
+# Letters of a row's name; of a longer one the end is shown.
+LONGEST = 24
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,76 @@ def line_chart(series: Sequence[Series], title: str, x_label: str, y_label: str,
     return Chart(_svg("".join(parts), title), _legend([line.name for line in series]), header, tuple(rows))
 
 
+def scatter_chart(points: Sequence[Point], title: str, x_label: str, y_label: str) -> Chart:
+    """Labelled points of what costs x and is worth y, with the Pareto front: those that no other point beats.
+
+    Points stand in the colour and mark of their group. Each has its number beside it, and its name where there is
+    room; the table tells all of them. Points of the front are ringed and joined by steps. Screen readers read the
+    title.
+    """
+    front = pareto_front(points)
+    groups = list(dict.fromkeys(point.group for point in points))
+    across = _scale([point.x for point in points], LEFT, WIDTH - RIGHT, False, from_zero=True)
+    up = _scale([point.y for point in points], HEIGHT - BOTTOM, TOP, False)
+    places = [(across(point.x), up(point.y)) for point in points]
+    parts = [_axes(across, up, x_label, y_label, whole=False)]
+    steps = [places[number] for number in front[:1]]
+    for number in front[1:]:
+        steps += [(places[number][0], steps[-1][1]), places[number]]
+    if front:
+        parts.append(f'<polyline class="front" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in steps)}"/>')
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in places]
+    # Names keep clear of the front, too.
+    taken += [(min(x, u), min(y, v) - 1, max(x, u) + 1, max(y, v) + 1) for (x, y), (u, v) in pairwise(steps)]
+    # The front's names come first.
+    for number in [*front, *(n for n in range(len(points)) if n not in front)]:
+        point, (x, y) = points[number], places[number]
+        group = groups.index(point.group)
+        tip = escape(f"{number + 1}: {point.name}: {x_label} {point.x:.4g}, {y_label} {point.y:.4g}")
+        if number in front:
+            parts.append(f'<circle class="ring" cx="{x:.1f}" cy="{y:.1f}" r="6"/>')
+        parts.append(_mark(MARKS[group % len(MARKS)], x, y, f"s{group % COLOURS}", tip))
+        text = _placed(x, y, (f"{number + 1} · {point.short}", f"{number + 1}"), taken)
+        parts.append(text.replace('"label"', '"label point"') if number in front else text)
+    header = ("no.", "what", x_label, y_label, "Pareto front")
+    rows = tuple(
+        (str(n), f"{p.group}, {p.name}", _number(p.x), _number(p.y), "yes" if n - 1 in front else "no")
+        for n, p in enumerate(points, 1)
+    )
+    legend = _legend(groups, lines=False)
+    return Chart(_svg("".join(parts), title), legend, header, rows)
+
+
+def pareto_front(points: Sequence[Point]) -> list[int]:
+    """Places of the points with no other point at most as far right and higher, or as high and farther left.
+
+    From left to right; of equal points the first.
+    """
+    order = sorted(range(len(points)), key=lambda n: (points[n].x, -points[n].y, n))
+    front: list[int] = []
+    for number in order:
+        if not front or points[number].y > points[front[-1]].y:
+            front.append(number)
+    return front
+
+
+def _placed(x: float, y: float, texts: Sequence[str], taken: list[tuple[float, float, float, float]]) -> str:
+    """The first text that has room beside a point, and marks its box as taken; the last one wherever it stands."""
+    beside = [(8, 4, 0), (-8, 4, 1), (0, -9, 0.5), (0, 17, 0.5), (7, -7, 0), (-7, -7, 1), (7, 15, 0), (-7, 15, 1)]
+    for text in texts:
+        wide = LETTER * len(text)
+        for right, down, share in beside:
+            left, foot = x + right - share * wide, y + down
+            box = (left, foot - LINE + 3, left + wide, foot + 2)
+            inside = box[0] >= LEFT and box[2] <= WIDTH and box[1] >= 0 and box[3] <= HEIGHT - BOTTOM
+            if inside and not any(
+                box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3] for other in taken
+            ):
+                taken.append(box)
+                return _text(text, left, foot, "start")
+    return _text(texts[-1], x + 8, y + 4, "start")
+
+
 def bar_chart(groups: Sequence[str], bars: Series, title: str, y_label: str, *, x_label: str = "") -> Chart:
     """One bar for each group, of height ``bars.y[group]``, with an error bar where there is one.
 
@@ -144,8 +219,11 @@ def bar_chart(groups: Sequence[str], bars: Series, title: str, y_label: str, *, 
     across = _Scale(0, len(groups), LEFT, WIDTH - RIGHT)
     parts = [_axes(None, up, x_label, y_label)]
     width = (across(1) - across(0)) * 0.8
+    # As many names as have room.
+    every = ceil((max(map(len, groups), default=1) + 1) * LETTER / (across(1) - across(0)))
     for group, (name, y) in enumerate(zip(groups, bars.y, strict=True)):
-        parts.append(_text(name, across(group + 0.5), HEIGHT - BOTTOM + 16, "middle"))
+        if group % every == 0:
+            parts.append(_text(name, across(group + 0.5), HEIGHT - BOTTOM + 16, "middle"))
         if not isfinite(y):
             continue
         left = across(group + 0.1)
@@ -168,15 +246,16 @@ def heat_map(grid: Grid, title: str, x_label: str, y_label: str, *, log: bool = 
     """
     values = [value for row in grid.values for value in row if isfinite(value)]
     shade = _scale(values, 0, 1, True) if log else _Scale(min([0.0, *values]), max([0.0, *values]) or 1.0, 0, 1)
-    left = 12 + 6.2 * max((len(name) for name in grid.rows), default=0)
+    names = [name if len(name) <= LONGEST else f"…{name[1 - LONGEST :]}" for name in grid.rows]
+    left = 12 + LETTER * max(map(len, names), default=0)
     cell = min(28.0, max(9.0, 240 / max(1, len(grid.rows))))
     wide = (WIDTH - left - RIGHT) / max(1, len(grid.columns))
     height = TOP + cell * len(grid.rows) + 44
     parts = []
     for down, (name, row) in enumerate(zip(grid.rows, grid.values, strict=True)):
         y = TOP + down * cell
-        if down % ceil(9 / cell) == 0:
-            parts.append(_text(name, left - 4, y + cell / 2 + 4, "end"))
+        if down % ceil(LINE / cell) == 0:
+            parts.append(_text(names[down], left - 4, y + cell / 2 + 4, "end"))
         for across, value in enumerate(row):
             if not isfinite(value):
                 continue
@@ -186,7 +265,7 @@ def heat_map(grid: Grid, title: str, x_label: str, y_label: str, *, log: bool = 
                 f'<rect class="cell" x="{left + across * wide:.1f}" y="{y:.1f}" width="{wide + 0.3:.1f}" '
                 f'height="{cell + 0.3:.1f}" fill-opacity="{opacity:.3f}"><title>{tip}</title></rect>'
             )
-    every = ceil(26 / wide)
+    every = ceil(28 / wide)
     for across in range(0, len(grid.columns), every):
         parts.append(_text(grid.columns[across], left + (across + 0.5) * wide, height - 29, "middle"))
     parts.append(_text(x_label, left + (WIDTH - left - RIGHT) / 2, height - 8, "middle"))
@@ -205,14 +284,14 @@ def _svg(content: str, title: str, height: float = HEIGHT) -> str:
     )
 
 
-def _axes(across: _Scale | None, up: _Scale, x_label: str, y_label: str) -> str:
+def _axes(across: _Scale | None, up: _Scale, x_label: str, y_label: str, whole: bool = True) -> str:
     parts = []
     for y, text in up.ticks():
         parts.append(f'<path class="rule" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         parts.append(_text(text, LEFT - 6, y + 4, "end"))
     if across is not None:
-        for x, text in across.ticks(10):
-            if float(text).is_integer():
+        for x, text in across.ticks(8):
+            if not whole or float(text).is_integer():
                 parts.append(_text(text, x, HEIGHT - BOTTOM + 16, "middle"))
     parts.append(f'<path class="axis" d="M{LEFT} {TOP}V{HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>')
     parts.append(_text(x_label, (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "middle"))
@@ -241,11 +320,11 @@ def _dashes(number: int) -> str:
     return f' stroke-dasharray="{dash}"' if dash else ""
 
 
-def _legend(names: Sequence[str]) -> str:
+def _legend(names: Sequence[str], lines: bool = True) -> str:
     items = []
     for number, name in enumerate(names):
         colour = f"s{number % COLOURS}"
-        key = f'<path class="line {colour}" d="M0 6H28"{_dashes(number)}/>'
+        key = f'<path class="line {colour}" d="M0 6H28"{_dashes(number)}/>' if lines else ""
         key += _mark(MARKS[number % len(MARKS)], 14, 6, colour, "")
         drawing = f'<svg width="28" height="12" viewBox="0 0 28 12" aria-hidden="true">{key}</svg>'
         items.append(f"<span>{drawing} {escape(name)}</span>")

@@ -35,7 +35,7 @@ _rank: ContextVar[int] = ContextVar("ditmesh_virtual_rank", default=0)
 
 
 class VirtualLink(Link):
-    """A `Link` between virtual ranks of this process. Bytes of the first are counted as if they were sent."""
+    """A `Link` between virtual ranks of this process. Bytes are counted as if they were sent, of all ranks."""
 
     def __init__(self, name: str, size: int, traffic: Traffic) -> None:
         super().__init__(name, range(size), 0, traffic)
@@ -50,8 +50,7 @@ class VirtualLink(Link):
         """Ignored: `Link` sets it."""
 
     def _count(self, tensors: Sequence[Tensor], times: int = 1) -> None:
-        if self.rank == 0:
-            self.traffic.add(self.name, times * sum(tensor.nbytes for tensor in tensors))
+        self.traffic.add(self.name, times * sum(tensor.nbytes for tensor in tensors))
 
     def _all_to_all(
         self, kind: str, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]

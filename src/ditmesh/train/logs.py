@@ -51,9 +51,8 @@ class TrainingLog:
         with self._path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, COLUMNS).writerow({name: row[name] for name in COLUMNS})
         self._losses.append((int(row["step"]), row["loss"]))
-        board: Any = self._board
-        for name in COLUMNS[1:] if board is not None else ():
-            board.add_scalar(name, row[name], int(row["step"]))
+        for name in COLUMNS[1:] if self._board is not None else ():
+            cast(Any, self._board).add_scalar(name, row[name], int(row["step"]))
 
     def pictures(self, step: int, files: Mapping[str, Path]) -> None:
         """Show validation pictures in TensorBoard."""

@@ -84,6 +84,8 @@ class Row:
         psnr, ssim, perceptual: against the synchronous picture; equal: how many pictures have its bits.
         right: share of pictures whose nearest training picture is the one asked for; right_synchronous: the same of
             the synchronous pictures.
+        seconds, one_device_seconds: time of the first request on real ranks and on one device; None: not run there.
+        sent: bytes that all ranks together sent in it, by axis; None: not known.
     """
 
     sampler: str
@@ -99,6 +101,14 @@ class Row:
     right_synchronous: Mean
     equal: int
     pictures: int
+    seconds: float | None = None
+    one_device_seconds: float | None = None
+    sent: Mapping[str, int] | None = None
+
+    @property
+    def bytes_sent(self) -> int | None:
+        """Over all axes."""
+        return None if self.sent is None else sum(self.sent.values())
 
     def synchronous_text(self) -> str:
         """Such as ``4 of 12``; empty where there is no log."""
@@ -138,6 +148,8 @@ class Results:
         results = self.by[at]
         pictures = [picture for result in results for picture in result["pictures"]]
         exact = [self.synchronous.get((at[0], p["prompt"], p["seed"]), {}) for p in pictures]
+        axes = ("sampler", "strategy", "devices", "warmup")
+        real = next((result for result in self.real if tuple(result["cell"][axis] for axis in axes) == at), {})
         return Row(
             *at,
             synchronous=mean(synchronous_steps(result) for result in results),
@@ -149,6 +161,9 @@ class Results:
             right_synchronous=mean(p.get("right") for p in exact),
             equal=sum(p["equal"] for p in pictures),
             pictures=len(pictures),
+            seconds=latency(real),
+            one_device_seconds=real.get("one_device_seconds"),
+            sent=real.get("sent", results[0].get("sent")),
         )
 
     def psnr_of(self, at: Combination) -> dict[tuple[str, int], float]:
@@ -340,6 +355,11 @@ def synchronous_steps(result: Mapping[str, Any]) -> int | None:
     return None if steps is None else sum(step["synchronous"] for step in steps)
 
 
+def latency(result: Mapping[str, Any]) -> float | None:
+    """Seconds of a cell's request: those of its slowest rank; None when it ran on no real ranks."""
+    return max((rank["seconds"] for rank in result.get("ranks", ())), default=None)
+
+
 def _curves(
     pictures: Mapping[int, Mapping[int, ByPicture]], chosen: Sequence[tuple[str, int]]
 ) -> dict[int, dict[int, float]]:
@@ -451,16 +471,39 @@ def findings(results: Results, rules: Mapping[tuple[str, str], Mapping[str, Any]
     sentences += policy_findings(results)
     for single in results.single_steps():
         sentences += _single_text(single)
+    return sentences + _real_text(results)
+
+
+def _real_text(results: Results) -> list[str]:
+    """One sentence for every sampler, strategy and number of real ranks, over the policies that ran there."""
+    groups: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
     for result in results.real:
-        cell, ranks = result["cell"], result["ranks"]
+        cell = result["cell"]
+        groups.setdefault((cell["sampler"], cell["strategy"], cell["devices"]), []).append(result)
+    sentences = []
+    for (sampler, strategy, devices), some in groups.items():
+        others = [result["cell"]["warmup"] for result in some if not result["equal_to_simulation"]]
+        bits = (
+            f"differs from the simulated one with {', '.join(others)}"
+            if others
+            else "has the same bits as the simulated one"
+        )
+        ranks = [rank for result in some for rank in result["ranks"]]
         share = [100 * rank["in_collectives"] / rank["seconds"] for rank in ranks]
+        seconds = [seconds for result in some if (seconds := latency(result)) is not None]
+        alone = next((result["one_device_seconds"] for result in some if "one_device_seconds" in result), None)
+        beside = "" if alone is None else f", one device {alone:.2f} s"
+        policies = f"{len(some)} policies" if len(some) > 1 else some[0]["cell"]["warmup"]
         sentences.append(
-            f"On {cell['devices']} real ranks ({cell['strategy']}, {cell['warmup']}, {cell['sampler']}) the picture "
-            f"{'has the same bits as' if result['equal_to_simulation'] else 'differs from'} the simulated one; ranks "
-            f"spent {min(share):.0f} to {max(share):.0f} % of {max(rank['seconds'] for rank in ranks):.2f} s inside "
-            "collectives."
+            f"On {devices} real ranks ({strategy}, {sampler}, {policies}) the picture {bits}. A request took "
+            f"{_range(seconds, 2)} s{beside}; ranks spent {_range(share, 0)} % of their time inside collectives."
         )
     return sentences
+
+
+def _range(values: Sequence[float], digits: int) -> str:
+    low, high = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
 
 
 def policy_findings(results: Results) -> list[str]:
@@ -550,7 +593,8 @@ def _rule_text(sampler: str, strategy: str, rule: Mapping[str, Any]) -> str:
     text = f"{strategy}, {sampler}: for {rule['target_psnr']:g} dB the warm-up steps needed are {needed}."
     fit, root = rule["fit"], rule["sqrt"]
     if rule["points"] < 3 or fit is None:
-        return f"{text} {rule['points']} points are too few to tell a rule."
+        points = "1 point is" if rule["points"] == 1 else f"{rule['points']} points are"
+        return f"{text} {points} too few to tell a rule."
     interval = fit["b_interval"]
     sure = "" if interval is None else f", 95 of 100 resampled studies from N^{interval[0]:.2f} to N^{interval[1]:.2f}"
     return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,32 +10,53 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
-from ...quality.curves import Series, grid
-from ...quality.figures import bar_chart, heat_map, line_chart
+from ...core.files import without_folder
+from ...quality.curves import Point, Series, grid
+from ...quality.figures import Chart, amplified, bar_chart, heat_map, line_chart, scatter_chart
 from ...quality.perceptual import HINT, NAME, available
+from ...quality.pictures import eight_bits
 from ...quality.report import Cell as TableCell
-from ...quality.report import Page, Shown
-from .analysis import CAP, Combination, Mean, Results, findings, policy_findings, signed, synchronous_steps
+from ...quality.report import Download, Page, Shown, as_csv, number_text
+from .analysis import (
+    CAP,
+    Combination,
+    Mean,
+    Results,
+    Row,
+    findings,
+    latency,
+    policy_findings,
+    signed,
+    synchronous_steps,
+)
 from .plan import SYNCHRONOUS
+from .samplers import scheduler_class
 
 # Pictures of a grid, and lines of a chart, that still can be told apart.
 ROWS, LINES = 8, 6
+# Pixels of a picture's side, on the page; larger ones are shrunk.
+SIDE = 512
 
 Rules = Mapping[tuple[str, str], Mapping[str, Any] | None]
 
 
-def write(results: Results, folder: Path, target: float | None = None) -> dict[str, Any]:
+def write(
+    results: Results, folder: Path, target: float | None = None, facts: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Write ``report.html``, ``results.json`` and ``results.csv`` to the study's folder; returns what the JSON holds.
 
-    The target, in dB, is that of `Results.rule`.
+    The target, in dB, is that of `Results.rule`; the facts say where the figures are from, by name.
     """
     plan = results.plan
     rules = {pair: results.rule(*pair, target) for pair in plan.pairs}
     sentences = findings(results, rules)
+    setup = {name: value for name, value in asdict(plan.setup).items() if name != "model"}
     data = {
-        "setup": asdict(plan.setup),
+        "setup": setup | {"name": without_folder(plan.setup.name)},
+        "made_by": dict(facts or {}),
         "devices": list(plan.devices),
         "warmups": list(plan.warmups),
         "samplers": list(plan.samplers),
@@ -54,35 +74,61 @@ def write(results: Results, folder: Path, target: float | None = None) -> dict[s
         "single_steps": results.single_steps(),
         "cells": results.cells,
     }
-    (folder / "results.json").write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    write_csv(results, folder / "results.csv")
-    page_of(results, folder / "cells", sentences, rules).write(folder / "report.html")
+    files = (
+        Download("results.csv", csv_of(results)),
+        Download("results.json", json.dumps(data, indent=1, allow_nan=False) + "\n"),
+    )
+    for file in files:
+        (folder / file.name).write_text(file.text, encoding="utf-8")
+    page_of(results, folder / "cells", sentences, rules, facts or {}, files).write(folder / "report.html")
     return data
 
 
-def write_csv(results: Results, path: Path) -> None:
-    """One line for every picture."""
-    header = ["sampler", "strategy", "devices", "warmup", "real", "evaluations", "synchronous_steps"]
-    header += ["prompt", "seed", "equal", "psnr", "ssim", "perceptual", "right", "file"]
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, header, extrasaction="ignore")
-        writer.writeheader()
-        for result in results.cells:
-            synchronous = result["cell"]["strategy"] == SYNCHRONOUS
-            steps = result["evaluations"] if synchronous else synchronous_steps(result)
-            for picture in result["pictures"]:
-                writer.writerow({**result, "synchronous_steps": steps, **result["cell"], **picture})
+def csv_of(results: Results) -> str:
+    """One line for every picture, with the time of its request on real ranks and the bytes sent in it by axis."""
+    measures = ("prompt", "seed", "equal", "psnr", "ssim", "perceptual", "right", "file")
+    axes = sorted({axis for result in results.cells for axis in result.get("sent") or ()})
+    rows = []
+    for result in results.cells:
+        cell, sent = result["cell"], result.get("sent")
+        synchronous = cell["strategy"] == SYNCHRONOUS
+        request = {name: cell[name] for name in ("sampler", "strategy", "devices", "warmup", "real")} | {
+            "evaluations": result["evaluations"],
+            "synchronous_steps": result["evaluations"] if synchronous else synchronous_steps(result),
+            "seconds": latency(result),
+            "one_device_seconds": result.get("one_device_seconds"),
+        }
+        request |= {f"bytes_{axis}": None if sent is None else sent.get(axis, 0) for axis in axes}
+        rows += [request | {name: picture[name] for name in measures} for picture in result["pictures"]]
+    return as_csv(rows)
 
 
-def page_of(results: Results, pictures: Path, sentences: Sequence[str], rules: Rules) -> Page:
-    """The page, with the PNGs of a folder, the sentences of `findings`, and `Results.rule` by sampler and strategy."""
+def page_of(
+    results: Results,
+    pictures: Path,
+    sentences: Sequence[str],
+    rules: Rules,
+    facts: Mapping[str, Any],
+    files: Sequence[Download],
+) -> Page:
+    """The page.
+
+    Args:
+        results: of the study.
+        pictures: folder of its PNGs.
+        sentences: those of `findings`.
+        rules: `Results.rule` by sampler and strategy.
+        facts: where the figures are from, by name.
+        files: what can be saved from the page.
+    """
     plan = results.plan
     setup = plan.setup
     page = Page(
         "What stale strategies cost",
-        f"{setup.name}, {setup.steps} steps, {setup.dtype} on {setup.device}; devices "
+        f"{without_folder(setup.name)}, {setup.steps} steps, {setup.dtype} on {setup.device}; devices "
         f"{', '.join(map(str, plan.devices))}; {', '.join(plan.strategies)}; sampler {', '.join(plan.samplers)}",
     )
+    page.downloads(files)
     page.section("What the figures say")
     policies = policy_findings(results)
     page.points([sentence for sentence in sentences if sentence not in policies])
@@ -91,6 +137,8 @@ def page_of(results: Results, pictures: Path, sentences: Sequence[str], rules: R
         _table(page, results, *pair)
     if not available():
         page.text(HINT, note=True)
+    page.section("Quality against time and bytes")
+    _costs(page, results)
     if policies:
         page.section("Policies with as many synchronous steps")
         page.points(policies, "In words")
@@ -110,7 +158,39 @@ def page_of(results: Results, pictures: Path, sentences: Sequence[str], rules: R
         _heat_maps(page, results, *pair)
     _single_steps(page, results)
     _real_ranks(page, results)
+    page.section("Circumstances")
+    page.facts({**circumstances(results), **facts}, "What was run, by what, and where")
+    page.text("Cells that were in the folder already may have been run by another version, or elsewhere.", note=True)
     return page
+
+
+def circumstances(results: Results) -> dict[str, Any]:
+    """What was run, for people."""
+    plan, setup = results.plan, results.plan.setup
+    asked = list(dict.fromkeys((prompt, seed) for _, prompt, seed in results.synchronous))
+    seeds = sorted({seed for _, seed in asked})
+    return {
+        "model": without_folder(setup.name),
+        "digest of the weights": setup.weights,
+        "steps": setup.steps,
+        "guidance scale": setup.guidance,
+        "picture size": f"{setup.size[0]} × {setup.size[1]} pixels" if setup.size else None,
+        "longest prompt": f"{setup.max_sequence_length} tokens" if setup.max_sequence_length else None,
+        "precision": setup.dtype,
+        "device": setup.device,
+        "devices (N)": plan.devices,
+        "warm-up policies": plan.warmups,
+        "samplers": [_sampler(name, setup.model) for name in plan.samplers],
+        "strategies": plan.strategies,
+        "prompts": [f"“{prompt}”" for prompt in dict.fromkeys(prompt for prompt, _ in asked)],
+        "seeds": f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 2 else seeds,
+        "pictures": len(asked),
+    }
+
+
+def _sampler(name: str, model: str) -> str:
+    kind = scheduler_class(name, Path(model))
+    return f"{name} ({kind})" if kind else name
 
 
 PREDICTION = (
@@ -121,23 +201,73 @@ PREDICTION = (
 
 
 def _table(page: Page, results: Results, sampler: str, strategy: str) -> None:
-    header = ("N", "warm-up", "synchronous", "PSNR dB", "SSIM", NAME, "nearest picture")
+    mine = [row for row in results.rows() if (row.sampler, row.strategy) == (sampler, strategy)]
+    axes = sorted({axis for row in mine for axis in row.sent or ()})
+    header = ["configuration", "synchronous", "PSNR dB", "SSIM", NAME, "nearest picture", "time s", "one device s"]
+    header += ["sent MB", *(f"{axis} MB" for axis in axes if len(axes) > 1)]
     rows, exact = [], ""
-    for row in results.rows():
-        if (row.sampler, row.strategy) != (sampler, strategy):
-            continue
+    for row in mine:
         equal = f" ({row.equal} equal)" if row.equal else ""
         quality = (row.psnr.text() + equal, row.ssim.text(4), row.perceptual.text(4), row.right.text(3))
-        rows.append((str(row.devices), TableCell(row.warmup, "name"), row.synchronous_text(), *quality))
+        sent = [row.bytes_sent, *((row.sent or {}).get(axis, 0) for axis in axes if len(axes) > 1)]
+        costs = [number_text(row.seconds), number_text(row.one_device_seconds)]
+        costs += ["" if row.sent is None or count is None else number_text(count / 1e6) for count in sent]
+        rows.append((f"N = {row.devices}, {row.warmup}", row.synchronous_text(), *quality, *costs))
         if row.right_synchronous.value is not None:
-            exact = f" (of the synchronous drawings: {row.right_synchronous.text(3)})"
+            exact = (
+                " Nearest picture: share of drawings whose nearest training picture is the one asked for (of the "
+                f"synchronous drawings: {row.right_synchronous.text(3)})."
+            )
+    costs = [" Sent: by all ranks together in the first request."] if axes else []
+    if any(row.seconds is not None for row in mine):
+        costs.append(" Time: of the first request on real ranks, the slowest rank's.")
     page.table(
         header,
         rows,
-        f"{strategy}, {sampler}: against the synchronous picture; mean ± standard error over pictures. Nearest "
-        f"picture: share of drawings whose nearest training picture is the one asked for{exact}. In means an "
-        f"equal picture counts as {CAP:g} dB.",
+        f"{strategy}, {sampler}: against the synchronous picture; mean ± standard error over pictures. In means an "
+        f"equal picture counts as {CAP:g} dB.{exact}{''.join(costs)}",
     )
+
+
+def _costs(page: Page, results: Results) -> None:
+    """Quality against what it takes, one chart for every sampler and measure of cost."""
+    charts = []
+    for sampler in results.plan.samplers:
+        rows = [row for row in results.rows() if row.sampler == sampler and row.psnr.value is not None]
+        alone = next((row.one_device_seconds for row in rows if row.one_device_seconds is not None), None)
+        beside = "" if alone is None else f" One device took {number_text(alone)} s."
+        for what, axis, cost, more in (
+            ("time", "time of a request, s", _seconds, f" First request, on real ranks.{beside}"),
+            ("bytes", "sent by all ranks, MB", _megabytes, " First request; all ranks and axes together."),
+        ):
+            points = [
+                Point(
+                    f"N = {row.devices}, {row.warmup}", f"N={row.devices} {row.warmup}", row.strategy, x, row.psnr.value
+                )
+                for row in rows
+                if (x := cost(row)) is not None and row.psnr.value is not None
+            ]
+            if points:
+                chart = scatter_chart(points, f"PSNR against {what}, {sampler}", axis, "PSNR, dB")
+                caption = (
+                    f"{sampler}: quality against {what}; up and left is better. Numbers are those of the table "
+                    f"below. Ringed and joined: the Pareto front, which nothing measured beats on both.{more}"
+                )
+                charts.append((chart, caption))
+    page.charts(charts)
+    if not any(row.seconds is not None for row in results.rows()):
+        page.text("Ranks were simulated: no time was measured. --real runs real ranks, too, and times them.", note=True)
+    unknown = sorted({row.strategy for row in results.rows() if row.sent is None})
+    if unknown:
+        page.text(f"Not known without --real: bytes that {' and '.join(unknown)} would send.", note=True)
+
+
+def _seconds(row: Row) -> float | None:
+    return row.seconds
+
+
+def _megabytes(row: Row) -> float | None:
+    return None if row.bytes_sent is None else row.bytes_sent / 1e6
 
 
 def _others(page: Page, results: Results) -> None:
@@ -178,8 +308,9 @@ def _warmup_charts(page: Page, results: Results, sampler: str, strategy: str, ru
     if not lines:
         return
     chart = line_chart(lines, f"PSNR over warm-up, {of}", "warm-up steps", "PSNR, dB")
-    page.chart(chart, f"{of}: PSNR against the synchronous picture; bars: standard error.")
+    charts = [(chart, f"{of}: PSNR against the synchronous picture; bars: standard error.")]
     if rule is None or rule["points"] < 2 or rule["fit"] is None:
+        page.charts(charts)
         return
     needed = {float(n): warmup for n, warmup in rule["needed"].items() if warmup is not None}
     fit, base, devices = rule["fit"], rule["sqrt"]["base"], tuple(needed)
@@ -189,7 +320,7 @@ def _warmup_charts(page: Page, results: Results, sampler: str, strategy: str, ru
         Series(f"{base:.2f} √N", devices, tuple(base * n**0.5 for n in devices)),
     ]
     chart = line_chart(series, f"Warm-up needed, {of}", "devices N", "warm-up steps")
-    page.chart(chart, f"{of}: warm-up steps needed for {rule['target_psnr']:g} dB.")
+    page.charts([*charts, (chart, f"{of}: warm-up steps needed for {rule['target_psnr']:g} dB.")])
 
 
 def _line(name: str, xs: Iterable[float], means: Sequence[Mean]) -> Series:
@@ -203,27 +334,53 @@ def _line(name: str, xs: Iterable[float], means: Sequence[Mean]) -> Series:
 
 
 def _pictures(page: Page, results: Results, sampler: str, strategy: str, folder: Path) -> None:
-    def shown(file: str, caption: str) -> Shown:
-        with Image.open(folder / file) as image:
-            return Shown(image.convert("RGB"), caption, f"{picture['prompt']}, {caption}")
-
+    """The first picture with every policy and N, and under each how it differs from the synchronous one."""
     rows = []
     for warmup in results.plan.warmups[:ROWS]:
-        row: list[Shown] = []
+        row, apart = [], []
         for devices in results.plan.devices:
             cells = results.by.get((sampler, strategy, devices, warmup))
             if not cells:
                 continue
             picture = cells[0]["pictures"][0]
+            exact = results.synchronous[sampler, picture["prompt"], picture["seed"]]
             if not row:
-                exact = results.synchronous[sampler, picture["prompt"], picture["seed"]]
-                row.append(shown(exact["file"], SYNCHRONOUS))
+                row.append(_shown(_read(folder / exact["file"]), SYNCHRONOUS, picture["prompt"]))
+                apart.append(Shown(None))
             psnr = CAP + 1 if picture["psnr"] is None else picture["psnr"]
             ratio = "equal" if picture["equal"] else f"{psnr:.1f} dB" if psnr <= CAP else f"over {CAP:g} dB"
-            row.append(shown(picture["file"], f"N = {devices}, {warmup}: {ratio}"))
-        rows.append(row)
-    if any(rows):
-        page.pictures(rows, f"{strategy}, {sampler}: the first picture; left the synchronous one.")
+            name = f"N = {devices}, {warmup}"
+            row.append(_shown(_read(folder / picture["file"]), f"{name}: {ratio}", picture["prompt"]))
+            apart.append(_difference(folder / picture["file"], folder / exact["file"], name))
+        rows += [row, apart] if row else []
+    if rows:
+        hidden = results.plan.warmups[ROWS:]
+        more = f" Not shown: {', '.join(hidden)}." if hidden else ""
+        page.pictures(
+            rows,
+            f"{strategy}, {sampler}: the first picture, left the synchronous one; under each the absolute difference "
+            f"of their 8-bit values, amplified as its caption says: white on the scale is a difference of so much, of "
+            f"values from 0 to 1.{more}",
+        )
+
+
+def _read(file: Path) -> Image.Image:
+    with Image.open(file) as image:
+        return image.convert("RGB")
+
+
+def _shown(image: Image.Image, caption: str, prompt: str, white: float | None = None) -> Shown:
+    if max(image.size) > SIDE:
+        image.thumbnail((SIDE, SIDE))
+    return Shown(image, caption, f"{prompt}, {caption}", white)
+
+
+def _difference(file: Path, exact: Path, name: str) -> Shown:
+    apart, factor = amplified(_read(file), _read(exact))
+    if not apart.any():
+        return Shown(np.zeros_like(apart), "no difference", f"{name}: no difference from the synchronous picture")
+    caption = f"difference × {factor:,.0f}"
+    return _shown(Image.fromarray(eight_bits(apart)), caption, f"{name} against the synchronous picture", 1 / factor)
 
 
 def _charted(results: Results, sampler: str, strategy: str) -> dict[int, list[Combination]]:
@@ -240,6 +397,7 @@ def _charted(results: Results, sampler: str, strategy: str) -> dict[int, list[Co
 
 
 def _loss_curves(page: Page, results: Results, sampler: str, strategy: str) -> None:
+    charts: list[tuple[Chart, str]] = []
     for devices, some in _charted(results, sampler, strategy).items():
         of = f"{strategy}, {sampler}, {devices} devices"
         own = {at[3]: results.prediction_errors(at) for at in some}
@@ -251,7 +409,8 @@ def _loss_curves(page: Page, results: Results, sampler: str, strategy: str) -> N
             if errors:
                 lines = [_line(name, range(1, len(means) + 1), means) for name, means in errors.items()]
                 chart = line_chart(lines, f"Error {on}, {of}", "step", "relative error")
-                page.chart(chart, f"{of}: {on}{bars}.")
+                charts.append((chart, f"{of}: {on}{bars}."))
+    page.charts(charts)
 
 
 def _heat_maps(page: Page, results: Results, sampler: str, strategy: str) -> None:
@@ -264,21 +423,19 @@ def _heat_maps(page: Page, results: Results, sampler: str, strategy: str) -> Non
     at = next((at for at in some if at[3] != "fixed(0)"), some[0])
     first, of = results.by[at][0], f"{strategy}, {sampler}, {at[2]} devices, {at[3]}"
     steps = first.get("steps", [])
+    charts: list[tuple[Chart, str]] = []
     drifts = {(block, str(s["step"] + 1)): drift for s in steps for block, drift in s["drift"].items()}
     if drifts:
         shades = grid(drifts, _ordered({block for block, _ in drifts}), [str(s["step"] + 1) for s in steps])
-        page.chart(
-            heat_map(shades, f"Drift of keys and values, {of}", "step", "block"),
-            f"{of}: relative L2 distance of keys and values from the step before.",
-        )
+        chart = heat_map(shades, f"Drift of keys and values, {of}", "step", "block")
+        charts.append((chart, f"{of}: relative L2 distance of keys and values from the step before."))
     errors = first.get("attention_error")
     if errors:
         values = {(block, str(int(s) + 1)): e for block, by in errors.items() for s, e in by.items() if e is not None}
         shades = grid(values, _ordered(errors), [str(step + 1) for step in range(first["evaluations"])])
-        page.chart(
-            heat_map(shades, f"Error of attention, {of}", "step", "block"),
-            f"{of}: relative L2 error of attention's output against exact attention, same inputs.",
-        )
+        chart = heat_map(shades, f"Error of attention, {of}", "step", "block")
+        charts.append((chart, f"{of}: relative L2 error of attention's output against exact attention, same inputs."))
+    page.charts(charts)
 
 
 def _ordered(blocks: Iterable[str]) -> list[str]:
@@ -292,6 +449,7 @@ def _single_steps(page: Page, results: Results) -> None:
         page.section("Which steps matter")
     for single in singles:
         of = f"{single['strategy']}, {single['sampler']}, {single['devices']} devices"
+        charts = []
         for field, name, title, unit, caption in (
             (
                 "gain",
@@ -304,10 +462,9 @@ def _single_steps(page: Page, results: Results) -> None:
         ):
             means = [Mean(**mean) for mean in single[field]]
             bars = _line(name, range(len(means)), means)
-            page.chart(
-                bar_chart([*map(str, single["steps"])], bars, f"{title}, {of}", unit, x_label="step"),
-                f"{of}: {caption}.",
-            )
+            chart = bar_chart([*map(str, single["steps"])], bars, f"{title}, {of}", unit, x_label="step")
+            charts.append((chart, f"{of}: {caption}."))
+        page.charts(charts)
 
 
 def _real_ranks(page: Page, results: Results) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -40,6 +40,7 @@ class Runner:
         self._pipe: Any = None
         self._plain: Any = None
         self._reference: tuple[str, dict[str, Any]] | None = None
+        self._alone: tuple[str, float] | None = None
 
     def run(self, cell: Cell) -> dict[str, Any]:
         """Everything measured of a cell, as plain data; its pictures are on disk."""
@@ -59,6 +60,8 @@ class Runner:
             simulated = replace(cell, real=False)
             with stale(pipe, simulated), _one_thread():
                 expected, _ = generate(pipe, self.setup, simulated)
+            result["one_device_seconds"] = self._seconds_alone(cell, pipe)
+            result["sent"] = dict(sum((Counter(rank["sent"]) for rank in result["ranks"]), Counter()))
             result["equal_to_simulation"] = bool(np.array_equal(pictures, expected))
             kept = self._kept(cell)
         else:
@@ -67,6 +70,8 @@ class Runner:
                 with taps or nullcontext():
                     pictures, predictions = generate(pipe, self.setup, cell)
                 log = engine.staleness
+                # Patches in one process send nothing: that is not what they would send on as many ranks.
+                result["sent"] = None if cell.strategy == "pipefusion" else dict(engine.mesh.traffic.bytes_sent)
             kept = self._kept(cell)
             if log is not None:
                 result["steps"] = [asdict(record) for record in log.steps]
@@ -93,6 +98,16 @@ class Runner:
             self._plain = self._pipe.scheduler
         set_sampler(self._pipe, sampler, self._plain)
         return self._pipe
+
+    def _seconds_alone(self, cell: Cell, pipe: Any) -> float:
+        """Time that one device takes for a cell's pictures, without the strategy and as warm as the ranks are."""
+        key = cell.reference.key(self.setup)
+        if self._alone is None or self._alone[0] != key:
+            with _one_thread():
+                began = time.perf_counter()
+                generate(pipe, self.setup, cell.reference)
+                self._alone = key, time.perf_counter() - began
+        return self._alone[1]
 
     def _kept(self, cell: Cell) -> dict[str, Any]:
         """Pictures and predictions of the synchronous run to compare with."""
@@ -183,7 +198,7 @@ class Taps:
     """Measures inside a simulated run: attention errors by block and step, and the transformer's calls for later.
 
     The exact attention on the same queries, keys and values needs those of all virtual ranks: one more exchange,
-    which changes nothing in the run.
+    which changes nothing in the run and is not counted.
     """
 
     def __init__(self, pipe: Any, engine: Any) -> None:
@@ -222,13 +237,20 @@ class Taps:
         from ...core.patching import Patch
         from ...strategies.sequence import SequenceParallel
 
-        inner = handler.attend_stale
+        inner, traffic = handler.attend_stale, self._engine.mesh.traffic
+        counted = traffic.bytes_sent
 
         def attend_stale(key: Any, attention: AttentionCall) -> Tensor:
             out = inner(key, attention)
             control = handler.control
             if not control.decision.synchronous:
-                exact = SequenceParallel.attend_distributed(handler, attention)
+                # Ranks take turns where they would send, by when all of them have counted: what one puts back is
+                # not missing for another.
+                traffic.bytes_sent = Counter()
+                try:
+                    exact = SequenceParallel.attend_distributed(handler, attention)
+                finally:
+                    traffic.bytes_sent = counted
                 _add(self._sums[key[1], control.clock.call.step], out, exact)
             return out
 
@@ -298,8 +320,8 @@ def nearest_is_right(model: Path, cell: Cell, pictures: np.ndarray) -> list[bool
 # On real ranks
 
 
-def generate_on_ranks(setup: Setup, cell: Cell) -> tuple[np.ndarray, list[dict[str, float]]]:
-    """The pictures of real ranks, and for every rank its seconds, and those spent inside collectives."""
+def generate_on_ranks(setup: Setup, cell: Cell) -> tuple[np.ndarray, list[dict[str, Any]]]:
+    """The pictures of real ranks, and for every rank its seconds, those inside collectives, and bytes sent by axis."""
     from ...launch import launcher
 
     with launcher(None, cell.devices, "cuda" if setup.device == "cuda" else "cpu", threads=1) as pool:
@@ -307,7 +329,7 @@ def generate_on_ranks(setup: Setup, cell: Cell) -> tuple[np.ndarray, list[dict[s
     return results[0][0], [times for _, times in results]
 
 
-def rank_of_cell(setup: Setup, cell: Cell) -> tuple[np.ndarray | None, dict[str, float]]:
+def rank_of_cell(setup: Setup, cell: Cell) -> tuple[np.ndarray | None, dict[str, Any]]:
     """The cell's pictures on one rank: generated twice, the second time timed."""
     import torch.distributed as dist
 
@@ -325,10 +347,10 @@ def rank_of_cell(setup: Setup, cell: Cell) -> tuple[np.ndarray | None, dict[str,
             began = time.perf_counter()
             pictures, _ = generate(pipe, setup, cell)
             total = time.perf_counter() - began
-        sent = float(engine.mesh.traffic.bytes_sent.total())
+        sent = dict(engine.mesh.traffic.bytes_sent)
     finally:
         restore(pipe)
-    times = {"seconds": total, "in_collectives": sum(spent), "bytes_sent": sent}
+    times = {"seconds": total, "in_collectives": sum(spent), "bytes_sent": sum(sent.values()), "sent": sent}
     return (pictures if dist.get_rank() == 0 else None), times
 
 

@@ -32,11 +32,7 @@ def check_sampler(name: str, model: Path) -> None:
     Raises:
         InputError: naming those it can.
     """
-    try:
-        text = (model / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8")
-        kind = str(json.loads(text).get("_class_name", ""))
-    except (OSError, ValueError):
-        kind = ""
+    kind = scheduler_class(OWN, model)
     known = _table(kind)
     if name != OWN and name not in known:
         what = "a flow-matching model" if known is FLOW else "a DDPM model"
@@ -44,6 +40,16 @@ def check_sampler(name: str, model: Path) -> None:
             f"--sampler {name!r} does not go with {what} ({kind or 'unknown scheduler'}); use {', '.join(known)}, or "
             f"{OWN!r} for the pipeline's own"
         )
+
+
+def scheduler_class(name: str, model: Path) -> str:
+    """diffusers' class behind a sampler's name, for a pipeline's folder; empty if the folder does not say."""
+    try:
+        text = (model / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8")
+        own = str(json.loads(text).get("_class_name", ""))
+    except (OSError, ValueError):
+        own = ""
+    return own if name == OWN else _table(own)[name][0]
 
 
 def set_sampler(pipe: Any, name: str, plain: Any) -> None:

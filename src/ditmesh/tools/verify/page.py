@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...config import ParallelConfig
+from ...core.files import without_folder
 from ...generate.job import Job
 from ...quality import curves, figures, perceptual
 from ...quality.curves import Series
-from ...quality.report import Cell, Page, Shown
+from ...quality.report import Cell, Download, Page, Shown, as_csv, number_text, plain
 from .runs import Run
 from .verdicts import TOLERANCES, Verdict
 
@@ -22,21 +25,24 @@ def page_of(
     runs: Mapping[str, Run],
     references: Mapping[str, Run],
     facts: Mapping[str, Any],
+    data: Mapping[str, Any],
 ) -> Page:
     """The page of a verification.
 
     Args:
         job, verdicts: what was generated, and the verdicts on the configurations.
         runs, references: rank 0's run of each configuration, and the runs of one device, by name.
-        facts: name to value, for the list of circumstances.
+        facts: where it ran and by what, by name.
+        data: everything found, as JSON can hold it; it can be saved from the page.
     """
+    name = without_folder(job.name)
     page = Page(
         "Does it draw what one device draws?",
-        f"{job.name}, {job.total} {'picture' if job.total == 1 else 'pictures'}, seed {job.seed}",
+        f"{name}, {job.total} {'picture' if job.total == 1 else 'pictures'}, seed {job.seed}",
     )
     ran = [verdict for verdict in verdicts if not verdict.refused]
     page.section("Outcome")
-    page.table(HEADER, [_row(verdict) for verdict in verdicts], "Every configuration against one device")
+    page.table(*_outcomes(verdicts), "Every configuration against one device")
     page.table(
         ("configuration", "first bits that differ", "first beyond the tolerance"),
         [_where(verdict) for verdict in verdicts],
@@ -49,6 +55,8 @@ def page_of(
         "stale ones only if a tolerance was given.",
         note=True,
     )
+    said = json.dumps({**data, "model": name, "made_by": dict(facts)}, indent=1, allow_nan=False) + "\n"
+    page.downloads([Download("verify.csv", csv_of(verdicts)), Download("verify.json", said)])
     if ran:
         page.section("Growth of the difference")
         lines = [
@@ -61,33 +69,88 @@ def page_of(
     for verdict in ran:
         _configuration(page, job, verdict, runs[verdict.config], references[verdict.reference])
     page.section("Circumstances")
-    page.table(("what", "value"), [(name, Cell(str(value), "words")) for name, value in facts.items()], "This run")
+    page.table(*_settings(verdicts), "Settings of the configurations; others are the usual ones")
+    page.facts({**_circumstances(job, references), **facts}, "What was run, by what, and where")
     return page
 
 
-HEADER = (
-    *("configuration", "verdict", "same bits", "largest", "mean", "PSNR (dB)", "SSIM", perceptual.NAME, "latents"),
-    *("seconds", "one device (s)", "sent (MB)"),
-)
+def csv_of(verdicts: Sequence[Verdict]) -> str:
+    """One line for every configuration."""
+    names = ("config", "reference", "devices", "promise", "outcome", "judged", "passed", "refused", "tolerance")
+    names += ("equal", "blocks_equal", "repeats", "seen", "error", "largest", "mean", "psnr", "ssim", "perceptual")
+    names += ("latents", "seconds", "one_device_seconds")
+    rows = []
+    for verdict in verdicts:
+        row = {name: getattr(verdict, name) for name in names}
+        row |= {
+            f"bytes_{axis}": None if verdict.refused else verdict.bytes_sent.get(axis, 0) for axis in _axes(verdicts)
+        }
+        places = {"first_bit": verdict.first_bit, "first_beyond": verdict.first_beyond}
+        row |= {name: place.describe() if place else None for name, place in places.items()}
+        if verdict.refused:
+            row |= dict.fromkeys(names[names.index("equal") :])
+        rows.append(row)
+    return as_csv(rows)
 
 
-def _row(verdict: Verdict) -> list[str | Cell]:
-    outcome = Cell(verdict.outcome, ("good" if verdict.passed else "bad") if verdict.judged else "")
-    if verdict.refused:
-        return [verdict.config, outcome, *[""] * (len(HEADER) - 2)]
-    columns = (
-        (verdict.largest, ".2g"),
-        (verdict.mean, ".2g"),
-        (verdict.psnr, ".1f"),
-        (verdict.ssim, ".4f"),
-        (verdict.perceptual, ".4f"),
-        (verdict.latents, ".2g"),
-        (verdict.seconds, ".2f"),
-        (verdict.one_device_seconds, ".2f"),
-        (sum(verdict.bytes_sent.values()) / 1e6, ".2f"),
-    )
-    equal = "yes" if verdict.equal else "no"
-    return [verdict.config, outcome, equal, *("" if value is None else format(value, spec) for value, spec in columns)]
+def _axes(verdicts: Sequence[Verdict]) -> list[str]:
+    return sorted({axis for verdict in verdicts for axis in verdict.bytes_sent})
+
+
+def _outcomes(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str | Cell]]]:
+    axes = _axes(verdicts)
+    header = ["configuration", "verdict", "same bits", "largest", "mean", "PSNR (dB)", "SSIM", perceptual.NAME]
+    header += ["latents", "seconds", "one device (s)", "sent (MB)", *(f"{axis} (MB)" for axis in axes if len(axes) > 1)]
+    rows = []
+    for verdict in verdicts:
+        row: list[str | Cell] = [verdict.config]
+        row.append(Cell(verdict.outcome, ("good" if verdict.passed else "bad") if verdict.judged else ""))
+        if not verdict.refused:
+            sent = [sum(verdict.bytes_sent.values()), *(verdict.bytes_sent.get(a, 0) for a in axes if len(axes) > 1)]
+            psnr = "equal" if verdict.psnr is None else f"{verdict.psnr:.1f}"
+            row += ["yes" if verdict.equal else "no", number_text(verdict.largest, 2), number_text(verdict.mean, 2)]
+            row += [psnr if any(one.psnr is not None for one in verdicts) else "", f"{verdict.ssim:.4f}"]
+            row += ["" if verdict.perceptual is None else f"{verdict.perceptual:.4f}", number_text(verdict.latents, 2)]
+            row += [number_text(verdict.seconds), number_text(verdict.one_device_seconds)]
+            row += [number_text(count / 1e6) for count in sent]
+        rows.append(row + [""] * (len(header) - len(row)))
+    return header, rows
+
+
+def _settings(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str | Cell]]]:
+    """The settings that any of the configurations has changed."""
+    usual = ParallelConfig().model_dump(mode="json")
+    changed = [name for name in usual if any(verdict.settings[name] != usual[name] for verdict in verdicts)]
+    rows: list[list[str | Cell]] = []
+    for verdict in verdicts:
+        settings = verdict.settings
+        values = [plain(settings[name]) if settings[name] != usual[name] else "" for name in changed]
+        rows.append([verdict.config, str(verdict.devices), *(Cell(value, "name") for value in values)])
+    return ["configuration", "devices", *changed], rows
+
+
+def _circumstances(job: Job, references: Mapping[str, Run]) -> dict[str, Any]:
+    """What was run, for people."""
+    prompts = job.prompts
+    facts: dict[str, Any] = {
+        "model": without_folder(job.name),
+        **{f"prompt {number}" if len(prompts) > 1 else "prompt": text for number, text in enumerate(prompts, 1)},
+        "pictures of each prompt": job.images,
+        "seed": job.seed,
+        "steps": job.steps,
+        "guidance scale": job.guidance,
+        "picture size": f"{job.size[0]} × {job.size[1]} pixels" if job.size else None,
+        "precision": job.dtype,
+    }
+    for name, one in references.items():
+        if not one.refused:
+            kept = "every channel" if one.stride == 1 else f"one channel in {one.stride}; bits of all"
+            facts[f"compared with {name}"] = {
+                "time": f"{number_text(one.seconds)} s",
+                "two runs gave the same bits": one.repeats,
+                "sizes of differences are measured on": kept,
+            }
+    return facts
 
 
 def _where(verdict: Verdict) -> list[str | Cell]:
@@ -115,15 +178,18 @@ def _configuration(page: Page, job: Job, verdict: Verdict, run: Run, alone: Run)
         apart, factor = figures.amplified(ours, theirs)
         what = f"“{job.prompts[number // job.images]}”, seed {job.seed + number}"
         difference = verdict.pictures[number]
-        caption = f"difference × {factor:,.0f}, largest {difference.largest:.2g}"
+        caption = "no difference"
+        if apart.any():
+            caption = f"difference × {factor:,.0f}, largest {number_text(difference.largest, 2)}"
         alt = f"the difference of the two pictures, amplified {factor:,.0f} times"
         if difference.equal:
             alt += ": black, they are equal"
         pair = Shown(theirs, f"{verdict.reference}: {what}"), Shown(ours, f"{verdict.config}: {what}")
-        rows.append([*pair, Shown(apart, caption, alt)])
+        rows.append([*pair, Shown(apart, caption, alt, 1 / factor if apart.any() else None)])
     left = len(pairs) - len(rows)
-    more = f" {left} more were drawn." if left else ""
-    page.pictures(rows, f"One device, {verdict.config}, and the difference.{more}")
+    more = f" {left} more were generated." if left else ""
+    scale = "amplified: white on its scale is a difference of so much, of values from 0 to 1"
+    page.pictures(rows, f"One device, {verdict.config}, and the absolute difference, {scale}.{more}")
     blocks = {(block, str(step)): error for block, row in verdict.heat.items() for step, error in row.items()}
     if blocks and not verdict.blocks_equal:
         steps = sorted({step for row in verdict.heat.values() for step in row})
