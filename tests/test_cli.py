@@ -181,6 +181,86 @@ def test_ctrl_c_in_a_terminal_while_ranks_start_says_nothing(facts_only: Path, t
         owner.wait(10)
 
 
+INTERRUPTED = """
+import atexit, os, runpy, signal, subprocess, sys, time
+import ditmesh.launch.processes as processes
+from multiprocessing import util
+
+class Interrupted(subprocess.Popen):
+    def __init__(self, command, **more):
+        super().__init__(command, **more)
+        if command[-1] == util.get_temp_dir() or "ditmesh-" in command[-1] and sys.argv[1] == "folder":
+            os.kill(os.getpid(), signal.SIGINT)
+
+processes.subprocess.Popen = Interrupted
+# Before multiprocessing's own: a guard that nobody has noted is through by then.
+atexit.register(time.sleep, 1)
+sys.argv[1:2] = []
+runpy.run_module("ditmesh", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("guarded", ["folder", "socket of the fork server"])
+def test_ctrl_c_between_a_guards_start_and_its_being_noted(facts_only, tmp_path, temporary, guarded):
+    mark, environment = processes.marked({"PYTHONPATH": TEST_PATH, "TMPDIR": str(temporary)})
+    command = [sys.executable, "-c", INTERRUPTED, guarded, "generate", FOX, "--model", str(facts_only)]
+    command += ["--device", "cpu", "--devices", "2", "--threads", "1", "--out", str(tmp_path / "out")]
+    owner = processes.interruptible(command, environment)
+    _, said = owner.communicate(timeout=120)
+    assert said == "ditmesh: stopped by Ctrl-C\n"
+    assert owner.returncode == 130
+    assert processes.wait_until_gone(mark, 10) == []
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("swallowed", ["in a finaliser", "by an import"])
+def test_ctrl_c_that_is_swallowed_is_raised_again(swallowed):
+    code = """
+import os, signal, sys, time
+from ditmesh.launch import interrupts_raise, interrupts_end
+
+class Finalised:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+
+interrupts_raise()
+try:
+    if sys.argv[1] == "in a finaliser":
+        Finalised()
+    else:
+        sys.path.insert(0, sys.argv[2])
+        import swallowing
+    time.sleep(10)
+except KeyboardInterrupt:
+    interrupts_end()
+    print("stopped", "swallowing" in sys.modules)
+"""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "swallowing.py").write_text(
+            "import os, signal\ntry:\n os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n raise ImportError\n"
+        )
+        command = [sys.executable, "-c", code, swallowed, folder]
+        owner = processes.interruptible(command, {**os.environ, "PYTHONPATH": TEST_PATH})
+        out, said = owner.communicate(timeout=60)
+    assert said == ""
+    assert out == f"stopped {swallowed == 'by an import'}\n"
+
+
+def test_ctrl_c_before_the_command_is_imported() -> None:
+    code = "import os, signal, sys, types\nimport ditmesh.__main__ as command\n"
+    code += "assert 'ditmesh.config' not in sys.modules and 'ditmesh.cli.main' not in sys.modules\n"
+    code += "def raising(name): os.kill(os.getpid(), signal.SIGINT)\n"
+    code += (
+        "sys.modules['ditmesh.cli.main'] = stub = types.ModuleType('stub')\nstub.__getattr__ = raising\ncommand.main()"
+    )
+    owner = processes.interruptible([sys.executable, "-c", code], {**os.environ, "PYTHONPATH": TEST_PATH})
+    _, said = owner.communicate(timeout=60)
+    assert (said, owner.returncode) == ("ditmesh: stopped by Ctrl-C\n", 130)
+
+
 def test_a_rank_that_dies_is_reported_and_pictures_are_kept(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

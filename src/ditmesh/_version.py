@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import platform
-from importlib.metadata import PackageNotFoundError, version
-
 __version__ = "0.1.0.dev0"
 
 
 def library_versions(names: tuple[str, ...] = ("torch", "diffusers", "transformers")) -> dict[str, str]:
     """Versions of Python, ditmesh, and those of ``names`` that are installed."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
     versions = {"python": platform.python_version(), "ditmesh": __version__}
     for name in names:
         try:

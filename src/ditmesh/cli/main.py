@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import InputError, LayoutError, RankFailed
-from ..launch import Terminated, leave, sigterm_interrupts, torchrun_rank
+from ..launch import Terminated, interrupt_behind, interrupts_end, interrupts_raise, leave, torchrun_rank
 from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
@@ -24,14 +24,28 @@ from .verify import verify
 OF_OWN_RANKS = ("verify", "study", "replay", "doctor")
 
 
+@contextlib.contextmanager
+def _stopped_in_words() -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        stopped = interrupt_behind(error)
+        if stopped is None:
+            raise
+        interrupts_end()
+        by, code = ("SIGTERM", 143) if isinstance(stopped, Terminated) else ("Ctrl-C", 130)
+        _leave(f"stopped by {by}", code)
+
+
 class _Commands(TyperGroup):
+    # What is stopped elsewhere typer would call aborted.
+    def make_context(self, *arguments: Any, **more: Any) -> Any:
+        with _stopped_in_words():
+            return super().make_context(*arguments, **more)
+
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _stopped_in_words():
             return super().invoke(ctx)
-        except Terminated:
-            _leave("stopped by SIGTERM", 143)
-        except KeyboardInterrupt:
-            _leave("stopped by Ctrl-C", 130)
 
 
 app = typer.Typer(
@@ -80,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         # Ranks of torchrun wait for one another: there SIGTERM ends at once.
         if _rank() is None:
-            sigterm_interrupts()
+            interrupts_raise()
         _run(None)
     except SystemExit as left:
         if left.code is not None and not isinstance(left.code, int):
