@@ -190,7 +190,12 @@ class Interrupted(subprocess.Popen):
     def __init__(self, command, **more):
         super().__init__(command, **more)
         if command[-1] == util.get_temp_dir() or "ditmesh-" in command[-1] and sys.argv[1] == "folder":
-            os.kill(os.getpid(), signal.SIGINT)
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                # As where it comes inside of Popen.
+                self.stdin.close()
+                raise
 
 processes.subprocess.Popen = Interrupted
 # Before multiprocessing's own: a guard that nobody has noted is through by then.
