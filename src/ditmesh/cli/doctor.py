@@ -12,7 +12,7 @@ from .show import emit
 
 def doctor(
     devices: Annotated[
-        int, typer.Option(help="Ranks to measure between; 1 measures nothing.", callback=at_least(1))
+        int, typer.Option("--devices", "-n", help="Ranks to measure between; 1 measures nothing.", callback=at_least(1))
     ] = 2,
     device: Device = "auto",
     as_json: AsJson = False,

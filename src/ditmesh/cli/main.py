@@ -106,7 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(arguments: list[str] | None) -> None:
     try:
         with _deprecations_on_stderr():
-            app(arguments, prog_name="ditmesh")
+            arguments = sys.argv[1:] if arguments is None else arguments
+            app(_plain(arguments), prog_name="ditmesh")
     except (InputError, LayoutError) as error:
         _leave(str(error), 2)
     except RankFailed as error:
@@ -114,6 +115,16 @@ def _run(arguments: list[str] | None) -> None:
         if isinstance(error.__cause__, (InputError, LayoutError)):
             _leave(str(error.__cause__), 2)
         _leave(str(error), 1)
+
+
+def _plain(arguments: Sequence[str]) -> list[str]:
+    """The arguments with values for options that may be without one, which typer has none of."""
+    words: list[str] = []
+    for word, following in zip(arguments, [*arguments[1:], "--"], strict=False):
+        words.append("--json-full" if word == "--json=full" else word)
+        if word == "--compile" and following.startswith("-"):
+            words.append("inductor")
+    return words
 
 
 @contextlib.contextmanager

@@ -102,36 +102,40 @@ def load(
 
 def read_pipeline(
     info: ModelInfo,
-    config: ParallelConfig,
-    mesh: Mesh,
+    config: ParallelConfig | None = None,
+    mesh: Mesh | None = None,
     torch_dtype: Dtypes = None,
     variant: str | None = None,
+    kind: type[Any] | None = None,
     **components: Any,
 ) -> Any:
-    """A saved pipeline on the mesh's device, with this rank's share of the transformers, to be parallelised.
+    """A saved pipeline on the CPU, with this rank's share of the transformers, to be parallelised.
 
     Args:
         info: the pipeline's files, which are on this machine.
-        config, mesh: as for `parallelize`; they say which share.
+        config, mesh: as for `parallelize`; they say which share. Default: the mesh's, and all of it.
         torch_dtype, variant, components: as for `load`.
+        kind: class of the pipeline; default: the saved one.
 
     Raises:
         ConfigError, InputError: as `load`.
     """
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-    for name, kind in _denoisers_in(info).items() if config.tensor * config.pipe > 1 else ():
+    config = config or (ParallelConfig() if mesh is None else mesh.config)
+    for name, model in _denoisers_in(info).items() if mesh is not None and config.tensor * config.pipe > 1 else ():
+        assert mesh is not None
         dtype = torch_dtype
         if isinstance(dtype, Mapping):
             dtype = dtype.get(name, dtype.get("default"))
-        if name not in components and (mesh.tensor.size > 1 or kind.__name__ in known_models()):
-            components[name] = load_transformer(kind, info.files / name, config, mesh, dtype, variant)
+        if name not in components and (mesh.tensor.size > 1 or model.__name__ in known_models()):
+            components[name] = load_transformer(model, info.files / name, config, mesh, dtype, variant)
     if torch_dtype is not None:
         # The argument was renamed in diffusers 0.42.
         renamed = tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 42)
-        kind = torch_dtype if isinstance(torch_dtype, torch.dtype) else dict(torch_dtype)
-        components["dtype" if renamed else "torch_dtype"] = kind
-    return DiffusionPipeline.from_pretrained(info.files, variant=variant, **components)
+        plain = torch_dtype if isinstance(torch_dtype, torch.dtype) else dict(torch_dtype)
+        components["dtype" if renamed else "torch_dtype"] = plain
+    return (kind or DiffusionPipeline).from_pretrained(info.files, variant=variant, **components)
 
 
 def why_whole(info: ModelInfo, variant: str | None = None) -> str | None:
