@@ -370,7 +370,7 @@ FOX = "a red fox"
         bad(FOX, "--guidance", "nan", says=("guidance nan", "--guidance 3.5"), name="guidance nan"),
         bad(FOX, "--guidance", "inf", says=("guidance inf",), name="guidance infinite"),
         bad(FOX, "--timeout", "nan", says=("--timeout nan is not possible",), name="timeout nan"),
-        bad(FOX, "--seed", "-1", says=("seed -1", "--seed 0"), name="seed below 0"),
+        bad(FOX, "--seed", "-2", says=("seed -2", "--seed 0"), name="seed below -1"),
         bad(FOX, "--out", "", says=("--out names no folder", "--out ."), name="out empty"),
         bad(
             FOX, "--num-images", "1000000", says=("--num-images 1000000", "use 1 to 100000"), name="a million pictures"
@@ -590,11 +590,15 @@ def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
 # ---- the others
 
 
-def test_doctor_measures_and_says_what_is_missing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_doctor_measures_and_says_what_is_missing(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert run("doctor", "--devices", "2", "--json") == 0
     facts = json.loads(capfd.readouterr().out)
     assert {"python", "torch", "diffusers", "transformers"} <= set(facts["versions"])
     assert facts["cpu"]["cores"] >= 1
+    assert facts["shared_memory"]["size_gb"] >= facts["shared_memory"]["free_gb"] > 0
+    assert facts["variables"]["OMP_NUM_THREADS"] == "1"
+    assert facts["peer_access"] == [[True] * len(facts["gpus"])] * len(facts["gpus"]) or facts["gpus"]
     kinds = [(row["through"], row["megabytes"], row["what"]) for row in facts["transfers"]]
     whats = ("all_to_all", "shift", "all_gather")
     assert kinds == [(way, size, what) for way in ("shared memory", "gloo") for size in (1, 16) for what in whats]
@@ -614,6 +618,9 @@ def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("peft" in sentence and "pip install" in sentence for sentence in sentences)
     assert any("no GPU (torch was built without CUDA)" in sentence for sentence in sentences)
     assert any("no gloo" in sentence for sentence in sentences)
+    small = {**machine, "shared_memory": {"size_gb": 0.07, "free_gb": 0.06}}
+    assert any("0.06 of 0.07 GB free" in sentence and "--shm-size" in sentence for sentence in missing(small))
+    assert not any("/dev/shm" in sentence for sentence in sentences)
     full = {"versions": {"peft": "1"}, "gpus": [{}], "torch_cuda": "13", "backends": {"gloo": True, "nccl": True}}
     assert not any("peft" in sentence or "GPU" in sentence for sentence in missing(full))
 
