@@ -263,7 +263,6 @@ def short(result: dict[str, Any]) -> dict[str, Any]:
         **result,
         "pictures": [{key: picture[key] for key in keys} for picture in result["pictures"]],
         "config": settings,
-        **{key: round(result[key], 3) for key in ("seconds", "load_seconds", "total_seconds")},
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from io import BytesIO
 from math import isfinite
@@ -275,7 +275,7 @@ def _beside(own: type[Any], masked: bool) -> list[type[Any]]:
     """Classes that diffusers makes of one for an image, or for an image and a mask."""
     from diffusers.pipelines import auto_pipeline
 
-    maps: list[Mapping[str, type[Any]]] = [
+    maps: list[Any] = [
         auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING,
         auto_pipeline.AUTO_IMAGE2IMAGE_PIPELINES_MAPPING,
         auto_pipeline.AUTO_INPAINT_PIPELINES_MAPPING,

@@ -49,7 +49,7 @@ def offload(pipe: Any, how: Offload, device: torch.device) -> None:
         if how == "model":
             add_hook_to_module(module, _WhileItWorks(device, modules))
         elif how == "group":
-            from diffusers.hooks import apply_group_offloading
+            from diffusers.hooks.group_offloading import apply_group_offloading
 
             apply_group_offloading(module, onload_device=device, offload_type="leaf_level")
         else:

@@ -37,6 +37,7 @@ def describe_machine() -> dict[str, Any]:
     import psutil
     import torch
     import torch.distributed as dist
+    from torch.cuda import nccl
 
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return {
@@ -55,7 +56,7 @@ def describe_machine() -> dict[str, Any]:
         },
         "attention": _attention_backends(),
         "torch_cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+        "nccl": ".".join(map(str, nccl.version())) if torch.cuda.is_available() else None,
         "driver": _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0] or None,
         "topology": _nvidia_smi("topo", "-m") or None,
         "peer_access": _peer_access(torch.cuda.device_count()),
