@@ -92,3 +92,19 @@ def test_overhead(tmp_path: Path, against: bool) -> None:
         # One rank launches what plain diffusers launches, and never waits.
         assert rows[0]["kernels"] == rows[1]["kernels"]
         assert rows[1]["host synchronisations"] == 0
+
+
+@pytest.mark.parametrize("config", ["tensor=2", "pipe=2"])
+def test_a_rank_of_the_command_holds_and_reads_its_share(tmp_path: Path, config: str) -> None:
+    """What the 1 GB of docs/benchmarks.md show, with 60 MB; and that whole loading would be seen."""
+    figures = tmp_path / "figures.json"
+    ended = script("big_model.py", "--megabytes", 60, "--config", config, "--whole", "--json", figures)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = json.loads(figures.read_text())
+    assert result["bytes"] > 40e6
+    for rank in result["share"]:
+        assert rank["read"] < 0.55
+        # Memory of a first forward counts more here than with weights that are worth sharing.
+        assert rank["peak"] < 0.85
+    for rank in result["whole"]:
+        assert rank["peak"] > 0.95

@@ -181,6 +181,91 @@ def test_ctrl_c_in_a_terminal_while_ranks_start_says_nothing(facts_only: Path, t
         owner.wait(10)
 
 
+INTERRUPTED = """
+import atexit, os, runpy, signal, subprocess, sys, time
+import ditmesh.launch.processes as processes
+from multiprocessing import util
+
+class Interrupted(subprocess.Popen):
+    def __init__(self, command, **more):
+        super().__init__(command, **more)
+        if command[-1] == util.get_temp_dir() or "ditmesh-" in command[-1] and sys.argv[1] == "folder":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                # As where it comes inside of Popen.
+                self.stdin.close()
+                raise
+
+processes.subprocess.Popen = Interrupted
+# Before multiprocessing's own: a guard that nobody has noted is through by then.
+atexit.register(time.sleep, 1)
+sys.argv[1:2] = []
+runpy.run_module("ditmesh", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("guarded", ["folder", "socket of the fork server"])
+def test_ctrl_c_between_a_guards_start_and_its_being_noted(facts_only, tmp_path, temporary, guarded):
+    mark, environment = processes.marked({"PYTHONPATH": TEST_PATH, "TMPDIR": str(temporary)})
+    command = [sys.executable, "-c", INTERRUPTED, guarded, "generate", FOX, "--model", str(facts_only)]
+    command += ["--device", "cpu", "--devices", "2", "--threads", "1", "--out", str(tmp_path / "out")]
+    owner = processes.interruptible(command, environment)
+    _, said = owner.communicate(timeout=120)
+    assert said == "ditmesh: stopped by Ctrl-C\n"
+    assert owner.returncode == 130
+    assert processes.wait_until_gone(mark, 10) == []
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("swallowed", ["in a finaliser", "by an import"])
+def test_ctrl_c_that_is_swallowed_is_raised_again(swallowed):
+    code = """
+import os, signal, sys, time
+from ditmesh.launch import interrupts_raise, interrupts_end
+
+class Finalised:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+
+interrupts_raise()
+try:
+    if sys.argv[1] == "in a finaliser":
+        Finalised()
+    else:
+        sys.path.insert(0, sys.argv[2])
+        import swallowing
+    time.sleep(10)
+except KeyboardInterrupt:
+    interrupts_end()
+    print("stopped", "swallowing" in sys.modules)
+"""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "swallowing.py").write_text(
+            "import os, signal\ntry:\n os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n raise ImportError\n"
+        )
+        command = [sys.executable, "-c", code, swallowed, folder]
+        owner = processes.interruptible(command, {**os.environ, "PYTHONPATH": TEST_PATH})
+        out, said = owner.communicate(timeout=60)
+    assert said == ""
+    assert out == f"stopped {swallowed == 'by an import'}\n"
+
+
+def test_ctrl_c_before_the_command_is_imported() -> None:
+    code = "import os, signal, sys, types\nimport ditmesh.__main__ as command\n"
+    code += "assert 'ditmesh.config' not in sys.modules and 'ditmesh.cli.main' not in sys.modules\n"
+    code += "def raising(name): os.kill(os.getpid(), signal.SIGINT)\n"
+    code += (
+        "sys.modules['ditmesh.cli.main'] = stub = types.ModuleType('stub')\nstub.__getattr__ = raising\ncommand.main()"
+    )
+    owner = processes.interruptible([sys.executable, "-c", code], {**os.environ, "PYTHONPATH": TEST_PATH})
+    _, said = owner.communicate(timeout=60)
+    assert (said, owner.returncode) == ("ditmesh: stopped by Ctrl-C\n", 130)
+
+
 def test_a_rank_that_dies_is_reported_and_pictures_are_kept(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,7 +370,7 @@ FOX = "a red fox"
         bad(FOX, "--guidance", "nan", says=("guidance nan", "--guidance 3.5"), name="guidance nan"),
         bad(FOX, "--guidance", "inf", says=("guidance inf",), name="guidance infinite"),
         bad(FOX, "--timeout", "nan", says=("--timeout nan is not possible",), name="timeout nan"),
-        bad(FOX, "--seed", "-1", says=("seed -1", "--seed 0"), name="seed below 0"),
+        bad(FOX, "--seed", "-2", says=("seed -2", "--seed 0"), name="seed below -1"),
         bad(FOX, "--out", "", says=("--out names no folder", "--out ."), name="out empty"),
         bad(
             FOX, "--num-images", "1000000", says=("--num-images 1000000", "use 1 to 100000"), name="a million pictures"
@@ -505,11 +590,15 @@ def test_every_setting_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
 # ---- the others
 
 
-def test_doctor_measures_and_says_what_is_missing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_doctor_measures_and_says_what_is_missing(capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert run("doctor", "--devices", "2", "--json") == 0
     facts = json.loads(capfd.readouterr().out)
     assert {"python", "torch", "diffusers", "transformers"} <= set(facts["versions"])
     assert facts["cpu"]["cores"] >= 1
+    assert facts["shared_memory"]["size_gb"] >= facts["shared_memory"]["free_gb"] > 0
+    assert facts["variables"]["OMP_NUM_THREADS"] == "1"
+    assert facts["peer_access"] == [[True] * len(facts["gpus"])] * len(facts["gpus"]) or facts["gpus"]
     kinds = [(row["through"], row["megabytes"], row["what"]) for row in facts["transfers"]]
     whats = ("all_to_all", "shift", "all_gather")
     assert kinds == [(way, size, what) for way in ("shared memory", "gloo") for size in (1, 16) for what in whats]
@@ -529,6 +618,9 @@ def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("peft" in sentence and "pip install" in sentence for sentence in sentences)
     assert any("no GPU (torch was built without CUDA)" in sentence for sentence in sentences)
     assert any("no gloo" in sentence for sentence in sentences)
+    small = {**machine, "shared_memory": {"size_gb": 0.07, "free_gb": 0.06}}
+    assert any("0.06 of 0.07 GB free" in sentence and "--shm-size" in sentence for sentence in missing(small))
+    assert not any("/dev/shm" in sentence for sentence in sentences)
     full = {"versions": {"peft": "1"}, "gpus": [{}], "torch_cuda": "13", "backends": {"gloo": True, "nccl": True}}
     assert not any("peft" in sentence or "GPU" in sentence for sentence in missing(full))
 

@@ -89,6 +89,80 @@ def test_equals_whole_loading(ranks, saved, config):
         assert result["held"] < (0.85 * most if "pipe" in config else most)
 
 
+def counted(name, folder, config, dtype):
+    """What a rank reads of the transformer's files, what it keeps, and its fingerprint of the whole pipeline."""
+    from unittest import mock
+
+    import safetensors
+
+    from ditmesh.comm.mesh import Mesh
+    from ditmesh.core.digests import weights_fingerprint
+    from ditmesh.generate import loading
+    from ditmesh.generate.model_info import find_model
+
+    read = {}
+
+    class Slice:
+        def __init__(self, key, stored):
+            self.key, self.stored, self.get_shape = key, stored, stored.get_shape
+
+        def __getitem__(self, places):
+            value = self.stored[places]
+            read[self.key] = read.get(self.key, 0) + value.numel()
+            return value
+
+    class File:
+        def __init__(self, opened):
+            self.opened, self.keys = opened, opened.keys
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def get_slice(self, key):
+            return Slice(key, self.opened.get_slice(key))
+
+    opens = safetensors.safe_open
+    mesh = Mesh(ditmesh.ParallelConfig(**config))
+    with mock.patch("safetensors.safe_open", lambda *args, **more: File(opens(*args, **more))):
+        pipe = loading.read_pipeline(find_model(folder), mesh.config, mesh, torch_dtype=dtype, **absent(name))
+    whole = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype, **absent(name))
+    found = {
+        "read": read,
+        # The bias of a row-parallel linear is zero, not read, on all ranks but one.
+        "kept": {key: p.numel() for key, p in pipe.transformer.named_parameters() if p.numel() and p.any()},
+        "whole": {key: p.numel() for key, p in whole.transformer.named_parameters()},
+        "same": loading.fingerprint(pipe, mesh) == weights_fingerprint(whole),
+    }
+    with loading.whole_shapes(pipe, mesh):
+        found["shapes"] = [p.shape for p in pipe.transformer.parameters()] == [
+            p.shape for p in whole.transformer.parameters()
+        ]
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("config", [{"tensor": 2}, {"tensor": 3}, {"pipe": 2}, {"pipe": 2, "tensor": 2}], ids=str)
+def test_a_rank_reads_only_what_it_keeps(ranks, saved, config):
+    """Element by element; all together what there is, with one fingerprint."""
+    name, folder = saved
+    world = ditmesh.ParallelConfig(**config).world_size
+    found = ranks(world).run(counted, name, folder, config, torch.bfloat16 if "pipe" in config else torch.float32)
+    for rank in found:
+        assert {key: rank["read"].get(key) for key in rank["kept"]} == rank["kept"]
+        # Weights that are zero all over count as not kept: biases, at most.
+        assert not any(rank["read"].get(key, 0) > 512 for key in rank["whole"].keys() - rank["kept"].keys())
+        assert rank["same"]
+        assert rank["shapes"]
+    for key, whole in found[0]["whole"].items():
+        reads = [rank["read"].get(key, 0) for rank in found]
+        # Cut, or somebody's alone, or on all ranks.
+        assert sum(reads) in {whole * copies for copies in range(1, world + 1)}, (key, reads, whole)
+    assert sum(sum(rank["read"].values()) for rank in found) < 0.8 * world * sum(found[0]["whole"].values())
+
+
 def test_other_dtypes(ranks, saved):
     name, folder = saved
     for dtype in (torch.bfloat16, {"transformer": torch.float16, "default": torch.float32}):

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from ._moved import MovedFinder
 from ._version import __version__
-from .config import ParallelConfig
 from .errors import ConfigError, DitmeshError, InputDifferenceWarning, InputError, LayoutError, RankFailed
 
 if TYPE_CHECKING:
     from .comm import DesyncError, PeerError
     from .comm.mesh import Mesh
+    from .config import ParallelConfig
     from .engine import engine_of, parallelize, parallelized, restore, simulate, simulated
     from .generate.loading import load
     from .layout import TokenLayout
@@ -43,10 +43,12 @@ __all__ = [
     "simulated",
 ]
 
-# Loaded on first use: importing torch takes seconds, and `ditmesh --help` should not wait for it.
+# Loaded on first use: importing torch takes seconds, and `ditmesh --help` should not wait for it; nor should the first
+# line of the command, from which on it knows what Ctrl-C means.
 _LAZY = {
     "DesyncError": "comm",
     "Mesh": "comm.mesh",
+    "ParallelConfig": "config",
     "PeerError": "comm",
     "Ranks": "ranks",
     "TokenLayout": "layout",

@@ -1,6 +1,27 @@
-"""``python -m ditmesh``: the same as the ``ditmesh`` command."""
+"""The ``ditmesh`` command, also as ``python -m ditmesh``."""
 
-from .cli.main import main
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+
+def main() -> None:
+    """Run the command line and leave the process; see `cli.main.main`."""
+    try:
+        from .cli.main import main
+
+        main()
+    except KeyboardInterrupt:
+        # Still importing, or already leaving: there is nothing to take back.
+        _stopped()
+
+
+def _stopped() -> NoReturn:
+    print("ditmesh: stopped by Ctrl-C", file=sys.stderr, flush=True)
+    os._exit(130)
+
 
 if __name__ == "__main__":
     main()

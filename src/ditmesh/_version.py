@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-
 __version__ = "0.1.0.dev0"
 
 
 def library_versions(names: tuple[str, ...] = ("torch", "diffusers", "transformers")) -> dict[str, str]:
     """Versions of Python, ditmesh, and those of ``names`` that are installed."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
     versions = {"python": platform.python_version(), "ditmesh": __version__}
     for name in names:
         try:
@@ -28,6 +25,10 @@ def source() -> str:
     Such as ``commit 6b0bc63d4f21, changed since``. A folder that git ignores inside of somebody's checkout, as virtual
     environments are, is none.
     """
+    import os
+    import subprocess
+    from pathlib import Path
+
     folder = Path(__file__).parent
     # A hook's own repository is not the package's.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}

@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 
-def save_tiny_sd3(folder: Path) -> Path:
-    """Write a pipeline of 32x32 pictures (16 x 16 latents, 8 x 8 tokens, 8 heads of 8) and return its folder."""
+def save_tiny_sd3(folder: Path, channels: int = 4) -> Path:
+    """Write a pipeline of 32x32 pictures (16 x 16 latents, 8 x 8 tokens, 8 heads of 8) and return its folder.
+
+    diffusers' inpainting wants 16 latent ``channels``.
+    """
     import torch
     from diffusers import (
         AutoencoderKL,
@@ -37,8 +40,8 @@ def save_tiny_sd3(folder: Path) -> Path:
     transformer = SD3Transformer2DModel(
         sample_size=16,
         patch_size=2,
-        in_channels=4,
-        out_channels=4,
+        in_channels=channels,
+        out_channels=channels,
         num_layers=2,
         attention_head_dim=8,
         num_attention_heads=8,
@@ -51,7 +54,7 @@ def save_tiny_sd3(folder: Path) -> Path:
         block_out_channels=(8, 8),
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4,
+        latent_channels=channels,
         norm_num_groups=4,
         layers_per_block=1,
         sample_size=32,

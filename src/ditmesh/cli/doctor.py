@@ -12,7 +12,7 @@ from .show import emit
 
 def doctor(
     devices: Annotated[
-        int, typer.Option(help="Ranks to measure between; 1 measures nothing.", callback=at_least(1))
+        int, typer.Option("--devices", "-n", help="Ranks to measure between; 1 measures nothing.", callback=at_least(1))
     ] = 2,
     device: Device = "auto",
     as_json: AsJson = False,
@@ -40,6 +40,14 @@ def doctor(
     emit(facts, as_json, _show)
 
 
+def _peers(access: list[list[bool]]) -> str:
+    """Which pairs of GPUs have none, if any."""
+    pairs = [(one, other) for one, row in enumerate(access) for other, can in enumerate(row) if not can]
+    if len(access) < 2:
+        return ""
+    return "no access: " + ", ".join(f"{one} to {other}" for one, other in pairs) if pairs else "between all GPUs"
+
+
 def _show(facts: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.markup import escape
@@ -54,11 +62,19 @@ def _show(facts: dict[str, Any]) -> None:
         "GPUs": ", ".join(f"{gpu['name']} ({gpu['memory_gb']} GB)" for gpu in facts["gpus"]) or "none",
         "backends": ", ".join(f"{name} {'yes' if there else 'no'}" for name, there in facts["backends"].items()),
         "attention": ", ".join(facts["attention"]),
+        "driver": facts["driver"] and f"NVIDIA {facts['driver']}",
+        "NCCL": facts["nccl"],
+        "peer access": _peers(facts["peer_access"]),
+        "/dev/shm": (shm := facts["shared_memory"]) and f"{shm['free_gb']:g} of {shm['size_gb']:g} GB free",
+        "variables": ", ".join(f"{name}={value}" for name, value in facts["variables"].items()) or "none",
     }
     grid = Table.grid(padding=(0, 2))
     for name, text in rows.items():
-        grid.add_row(f"[bold]{name}[/]", text)
+        if text:
+            grid.add_row(f"[bold]{name}[/]", escape(text))
     console.print(grid)
+    if facts["topology"] and len(facts["gpus"]) > 1:
+        console.print(facts["topology"], markup=False, soft_wrap=True)
     if facts["transfers"]:
         table = Table(
             title=f"Between {facts['devices']} ranks on {facts['device']} (medians; GB/s that one rank sends)",

@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..errors import InputError, RankFailed
-from .options import AsJson, ConfigOptions, Devices, Overwrite, PictureOptions, RankOptions, at_least, with_groups
+from .options import (
+    AsJson,
+    ConfigOptions,
+    Devices,
+    InputOptions,
+    JsonFull,
+    Overwrite,
+    PictureOptions,
+    RankOptions,
+    at_least,
+    check_offload,
+    with_groups,
+)
 from .show import bar, count, emit
 from .values import fetched, parallel_config, picture_job, read_prompts
 
@@ -32,6 +44,7 @@ SHARED = ("config", "versions", "environment")
 @with_groups
 def generate(
     pictures: PictureOptions,
+    inputs: InputOptions,
     parallel: ConfigOptions,
     ranks: RankOptions,
     prompts: Annotated[
@@ -40,10 +53,17 @@ def generate(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Folder or hub id of a diffusers pipeline, or an embedded model.", show_default="emoji-sd3"),
+        typer.Option(
+            "--model",
+            "-m",
+            help="Folder or hub id of a diffusers pipeline, or an embedded model.",
+            show_default="emoji-sd3",
+        ),
     ] = None,
     devices: Devices = None,
-    config: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="The configuration, as YAML.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", metavar="FILE.yaml", help="The configuration, as YAML.")
+    ] = None,
     batch: Annotated[
         int | None,
         typer.Option(
@@ -55,12 +75,13 @@ def generate(
     elastic: Annotated[
         bool, typer.Option("--elastic", help="When devices are lost, go on with the others (with --reproducible).")
     ] = False,
-    out: Annotated[str, typer.Option(metavar="DIR", help="Folder for the PNGs.")] = "pictures",
+    out: Annotated[str, typer.Option("--out", "-o", metavar="DIR", help="Folder for the PNGs.")] = "pictures",
     overwrite: Overwrite = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Generate on one device too; say how much faster, how different.")
     ] = False,
     as_json: AsJson = False,
+    json_full: JsonFull = False,
 ) -> None:
     """Generate pictures from prompts on N devices. Each PNG holds its metadata: how it was generated.
 
@@ -70,6 +91,8 @@ def generate(
 
     ditmesh generate "a red fox" --devices 4
 
+    ditmesh generate "a red fox, oil painting" --image fox.png --strength 0.6 --lora oil.safetensors:0.8
+
     ditmesh generate --prompts animals.txt --ulysses 2 --cfg 2 --steps 20 --out animals --compare
 
     torchrun --nproc-per-node 4 -m ditmesh generate "a red fox" --model ./my-flux
@@ -77,7 +100,7 @@ def generate(
     from ..config import ParallelConfig
     from ..generate.elastic import check_elastic
     from ..generate.job import check_job
-    from ..generate.run import with_free_names
+    from ..generate.run import quieten, with_free_names
     from ..launch import torchrun_rank
 
     there = torchrun_rank()
@@ -85,7 +108,7 @@ def generate(
     settings = parallel.settings()
     if "tiles" in settings and "reproducible" not in settings:
         raise InputError(f"--tiles {settings['tiles']} counts in reproducible mode only; add --reproducible")
-    more: dict[str, Any] = {} if batch is None else {"per_call": batch}
+    more: dict[str, Any] = inputs.of_job() | ({} if batch is None else {"per_call": batch})
     job, info = picture_job(model, asked, pictures, ranks.timeout, out, overwrite=overwrite, **more)
     world_size, chosen = parallel_config(devices, config, settings, info.heads)
     if elastic:
@@ -96,17 +119,21 @@ def generate(
             )
         check_elastic(chosen or ParallelConfig(), world_size)
     job = replace(job, config=chosen or "auto")
+    if job.files:
+        # The class of pipeline is looked at.
+        quieten()
     check_job(job, info, world_size)
     if compare and there is not None:
         raise InputError("--compare starts ranks of its own; leave torchrun out and say --devices")
     if compare and world_size == 1:
         raise InputError("--compare with 1 device compares nothing; use --devices 2 or more")
     kind = ranks.kind(world_size if there is None else there.local_size)
+    check_offload(job.offload, kind)
     job = with_free_names(fetched(replace(job, dtype=ranks.dtype_on(kind)), info))
     # Where torchrun has started ranks, this process is one of them.
     result = _on_ranks(job, there and "torchrun", world_size, kind, ranks.threads, compare, elastic)
     if result is not None:
-        emit(result, as_json, _say)
+        emit(result if json_full else short(result) if as_json else result, as_json or json_full, _say)
 
 
 def _on_ranks(
@@ -184,7 +211,7 @@ def progress(job: Job, what: str, shown: bool = True) -> Iterator[tuple[Report, 
     from rich.progress import TextColumn, TimeRemainingColumn
 
     from ..generate.elastic import Restarted
-    from ..generate.job import Generated, Loaded, Stepped
+    from ..generate.job import Generated, Loaded, Noted, Stepped
 
     made: list[Generated] = []
     facts: dict[str, Any] = {}
@@ -198,6 +225,8 @@ def progress(job: Job, what: str, shown: bool = True) -> Iterator[tuple[Report, 
                     if message.sampled is not None:
                         facts["sampled"] = message.sampled
                     progress.update(task, description=what, total=message.steps * job.total)
+                elif isinstance(message, Noted):
+                    _above(progress, message.text)
                 elif isinstance(message, Stepped):
                     progress.update(task, description=f"{what}, {message.note}" if message.note else what)
                     progress.advance(task, message.pictures * message.steps)
@@ -207,8 +236,7 @@ def progress(job: Job, what: str, shown: bool = True) -> Iterator[tuple[Report, 
                     same = {one: value for one in SHARED if (value := getattr(first, one)) == getattr(ours, one)}
                     made.append(replace(message, receipt=ours.model_copy(update=same)))
                 elif isinstance(message, Restarted):
-                    # One line, above the bar.
-                    progress.console.print(f"ditmesh: {message}", markup=False, highlight=False, soft_wrap=True)
+                    _above(progress, str(message))
                     progress.update(task, description="loading")
 
             yield report, made, facts
@@ -218,6 +246,24 @@ def progress(job: Job, what: str, shown: bool = True) -> Iterator[tuple[Report, 
             more = f" and {len(made) - NAMED} more in {job.out}" if len(made) > NAMED else ""
             print(f"{len(made)} of {job.total} pictures were generated before: {names}{more}", file=sys.stderr)
         raise
+
+
+def _above(progress: Any, text: str) -> None:
+    """Print one line, above the bar."""
+    progress.console.print(f"ditmesh: {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def short(result: dict[str, Any]) -> dict[str, Any]:
+    """The result without what is the same in all pictures, and in their files: see --json-full."""
+    from ..config import ParallelConfig
+
+    keys = ("path", "prompt", "seed", "together", "place")
+    settings = ParallelConfig(**result["config"]).model_dump(mode="json", exclude_defaults=True)
+    return {
+        **result,
+        "pictures": [{key: picture[key] for key in keys} for picture in result["pictures"]],
+        "config": settings,
+    }
 
 
 def _largest_difference(made: list[Generated], alone: list[Generated]) -> int:

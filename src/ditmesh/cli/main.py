@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import InputError, LayoutError, RankFailed
-from ..launch import Terminated, leave, sigterm_interrupts, torchrun_rank
+from ..launch import Terminated, interrupt_behind, interrupts_end, interrupts_raise, leave, torchrun_rank
 from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
@@ -25,14 +25,28 @@ from .verify import verify
 OF_OWN_RANKS = ("verify", "study", "replay", "doctor")
 
 
+@contextlib.contextmanager
+def _stopped_in_words() -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        stopped = interrupt_behind(error)
+        if stopped is None:
+            raise
+        interrupts_end()
+        by, code = ("SIGTERM", 143) if isinstance(stopped, Terminated) else ("Ctrl-C", 130)
+        _leave(f"stopped by {by}", code)
+
+
 class _Commands(TyperGroup):
+    # What is stopped elsewhere typer would call aborted.
+    def make_context(self, *arguments: Any, **more: Any) -> Any:
+        with _stopped_in_words():
+            return super().make_context(*arguments, **more)
+
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _stopped_in_words():
             return super().invoke(ctx)
-        except Terminated:
-            _leave("stopped by SIGTERM", 143)
-        except KeyboardInterrupt:
-            _leave("stopped by Ctrl-C", 130)
 
 
 app = typer.Typer(
@@ -81,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         # Ranks of torchrun wait for one another: there SIGTERM ends at once.
         if _rank() is None:
-            sigterm_interrupts()
+            interrupts_raise()
         _run(None)
     except SystemExit as left:
         if left.code is not None and not isinstance(left.code, int):
@@ -93,7 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(arguments: list[str] | None) -> None:
     try:
         with _deprecations_on_stderr():
-            app(arguments, prog_name="ditmesh", obj=tuple(sys.argv[1:] if arguments is None else arguments))
+            arguments = sys.argv[1:] if arguments is None else arguments
+            app(_plain(arguments), prog_name="ditmesh", obj=tuple(arguments))
     except (InputError, LayoutError) as error:
         _leave(str(error), 2)
     except RankFailed as error:
@@ -101,6 +116,16 @@ def _run(arguments: list[str] | None) -> None:
         if isinstance(error.__cause__, (InputError, LayoutError)):
             _leave(str(error.__cause__), 2)
         _leave(str(error), 1)
+
+
+def _plain(arguments: Sequence[str]) -> list[str]:
+    """The arguments with values for options that may be without one, which typer has none of."""
+    words: list[str] = []
+    for word, following in zip(arguments, [*arguments[1:], "--"], strict=False):
+        words.append("--json-full" if word == "--json=full" else word)
+        if word == "--compile" and following.startswith("-"):
+            words.append("inductor")
+    return words
 
 
 @contextlib.contextmanager

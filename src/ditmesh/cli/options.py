@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from math import isfinite
@@ -21,14 +22,15 @@ from ..errors import ConfigError, InputError
 
 picture_option = functools.partial(typer.Option, rich_help_panel="Pictures")
 rank_option = functools.partial(typer.Option, rich_help_panel="Ranks")
+input_option = functools.partial(typer.Option, rich_help_panel="Inputs and loading")
 config_option = functools.partial(typer.Option, rich_help_panel="Parallel configuration")
 
 
-def at_least(least: float) -> Callable[[typer.CallbackParam, Any], Any]:
-    """Refuses numbers of an option that are below ``least`` or not finite."""
+def at_least(least: float, but: float | None = None) -> Callable[[typer.CallbackParam, Any], Any]:
+    """Refuses numbers of an option that are below ``least`` (all ``but`` one) or not finite."""
 
     def check(param: typer.CallbackParam, value: Any) -> Any:
-        if value is not None and not (isfinite(value) and value >= least):
+        if value is not None and value != but and not (isfinite(value) and value >= least):
             raise InputError(f"{param.opts[0]} {value:g} is not possible; use {param.opts[0]} {least:g} or more")
         return value
 
@@ -51,15 +53,25 @@ def one_of(words: tuple[str, ...], short: dict[str, str]) -> Callable[[typer.Cal
 
 
 DEVICES = ("auto", "cpu", "cuda")
+OFFLOADS = ("none", "model", "group", "sequential")
 DTYPES = ("float32", "bfloat16", "float16")
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 PIPELINES = "the pipeline's"
 
 PromptsFile = Annotated[Path | None, picture_option("--prompts", metavar="FILE", help="More prompts, one a line.")]
-Steps = Annotated[int | None, picture_option(help="Denoising steps.", show_default=PIPELINES, callback=at_least(1))]
-Guidance = Annotated[float | None, picture_option(help="Guidance scale.", show_default=PIPELINES)]
+Steps = Annotated[
+    int | None,
+    picture_option("--steps", "-s", help="Denoising steps.", show_default=PIPELINES, callback=at_least(1)),
+]
+Guidance = Annotated[float | None, picture_option("--guidance", "-g", help="Guidance scale.", show_default=PIPELINES)]
 Size = Annotated[str | None, picture_option(metavar="WxH", help="Width and height in pixels.", show_default=PIPELINES)]
 Seed = Annotated[int, picture_option(help="Seed of the first picture; picture i has seed + i.", callback=at_least(0))]
+AnySeed = Annotated[
+    int,
+    picture_option(
+        "--seed", help="Seed of the first picture; picture i has seed + i. -1: any.", callback=at_least(0, but=-1)
+    ),
+]
 if TYPE_CHECKING:
     from ..generate.receipt import Dtype
     from ..launch import DeviceChoice as Device
@@ -71,7 +83,7 @@ else:
         str | None,
         rank_option(
             metavar="|".join(DTYPES),
-            help="Type of the weights.",
+            help="Type of the weights; also fp32, bf16, fp16.",
             show_default="float32 on the CPU, bfloat16 on CUDA",
             callback=one_of(DTYPES, SHORT),
         ),
@@ -85,7 +97,8 @@ else:
         ),
     ]
 Devices = Annotated[
-    int | None, rank_option(help="Number of ranks, each with a device of its own.", callback=at_least(1))
+    int | None,
+    rank_option("--devices", "-n", help="Number of ranks, each with a device of its own.", callback=at_least(1)),
 ]
 Threads = Annotated[
     int | None,
@@ -99,6 +112,9 @@ Overwrite = Annotated[
     bool,
     typer.Option("--overwrite", help="Replace pictures of the same names, if ditmesh wrote them; else they are kept."),
 ]
+JsonFull = Annotated[
+    bool, typer.Option("--json-full", help="The same, with all that each picture's receipt says. Also --json=full.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
 
@@ -111,8 +127,72 @@ class PictureOptions:
     guidance: Guidance = None
     negative: Annotated[str | None, picture_option(help="What the pictures should not show.")] = None
     size: Size = None
-    seed: Seed = 0
+    seed: AnySeed = 0
     num_images: Annotated[int, picture_option(help="Pictures per prompt.", callback=at_least(1))] = 1
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """Files beside the model, and how the model is loaded."""
+
+    image: Annotated[str | None, input_option(metavar="FILE", help="A picture to begin with (img2img).")] = None
+    strength: Annotated[
+        float | None,
+        input_option(metavar="0..1", help="How much of --image is generated anew.", show_default=PIPELINES),
+    ] = None
+    mask: Annotated[
+        str | None, input_option(metavar="FILE", help="Which part of --image: white is generated anew (inpaint).")
+    ] = None
+    control: Annotated[
+        str | None, input_option(metavar="FILE", help="Control picture, of a model with a control pipeline.")
+    ] = None
+    lora: Annotated[
+        list[str] | None,
+        input_option(metavar="NAME[:SCALE]", help="A LoRA: file, folder or hub id; may be given again."),
+    ] = None
+    ip_adapter: Annotated[
+        str | None, input_option(metavar="NAME[:SCALE]", help="An IP-Adapter: file, folder or hub id.")
+    ] = None
+    ip_image: Annotated[str | None, input_option(metavar="FILE", help="The IP-Adapter's picture.")] = None
+    variant: Annotated[str | None, input_option(help="Variant of the weights' files, such as fp16.")] = None
+    offload: Annotated[
+        str,
+        input_option(
+            metavar="|".join(OFFLOADS),
+            help="On GPUs: keep text encoders and VAE in the host's memory while they do not work: each as a whole, "
+            "layer by layer, or with one copy.",
+            callback=one_of(OFFLOADS, {}),
+        ),
+    ] = "none"
+
+    def of_job(self) -> dict[str, Any]:
+        """Fields of a `Job`; every file has been looked at.
+
+        Raises:
+            InputError: a file is not there, or not what it should be.
+        """
+        from ..generate.files import adapter, input_picture
+        from ..generate.receipt import VARIANT
+
+        if self.variant is not None and not re.match(VARIANT, self.variant):
+            raise InputError(f"--variant {self.variant!r} is no part of a file's name; write it as fp16")
+        pictures = {"image": self.image, "mask": self.mask, "control": self.control, "ip-image": self.ip_image}
+        files: list[Any] = [input_picture(role, path) for role, path in pictures.items() if path is not None]
+        files += [adapter("lora", text) for text in self.lora or ()]
+        files += [adapter("ip-adapter", self.ip_adapter)] if self.ip_adapter is not None else []
+        return {"files": tuple(files), "strength": self.strength, "variant": self.variant, "offload": self.offload}
+
+
+def check_offload(how: str, device: str) -> None:
+    """Refuse offloading where there is nothing to offload from.
+
+    Raises:
+        InputError: saying so.
+    """
+    if how != "none" and device == "cpu":
+        raise InputError(
+            f"--offload {how} keeps components out of a GPU's memory, and these ranks run on the CPU; leave it out"
+        )
 
 
 @dataclass(frozen=True)

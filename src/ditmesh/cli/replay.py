@@ -35,12 +35,12 @@ def replay(
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Folder or hub id of the model.", show_default="the receipt's")
+        str | None, typer.Option("--model", "-m", help="Folder or hub id of the model.", show_default="the receipt's")
     ] = None,
     device: Device = "auto",
     threads: Threads = None,
     timeout: Timeout = 600.0,
-    out: Annotated[str, typer.Option(metavar="DIR", help="Folder for the new picture.")] = "replayed",
+    out: Annotated[str, typer.Option("--out", "-o", metavar="DIR", help="Folder for the new picture.")] = "replayed",
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -72,7 +72,7 @@ def replay(
     chosen = chosen or own.resized(there, keep="strategy", heads=info.heads)
     check_folder(out)
     with guarded_folder("ditmesh-replay-") as folder:
-        job = job_of(was, info, chosen, folder, timeout)
+        job = job_of(was, info, chosen, folder, timeout, image.parent)
         check_job(job, info, there)
         number = threads or _threads(was, there, kind)
         with (

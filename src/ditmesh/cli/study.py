@@ -71,7 +71,9 @@ class StudyOptions:
     ] = 1
     dtype: DType = "float32"
     device: Device = "auto"
-    out: Annotated[str, typer.Option(metavar="DIR", help="Folder; what is finished there is not run again.")] = "study"
+    out: Annotated[
+        str, typer.Option("--out", "-o", metavar="DIR", help="Folder; what is finished there is not run again.")
+    ] = "study"
 
 
 @with_groups
@@ -82,7 +84,10 @@ def study(
         list[str] | None, typer.Argument(metavar="PROMPT...", help="What to generate; captions of an embedded model.")
     ] = None,
     model: Annotated[
-        str, typer.Option(help="Folder or hub id of a diffusers pipeline, or the name of an embedded model.")
+        str,
+        typer.Option(
+            "--model", "-m", help="Folder or hub id of a diffusers pipeline, or the name of an embedded model."
+        ),
     ] = "emoji-sd3",
     as_json: AsJson = False,
 ) -> None:

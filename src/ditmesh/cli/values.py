@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -174,7 +175,7 @@ def picture_job(
         guidance=guidance,
         size=size,
         max_sequence_length=text_tokens,
-        seed=pictures.seed,
+        seed=_seed(pictures.seed),
         images=pictures.num_images,
         timeout=timeout,
         **{"per_call": max(1, min(PER_CALL, MOST_PIXELS // (width * height))), **more},
@@ -182,16 +183,25 @@ def picture_job(
     return job, info
 
 
+def _seed(seed: int) -> int:
+    """The seed; a random one for -1."""
+    if seed != -1:
+        return seed
+    if torchrun_rank() is not None:
+        raise InputError("--seed -1: every rank of torchrun would choose a seed of its own; give one, such as --seed 0")
+    return secrets.randbelow(2**32)
+
+
 def fetched(job: Job, info: ModelInfo) -> Job:
     """The job, with a hub model's folder instead of its name; the model is fetched if it is not there yet."""
-    return job if info.local else replace(job, model=download(info.name))
+    return job if info.local else replace(job, model=download(info.name, job.variant))
 
 
-def download(name: str) -> str:
+def download(name: str, variant: str | None = None) -> str:
     """Fetch a hub model once, here, before N ranks ask for it; its folder."""
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     try:
-        return str(DiffusionPipeline.download(name))
+        return str(DiffusionPipeline.download(name, variant=variant))
     except OSError as error:
         raise InputError(f"model {name!r} cannot be fetched from the hub: {error}") from None

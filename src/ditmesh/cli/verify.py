@@ -75,7 +75,9 @@ def verify(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Folder or hub id of a diffusers pipeline.", show_default="the embedded model"),
+        typer.Option(
+            "--model", "-m", help="Folder or hub id of a diffusers pipeline.", show_default="the embedded model"
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

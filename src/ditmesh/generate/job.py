@@ -13,8 +13,9 @@ from typing import Any, Literal
 from ..config import ParallelConfig
 from ..errors import ConfigError, InputError
 from ..strategies import support
+from .files import InputFile, check_roles, pipeline_for
 from .model_info import ModelInfo
-from .receipt import LONGEST_PROMPT, MOST_PIXELS, MOST_STEPS, MOST_TOGETHER, Dtype, Receipt
+from .receipt import LONGEST_PROMPT, MOST_PIXELS, MOST_STEPS, MOST_TOGETHER, Dtype, Offload, Receipt
 
 # Pictures of one call of the pipeline when nobody says how many, and of a whole job at most.
 PER_CALL = 64
@@ -44,6 +45,10 @@ class Job:
         dtype: of the weights.
         timeout: deadline of every collective, in seconds.
         overwrite: pictures replace those of the same names that ditmesh has written.
+        files: input pictures and adapters.
+        strength: how much of the input picture is generated anew, from 0 to 1; None: the pipeline's own.
+        variant: of the weights' files, such as ``"fp16"``.
+        offload: which components are on the device only while they work, see `offload.offload`.
         sampled: `Loaded` is to hold the weights' `sampled_fingerprint`, for a receipt of an earlier version.
         number: from 2 up, part of all the files' names: files of these names without it are there already.
     """
@@ -66,6 +71,10 @@ class Job:
     dtype: Dtype = "float32"
     timeout: float = 600.0
     overwrite: bool = False
+    files: tuple[InputFile, ...] = ()
+    strength: float | None = None
+    variant: str | None = None
+    offload: Offload = "none"
     sampled: bool = False
     number: int = 1
 
@@ -153,6 +162,13 @@ class Loaded:
 
 
 @dataclass(frozen=True)
+class Noted:
+    """Something to tell the user in one line."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Stepped:
     """``pictures`` pictures have advanced by ``steps`` denoising steps; ``note``: what there is to say about them."""
 
@@ -196,6 +212,9 @@ def check_job(job: Job, model: ModelInfo, devices: int) -> None:
             raise InputError(f'prompt {number} is empty; write what to generate, such as "a red fox"')
         check_text(prompt, f"prompt {number}")
     check_text(job.negative or "", "the negative prompt")
+    check_roles(job.files, job.strength)
+    if job.files:
+        pipeline_for(model.pipeline_class, job.files, job.strength)
     if job.size is not None:
         model.check_size(*job.size)
         if model.labels and job.size != model.default_size:

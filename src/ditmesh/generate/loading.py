@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +21,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm import Link
 from ..comm.mesh import DEFAULT_DEADLINE, Mesh
 from ..config import ParallelConfig
+from ..core.digests import digest, digest_of_parts, tensor_digest, weights_of
 from ..core.partition import Partition
-from ..engine import DENOISERS, ConfigLike, engine_of, parallelize
+from ..engine import DENOISERS, ConfigLike, denoisers, engine_of, parallelize
 from ..errors import InputError
 from ..layout import layout_of
 from ..layout.table import known_models
-from ..strategies.pipefusion.stages import ABSENT, elsewhere, first_cut
-from ..strategies.tensor.slices import plan
+from ..strategies.pipefusion.stages import ABSENT, elsewhere, first_cut, shape_of
+from ..strategies.tensor.parallel import already_cut
+from ..strategies.tensor.slices import base_of, plan
 from .model_info import ModelInfo, find_model
 
 log = logging.getLogger(__name__)
@@ -51,8 +54,8 @@ def load(
     """Load a diffusers pipeline and `parallelize` it. Every rank calls this with the same arguments.
 
     With ``tensor=n`` a rank reads and keeps only its slices of the transformer's weights, with ``pipe=n`` only its
-    stage's blocks; other components are loaded as usual, and so is the transformer when both are 1. With both, every
-    rank reads its slices of all blocks and then gives those of other stages up.
+    stage's blocks, with both its slices of these; other components are loaded as usual, and so is the transformer when
+    both are 1.
 
     Args:
         path_or_id: folder of a saved pipeline, or its name on a model hub.
@@ -82,8 +85,8 @@ def load(
         )
     dtype = torch_dtype if dtype is None else dtype
     info = find_model(path_or_id)
-    folder = info.files if info.local else Path(DiffusionPipeline.download(info.name, variant=variant))
-    saved = {name: kind for name, kind in _denoisers_in(info).items() if name not in components}
+    if not info.local:
+        info = replace(info, files=Path(DiffusionPipeline.download(info.name, variant=variant)), local=True)
     if config == "auto" and mesh is None:
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         config = ParallelConfig.auto(world_size, info.heads or 1)
@@ -93,16 +96,7 @@ def load(
         if mesh is None:
             mesh = Mesh(config, timeout=timeout)
             undo.callback(mesh.close)
-        for name, kind in saved.items():
-            own = dtype.get(name, dtype.get("default")) if isinstance(dtype, Mapping) else dtype
-            if mesh.tensor.size > 1:
-                components[name] = load_transformer(kind, folder / name, mesh.tensor, own, variant, mesh.device)
-            elif mesh.pipe.size > 1 and kind.__name__ in known_models():
-                components[name] = load_stage(kind, folder / name, config, mesh.pipe, own, variant, mesh.device)
-        if dtype is not None:
-            # By the name that every release of diffusers knows.
-            components["torch_dtype"] = dict(dtype) if isinstance(dtype, Mapping) else dtype
-        pipe = DiffusionPipeline.from_pretrained(folder, variant=variant, **components)
+        pipe = read_pipeline(info, config, mesh, dtype, variant, **components)
         if mesh.device.type != "cpu":
             pipe.to(mesh.device)
         parallelize(pipe, config, mesh=mesh)
@@ -112,74 +106,184 @@ def load(
     return pipe
 
 
+def read_pipeline(
+    info: ModelInfo,
+    config: ParallelConfig | None = None,
+    mesh: Mesh | None = None,
+    torch_dtype: Dtypes = None,
+    variant: str | None = None,
+    kind: type[Any] | None = None,
+    **components: Any,
+) -> Any:
+    """A saved pipeline on the CPU, with this rank's share of the transformers, to be parallelised.
+
+    Args:
+        info: the pipeline's files, which are on this machine.
+        config, mesh: as for `parallelize`; they say which share. Default: the mesh's, and all of it.
+        torch_dtype, variant, components: as for `load`.
+        kind: class of the pipeline; default: the saved one.
+
+    Raises:
+        ConfigError, InputError: as `load`.
+    """
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    config = config or (ParallelConfig() if mesh is None else mesh.config)
+    for name, model in _denoisers_in(info).items() if mesh is not None and config.tensor * config.pipe > 1 else ():
+        assert mesh is not None
+        dtype = torch_dtype
+        if isinstance(dtype, Mapping):
+            dtype = dtype.get(name, dtype.get("default"))
+        if name not in components and (mesh.tensor.size > 1 or model.__name__ in known_models()):
+            components[name] = load_transformer(model, info.files / name, config, mesh, dtype, variant)
+    if torch_dtype is not None:
+        # The argument was renamed in diffusers 0.42.
+        renamed = tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 42)
+        plain = torch_dtype if isinstance(torch_dtype, torch.dtype) else dict(torch_dtype)
+        components["dtype" if renamed else "torch_dtype"] = plain
+    return (kind or DiffusionPipeline).from_pretrained(info.files, variant=variant, **components)
+
+
+def why_whole(info: ModelInfo, variant: str | None = None) -> str | None:
+    """Why no rank can read only its share of a saved pipeline's transformers; None: it can."""
+    try:
+        for name in _denoisers_in(info):
+            weight_files(info.files / name, variant)
+    except InputError as error:
+        return str(error).partition(";")[0]
+    return None
+
+
 def load_transformer(
     kind: type[Any],
     folder: str | Path,
-    link: Link,
+    config: ParallelConfig,
+    mesh: Mesh,
     torch_dtype: torch.dtype | None = None,
     variant: str | None = None,
-    device: torch.device | str = "cpu",
 ) -> nn.Module:
-    """One rank's slices of a saved transformer, for `parallelize` with ``tensor=link.size``.
+    """A saved transformer with this rank's share of the weights, for `parallelize` with the same configuration.
+
+    With ``tensor`` a weight is this rank's slice. With ``pipe``, where the class has a reviewed layout, the weights of
+    other stages' blocks are empty tensors until `restore` fetches them from there. Neither is read from the files.
 
     Args:
         kind: the transformer's class.
         folder: where ``config.json`` and the safetensors files are.
-        link: the ranks that share the weights.
+        config: degrees, and how stages are cut.
+        mesh: the ranks; the weights are put on its device.
         torch_dtype: dtype of floating-point weights; default: float32. Modules that the class keeps in float32
             stay so, as with diffusers' `from_pretrained`.
         variant: as for `load`.
-        device: where the slices are to be.
 
     Raises:
+        ConfigError: fewer blocks than stages, ``stages`` that are not the model's blocks, or fewer heads than ranks.
         InputError: no safetensors files, a quantised checkpoint, or weights that do not fit the class.
     """
     model = _build(kind, Path(folder), torch_dtype)
-    cuts = {name: (dim, cut) for name, dim, cut in plan(model, link.size).parameters()}
-
-    def read(name: str, stored: Any, dtype: torch.dtype) -> Tensor:
-        return _read(stored, *cuts.get(name, (0, _ALL)), link.rank, dtype, torch.device(device))
-
-    return _filled(model, Path(folder), torch_dtype, variant, device, read)
-
-
-def load_stage(
-    kind: type[Any],
-    folder: str | Path,
-    config: ParallelConfig,
-    link: Link,
-    torch_dtype: torch.dtype | None = None,
-    variant: str | None = None,
-    device: torch.device | str = "cpu",
-) -> nn.Module:
-    """A saved transformer with one stage's blocks, for `parallelize` with the same ``config``.
-
-    The weights of other stages' blocks are empty tensors until `restore` fetches them from there. Arguments and
-    errors as for `load_transformer`; the class has a reviewed layout.
-
-    Args:
-        config: how many stages, and how they are cut.
-        link: the stages.
-
-    Raises:
-        ConfigError: fewer blocks than stages, or ``stages`` that are not the model's blocks.
-    """
-    model = _build(kind, Path(folder), torch_dtype)
-    layout = layout_of(model)
-    assert layout is not None
-    absent = elsewhere(model, layout, first_cut(model, layout, config), link.rank)
+    rank, device = mesh.tensor.rank, mesh.device
+    sliced = plan(model, mesh.tensor.size).parameters() if mesh.tensor.size > 1 else ()
+    cuts = {name: (dim, cut) for name, dim, cut in sliced}
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    for name, (dim, cut) in cuts.items():
+        if name in shapes and dim is not None and cut is not None:
+            shapes[name][dim] = cut.lengths[rank]
+    absent = _elsewhere(model, config, mesh, shapes) if mesh.pipe.size > 1 else set()
 
     def read(name: str, stored: Any, dtype: torch.dtype) -> Tensor:
         if name in absent:
             return torch.empty(0, dtype=dtype, device=device)
-        return _read(stored, 0, _ALL, 0, dtype, torch.device(device))
+        return _read(stored, *cuts.get(name, (0, _ALL)), rank, dtype, device)
 
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     model = _filled(model, Path(folder), torch_dtype, variant, device, read)
     for name, parameter in model.named_parameters():
         if name in absent:
-            setattr(parameter, ABSENT, shapes[name])
+            setattr(parameter, ABSENT, torch.Size(shapes[name]))
     return model
+
+
+def _elsewhere(model: nn.Module, config: ParallelConfig, mesh: Mesh, shapes: Mapping[str, list[int]]) -> set[str]:
+    """Names of the parameters that are not on this rank's stage; none where nobody has reviewed the layout.
+
+    Args:
+        model: without memory for its weights.
+        shapes: of this rank's slices, by which blocks go to stages.
+    """
+    if type(model).__name__ not in known_models():
+        return set()
+    layout = layout_of(model)
+    assert layout is not None
+    for name, parameter in model.named_parameters():
+        setattr(parameter, ABSENT, torch.Size(shapes[name]))
+    try:
+        return elsewhere(model, layout, first_cut(model, layout, config), mesh.pipe.rank)
+    finally:
+        for parameter in model.parameters():
+            delattr(parameter, ABSENT)
+
+
+# --- what is spread ----------------------------------------------------------------------------------------------
+
+
+def _slices(pipe: Any, mesh: Mesh) -> dict[int, tuple[int | None, Partition | None]]:
+    """The dimension and its cut, as `Plan.parameters` has them, of parameters (by id) that are this rank's slices."""
+    found: dict[int, tuple[int | None, Partition | None]] = {}
+    for model in denoisers(pipe) if mesh.tensor.size > 1 else ():
+        cut = already_cut(model, mesh.tensor.size)
+        for site in plan(model, mesh.tensor.size).sites:
+            for name, parameter in base_of(model.get_submodule(site.path)).named_parameters(recurse=False):
+                if f"{site.path}.{name}" in cut:
+                    dim = site.dim_of(name)
+                    found[id(parameter)] = dim, None if dim is None else site.cut
+    return found
+
+
+def _whole_shape(parameter: Tensor, dim: int | None, cut: Partition | None) -> tuple[int, ...]:
+    shape = list(shape_of(parameter))
+    if dim is not None and cut is not None:
+        shape[dim] = cut.total
+    return tuple(shape)
+
+
+@contextmanager
+def whole_shapes(pipe: Any, mesh: Mesh) -> Iterator[None]:
+    """Let the weights of a pipeline that `read_pipeline` has read look whole: adapters are made by their shapes.
+
+    There is nothing in them meanwhile.
+    """
+    slices = _slices(pipe, mesh)
+    held: list[tuple[nn.Parameter, Tensor]] = []
+    try:
+        for model in denoisers(pipe):
+            for parameter in model.parameters():
+                if id(parameter) in slices or hasattr(parameter, ABSENT):
+                    held.append((parameter, parameter.data))
+                    shape = _whole_shape(parameter, *slices.get(id(parameter), (None, None)))
+                    parameter.data = parameter.data.new_zeros(1).expand(shape)
+        yield
+    finally:
+        for parameter, data in held:
+            parameter.data = data
+
+
+def fingerprint(pipe: Any, mesh: Mesh) -> str:
+    """`weights_fingerprint` of a pipeline that `read_pipeline` has read: the one of the whole pipeline. Collective."""
+    slices, link = _slices(pipe, mesh), mesh.tensor
+    mine: dict[str, str] = {}
+    for name, tensor, _ in weights_of(pipe):
+        if hasattr(tensor, ABSENT):
+            continue
+        if id(tensor) not in slices:
+            value = tensor_digest(tensor)
+        else:
+            dim, cut = slices[id(tensor)]
+            # What is not cut is the first rank's, and zero on the others.
+            whole = [(0, tensor.shape[0])] if link.rank == 0 else []
+            runs = whole if cut is None else cut.runs(link.rank)
+            value = digest_of_parts(tensor, _whole_shape(tensor, dim, cut), dim or 0, runs, link.all_reduce)
+        mine[name] = value.hex()[:16]
+    every: list[dict[str, str]] = mesh.pipe.all_gather_object(mine) if mesh.pipe.size > 1 else [mine]
+    return digest({name: value for one in reversed(every) for name, value in one.items()})
 
 
 def _filled(

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 
 from ..core.files import free_names, written_whole
 from ..errors import InputError
+from .files import MOST_PIXELS, Role
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,12 +27,25 @@ CHUNK = "ditmesh"
 # those pictures together, characters of a prompt; bytes of the receipt itself.
 MOST_STEPS = 10_000
 MOST_TOGETHER = 1024
-MOST_PIXELS = 2**27
 LONGEST_PROMPT = 100_000
 LARGEST = 2**22
+# A part of file names.
+VARIANT = r"^[A-Za-z0-9_-]{1,64}$"
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Offload = Literal["none", "model", "group", "sequential"]
 Count = Annotated[int, Field(ge=1, le=2**16)]
+
+
+class ReceiptFile(BaseModel):
+    """An input picture or an adapter; see `files.InputFile`."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    role: Role
+    path: str = Field(max_length=4096)
+    digest: str = Field(pattern="^[0-9a-f]{64}$")
+    scale: FiniteFloat = 1.0
 
 
 class Receipt(BaseModel):
@@ -60,6 +74,10 @@ class Receipt(BaseModel):
         label: number of the class, for class-conditional models.
         together: pictures of one call of the pipeline; place: number of this one among them, from 0. Matrix
             kernels may round a row otherwise in a batch of another size.
+        files: input pictures and adapters, by SHA-256.
+        strength: how much of the input picture was generated anew, when it was given.
+        variant: of the weights' files, when one was given.
+        offload: which components were on the device only while they worked.
         weights_digest: of all weights, adapters included (`digests.weights_fingerprint`); None in receipts of earlier
             versions, as may be the environment.
         environment: what else decides the last bits, by name (`hardware.environment`).
@@ -89,6 +107,10 @@ class Receipt(BaseModel):
     label: int | None = Field(default=None, ge=0, lt=2**31)
     together: int = Field(default=1, ge=1, le=MOST_TOGETHER)
     place: int = Field(default=0, ge=0)
+    files: list[ReceiptFile] = Field(default_factory=list, max_length=64)
+    strength: FiniteFloat | None = Field(default=None, gt=0, le=1)
+    variant: str | None = Field(default=None, pattern=VARIANT)
+    offload: Offload = "none"
     weights_digest: str | None = None
     environment: dict[str, str] | None = None
     weights: str | None = None

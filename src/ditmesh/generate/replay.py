@@ -14,6 +14,7 @@ from .. import zoo
 from ..config import RENAMED, ParallelConfig, setting
 from ..errors import InputError
 from ..quality import metrics
+from .files import InputFile, find_again
 from .job import Job, job_for
 from .model_info import ModelInfo, cached, find_model, is_hub_id
 from .receipt import Receipt
@@ -98,8 +99,17 @@ def config_of(receipt: Receipt) -> ParallelConfig:
     return ParallelConfig.read({RENAMED.get(name, name): value for name, value in receipt.config.items()})
 
 
-def job_of(receipt: Receipt, model: ModelInfo, config: ParallelConfig, out: str | Path, timeout: float) -> Job:
+def job_of(
+    receipt: Receipt,
+    model: ModelInfo,
+    config: ParallelConfig,
+    out: str | Path,
+    timeout: float,
+    beside: str | Path = ".",
+) -> Job:
     """What to generate so that picture ``receipt.place`` of it is the receipt's; picture 0 in reproducible mode.
+
+    Input files that are not where they were are looked for in the folder ``beside``.
 
     In fast mode the whole call is generated again, because a batch of another size may be rounded otherwise.
     """
@@ -127,6 +137,10 @@ def job_of(receipt: Receipt, model: ModelInfo, config: ParallelConfig, out: str 
         per_call=receipt.together,
         dtype=receipt.dtype,
         timeout=timeout,
+        files=tuple(find_again(InputFile(**one.model_dump()), Path(beside)) for one in receipt.files),
+        strength=receipt.strength,
+        variant=receipt.variant,
+        offload=receipt.offload if receipt.device == "cuda" else "none",
         sampled=receipt.weights_digest is None and receipt.weights is not None,
     )
 

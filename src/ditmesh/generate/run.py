@@ -9,8 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import replace
-from importlib.metadata import version
+from dataclasses import asdict, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -18,12 +17,16 @@ from typing import TYPE_CHECKING, Any
 from .._version import library_versions
 from ..errors import InputError
 from ..launch import Report
-from .job import Generated, Job, Kept, Loaded, Stepped
-from .receipt import Receipt, write_free
+from .files import PICTURES
+from .job import Generated, Job, Kept, Loaded, Noted, Stepped
+from .model_info import find_model
+from .receipt import Receipt, ReceiptFile, write_free
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
+
+    from ..comm.mesh import Mesh
 
 
 def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None) -> float:
@@ -50,7 +53,9 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
     from ..comm.mesh import Mesh
     from ..core.digests import sampled_fingerprint
     from ..engine import DENOISERS, denoisers, engine_of, parallelize
+    from .files import pictures_of
     from .journal import Journal
+    from .offload import offload
 
     grouped = dist.is_available() and dist.is_initialized()
     rank = dist.get_rank() if grouped else 0
@@ -58,10 +63,15 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
     say: Report = report if report is not None and rank == 0 else lambda message: None
     device = device_of_rank()
     started = time.perf_counter()
-    pipe = load(job, device)
-    facts = _facts(job, pipe, device) if rank == 0 else {}
-    sampled = sampled_fingerprint(pipe) if job.sampled and rank == 0 else None
     mesh = None if isinstance(job.config, str) else Mesh(job.config, device=device, timeout=job.timeout)
+    share, why = _share(job, mesh)
+    if why is not None:
+        say(Noted(f"every rank loads the whole transformer before it is cut: {why}"))
+    pipe = load(job, device, share)
+    facts = _facts(job, pipe, device, share, rank)
+    sampled = sampled_fingerprint(pipe) if job.sampled and rank == 0 else None
+    if job.offload != "none":
+        offload(pipe, job.offload, device)
     parallelize(pipe, job.config, mesh=mesh, timeout=job.timeout)
     engine, parameters = engine_of(pipe), call_parameters(pipe)
     facts |= {"config": engine.config.model_dump(), "devices": dist.get_world_size() if grouped else 1}
@@ -70,7 +80,7 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
         # Around everything else, so that it sees the pipeline's own calls and whole outputs.
         models = {name: getattr(pipe, name) for name in DENOISERS if getattr(pipe, name, None) in denoisers(pipe)}
         journal = Journal(models, kept.folder, rank, engine.clock)
-    steps = steps_of(job, parameters)
+    steps = denoising_steps(job, parameters)
     say(Loaded(time.perf_counter() - started, steps, sampled))
 
     def stepped(images: int, steps: int) -> None:
@@ -78,12 +88,12 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
         log = engine_of(pipe).staleness
         say(Stepped(images, steps, log.summary() if log is not None else ""))
 
-    total = 0.0
+    total, pictures, first = 0.0, pictures_of(job.files), True
     for number in range(job.calls):
         call = job.call(number)
         if kept.done.issuperset(call.indices):
             continue
-        arguments = given = call_arguments(job, pipe, number)
+        arguments = given = call_arguments(job, pipe, number, pictures)
         if "callback_on_step_end" in parameters:
             arguments = {**given, "callback_on_step_end": lambda *of, n=call.images: stepped(n, 1) or of[-1]}
         if journal is not None:
@@ -95,6 +105,10 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
         images: list[Image] = pipe(**arguments).images
         facts["seconds"] = time.perf_counter() - started
         total += facts["seconds"]
+        for model in engine.rows if first else ():
+            if (text := model.idle()) is not None:
+                say(Noted(text))
+        first = False
         if "callback_on_step_end" not in parameters:
             stepped(call.images, steps)
         if rank == 0:
@@ -104,16 +118,32 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
     return total
 
 
-def _facts(job: Job, pipe: Any, device: torch.device) -> dict[str, Any]:
-    """What a receipt says about weights and environment, of a pipeline whose weights are not cut yet."""
+def _share(job: Job, mesh: Mesh | None) -> tuple[Mesh | None, str | None]:
+    """The mesh by which ranks read only their share of the transformers, if they can; else why they cannot."""
+    from .loading import why_whole
+
+    # Samples of former receipts are of weights that are whole.
+    if mesh is None or job.sampled or mesh.config.tensor * mesh.config.pipe == 1:
+        return None, None
+    why = why_whole(find_model(job.model), job.variant)
+    return (mesh, None) if why is None else (None, why)
+
+
+def _facts(job: Job, pipe: Any, device: torch.device, share: Mesh | None, rank: int) -> dict[str, Any]:
+    """What a receipt says about weights and environment, of a pipeline that is not parallelised yet. Rank 0's."""
     from ..core.digests import weights_fingerprint
     from ..launch.hardware import environment
     from ..strategies.determinism import deterministic
+    from .loading import fingerprint
 
+    spread = None if share is None else fingerprint(pipe, share)
+    if rank > 0:
+        return {}
     reproducible = not isinstance(job.config, str) and job.config.reproducible
     # With the settings that are in force while the pipeline runs.
     with deterministic(device) if reproducible else contextlib.nullcontext():
-        return {"weights_digest": weights_fingerprint(pipe), "environment": environment(device), "device": device.type}
+        weights = spread or weights_fingerprint(pipe)
+        return {"weights_digest": weights, "environment": environment(device), "device": device.type}
 
 
 def _save(
@@ -154,6 +184,10 @@ def _save(
             label=job.labels[call.prompt] if job.labels else None,
             together=call.images,
             place=place,
+            files=[ReceiptFile(**asdict(file)) for file in job.files],
+            strength=job.strength,
+            variant=job.variant,
+            offload=job.offload,
             **facts,
         )
         path = Path(job.out) / file_name(index, receipt.prompt, receipt.seed)
@@ -182,45 +216,67 @@ def device_of_rank() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
-def load(job: Job, device: torch.device) -> Any:
-    """The job's pipeline on its device, checked and quiet, on one device still.
+def load(job: Job, device: torch.device, mesh: Mesh | None = None) -> Any:
+    """The job's pipeline, checked and quiet, with its adapters.
+
+    Args:
+        job: what is to be generated.
+        device: where the transformers are to be; the other components are there too unless they are offloaded.
+        mesh: each rank reads only its share of the transformers, for ``mesh.config``; None: every rank reads all.
 
     Raises:
         InputError: it cannot be loaded, or cannot do what the job asks.
     """
     import diffusers
 
+    from .files import load_adapters, pipeline_for
+    from .loading import whole_shapes
+
     # Before the class is imported, which says what optional packages are missing.
     quieten()
-    kind = getattr(diffusers, job.pipeline_class, None)
+    name = pipeline_for(job.pipeline_class, job.files, job.strength)
+    kind = getattr(diffusers, name, None)
     # A pipeline with code of its own is known only once it is loaded.
     if isinstance(kind, type):
-        _check_call(job, job.pipeline_class, inspect.signature(kind.__call__).parameters)
-    pipe = load_pipeline(job.model, job.name, job.dtype, device)
+        _check_call(job, name, inspect.signature(kind.__call__).parameters)
+    other = kind if name != job.pipeline_class else None
+    pipe = load_pipeline(job.model, job.name, job.dtype, None, job.variant, other, mesh)
     _check_call(job, type(pipe).__name__, call_parameters(pipe))
-    return pipe
+    with whole_shapes(pipe, mesh) if mesh is not None else contextlib.nullcontext():
+        load_adapters(pipe, job.files)
+    return pipe.to(device) if job.offload == "none" else pipe
 
 
-def load_pipeline(model: str, name: str, dtype: str, device: torch.device | str) -> Any:
+def load_pipeline(
+    model: str,
+    name: str,
+    dtype: str,
+    device: torch.device | str | None,
+    variant: str | None = None,
+    kind: type[Any] | None = None,
+    mesh: Mesh | None = None,
+) -> Any:
     """A diffusers pipeline on its device, without a progress bar of its own.
 
     Args:
         model: its folder.
         name: what the user calls it.
         dtype: of the weights, by name.
+        device: None: the pipeline stays where it is loaded to.
+        variant: of the weights' files.
+        kind: class of the pipeline; default: the saved one.
+        mesh: as for `load`.
 
     Raises:
         InputError: it cannot be loaded.
     """
     import torch
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-    # The argument was renamed in diffusers 0.42.
-    renamed = tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 42)
-    kind = {"dtype" if renamed else "torch_dtype": getattr(torch, dtype)}
+    from .loading import read_pipeline
+
     try:
-        pipe = DiffusionPipeline.from_pretrained(model, **kind)
-    except MemoryError:
+        pipe = read_pipeline(find_model(model), None, mesh, getattr(torch, dtype), variant, kind)
+    except (MemoryError, InputError):
         raise
     except Exception as error:
         # Somebody else's files: what is wrong with them can come out as anything.
@@ -232,7 +288,8 @@ def load_pipeline(model: str, name: str, dtype: str, device: torch.device | str)
         raise InputError(
             f"model {name!r} cannot be loaded ({said}); check its files, or save the pipeline again"
         ) from error
-    pipe.to(device)
+    if device is not None:
+        pipe.to(device)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -242,8 +299,19 @@ def steps_of(job: Job, parameters: Mapping[str, Any]) -> int:
     return job.steps or _default(parameters, "num_inference_steps", 50)
 
 
-def call_arguments(job: Job, pipe: Any, number: int) -> dict[str, Any]:
-    """The arguments of call ``number`` of the pipeline, but for the form of its result."""
+def denoising_steps(job: Job, parameters: Mapping[str, Any]) -> int:
+    """Denoising steps that are taken: an input picture takes the place of the first ones."""
+    steps = steps_of(job, parameters)
+    strength = job.strength if job.strength is not None else _default(parameters, "strength", 1.0)
+    return max(1, min(int(steps * strength), steps)) if any(file.role == "image" for file in job.files) else steps
+
+
+def call_arguments(job: Job, pipe: Any, number: int, pictures: Mapping[str, Image] | None = None) -> dict[str, Any]:
+    """The arguments of call ``number`` of the pipeline, but for the form of its result.
+
+    Args:
+        pictures: the job's input pictures, by the argument that takes each.
+    """
     import torch
 
     parameters, call = call_parameters(pipe), job.call(number)
@@ -260,6 +328,12 @@ def call_arguments(job: Job, pipe: Any, number: int) -> dict[str, Any]:
         arguments |= {"prompt": job.prompts[call.prompt], "num_images_per_prompt": call.images}
     if job.negative is not None:
         arguments["negative_prompt"] = job.negative
+    if job.strength is not None:
+        arguments["strength"] = job.strength
+    for name, picture in (pictures or {}).items():
+        # One for each generated picture: pipelines encode them with a generator of its own.
+        many = call.images > 1 and name != "ip_adapter_image"
+        arguments[name] = [picture] * call.images if many else picture
     return arguments | sizes(parameters, job.size, job.max_sequence_length)
 
 
@@ -295,9 +369,10 @@ def _check_call(job: Job, name: str, parameters: Any) -> None:
             raise InputError(f"{name} takes no class; give a model of class DiTPipeline")
     elif "prompt" not in parameters:
         raise InputError(f"{name} takes no prompt; give a text-to-image model")
-    for needed in ("image", "control_image", "mask_image"):
-        if needed in parameters and parameters[needed].default is inspect.Parameter.empty:
-            raise InputError(f"{name} needs an input picture ({needed}); call it from Python")
+    given = {file.role for file in job.files}
+    for role, needed in PICTURES.items():
+        if needed in parameters and parameters[needed].default is inspect.Parameter.empty and role not in given:
+            raise InputError(f"{name} needs an input picture ({needed}); give one with --{role}")
     for value, parameter, option in (
         (job.negative, "negative_prompt", "--negative"),
         (job.guidance, "guidance_scale", "--guidance"),

@@ -8,7 +8,7 @@ already, and `init_from_environment` (or `TorchrunRanks`) joins them. Another pa
 from .backend import Launcher, Report, launcher
 from .devices import DeviceChoice, default_threads, physical_cores, resolve_device
 from .pool import RankPool
-from .processes import Terminated, guarded_folder, leave, sigterm_interrupts
+from .processes import Terminated, guarded_folder, interrupt_behind, interrupts_end, interrupts_raise, leave
 from .torchrun import TorchrunRanks, from_torchrun, init_from_environment, torchrun_rank
 
 __all__ = [
@@ -22,10 +22,12 @@ __all__ = [
     "from_torchrun",
     "guarded_folder",
     "init_from_environment",
+    "interrupt_behind",
+    "interrupts_end",
+    "interrupts_raise",
     "launcher",
     "leave",
     "physical_cores",
     "resolve_device",
-    "sigterm_interrupts",
     "torchrun_rank",
 ]

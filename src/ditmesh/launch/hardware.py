@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
     from ..comm.mesh import Mesh
 
 LIBRARIES = ("torch", "diffusers", "transformers", "accelerate", "peft", "safetensors")
+# Environment variables that change how ranks talk, by how their names begin.
+VARIABLES = ("NCCL_", "TORCH_", "GLOO_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "DITMESH_", "HF_HUB_OFFLINE")
+# Below this, in 10^9 bytes, tensors between ranks on one host may find no room: containers have 64 MB.
+SMALL_SHARED_MEMORY = 0.25
 # Sizes of one rank's tensor, in 10^6 bytes, and calls to time, of which the first two open connections.
 MEGABYTES, REPEATS = (1, 16), 9
 
@@ -31,6 +37,7 @@ def describe_machine() -> dict[str, Any]:
     import psutil
     import torch
     import torch.distributed as dist
+    from torch.cuda import nccl
 
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return {
@@ -49,7 +56,38 @@ def describe_machine() -> dict[str, Any]:
         },
         "attention": _attention_backends(),
         "torch_cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, nccl.version())) if torch.cuda.is_available() else None,
+        "driver": _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0] or None,
+        "topology": _nvidia_smi("topo", "-m") or None,
+        "peer_access": _peer_access(torch.cuda.device_count()),
+        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
+        "shared_memory": _shared_memory(),
     }
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    """What NVIDIA's tool says; nothing where it is not there or has nothing to say."""
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    return ""
+
+
+def _peer_access(gpus: int) -> list[list[bool]]:
+    """Whether each GPU reads each other one's memory directly."""
+    import torch
+
+    reach = torch.cuda.can_device_access_peer
+    return [[one == other or reach(one, other) for other in range(gpus)] for one in range(gpus)]
+
+
+def _shared_memory() -> dict[str, float] | None:
+    """Size of the folder of shared memory, and what is free, in 10^9 bytes; None where there is none."""
+    try:
+        room = shutil.disk_usage("/dev/shm")
+    except OSError:
+        return None
+    return {"size_gb": round(room.total / 1e9, 2), "free_gb": round(room.free / 1e9, 2)}
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -98,6 +136,7 @@ def _blas() -> str:
 def missing(machine: dict[str, Any]) -> list[str]:
     """What `describe_machine` did not find, each with what it is for and how to get it."""
     gpus, versions, backends = machine["gpus"], machine["versions"], machine["backends"]
+    shm = machine.get("shared_memory")
     driver = "torch was built without CUDA" if machine["torch_cuda"] is None else "the driver shows none"
     wanted = {
         "peft is not installed: LoRA adapters cannot be loaded; pip install peft": "peft" in versions,
@@ -109,6 +148,10 @@ def missing(machine: dict[str, Any]) -> list[str]:
         "this torch has no gloo: ranks on the CPU cannot talk; install torch from PyPI": backends["gloo"],
         "this torch has no NCCL: ranks on GPUs cannot talk; install torch for CUDA on Linux": (
             backends["nccl"] or not gpus
+        ),
+        "/dev/shm has {free_gb:g} of {size_gb:g} GB free: ranks on one host pass tensors through it; in a container "
+        "start it with --shm-size=1g or --ipc=host".format(**(shm or {"free_gb": 0, "size_gb": 0})): (
+            shm is None or shm["free_gb"] >= SMALL_SHARED_MEMORY
         ),
     }
     return [sentence for sentence, there in wanted.items() if not there]

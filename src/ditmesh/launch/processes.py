@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from multiprocessing import spawn
 from typing import Any, NoReturn
@@ -25,18 +26,90 @@ while os.path.exists(sys.argv[1]) and time.monotonic() < limit:
 """
 
 
+# Seconds between looks at whether an interrupt was swallowed.
+LOOK = 0.2
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM, where it ends a program as Ctrl-C does."""
 
 
-def sigterm_interrupts() -> None:
-    """Let the first SIGTERM raise `Terminated` in the main thread; later ones find the program on its way out."""
+def interrupts_raise() -> None:
+    """Let SIGINT raise `KeyboardInterrupt` and the first SIGTERM `Terminated` in the main thread, to the end of it.
 
-    def terminate(number: int, frame: Any) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise Terminated
+    Not during an import: compiled modules abort the process over it, and others take it for a module that is not there.
+    An exception that somebody swallows, such as Python in a finaliser, is raised again. For programs that are ditmesh's
+    own: this takes SIGALRM.
+    """
 
-    signal.signal(signal.SIGTERM, terminate)
+    def interrupt(number: int, frame: Any) -> None:
+        kind = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        if number == signal.SIGTERM:
+            # Later ones find the program on its way out.
+            signal.signal(number, signal.SIG_IGN)
+
+        def look(_: int, frame: Any) -> None:
+            # Programs clean up after it, for seconds even.
+            if interrupt_behind(sys.exc_info()[1]) is None and not _importing(frame):
+                raise kind
+
+        if hasattr(signal, "setitimer"):
+            signal.signal(signal.SIGALRM, look)
+            signal.setitimer(signal.ITIMER_REAL, LOOK, LOOK)
+            if _importing(frame):
+                return
+        raise kind
+
+    said = sys.unraisablehook
+    sys.unraisablehook = lambda seen: None if isinstance(seen.exc_value, KeyboardInterrupt) else said(seen)
+    signal.signal(signal.SIGTERM, interrupt)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+
+
+def _importing(frame: Any) -> bool:
+    while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
+
+
+def interrupt_behind(error: BaseException | None) -> KeyboardInterrupt | None:
+    """The interrupt that an exception is, or in whose handling it was raised: libraries wrap what imports raise."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def interrupts_end() -> None:
+    """Ignore SIGINT and SIGTERM from now on: the program is on its way out."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Let SIGINT and SIGTERM act when what is inside is done, not between a thing's making and its being noted.
+
+    For moments only. Outside the main thread nothing waits: signals act there alone.
+    """
+    came: list[int] = []
+    before: dict[int, Any] = {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                # Programs inherit that a signal is ignored; and a handler that is not Python's cannot be put back.
+                if (handler := signal.getsignal(number)) not in (signal.SIG_IGN, None):
+                    before[number] = handler
+                    signal.signal(number, lambda number, frame: came.append(number))
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 @contextlib.contextmanager
@@ -87,12 +160,13 @@ def guarded_folder(prefix: str, parent: str | None = None) -> Iterator[str]:
         parent: where it is made; default: where temporary files go.
     """
     with contextlib.ExitStack() as stack:
-        folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        guard = Guard(folder)
-        stack.callback(guard.end)
-        # The guard ends when there is nothing left for it to remove.
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        with interrupts_wait():
+            folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            guard = Guard(folder)
+            stack.callback(guard.end)
+            # The guard ends when there is nothing left for it to remove.
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
         yield folder
 
 
@@ -102,12 +176,14 @@ def start_fork_server(preload: list[str]) -> None:
 
     forkserver.set_forkserver_preload(preload)
     before = fork_server()
-    with ctrl_c_waits():
-        forkserver.ensure_running()
-    if fork_server() != before:
-        # The folder of its socket, which multiprocessing removes at the end of a process that is not killed. The guard
-        # is needed as long as the server is.
-        atexit.register(Guard(util.get_temp_dir()).end)
+    # A guard that nobody has noted would take the folder away while this process still uses it.
+    with interrupts_wait():
+        with ctrl_c_waits():
+            forkserver.ensure_running()
+        if fork_server() != before:
+            # The folder of its socket, which multiprocessing removes at the end of a process that is not killed. The
+            # guard is needed as long as the server is.
+            atexit.register(Guard(util.get_temp_dir()).end)
 
 
 def fork_server() -> int | None:

@@ -78,6 +78,8 @@ class BatchParallel:
         self._timestep = timestep_of(model.model, model.layout)
         self._names = parameter_names(type(model.model).forward)
         self._forward: Callable[..., Any] = model.model.forward
+        # Ranks of the data and guidance axes that have had something to do, at most.
+        self._busy = 0
         self.begin_request()
 
     def begin_request(self) -> None:
@@ -102,6 +104,17 @@ class BatchParallel:
                 f"{type(self.model).__name__} was called at two timesteps between two steps of the scheduler, which "
                 f"cfg={self.branches.size} cannot foresee, so that the result is wrong; use cfg=1"
             )
+
+    def idle(self) -> str | None:
+        """After a request: which ranks had nothing to do, in a sentence, if some had not."""
+        if self._busy == 0 or self._busy >= self.rows.size:
+            return None
+        axes = " and ".join(f"{link.name}={link.size}" for link in (self.data, self.branches) if link.size > 1)
+        idle = f"{self.rows.size - self._busy} of {self.rows.size} ranks"
+        return (
+            f"{axes} share rows and branches of guidance, of which the model is asked for {self._busy}: {idle} have "
+            "nothing to do of their own"
+        )
 
     # --- one call ------------------------------------------------------------------------------------------
 
@@ -187,6 +200,8 @@ class BatchParallel:
         """Run this rank's branches of the step, and exchange results."""
         mine: list[Any] = []
         predictions: list[dict[str, Seen]] = []
+        busy = min(len(branches), self.branches.size) * min(self._rows(arguments), self.data.size)
+        self._busy = max(self._busy, busy)
         for number, differing in enumerate(branches):
             branch = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
             for path, value in differing.items():
@@ -228,11 +243,15 @@ class BatchParallel:
 
     # --- rows --------------------------------------------------------------------------------------------------
 
-    def _shared(self, arguments: Arguments, link: Link) -> Any:
-        """The forward with its rows shared over ``link``; every rank gets all rows of the result."""
+    def _rows(self, arguments: Arguments) -> int:
         main = arguments.get(self._names[0])
         # A list has an entry per row.
-        batch = main.shape[0] if isinstance(main, Tensor) else len(main)
+        return main.shape[0] if isinstance(main, Tensor) else len(main)
+
+    def _shared(self, arguments: Arguments, link: Link) -> Any:
+        """The forward with its rows shared over ``link``; every rank gets all rows of the result."""
+        batch = self._rows(arguments)
+        self._busy = max(self._busy, min(batch, link.size))
         if batch < 2 or (link.size == 1 and not self.one_by_one) or self._takes_parts():
             with self._clock.narrowed(rows=(0, batch)):
                 return self._forward(*arguments.args, **arguments.kwargs)
@@ -250,7 +269,7 @@ class BatchParallel:
             with self._clock.narrowed(rows=(take.start, take.stop), link=link.name):
                 return self._forward(*part.args, **part.kwargs)
 
-        return _share_rows(batch, link, self.one_by_one, run, listed=isinstance(main, list))
+        return _share_rows(batch, link, self.one_by_one, run, listed=isinstance(arguments.get(self._names[0]), list))
 
     def _takes_parts(self) -> bool:
         """Whether something in the model takes a part of the rows for one branch of guidance: the batch stays whole.

@@ -26,7 +26,7 @@ from ...errors import ConfigError, InputError
 from ...layout import Table, TokenLayout
 from ..base import Strategy
 from ..heads import check_heads, heads_of
-from ..pipefusion.stages import whole_or_refused
+from ..pipefusion.stages import shape_of, whole_or_refused
 from .slices import Plan, Site, base_of, norm_width, plan
 
 
@@ -120,7 +120,7 @@ class TensorParallel:
                     # Added once: the other ranks add nothing.
                     if rank > 0:
                         parameter.data = torch.zeros_like(parameter.data)
-                elif parameter.shape[dim] == site.cut.total:
+                elif shape_of(parameter)[dim] == site.cut.total:
                     parameter.data, parameter.grad = site.cut.copy(parameter.data, dim, rank), None
 
     def _gather(self, site: Site, parameters: Iterable[tuple[nn.Parameter, int | None]]) -> None:
@@ -277,7 +277,7 @@ def already_cut(model: nn.Module, degree: int) -> set[str]:
     for site in plan(model, degree).sites:
         base = base_of(model.get_submodule(site.path))
         weight = base._parameters.get("weight")
-        if weight is not None and weight.shape[site.dim] != site.cut.total:
+        if weight is not None and shape_of(weight)[site.dim] != site.cut.total:
             # With the weight its bias is cut too, or zero on all ranks but one.
             found.update(f"{site.path}.{name}" for name in ("weight", "bias") if base._parameters.get(name) is not None)
     return found
@@ -339,7 +339,7 @@ def _check_plain(site: Site, base: nn.Module) -> None:
             "model with ditmesh.load()"
         )
     dimensions = 1 if site.kind == "norm" else 2
-    if type(weight.data) is not Tensor or not weight.is_floating_point() or weight.dim() != dimensions:
+    if type(weight.data) is not Tensor or not weight.is_floating_point() or len(shape_of(weight)) != dimensions:
         raise InputError(
             f"the weight of {site.path} ({type(base).__name__}) is {type(weight).__name__} of {weight.dtype} with "
             f"shape {tuple(weight.shape)}; tensor parallelism cuts plain floating-point weights. Use ulysses or ring "

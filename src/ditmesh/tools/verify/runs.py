@@ -6,6 +6,7 @@ recorded, each rank comparing its own part with the trace, and once unrecorded, 
 
 from __future__ import annotations
 
+import gc
 import shutil
 import time
 import warnings
@@ -22,6 +23,7 @@ from ...comm import Traffic
 from ...config import ParallelConfig
 from ...errors import ConfigError, InputError, LayoutError, UntestedWarning
 from ...generate.job import Job, check_config
+from ...generate.model_info import find_model
 from ...generate.run import call_arguments, device_of_rank, load
 from ...launch import Report
 
@@ -159,7 +161,9 @@ def budget_of(folder: str | Path, traces: int, wanted: float = TRACE_BUDGET) -> 
 
 
 def run_tasks(job: Job, tasks: Sequence[Task], *, report: Report | None = None) -> list[Run]:
-    """Make several runs with one loaded pipeline. Every rank calls this; what they return belongs together.
+    """Make several runs, with one loaded pipeline as far as each rank needs all of it. Every rank calls this.
+
+    What they return belongs together.
 
     Args:
         job: what to generate; its own configuration does not count.
@@ -173,16 +177,27 @@ def run_tasks(job: Job, tasks: Sequence[Task], *, report: Report | None = None) 
 
     from ...comm.mesh import Mesh
     from ...engine import parallelize, restore
+    from ...generate.loading import why_whole
 
     rank = dist.get_rank() if dist.is_initialized() else 0
     device = device_of_rank()
-    pipe = load(job, device)
+    pipe: Any = None
     runs = []
     for task in tasks:
         mesh = None
+        # A share of the weights is loaded for this run alone.
+        share = task.config is not None and task.config.tensor * task.config.pipe > 1
+        share = share and why_whole(find_model(job.model), job.variant) is None
+        if share:
+            pipe = None
+            gc.collect()
+        elif pipe is None:
+            pipe = load(job, device)
         if task.config is not None:
             mesh = Mesh(task.config, device=device, timeout=job.timeout)
             try:
+                if share:
+                    pipe = load(job, device, mesh)
                 with warnings.catch_warnings():
                     # Untested is what this is about to change.
                     warnings.simplefilter("ignore", UntestedWarning)
@@ -191,12 +206,17 @@ def run_tasks(job: Job, tasks: Sequence[Task], *, report: Report | None = None) 
                 # Every rank refuses alike, before it has changed anything.
                 mesh.close()
                 runs.append(Run(refused=str(error)))
+                pipe = None if share else pipe
                 continue
         if report is not None and rank == 0:
             report(Began(name_of(task.config)))
         runs.append(_run(job, pipe, task, rank))
         if mesh is not None:
-            restore(pipe)
+            if share:
+                # To make it whole takes room for all of it.
+                pipe = None
+            else:
+                restore(pipe)
             mesh.close()
     return runs
 

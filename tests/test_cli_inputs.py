@@ -1,0 +1,363 @@
+"""The command line's files beside the model: pictures, adapters; how the model is loaded; what is said of a job."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from ditmesh import zoo
+from ditmesh.cli.main import main
+from ditmesh.generate.receipt import read_receipt, write_png
+from support.tiny import save_tiny_sd3
+
+FOX = "a red fox"
+STEPS = 4
+
+
+def run(*arguments: str | Path) -> int:
+    """Exit code of ``ditmesh`` with these arguments."""
+    with pytest.raises(SystemExit) as left:
+        main([str(argument) for argument in arguments])
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+def pixels(path: str | Path) -> numpy.ndarray:
+    with Image.open(path) as image:
+        return numpy.asarray(image.convert("RGB")).astype(int)
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A picture to begin with, of another size than the model's."""
+    rows, columns = numpy.mgrid[0:48, 0:96]
+    colours = numpy.stack([rows * 5, columns * 2, (rows + columns) % 256], axis=-1).astype(numpy.uint8)
+    path = tmp_path_factory.mktemp("pictures") / "begin.png"
+    Image.fromarray(colours).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def mask(picture: Path) -> Path:
+    """Its left half is generated anew."""
+    half = numpy.zeros((48, 96), numpy.uint8)
+    half[:, :48] = 255
+    path = picture.with_name("mask.png")
+    Image.fromarray(half).save(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of the embedded model, with random weights, in a folder as diffusers saves it."""
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    folder = tmp_path_factory.mktemp("lora")
+    kind = diffusers.StableDiffusion3Pipeline
+    model = diffusers.SD3Transformer2DModel.from_pretrained(zoo.path(), subfolder="transformer")
+    torch.manual_seed(0)
+    targets = ["to_q", "to_k", "to_out.0", "add_v_proj", "net.2", "context_embedder"]
+    model.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=targets, init_lora_weights=False))
+    kind.save_lora_weights(folder, transformer_lora_layers=get_peft_model_state_dict(model))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sixteen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that diffusers can inpaint with."""
+    return save_tiny_sd3(tmp_path_factory.mktemp("sixteen"), channels=16)
+
+
+@pytest.fixture(scope="module")
+def truth(picture: Path, mask: Path, lora: Path, sixteen: Path) -> dict[str, list[numpy.ndarray]]:
+    """What unmodified diffusers pipelines draw, two pictures each."""
+    own = zoo.EMBEDDED["emoji-sd3"]
+    common: dict[str, Any] = {
+        "prompt": FOX,
+        "num_images_per_prompt": 2,
+        "num_inference_steps": STEPS,
+        "guidance_scale": own.guidance_scale,
+        "max_sequence_length": own.max_sequence_length,
+    }
+    begin = {"image": [Image.open(picture).convert("RGB")] * 2, "strength": 0.75}
+    masked = {**begin, "mask_image": [Image.open(mask).convert("L")] * 2}
+    found = {}
+    for name, kind, more in (
+        ("image", diffusers.StableDiffusion3Img2ImgPipeline, begin),
+        ("mask", diffusers.StableDiffusion3InpaintPipeline, masked),
+        ("lora", diffusers.StableDiffusion3Pipeline, {}),
+    ):
+        pipe = kind.from_pretrained(sixteen if name == "mask" else zoo.path())
+        pipe.set_progress_bar_config(disable=True)
+        if name == "lora":
+            pipe.load_lora_weights(str(lora), adapter_name="own")
+            pipe.set_adapters("own", 0.5)
+        generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
+        if name == "mask":
+            # Of an embedded model the length is its own; of any other the pipeline's.
+            more = {**more, "max_sequence_length": 256}
+        images = pipe(**{**common, **more}, generator=generators).images
+        found[name] = [numpy.asarray(image.convert("RGB")).astype(int) for image in images]
+    assert not (found["image"][0] == found["lora"][0]).all()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("what", "config", "kind"),
+    [
+        ("image", ("--ulysses", "2"), "StableDiffusion3Img2ImgPipeline"),
+        ("mask", ("--cfg", "2"), "StableDiffusion3InpaintPipeline"),
+        ("lora", ("--tensor", "2"), "StableDiffusion3Pipeline"),
+        ("image", ("--tensor", "2"), "StableDiffusion3Img2ImgPipeline"),
+    ],
+)
+def test_pictures_are_those_of_one_device(what, config, kind, truth, picture, mask, lora, sixteen, tmp_path, capfd):
+    files: dict[str, list[Any]] = {
+        "image": ["--image", picture, "--strength", "0.75"],
+        "mask": ["--image", picture, "--strength", "0.75", "--mask", mask, "--model", sixteen],
+        "lora": ["--lora", f"{lora}:0.5"],
+    }
+    common = ["--steps", STEPS, "--seed", "3", "--num-images", "2", "--threads", "1", "--device", "cpu"]
+    common += ["--guidance", zoo.EMBEDDED["emoji-sd3"].guidance_scale]
+    assert run("generate", FOX, *files[what], *config, *common, "-o", tmp_path, "--json=full") == 0
+    result = json.loads(capfd.readouterr().out)
+    for found, expected in zip(result["pictures"], truth[what], strict=True):
+        assert abs(pixels(found["path"]) - expected).max() <= 1
+    receipt = read_receipt(result["pictures"][0]["path"])
+    assert receipt.pipeline == kind
+    assert [file.role for file in receipt.files] == (["image", "mask"] if what == "mask" else [what])
+    assert receipt.strength == (None if what == "lora" else 0.75)
+
+
+def test_replay_finds_the_files_again(truth, picture, lora, tmp_path, capfd):
+    """The same pixels on one device, from files that lie beside the picture by now; and sentences when they do not."""
+    moved = tmp_path / "moved"
+    shutil.copytree(lora, moved / "lora")
+    begin = shutil.copy(picture, moved / "begin.png")
+    asked = ["--image", begin, "--lora", f"{moved / 'lora'}:0.5", "--reproducible", "--ulysses", "2"]
+    common = ["--steps", STEPS, "--threads", "1", "--device", "cpu", "-o", tmp_path / "out", "--json"]
+    assert run("generate", FOX, *asked, *common) == 0
+    drawn = Path(json.loads(capfd.readouterr().out)["pictures"][0]["path"])
+    again = ["replay", drawn, "--devices", "1", "--out", tmp_path / "again"]
+    assert run(*again, "--json") == 0
+    result = json.loads(capfd.readouterr().out)
+    assert (result["promised"], result["equal"]) == (True, True)
+    shutil.copy(begin, drawn.parent)
+    Path(begin).unlink()
+    assert run(*again, "--json") == 0
+    assert json.loads(capfd.readouterr().out)["equal"]
+    (drawn.parent / "begin.png").write_bytes(b"something else")
+    assert run(*again) == 2
+    assert "begin.png' holds something else; put the old file there" in capfd.readouterr().err
+    (drawn.parent / "begin.png").unlink()
+    assert run(*again) == 2
+    assert "the receipt names the image" in (said := capfd.readouterr().err)
+    assert "is missing; put begin.png there, or beside the picture" in said
+
+
+# ---- what is refused
+
+
+@pytest.fixture(scope="module")
+def facts_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_tiny_sd3(tmp_path_factory.mktemp("model"))
+    copy = tmp_path_factory.mktemp("facts") / "model"
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.safetensors"))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--image", "NONE"], "is not there; give the name of a file"),
+        (["--image", "FOLDER"], "is a folder; give the name of a file"),
+        (["--image", "TEXT"], "is not a picture; give a PNG or JPEG"),
+        (["--image", "x" * 5000], "cannot be a file (File name too long)"),
+        (["--mask", "PICTURE"], "--mask needs --image as well"),
+        (["--ip-image", "PICTURE"], "--ip-image needs --ip-adapter as well"),
+        (["--strength", "0.5"], "--strength needs --image as well"),
+        (["--image", "PICTURE", "--strength", "1.5"], "strength 1.5 is not possible"),
+        (["--control", "PICTURE"], "takes no control_image (it takes prompt, "),
+        (["--lora", "NONE"], "is not there; give the name of a file"),
+        (["--lora", "LORA:big"], "the scale 'big' is not a number"),
+        (["--lora", "TEXT"], "is not a safetensors file"),
+        (["--lora", "OTHER"], "holds no LoRA (it has weight)"),
+        (["--lora", "EMPTY"], "holds no pytorch_lora_weights.safetensors and 0 other safetensors files"),
+        (["--ip-adapter", "LORA", "--ip-image", "PICTURE"], "holds no IP-Adapter"),
+        (["--variant", "../x"], "--variant '../x' is no part of a file's name"),
+        (["--offload", "model"], "these ranks run on the CPU; leave it out"),
+        (["--offload", "al"], "--offload 'al' is none of none, model, group, sequential"),
+        (["--seed", "-2"], "--seed -2 is not possible"),
+        (
+            ["--model", "emoji-dit-s", "--image", "PICTURE"],
+            "DiTPipeline takes no image (it takes class_labels",
+        ),
+    ],
+    ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else None,
+)
+def test_refused_in_one_sentence_before_ranks_start(
+    arguments, says, facts_only, picture, lora, tmp_path, capsys, monkeypatch
+):
+    from safetensors.torch import save_file
+
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr("ditmesh.launch.RankPool.__init__", start)
+    (tmp_path / "text").write_text("not a picture")
+    (tmp_path / "empty").mkdir()
+    save_file({"weight": torch.zeros(2)}, tmp_path / "other.safetensors")
+    names = {
+        "PICTURE": picture, "NONE": tmp_path / "none", "FOLDER": tmp_path, "TEXT": tmp_path / "text", "LORA": lora,
+        "LORA:big": f"{lora}:big", "OTHER": tmp_path / "other.safetensors", "EMPTY": tmp_path / "empty",
+    }  # fmt: skip
+    prompt = "red fox" if "emoji-dit-s" in arguments else FOX
+    if "emoji-dit-s" in arguments:
+        prompt = zoo.captions("emoji-dit-s")[0]
+    model = [] if "--model" in arguments else ["--model", facts_only]
+    arguments = [names.get(word, word) for word in arguments]
+    assert run("generate", prompt, *model, "--device", "cpu", "-o", tmp_path / "out", *arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("ditmesh: ")
+    assert says in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_an_adapter_that_fits_nothing_is_one_sentence(lora, tmp_path, capfd):
+    from safetensors.torch import save_file
+
+    # The layers of another model.
+    other = {"transformer.single_transformer_blocks.9.attn.to_q.lora_A.weight": torch.zeros(4, 8)}
+    other["transformer.single_transformer_blocks.9.attn.to_q.lora_B.weight"] = torch.zeros(8, 4)
+    save_file(other, tmp_path / "other.safetensors")
+    common = ["--steps", "1", "--threads", "1", "--device", "cpu", "-o", tmp_path]
+    assert run("generate", FOX, "--lora", tmp_path / "other.safetensors", *common) == 2
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("ditmesh:")]
+    assert len(said) == 1
+    assert "--lora" in said[0]
+
+
+# ---- words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--cfg", "3"), "cfg=3 share rows and branches of guidance, of which the model is asked for 2: 1 of 3 ranks"),
+        (("--cfg", "2", "--guidance", "1"), "of which the model is asked for 1: 1 of 2 ranks have nothing to do"),
+        (("--cfg", "2"), None),
+    ],
+    ids=["three for two branches", "no guidance", "all at work"],
+)
+def test_ranks_without_work_are_said(arguments, says, tmp_path, capfd):
+    assert run("generate", FOX, *arguments, "-s", "2", "--threads", "1", "--device", "cpu", "-o", tmp_path) == 0
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("ditmesh:")]
+    assert len(said) == (says is not None)
+    assert says is None or says in said[0]
+
+
+def test_json_is_short_and_a_random_seed_is_in_the_receipt(tmp_path, capfd):
+    common = ["generate", FOX, "-s", "1", "--threads", "1", "--device", "cpu", "--dtype", "bf16", "--seed", "-1"]
+    seeds = []
+    for number in range(2):
+        assert run(*common, "-o", tmp_path / str(number), "--json") == 0
+        said = capfd.readouterr().out
+        assert len(said.splitlines()) <= 25
+        (one,) = json.loads(said)["pictures"]
+        receipt = read_receipt(one["path"])
+        assert one["seed"] == receipt.seed
+        assert f"seed{receipt.seed}" in one["path"]
+        assert receipt.dtype == "bfloat16"
+        seeds.append(receipt.seed)
+    assert seeds[0] != seeds[1]
+
+
+def test_existing_pictures_stay_with_the_new_options(picture, tmp_path, capfd):
+    """Also the input itself, when it lies where pictures go under the name of one."""
+    mine = tmp_path / "0000-a-red-fox-seed0.png"
+    shutil.copy(picture, mine)
+    common = ["--steps", "2", "--threads", "1", "--device", "cpu", "-o", tmp_path, "--json"]
+    assert run("generate", FOX, "--image", mine, *common, "--overwrite") == 0
+    (one,) = json.loads(capfd.readouterr().out)["pictures"]
+    assert Path(one["path"]).name == "0000-a-red-fox-seed0-2.png"
+    assert mine.read_bytes() == picture.read_bytes()
+
+
+def test_compile_may_be_without_a_backend():
+    from ditmesh.cli.main import _plain
+
+    assert _plain(["generate", "--compile", "--steps", "1"]) == ["generate", "--compile", "inductor", "--steps", "1"]
+    assert _plain(["--compile", "eager", "fox"]) == ["--compile", "eager", "fox"]
+    assert _plain(["fox", "--compile"]) == ["fox", "--compile", "inductor"]
+
+
+def test_completion_and_mistyped_options(capsys, monkeypatch):
+    monkeypatch.setenv("_DITMESH_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "ditmesh generate --rep")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    run()
+    assert capsys.readouterr().out.split() == ["--reproducible"]
+    monkeypatch.delenv("_DITMESH_COMPLETE")
+    assert run("--help") == 0
+    assert "--install-completion" in capsys.readouterr().out
+    assert run("generate", FOX, "--stpes", "3") == 2
+    assert "--steps" in capsys.readouterr().err
+
+
+# ---- offloading
+
+
+@pytest.mark.parametrize("how", ["model", "group", "sequential"])
+def test_offloaded_components_compute_the_same(how, monkeypatch):
+    """On the CPU, where only the way there differs: the hooks, and what moves when."""
+    from ditmesh.generate.offload import offload
+
+    arguments: dict[str, Any] = {"prompt": FOX, "num_inference_steps": 2, "max_sequence_length": 16}
+    arguments["output_type"] = "np"
+    plain = diffusers.StableDiffusion3Pipeline.from_pretrained(zoo.path())
+    pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(zoo.path())
+    for one in (plain, pipe):
+        one.set_progress_bar_config(disable=True)
+    expected = plain(**arguments, generator=torch.Generator().manual_seed(0)).images
+    offload(pipe, how, torch.device("cpu"))
+    moved: list[tuple[str, str]] = []
+    for name in ("text_encoder", "vae", "transformer"):
+        module = getattr(pipe, name)
+        to = module.to
+
+        def note(device: Any, *, name: str = name, to: Any = to) -> Any:
+            moved.append((name, "away" if device == "cpu" else "there"))
+            return to(device)
+
+        monkeypatch.setattr(module, "to", note)
+    found = pipe(**arguments, generator=torch.Generator().manual_seed(0)).images
+    assert (found == expected).all()
+    assert not [name for name, _ in moved if name == "transformer"]
+    if how == "model":
+        there = [name for name, where in moved if where == "there"]
+        assert list(dict.fromkeys(there)) == ["text_encoder", "vae"]
+        # The text encoder has left when the transformer is called.
+        assert moved.index(("text_encoder", "away")) > moved.index(("text_encoder", "there"))
+        assert moved.index(("text_encoder", "away")) < moved.index(("vae", "there"))
+
+
+def test_a_receipt_that_names_strange_files_is_refused(picture, tmp_path, capsys):
+    from ditmesh.generate.receipt import Receipt, ReceiptFile
+
+    said = {"width": 64, "height": 64, "model": "emoji-sd3", "pipeline": "x", "dtype": "float32", "device": "cpu"}
+    said |= {"prompt": FOX, "seed": 0, "index": 0, "steps": 1, "guidance": 1.0, "devices": 1, "seconds": 1.0}
+    for role, words in (("image", "is missing"), ("program", "cannot be read (wrong: files.0.role)")):
+        strange = ReceiptFile.model_construct(role=role, path="/dev/zero", digest="0" * 64, scale=1.0)
+        receipt = Receipt(**said).model_copy(update={"files": [strange]})
+        path = write_png(Image.open(picture), tmp_path / "strange.png", receipt)
+        assert run("replay", path) == 2
+        assert words in capsys.readouterr().err
