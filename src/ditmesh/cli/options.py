@@ -176,7 +176,12 @@ class InputOptions:
 
         if self.variant is not None and not re.match(VARIANT, self.variant):
             raise InputError(f"--variant {self.variant!r} is no part of a file's name; write it as fp16")
-        pictures = {"image": self.image, "mask": self.mask, "control": self.control, "ip-image": self.ip_image}
+        pictures: dict[Any, str | None] = {
+            "image": self.image,
+            "mask": self.mask,
+            "control": self.control,
+            "ip-image": self.ip_image,
+        }
         files: list[Any] = [input_picture(role, path) for role, path in pictures.items() if path is not None]
         files += [adapter("lora", text) for text in self.lora or ()]
         files += [adapter("ip-adapter", self.ip_adapter)] if self.ip_adapter is not None else []

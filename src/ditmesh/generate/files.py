@@ -137,18 +137,13 @@ def _check_adapter(role: str, path: Path) -> None:
 
 def file_digest(path: str | Path) -> str:
     """SHA-256 of a file's bytes, in hexadecimal."""
+    state = hashlib.sha256()
     try:
         with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _hashed(file)
+            while part := file.read(1 << 20):
+                state.update(part)
     except OSError as error:
         raise InputError(f"cannot read {str(path)!r} ({error.strerror or error})") from None
-
-
-def _hashed(file: Any) -> str:
-    # Python 3.10
-    state = hashlib.sha256()
-    while part := file.read(1 << 20):
-        state.update(part)
     return state.hexdigest()
 
 
