@@ -99,7 +99,7 @@ def check(found: list[dict[str, Any]], name: str, form: str, config: str) -> dic
     return {"error": max(one["error"] for one in found)}
 
 
-@pytest.mark.parametrize(("name", "form"), ALWAYS, ids=" ".join)
+@pytest.mark.parametrize(("name", "form"), ALWAYS, ids=str)
 def test_right_or_refused(ranks, name, form):
     check(ranks(2).run(outcome, name, form, {"ulysses": 2}), name, form, "ulysses=2")
 
@@ -148,7 +148,7 @@ FORMS = [(name, form) for name, case in CASES.items() for form in case.calls]
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize(("name", "form"), FORMS, ids=" ".join)
+@pytest.mark.parametrize(("name", "form"), FORMS, ids=str)
 def test_every_form(ranks, name, form, config, record):
     record(name, form, config, check(ranks(2).run(outcome, name, form, CONFIGS[config]), name, form, config))
 

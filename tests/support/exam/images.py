@@ -382,7 +382,7 @@ def sd3_adapted() -> Any:
 
 
 # Perturbed attention guidance takes the rows of a call apart in some blocks.
-PERTURBED = {"tokens": "PAGCFGJointAttnProcessor2_0", "cfg=2": "run apart", "data=2": "run apart"}
+PERTURBED = {"tokens": "PAGCFGJointAttnProcessor2_0"}
 
 SD3 = {
     "StableDiffusion3Pipeline": Exam(sd3("StableDiffusion3Pipeline"), sd3_call()),
@@ -406,11 +406,6 @@ SD3 = {
     "StableDiffusion3ControlNetInpaintingPipeline": Exam(
         sd3("StableDiffusion3ControlNetInpaintingPipeline", controlnet=lambda: sd3_controlnet(1)),
         sd3_call(control_image=picture(), height=24, width=40, control_mask=hole()),
-    ),
-    "StableDiffusion3PAGPipeline": Exam(
-        sd3("StableDiffusion3PAGPipeline", pag_applied_layers=["blocks.1"]),
-        sd3_call(pag_scale=2.0),
-        refused=PERTURBED,
     ),
     "StableDiffusion3PAGImg2ImgPipeline": Exam(
         sd3("StableDiffusion3PAGImg2ImgPipeline", pag_applied_layers=["blocks.1"]),

@@ -1026,7 +1026,7 @@ EXAMS: dict[str, Exam] = {
         lambda: sd3(diffusers.StableDiffusion3PAGPipeline, pag_applied_layers=["transformer_blocks.1"]),
         latents(pooled),
         # Perturbed rows attend by themselves, and their text to all of the picture.
-        refused={"tokens": "transformer_blocks.1: attention call 2"},
+        refused={"tokens": "PAGCFGJointAttnProcessor2_0"},
     ),
     "AmusedPipeline": Exam(
         amused, latents(lambda p: {"prompt": prompts_of(p), "height": 96, "width": 96, "generator": generators(p)[0]})
