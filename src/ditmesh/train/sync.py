@@ -58,7 +58,8 @@ class GradientSync:
             return
         from torch.distributed.fsdp import fully_shard
 
-        shards = DeviceMesh.from_group(group, mesh.device.type)
+        # torch remembers device meshes by ranks and names, and the groups of an earlier run are gone.
+        shards = DeviceMesh.from_group(group, mesh.device.type, mesh_dim_names=(f"gradients-{group.group_name}",))
         for blocks in self.transformer.children():
             for block in blocks if isinstance(blocks, nn.ModuleList) else ():
                 fully_shard(block, mesh=shards)

@@ -1,0 +1,244 @@
+"""Training runs: the same curve on any ranks, exact resumption, and what is left when something fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import diffusers
+import pytest
+from safetensors.torch import load_file
+
+import ditmesh
+from ditmesh.train import TrainConfig
+from ditmesh.train.checkpoint import broken
+from ditmesh.train.logs import read_log
+from ditmesh.train.trainer import Trainer
+from ditmesh.zoo import path as find
+from support.train import emoji, folder_of, settings
+
+SD3, DIT = "emoji-sd3", "emoji-dit-s"
+
+
+def pipeline(name=SD3):
+    pipe = diffusers.DiffusionPipeline.from_pretrained(find(name))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def losses_of(given, steps=None):
+    """Losses by step, and the trained weights' sum of every rank, of one run."""
+    config = TrainConfig.read(given)
+    pipe = pipeline(config.pretrained_model_name_or_path)
+    with Trainer(config, pipe, timeout=100.0) as trainer:
+        outcome = trainer.run(until=steps)
+    return outcome.losses, outcome.skipped
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return folder_of(tmp_path_factory.mktemp("data"), 6)
+
+
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory):
+    """The curve of one rank with global batches of 4."""
+    given = settings(data, tmp_path_factory.mktemp("alone"), global_batch_size=4)
+    return losses_of(given)[0]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"parallel": {"ulysses": 2}},
+        {"parallel": {"data": 2}},
+        {"parallel": {"data": 2}, "sharding": "ddp", "gradient_checkpointing": True},
+        {"parallel": {"ring": 2}, "sharding": "fsdp"},
+        {"parallel": {"tensor": 2}},
+    ],
+    ids=str,
+)
+def test_ranks_learn_as_one_device(ranks, data, alone, tmp_path, more):
+    given = settings(data, tmp_path, global_batch_size=4, **more)
+    for losses, _ in ranks(2).run(losses_of, given):
+        assert losses.keys() == alone.keys()
+        assert max(abs(losses[step] / alone[step] - 1) for step in alone) <= 1e-3
+    assert broken(tmp_path / "checkpoint-4") is None
+
+
+def test_what_two_ranks_saved_one_goes_on_with(ranks, data, alone, tmp_path):
+    """And four ranks with what one has saved."""
+    given = settings(data, tmp_path, global_batch_size=4)
+    ranks(2).run(losses_of, {**given, "parallel": {"ring": 2}, "sharding": "fsdp"}, 2)
+    on = {**given, "resume_from_checkpoint": "latest"}
+    found, _ = losses_of(on, 3)
+    last, *_ = ranks(4).run(losses_of, {**on, "parallel": {"data": 2, "tensor": 2}})
+    found |= last[0]
+    assert sorted(found) == [2, 3]
+    assert all(abs(found[step] / alone[step] - 1) <= 1e-3 for step in found)
+    assert [row["step"] for row in read_log(tmp_path / "loss.csv")] == [0, 1, 2, 3]
+
+
+def test_a_run_that_stopped_goes_on_to_the_bit(data, tmp_path):
+    given = settings(data, tmp_path / "a", use_ema=True, random_flip=True, proportion_empty_prompts=0.3)
+    given |= {"lr_scheduler": "cosine", "lr_warmup_steps": 2}
+    whole, _ = losses_of(given)
+    parted = {**given, "output_dir": str(tmp_path / "b")}
+    first, _ = losses_of(parted, 2)
+    second, _ = losses_of({**parted, "resume_from_checkpoint": "latest"})
+    assert first | second == whole
+
+
+@pytest.mark.parametrize("objective", [SD3, DIT])
+def test_something_is_learned(data, tmp_path, objective):
+    """Two pictures, from noise: the loss falls to a fraction."""
+    few = folder_of(tmp_path / "few", 2)
+    given = settings(few, tmp_path / "out", pretrained_model_name_or_path=objective, train_batch_size=4)
+    given |= {"max_train_steps": 25, "learning_rate": 2e-3, "from_scratch": True, "train_batch_size": 2}
+    losses, _ = losses_of(given)
+    values = [losses[step] for step in sorted(losses)]
+    assert sum(values[-5:]) < 0.75 * sum(values[:5])
+
+
+def test_a_corrupt_file_is_named_and_skipped(tmp_path):
+    data = folder_of(tmp_path / "data", 4)
+    whole = (data / "002.png").read_bytes()
+    # Its header is whole, so that only decoding finds out.
+    (data / "002.png").write_bytes(whole[: len(whole) // 2])
+    (data / "003.png").write_bytes(b"")
+    for more in ({}, {"cache_dir": str(tmp_path / "cache")}):
+        _, skipped = losses_of(settings(data, tmp_path / "out", **more))
+        assert [one.split()[0] for one in skipped] == ["003.png", "002.png"]
+
+
+def test_the_cache_changes_nothing(data, alone, tmp_path):
+    given = settings(data, tmp_path, global_batch_size=4, cache_dir=str(tmp_path / "cache"))
+    first, again = losses_of(given)[0], losses_of(given)[0]
+    assert first == again
+    assert all(abs(first[step] / alone[step] - 1) <= 1e-4 for step in alone)
+
+
+def test_the_newest_checkpoint_is_truncated(data, tmp_path, caplog):
+    given = settings(data, tmp_path, checkpointing_steps=2)
+    whole, _ = losses_of(given)
+    newest = next((tmp_path / "checkpoint-4").glob("*.distcp"))
+    newest.write_bytes(newest.read_bytes()[:-100])
+    on, _ = losses_of({**given, "resume_from_checkpoint": "latest"})
+    assert on == {step: whole[step] for step in (2, 3)}
+    assert str(newest) in caplog.text
+    newest.unlink()
+    with pytest.raises(ditmesh.InputError, match="is missing"):
+        losses_of({**given, "resume_from_checkpoint": "checkpoint-4"})
+
+
+FULL = """
+import resource, sys
+from test_train import losses_of
+import json
+# Files may not grow beyond 1 MiB, as on a disk that is full: Python gets an OSError.
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+losses, _ = losses_of(json.loads(sys.argv[1]))
+print(json.dumps(losses))
+"""
+
+
+def test_a_full_disk_while_saving_loses_nothing(data, tmp_path):
+    given = settings(data, tmp_path, checkpointing_steps=2)
+    losses_of(given, 2)
+    before = (tmp_path / "checkpoint-2" / "manifest.json").read_bytes()
+    on = {**given, "resume_from_checkpoint": "latest"}
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, json.dumps(on)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    # Training went on to its end, and says what could not be written.
+    assert [int(step) for step in json.loads(done.stdout.splitlines()[-1])] == [2, 3]
+    assert ".checkpoint-4.part" in done.stderr
+    assert "File too large" in done.stderr
+    assert broken(tmp_path / "checkpoint-2") is None
+    assert (tmp_path / "checkpoint-2" / "manifest.json").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == ["checkpoint-2"]
+
+
+def test_kill_9_of_a_rank(data, tmp_path):
+    """The job ends with a sentence; what was saved is whole, and the run goes on from there."""
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(settings(data, tmp_path / "out", max_train_steps=400, checkpointing_steps=2)))
+    command = [sys.executable, "-m", "ditmesh", "train", str(file), "--data", "2", "--threads", "1", "--device", "cpu"]
+    job = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    limit = time.monotonic() + 100
+    while not list((tmp_path / "out").glob("checkpoint-*")) and time.monotonic() < limit and job.poll() is None:
+        time.sleep(0.05)
+    children = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(job.pid)], capture_output=True, text=True)
+    everyone = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True).stdout.splitlines()
+    assert children.stdout
+    family, grown = {job.pid}, True
+    while grown:
+        more = {int(line.split()[0]) for line in everyone if int(line.split()[1]) in family} - family
+        family |= more
+        grown = bool(more)
+
+    # The ranks are the ones that have used most time.
+    def cpu(pid):
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+            return int(fields[11]) + int(fields[12])
+        except OSError:
+            return 0
+
+    victim = max(family - {job.pid}, key=cpu)
+    os.kill(victim, signal.SIGKILL)
+    _, said = job.communicate(timeout=60)
+    assert job.returncode == 1
+    assert "rank" in said
+    newest = max((int(path.name.split("-")[1]) for path in (tmp_path / "out").glob("checkpoint-*")), default=0)
+    assert newest
+    assert broken(tmp_path / "out" / f"checkpoint-{newest}") is None
+
+
+def test_the_command_trains_and_exports(data, tmp_path):
+    """What comes out is a pipeline that diffusers loads; LoRA weights too."""
+    file = tmp_path / "run.yaml"
+    given = settings(data, tmp_path / "out", max_train_steps=2, validation_steps=2, validation_inference_steps=2)
+    given |= {"validation_prompts": [emoji(1)[0][0]], "use_ema": True, "guidance_scale": 2.0}
+    file.write_text(json.dumps(given))
+    base = [sys.executable, "-m", "ditmesh", "train", str(file), "--threads", "1", "--device", "cpu", "--json"]
+    done = subprocess.run([*base, "--ulysses", "2"], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["step"] == 2
+    assert said["nearest"] in (0.0, 1.0)
+    assert {path.name for path in (tmp_path / "out" / "validation").iterdir()} == {"step-2-0.png"}
+    trained = diffusers.DiffusionPipeline.from_pretrained(said["pipeline"])
+    before = load_file(find(SD3) / "transformer" / "diffusion_pytorch_model.safetensors")
+    moved = [float((v - before[k]).abs().max()) for k, v in trained.transformer.state_dict().items() if k in before]
+    assert 0 < max(moved) < 0.1
+    assert "trained with ditmesh for 2 steps" in (Path(said["pipeline"]) / "README.md").read_text()
+    more = ["--set", "lora.rank=2", "--set", "validation_prompts=[]", "--set", f"output_dir={tmp_path / 'lora'}"]
+    done = subprocess.run([*base, *more, "--data", "1"], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    pipe = pipeline()
+    pipe.load_lora_weights(json.loads(done.stdout)["pipeline"])
+    assert pipe.get_active_adapters()
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"parallel": {"ring": 2, "exchange": "displaced"}}, "cannot be trained"),
+        ({"train_modules": ["transformer", "text_encoder"], "sharding": "fsdp", "parallel": {"data": 2}}, "sharding"),
+        ({"train_modules": ["transformer", "unet"]}, "has no module 'unet'"),
+        ({"snr_gamma": 5.0}, "snr_gamma"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_trained_is_said(ranks, data, tmp_path, more, said):
+    world = ditmesh.ParallelConfig(**more.get("parallel", {})).world_size
+    with pytest.raises(ditmesh.DitmeshError) as error:
+        ranks(world).run(losses_of, settings(data, tmp_path, **more))
+    assert said in str(error.value)
