@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -13,7 +12,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .errors import ConfigError, warn_renamed
+from .errors import ConfigError, did_you_mean, warn_renamed
 from .staleness.policy import forms as warmup_forms
 from .staleness.policy import parse as parse_warmup
 
@@ -69,12 +68,6 @@ def current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
         if old in settings:
             warn_renamed(old, new)
     return {RENAMED.get(name, name): value for name, value in settings.items()}
-
-
-def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """``"; did you mean 'ulysses'?"`` when one of ``words`` is nearly ``word``, else nothing."""
-    near = difflib.get_close_matches(word, list(words), 1, 0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 class ParallelConfig(BaseModel):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 import warnings
+from collections.abc import Iterable
 
 
 class DitmeshError(Exception):
@@ -69,3 +71,9 @@ def warn_renamed(old: str, new: str) -> None:
     warnings.warn(
         f"{old!r} is called {new!r} now; the old name goes with the next release", DeprecationWarning, stacklevel=level
     )
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """``"; did you mean 'ulysses'?"`` when one of ``words`` is nearly ``word``, else nothing."""
+    near = difflib.get_close_matches(word, list(words), 1, 0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""

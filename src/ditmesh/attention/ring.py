@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..comm import Link, Transfer
-from ..comm.autograd import tracked
+from ..core.values import tracked
 from .kernels import attend_backward, attend_with_lse, merge_
 
 

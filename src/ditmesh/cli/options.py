@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 
 import typer
 
-from ..config import RENAMED, ParallelConfig, current_names, did_you_mean, setting
-from ..errors import ConfigError, InputError
+from ..config import RENAMED, ParallelConfig, current_names, setting
+from ..errors import ConfigError, InputError, did_you_mean
 
 picture_option = functools.partial(typer.Option, rich_help_panel="Pictures")
 rank_option = functools.partial(typer.Option, rich_help_panel="Ranks")

@@ -22,12 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..core.group import ExchangeGroup, Group
+from ..core.values import tracked
 from .link import Link
-
-
-def tracked(*tensors: Tensor) -> bool:
-    """Whether torch records what is computed of some tensors."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def all_to_all(

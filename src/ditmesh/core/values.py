@@ -111,3 +111,8 @@ def _opaque(tensor: Tensor) -> bool:
 def _unwritten(one: Seen) -> bool:
     """Whether the tensor still holds what was seen."""
     return version_of(one.value) in (None, one.key[-1])
+
+
+def tracked(*tensors: Tensor) -> bool:
+    """Whether torch records what is computed of some tensors."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from ..comm import Link
-from ..comm.autograd import all_gather, tracked
+from ..comm.autograd import all_gather
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.alignment import ALIGNMENT
@@ -28,7 +28,7 @@ from ..core.arguments import MISSING, Arguments, covers, parameter_names
 from ..core.clock import Call, CallClock, timestep_of
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch, Proceed
-from ..core.values import Seen, seen
+from ..core.values import Seen, seen, tracked
 from ..errors import ConfigError, InputError, LayoutError
 from ..layout.forms import holds_tensors, kind_of
 from .base import Context, ParallelModel, Request, Strategy

@@ -7,16 +7,19 @@ of digests says what all of it is.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -61,8 +64,9 @@ class Checkpoints:
         self._mesh.world.all_gather_object(None)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            save(state, checkpoint_id=part, no_dist=self._mesh.world_size == 1)
-        except Exception as error:
+            with _one_process_is_meant():
+                save(state, checkpoint_id=part, no_dist=self._mesh.world_size == 1)
+        except (Exception, CheckpointException) as error:
             problem = f"{part} cannot be written ({_cause(error)})"
         problem = self._first(problem)
         if problem is None:
@@ -131,8 +135,16 @@ class Checkpoints:
         Returns:
             The optimizer steps it had done.
         """
-        load(state, checkpoint_id=folder, no_dist=self._mesh.world_size == 1)
+        with _one_process_is_meant():
+            load(state, checkpoint_id=folder, no_dist=self._mesh.world_size == 1)
         return int(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["step"])
+
+
+@contextlib.contextmanager
+def _one_process_is_meant() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
 
 
 def broken(folder: Path) -> str | None:
@@ -167,10 +179,11 @@ def _digests(folder: Path) -> dict[str, str]:
 
 def _cause(error: BaseException) -> str:
     """The operating system's own words where there are any."""
+    if isinstance(error, CheckpointException):
+        # It is no Exception, and holds what ranks have raised.
+        error = next(iter(error.failures.values()))[0]
     seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError):
-            break
+    while seen is not None and not isinstance(seen, OSError):
         seen = seen.__cause__ or seen.__context__
     said = str(seen or error).strip()
     return said.splitlines()[-1] if said else type(error).__name__

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from ..config import ParallelConfig, did_you_mean
-from ..errors import ConfigError
+from ..config import ParallelConfig
+from ..errors import ConfigError, did_you_mean
 
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]

@@ -358,8 +358,8 @@ class Trainer:
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
         self._rate.last_epoch = self.step
-        for group, rate in zip(self.optimizer.param_groups, self._rate.get_lr(), strict=True):
-            group["lr"] = rate
+        for group, factor in zip(self.optimizer.param_groups, self._rate.lr_lambdas, strict=True):
+            group["lr"] = group["initial_lr"] * factor(self.step)
 
     def close(self) -> None:
         """Take everything off the pipeline again; its weights stay trained. Collective."""

@@ -14,9 +14,8 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ...comm.autograd import tracked
-from ...config import did_you_mean
-from ...errors import ConfigError, LayoutError
+from ...core.values import tracked
+from ...errors import ConfigError, LayoutError, did_you_mean
 from .backends import Backend, backend_kernel, backends_of, known
 from .builtin import Math, Native
 from .lse import attend_backward, attend_with_lse, attend_with_lse_reference, merge_
