@@ -91,7 +91,7 @@ def interrupts_end() -> None:
 
 @contextlib.contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Let SIGINT, SIGTERM and SIGALRM act when what is inside is done, not between a thing's making and its being noted.
+    """Let SIGINT, SIGTERM, SIGALRM act when what is inside is done, not between a thing's making and its being noted.
 
     For moments only. Outside the main thread nothing waits: signals act there alone.
     """
