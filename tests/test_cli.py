@@ -254,6 +254,48 @@ except KeyboardInterrupt:
     assert out == f"stopped {swallowed == 'by an import'}\n"
 
 
+def test_an_interrupt_that_is_late_waits_as_well(tmp_path: Path) -> None:
+    """It came during an import, and its alarm goes off between a thing's making and its being noted."""
+    (tmp_path / "slow.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    code = """
+import sys, time
+from ditmesh.launch import interrupts_end, interrupts_raise
+from ditmesh.launch.processes import interrupts_wait
+
+interrupts_raise()
+sys.path.insert(0, sys.argv[1])
+noted = False
+try:
+    with interrupts_wait():
+        import slow
+        time.sleep(0.5)
+        noted = True
+    time.sleep(10)
+except KeyboardInterrupt:
+    interrupts_end()
+    print("stopped", noted)
+noted = False
+interrupts_raise()
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+interrupts_raise()
+del sys.modules["slow"]
+try:
+    import slow
+    with interrupts_wait():
+        time.sleep(0.5)
+        noted = True
+    time.sleep(10)
+except KeyboardInterrupt:
+    interrupts_end()
+    print("stopped", noted)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    owner = processes.interruptible(command, {**os.environ, "PYTHONPATH": TEST_PATH})
+    out, said = owner.communicate(timeout=60)
+    assert (out, said) == ("stopped True\nstopped True\n", "")
+
+
 def test_ctrl_c_before_the_command_is_imported() -> None:
     code = "import os, signal, sys, types\nimport ditmesh.__main__ as command\n"
     code += "assert 'ditmesh.config' not in sys.modules and 'ditmesh.cli.main' not in sys.modules\n"

@@ -257,11 +257,15 @@ def short(result: dict[str, Any]) -> dict[str, Any]:
     """The result without what is the same in all pictures, and in their files: see --json-full."""
     from ..config import ParallelConfig
 
-    keys = ("path", "prompt", "seed", "together", "place")
+    # Restarts only where there were any.
+    always, sometimes = ("path", "prompt", "seed", "together", "place"), ("restarts",)
     settings = ParallelConfig(**result["config"]).model_dump(mode="json", exclude_defaults=True)
     return {
         **result,
-        "pictures": [{key: picture[key] for key in keys} for picture in result["pictures"]],
+        "pictures": [
+            {key: picture[key] for key in (*always, *sometimes) if key in always or picture[key]}
+            for picture in result["pictures"]
+        ],
         "config": settings,
     }
 

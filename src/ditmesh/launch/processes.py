@@ -91,7 +91,7 @@ def interrupts_end() -> None:
 
 @contextlib.contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Let SIGINT and SIGTERM act when what is inside is done, not between a thing's making and its being noted.
+    """Let SIGINT, SIGTERM, SIGALRM act when what is inside is done, not between a thing's making and its being noted.
 
     For moments only. Outside the main thread nothing waits: signals act there alone.
     """
@@ -99,7 +99,8 @@ def interrupts_wait() -> Iterator[None]:
     before: dict[int, Any] = {}
     try:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            # An interrupt that came during an import is raised by the alarm.
+            for number in filter(None, (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGALRM", None))):
                 # Programs inherit that a signal is ignored; and a handler that is not Python's cannot be put back.
                 if (handler := signal.getsignal(number)) not in (signal.SIG_IGN, None):
                     before[number] = handler
