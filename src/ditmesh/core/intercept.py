@@ -52,6 +52,10 @@ class AttentionHandler(Protocol):
         """A call was answered by somebody's function mode, without attention (guidance by perturbed attention)."""
 
 
+class Observer:
+    """Base of a handler that only notes what attention is asked, while a layout is derived."""
+
+
 # The attention of torch itself, whatever stands in its place, now or when this module was imported.
 sdpa: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention  # type: ignore[attr-defined]
 
@@ -109,6 +113,10 @@ class _Interceptor:
         def attend(**call: Any) -> Any:
             compiling = torch.compiler.is_compiling()
             handler = _handler.get() if self.active and not compiling else None
+            mask = call.get("attn_mask")
+            if isinstance(handler, Observer) and mask is not None and not isinstance(mask, Tensor):
+                # What it cannot note is seen as any other module that mixes tokens.
+                handler = None
             if handler is None and not compiling:
                 return original(**call)
             taken = {name: call.pop(name, default) for name, default in _TAKEN.items()}

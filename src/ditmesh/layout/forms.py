@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..core.arguments import MISSING, Arguments
 from ..errors import LayoutError
-from .types import GIVEN, CallForm, Kind, TokenLayout
+from .types import GIVEN, CallForm, Kind, Region, TokenLayout
 
 WAY_OUT = "write a layout (see docs/layouts.md) and pass it as parallelize(..., layout=...)"
 
@@ -137,15 +137,21 @@ class Processors:
 
     Args:
         model: the transformer.
-        lists: paths of its block lists.
+        regions: its block lists. A module that a `Leaf` stands in for runs with any processor.
         present: whether the layout holds for those that are set now, too.
     """
 
-    def __init__(self, model: nn.Module, lists: Sequence[str], present: bool) -> None:
-        blocks = [block for path in lists for block in model.get_submodule(path).children()]
+    def __init__(self, model: nn.Module, regions: Sequence[Region], present: bool) -> None:
+        lists = [(region, block) for region in regions for block in model.get_submodule(region.blocks).children()]
+        blocks = [block for _, block in lists]
         known = (vars(sys.modules[kind.__module__]) for kind in {type(one) for one in (model, *blocks)})
         self._own = {value for names in known for value in names.values() if isinstance(value, type)}
-        self._attention = [part for block in blocks for part in block.modules() if hasattr(part, "processor")]
+        self._attention = [
+            part
+            for region, block in lists
+            for path, part in block.named_modules()
+            if hasattr(part, "processor") and path not in {leaf.module for leaf in region.leaves if leaf.processor}
+        ]
         if present:
             self._own |= {type(part.processor) for part in self._attention}
 

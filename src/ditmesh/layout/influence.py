@@ -56,7 +56,7 @@ class _Asked:
 Answer = Callable[[int, Tensor, Tensor, Tensor, Tensor | None, float | None], Tensor]
 
 
-class Listener:
+class Listener(intercept.Observer):
     """Attention handler that notes what it is asked."""
 
     def __init__(self, answer: Answer) -> None:

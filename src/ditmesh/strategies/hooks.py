@@ -199,7 +199,7 @@ class ModelHooks:
             self._of: dict[int, dict[str, BlockSite]] = {}
             self._sites = self._sites_of(layout)
             present = layout != layout_of(model)
-            processors = Processors(model, [region.blocks for region in layout.regions], present)
+            processors = Processors(model, layout.regions, present)
             self._forms = Forms(layout, self._derived, fixed, processors)
             for path, site in self._sites.items():
                 self._hook(model.get_submodule(path), site)

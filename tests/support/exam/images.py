@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cache, reduce
 from types import SimpleNamespace
 from typing import Any
@@ -408,7 +409,8 @@ SD3 = {
         sd3_call(control_image=picture(), height=24, width=40, control_mask=hole()),
     ),
     "StableDiffusion3PAGImg2ImgPipeline": Exam(
-        sd3("StableDiffusion3PAGImg2ImgPipeline", pag_applied_layers=["blocks.1"]),
+        # A refused call leaves its processors: not in the transformer of the others.
+        sd3("StableDiffusion3PAGImg2ImgPipeline", lambda: deepcopy(sd3_model()), pag_applied_layers=["blocks.1"]),
         joined(sd3_call(pag_scale=2.0, **STRENGTH), picture_each),
         refused=PERTURBED,
     ),

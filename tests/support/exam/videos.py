@@ -897,7 +897,7 @@ OTHERS: dict[str, Exam] = {
         diffusers.AnyFlowFARPipeline,
         "AnyFlowFARTransformer3DModel",
         # Another backend; and caches whose second dimension is the batch.
-        {"tokens": "flex", "cfg=2": "cannot be run apart", "data=2": "cannot be run apart"},
+        {"tokens": "queries", "cfg=2": "cannot be run apart", "data=2": "cannot be run apart"},
         num_frames=17,
         height=64,
         width=96,
