@@ -184,14 +184,17 @@ class BatchParallel:
             return []
         first, *others = step.calls
         main = [path for path in first if covers(self._names[0], path)]
-        # Latents are others in every step; some models are given their prompt first.
-        latents = any(path not in given or not self._clock.values.same(given[path], first[path]) for path in main)
         differences: list[dict[str, Any]] = [{}]
         for call in others:
             if call.keys() != first.keys():
                 return []
             differing = {path: one for path, one in call.items() if not self._clock.values.same(one, first[path])}
-            if not differing or any(path == _STATE or (latents and path in main) for path in differing):
+            if not differing or _STATE in differing:
+                return []
+            # Latents are others in every step; some models are given their prompt first.
+            if any(path in differing for path in main) and not all(
+                path in given and self._clock.values.same(given[path], first[path]) for path in main
+            ):
                 return []
             differences.append({path: one.value for path, one in differing.items()})
         return differences
