@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch import nn
@@ -58,7 +59,15 @@ def offloading(model: Any, kind: str) -> None:
     model.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type=kind, num_blocks_per_group=number)
 
 
+def offloaded(model, kind):
+    """As `enable_model_cpu_offload` and `enable_sequential_cpu_offload` do it, between the CPU and the CPU."""
+    hang = accelerate.cpu_offload if kind == "sequential" else accelerate.cpu_offload_with_hook
+    hang(model, execution_device=torch.device("cpu"))
+
+
 MADE = {
+    "accelerate model": offloaded,
+    "accelerate sequential": offloaded,
     "torchao int8": torchao,
     "torchao float8": torchao,
     "torchao int4": torchao,
@@ -91,7 +100,9 @@ def test_right_or_refused(ranks, name):
     for config in ({"ulysses": 2}, {"ring": 2}, {"data": 2}, {"cfg": 2}, {"pipe": 2}, {"tensor": 2}):
         for found, same in ranks(2).run(outcome, name, config):
             assert same, config
-            if package in ("torchao", "gguf") and "tensor" in config:
+            if name == "accelerate sequential" and not {"tensor", "pipe"}.isdisjoint(config):
+                assert "take off CPU offloading" in found
+            elif package in ("torchao", "gguf") and "tensor" in config:
                 assert "tensor parallelism cuts plain floating-point weights" in found
             else:
                 assert found <= TOLERANCE, (config, found)
@@ -116,3 +127,22 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused():
     model.compile(backend="eager")
     with pytest.raises(ditmesh.InputError, match=said):
         ditmesh.parallelize(model, {})
+
+
+@pytest.mark.parametrize("how", ["compile after", "blocks before", "blocks after"])
+def test_compiled_before_or_after(ranks, how):
+    for error in ranks(2).run(compiled, how):
+        assert error <= TOLERANCE
+
+
+def compiled(how):
+    model, given = copy.deepcopy(tiny("Flux")), inputs("Flux", RAGGED, masks=False)
+    truth = run(model, given)
+    if how == "blocks before":
+        model.compile_repeated_blocks(backend="eager")
+    with ditmesh.parallelized(model, {"ulysses": 2}):
+        if how == "compile after":
+            model.compile(backend="eager")
+        elif how == "blocks after":
+            model.compile_repeated_blocks(backend="eager")
+        return relative_error(run(model, given), truth)

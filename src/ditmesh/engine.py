@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -385,8 +386,7 @@ def parallelize(
         support.check(type(model).__name__, config)
     owns_mesh = mesh is None
     if mesh is None:
-        parameter = next(models[0].parameters(), None)
-        mesh = Mesh(config, None if parameter is None else parameter.device, timeout)
+        mesh = Mesh(config, _device_of(models[0]), timeout)
     elif mesh.config.degrees != config.degrees:
         raise ConfigError(f"the mesh is for {mesh.config.describe()}, the configuration for {config.describe()}")
     cuts_weights = config.tensor > 1 or config.pipe > 1
@@ -472,6 +472,21 @@ def _mark(owner: Any, engine: Any) -> Callable[[], None]:
     return partial(vars(owner).pop, ENGINE, None)
 
 
+def _device_of(model: nn.Module) -> torch.device | None:
+    """Where a transformer computes; its weights lie elsewhere between calls when they are offloaded."""
+    from diffusers.hooks.group_offloading import _get_group_onload_device
+
+    for module in model.modules():
+        # accelerate's hooks.
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    with suppress(ValueError):
+        return _get_group_onload_device(model)
+    parameter = next(model.parameters(), None)
+    return None if parameter is None else parameter.device
+
+
 def _given(layout: TokenLayout | None, model: nn.Module) -> TokenLayout | None:
     """A layout that was handed over; the reviewed one of the model's class is as if none was."""
     return layout if layout is None or layout == layout_of(model) else replace(layout, source=GIVEN)
@@ -541,8 +556,7 @@ def simulate(target: T, config: ConfigLike, *, layout: TokenLayout | None = None
         if given:
             raise ConfigError(f"{setting}={given!r} is not simulated; leave it out")
     models = denoisers(target)
-    parameter = next(models[0].parameters(), None)
-    mesh = virtual_mesh(config, "cpu" if parameter is None else parameter.device)
+    mesh = virtual_mesh(config, _device_of(models[0]) or "cpu")
     pairs = [(model, _given(layout, model) or find_layout(model)) for model in models]
     Engine(pairs, config, mesh, owns_mesh=False, recipe=SIMULATION).open(target)
     return target

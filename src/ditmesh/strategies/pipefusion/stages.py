@@ -434,6 +434,12 @@ class PipelineStages(PipeStrategy):
 
     @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
+        absent = next((path for path, p in model.named_parameters() if p.is_meta), None)
+        if absent is not None:
+            raise InputError(
+                f"{absent} is not loaded (it is on the meta device), so pipe={config.pipe} could not share it out; "
+                "take off CPU offloading, or load the model with ditmesh.load()"
+            )
         reason = None
         streams = [stream for region in layout.regions for stream in region.streams]
         if layout.alternating:
