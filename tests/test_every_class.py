@@ -37,12 +37,11 @@ ALWAYS = [
 
 # What is refused when tokens are cut: class (and form, or all of its forms), and what the sentence names.
 REFUSED = {
-    "AnyFlowFARTransformer3DModel chunks before": "flex",
+    "AnyFlowFARTransformer3DModel chunks before": "attention_mask",
     "AnyFlowFARTransformer3DModel chunk": "queries",
     "Flux2Transformer2DModel + caches": "kv_cache",
     "GlmImageTransformer2DModel edit": "kv_cache",
     "GlmImageTransformer2DModel image before": "kv_cache",
-    "Kandinsky5Transformer3DModel nabla": "flex",
     "MiniMaxMusic3RVQDepthDecoder": "is_causal",
     "QwenImage21Transformer2DModel": "transformer_blocks.0",
     "RFD4ProteinaTransformer": "transformer_layers.0",

@@ -444,38 +444,43 @@ def _batch(
 
 
 def _rows_hold(call: Mapping[str, Any], samples: int, found: _Rows, run: Callable[..., Any], output: Any) -> bool:
-    """Whether the last sample alone, cut out of the arguments as a guess has it, gives the last row of the result."""
-    if samples < 2:
-        return True
+    """Whether the last sample and the first, cut out of the arguments as a guess has it, give their rows."""
+    return samples < 2 or all(_row_holds(call, samples, n, found, run, output) for n in (samples - 1, 0))
+
+
+def _row_holds(
+    call: Mapping[str, Any], samples: int, number: int, found: _Rows, run: Callable[..., Any], output: Any
+) -> bool:
     arguments = Arguments((), (), fresh(dict(call)))
     dims = dict(found.batched)
     for name in found.listed:
-        arguments.set(name, arguments.get(name)[-1:])
+        arguments.set(name, arguments.get(name)[number : number + 1])
     for path, value in Arguments((), (), dict(call)).leaves():
         if not isinstance(value, Tensor) or not value.dim():
             continue
         if path in dims:
-            arguments.set(path, value.narrow(dims[path], samples - 1, 1))
+            arguments.set(path, value.narrow(dims[path], number, 1))
         elif not any(covers(name, path) for name in (*found.unbatched, *found.listed)):
-            arguments.set(path, value[-(len(value) // samples) :])
+            each = len(value) // samples
+            arguments.set(path, value[number * each : (number + 1) * each])
     try:
         with torch.no_grad():
             alone = run(**arguments.kwargs)
     except Exception as error:
         why(error)
         return False
-    pairs = list(zip(_last_row(output), _last_row(alone), strict=False))
+    pairs = list(zip(_row(output, number), _row(alone, 0), strict=False))
     return all(a.shape == b.shape and off_by(b, a) <= tolerance(a) for a, b in pairs)
 
 
-def _last_row(output: Any) -> list[Tensor]:
-    """The last sample of every tensor of a result; of a list, which has an item per sample, its last item."""
+def _row(output: Any, number: int) -> list[Tensor]:
+    """One sample of every tensor of a result; of a list, which has an item per sample, that item."""
     if isinstance(output, Tensor):
-        return [output[-1:] if output.dim() else output]
+        return [output[number : number + 1] if output.dim() else output]
     if isinstance(output, list):
-        return [item for item in output[-1:] if isinstance(item, Tensor)]
+        return [item for item in output[number : number + 1] if isinstance(item, Tensor)]
     items = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
-    return [row for item in items for row in _last_row(item)]
+    return [row for item in items for row in _row(item, number)]
 
 
 def block_lists(model: nn.Module) -> list[str]:
