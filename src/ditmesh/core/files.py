@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Iterator
 from itertools import count
@@ -43,6 +44,19 @@ def written_whole(path: str | Path, replace: bool = True) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def digest_of_file(path: str | Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    state = hashlib.sha256()
+    with Path(path).open("rb") as file:
+        while part := file.read(1 << 20):
+            state.update(part)
+    return state.hexdigest()
 
 
 def free_names(path: str | Path, start: int = 1) -> Iterator[Path]:

@@ -11,6 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from ..core.files import digest_of_file
 from ..errors import InputError
 
 if TYPE_CHECKING:
@@ -136,15 +137,11 @@ def _check_adapter(role: str, path: Path) -> None:
 
 
 def file_digest(path: str | Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
-    state = hashlib.sha256()
+    """SHA-256 of a file's bytes, in hexadecimal, or a sentence why it cannot be read."""
     try:
-        with open(path, "rb") as file:
-            while part := file.read(1 << 20):
-                state.update(part)
+        return digest_of_file(path)
     except OSError as error:
         raise InputError(f"cannot read {str(path)!r} ({error.strerror or error})") from None
-    return state.hexdigest()
 
 
 def open_picture(file: InputFile) -> Image:

@@ -8,7 +8,6 @@ of digests says what all of it is.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..comm.mesh import Mesh
-from ..core.files import written_whole
+from ..core.files import digest_of_file, written_whole
 from ..errors import InputError
 
 MANIFEST = "manifest.json"
@@ -166,15 +165,8 @@ def broken(folder: Path) -> str | None:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    found = {}
-    for path in sorted(folder.iterdir()):
-        if path.name != MANIFEST and not path.name.endswith(".tmp"):
-            state = hashlib.sha256()
-            with path.open("rb") as file:
-                while piece := file.read(1 << 20):
-                    state.update(piece)
-            found[path.name] = state.hexdigest()
-    return found
+    files = (path for path in sorted(folder.iterdir()) if path.name != MANIFEST and not path.name.endswith(".tmp"))
+    return {path.name: digest_of_file(path) for path in files}
 
 
 def _cause(error: BaseException) -> str:

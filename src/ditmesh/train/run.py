@@ -18,7 +18,7 @@ from ..generate.run import device_of_rank
 from ..zoo.references import nearest, shrink
 from .config import TrainConfig
 from .samples import pixels
-from .trainer import Progress, Trainer
+from .trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +175,3 @@ def _export(
         "",
     ]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
-
-
-__all__ = ["Progress", "train"]

@@ -7,7 +7,7 @@ Data and sequence ranks hold the same weights and each a part of their gradient:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -46,7 +46,6 @@ class GradientSync:
         self.transformer: nn.Module = (
             modules["transformer"] if "transformer" in modules else next(iter(modules.values()))
         )
-        self._undo = ExitStack()
         if self._kind == "none" or group is None:
             return
         if list(modules) != ["transformer"]:
@@ -102,10 +101,6 @@ class GradientSync:
         if most:
             torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
         return float(norm)
-
-    def close(self) -> None:
-        """Take it off again; shards stay shards."""
-        self._undo.close()
 
 
 def _norm(parameters: list[nn.Parameter]) -> Tensor:
@@ -170,11 +165,3 @@ class TensorSlicesOf:
             else:
                 changed[name] = change(name, value) if isinstance(value, Tensor) else value
         return changed
-
-    @property
-    def any(self) -> bool:
-        """Whether anything is cut."""
-        return bool(self._cuts)
-
-
-__all__ = ["GradientSync", "TensorSlicesOf"]

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ..comm.mesh import DEFAULT_DEADLINE, Mesh
 from ..engine import parallelize, restore
-from ..errors import ConfigError, DitmeshError
+from ..errors import ConfigError
 from .checkpoint import Checkpoints
 from .config import TrainConfig
 from .encoded import EncodedSamples
@@ -377,6 +377,3 @@ def _reinitialise(model: nn.Module) -> None:
     config = cast(Any, model).config
     fresh = cast(Any, type(model)).from_config(config)
     model.load_state_dict(fresh.state_dict())
-
-
-__all__ = ["DitmeshError", "Outcome", "Progress", "Trainer"]
