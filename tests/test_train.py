@@ -154,7 +154,12 @@ def test_a_full_disk_while_saving_loses_nothing(data, tmp_path):
     before = (tmp_path / "checkpoint-2" / "manifest.json").read_bytes()
     on = {**given, "resume_from_checkpoint": "latest"}
     done = subprocess.run(
-        [sys.executable, "-c", FULL, json.dumps(on)], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", FULL, json.dumps(on)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     # Training went on to its end, and says what could not be written.
