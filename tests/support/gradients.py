@@ -21,8 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 import ditmesh
 from ditmesh.attention import kernels
+from ditmesh.core.digests import digest, tensor_digest
 from ditmesh.core.intercept import sdpa
 from ditmesh.layout.conventions import Size
+from ditmesh.strategies.determinism import deterministic
 from ditmesh.strategies.tensor.parallel import TensorParallel, _adapter_parameters, _base_parameters
 from ditmesh.train import reduce_gradients
 from support import lora
@@ -329,3 +331,39 @@ def whole_model_again(config: dict[str, Any]) -> tuple[float, str]:
         reduce_gradients(model, ditmesh.engine_of(model).mesh, [arguments[leaf] for leaf in LEAVES])
         failed = ditmesh.engine_of(model).mesh.failed
     return (float("inf"), "failed") if failed else error(collected(model, arguments), truth)
+
+
+def ordered_step(name: str, config: dict[str, Any], size: str = "B=2 ragged") -> dict[str, tuple[tuple[float, str], dict[str, str]]]:
+    """Gradients in reproducible mode: their worst error against the unmodified model, and digests of their bits.
+
+    Of two calls under way, without activation checkpointing and with it after a forward without gradients.
+    """
+    model = copy.deepcopy(tiny(name))
+    shapes = [sizes(name)[size], sizes(name)["B=1"]]
+    truths = [gradients(model, fresh(name, shape, torch.float32, seed)) for seed, shape in enumerate(shapes)]
+    found = {}
+    with ditmesh.parallelized(model, {**config, "reproducible": True, "inputs": "per-data-rank"}):
+        mesh = ditmesh.engine_of(model).mesh
+
+        def finished(what: str, truth: dict[str, Tensor], call: dict[str, Any]) -> None:
+            gradients = collected(model, call)
+            found[what] = error(gradients, truth), {key: tensor_digest(g) for key, g in gradients.items()}
+            model.zero_grad(set_to_none=True)
+
+        with deterministic("cpu"):
+            model.zero_grad(set_to_none=True)
+            for checkpointing in (False, True):
+                arguments, other = (fresh(name, shape, torch.float32, seed) for seed, shape in enumerate(shapes))
+                if checkpointing:
+                    model.enable_gradient_checkpointing()
+                    with torch.no_grad():
+                        model(**arguments)
+                calls = [(arguments, truths[0]), (other, truths[1])]
+                losses = [loss_of(model, call) for call, _ in calls]
+                found[f"losses, checkpointing={checkpointing}"] = (0.0, ""), {"loss": str([l.item().hex() for l in losses])}
+                for what, loss, (call, truth) in zip(("one call", "the other call"), losses, calls, strict=True):
+                    loss.backward()
+                    reduce_gradients(model, mesh)
+                    finished(f"{what}, checkpointing={checkpointing}", truth, call)
+            model.disable_gradient_checkpointing()
+    return found

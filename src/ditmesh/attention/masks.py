@@ -40,6 +40,12 @@ def _outer(mask: Tensor, tokens: Partition, link: Group, ranks: range) -> Tensor
     return product(tokens.take(whole, 3, ranks), whole)
 
 
+def gathered_rows(mask: Tensor, queries: Partition, link: Group) -> Tensor:
+    """A mask of this rank's queries (dimension 2 of 4) as one of all ranks' queries, in the order of one device."""
+    lengths = queries.lengths
+    return queries.join(link.all_gather(mask.contiguous(), lengths, 2).split(lengths, 2), 2)
+
+
 def whole_keys(mask: Tensor, keys: Partition, link: Group) -> Tensor:
     """A mask over all keys, in the order one device has them.
 

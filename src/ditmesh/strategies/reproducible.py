@@ -23,16 +23,21 @@ from torch import Tensor, nn
 from ..attention import masks
 from ..attention.kernels import LocalAttention
 from ..attention.mixer import Tiles
+from ..comm import Link
+from ..comm.autograd import gather_features
 from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.alignment import ALIGNMENT, aligned
 from ..core.arguments import Arguments, parameter_names
 from ..core.partition import Partition, even_cut, offsets, weighted_cut
 from ..core.patching import Patch
+from ..core.values import tracked
 from ..errors import ConfigError, LayoutError
 from ..layout import Region, Stream, TokenLayout
-from .hooks import BlockSite
+from . import tiled_gradients as tiled
+from .hooks import BlockSite, requires_grad
 from .sequence import ExactSequence, SequenceParallel, counted_here, only, replicated, result_of, shared, with_result
+from .tiled_gradients import AttentionOfTiles, TileWeights, WeightGradients
 from .virtual import ask, run_together
 
 # How many attention calls of the block in progress the tile has made; -1 outside of a block. Every coroutine has a
@@ -74,6 +79,8 @@ class _Tiles:
     cuts: dict[tuple[int, int, tuple[str, ...]], tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
     # stream -> what the latest block returned: as one tensor, its version, and tile by tile
     results: dict[str, tuple[Tensor, int, list[Tensor]]] = field(default_factory=dict)
+    # the weights of the block in progress, where gradients are to pass through it
+    weights: TileWeights | None = None
 
 
 class TiledSequence(SequenceParallel):
@@ -92,10 +99,23 @@ class TiledSequence(SequenceParallel):
         self.passive = False
         # Linears of the blocks that are known to get the same input for every tile, and those known not to.
         self._alike: dict[nn.Module, bool] = {}
+        # Tokens by rank -> the tiles that they are made of, for blocks that run again.
+        self._made_of: dict[Partition, tuple[Partition, list[range]]] = {}
+        self.weight_gradients = WeightGradients()
 
     @property
     def _tiles(self) -> _Tiles:
         return self._call.tiles
+
+    def begin_call(self) -> None:
+        super().begin_call()
+        self.weight_gradients.begin_call()
+
+    def resume(self, site: BlockSite, tokens: Partition) -> None:
+        super().resume(site, tokens)
+        if self._call.entered is not None:
+            by_tile, runs = self._made_of[tokens]
+            self._call.tiles = _Tiles(by_tile, by_tile.of(runs[self.link.rank]), runs)
 
     # --- where the tiles are --------------------------------------------------------------------------------
 
@@ -108,7 +128,9 @@ class TiledSequence(SequenceParallel):
         shares = weighted_cut(tokens.parts, self.balance.speeds)
         runs = [range(start, start + share) for start, share in zip(offsets(shares), shares, strict=True)]
         self._call.tiles = _Tiles(tokens, tokens.of(runs[self.link.rank]), runs)
-        return tokens.regroup(runs)
+        by_rank = tokens.regroup(runs)
+        self._made_of[by_rank] = tokens, runs
+        return by_rank
 
     def _main_shares(self, region: Region, tokens: int) -> tuple[int, ...]:
         super()._main_shares(region, tokens)
@@ -141,6 +163,23 @@ class TiledSequence(SequenceParallel):
             )
         return shared(stream, lengths)
 
+    def _cut(self, whole: Tensor, dim: int, tokens: tuple[str, ...], what: str, folded: bool = False) -> Tensor:
+        if not tracked(whole) or whole.shape[dim] == 1 or self.link.size == 1:
+            return super()._cut(whole, dim, tokens, what, folded)
+        streams = self._call.tokens.select(tokens)
+        key = (id(whole), dim, tokens)
+        if key not in self._call.cuts:
+            self._call.cuts[key] = (whole, tiled.cut(whole, streams, dim, self._sequence))
+        return self._call.cuts[key][1]
+
+    def _gather(self, value: Tensor, tokens: Partition, stream: Stream) -> Tensor:
+        # All ranks compute the same loss of what is gathered.
+        return gather_features(self._sequence, value, tokens.lengths, stream.dim)
+
+    @property
+    def _sequence(self) -> Link:
+        return self.mesh.sequence
+
     # --- a block, once for every tile ------------------------------------------------------------------------
 
     def wrap(self, site: BlockSite, block: nn.Module) -> Callable[[], None]:
@@ -150,7 +189,7 @@ class TiledSequence(SequenceParallel):
             if self._timing:
                 return restore.original(*args, **kwargs)
             # The layout of this call need not be that of the first.
-            return self._run_block(self._call.site or site, restore.original, Arguments(names, args, kwargs))
+            return self._run_block(self._call.site or site, block, restore.original, Arguments(names, args, kwargs))
 
         undo = ExitStack()
         restore = Patch(block, "forward", forward)
@@ -174,14 +213,23 @@ class TiledSequence(SequenceParallel):
         restore = Patch(linear, "forward", forward)
         return restore
 
-    def _run_block(self, site: BlockSite, forward: Callable[..., Any], arguments: Arguments) -> Any:
+    def _run_block(
+        self, site: BlockSite, block: nn.Module, forward: Callable[..., Any], arguments: Arguments
+    ) -> Any:
         here, region = self._tiles.here, site.region
+        recorded = requires_grad(block, arguments.args, arguments.kwargs)
         parts = [Arguments(arguments.names, tuple(arguments.args), arguments.kwargs) for _ in range(here.parts)]
+        if recorded:
+            self._check_recorded(site, block)
 
         def spread(path: str, pieces: Sequence[Any]) -> None:
             for part, piece in zip(parts, pieces, strict=True):
                 part.set(path, piece)
 
+        for path, value in arguments.leaves() if recorded else ():
+            # Of what has tokens, every tile is given its own below.
+            if isinstance(value, Tensor) and value.requires_grad:
+                spread(path, self._for_each(value))
         for stream in region.streams:
             value = arguments.get(stream.arg)
             if isinstance(value, Tensor):
@@ -214,31 +262,80 @@ class TiledSequence(SequenceParallel):
             self._call.attention_calls = _calls.get()
             return output
 
-        outputs = run_together([partial(run, part) for part in parts], self._meet)
-        output = outputs[0]
+        runs = [partial(run, part) for part in parts]
+        if not recorded:
+            return self._results(region, run_together(runs, self._meet))
+        own, numbers = self._tiles.runs[self.link.rank], tuple(self._tiles.runs)
+        weights = self._tiles.weights = TileWeights(block, own, numbers, self.weight_gradients)
+        try:
+            return self._results(region, run_together(runs, self._meet, weights.use))
+        finally:
+            weights.close()
+            self._tiles.weights = None
+
+    def _results(self, region: Region, outputs: list[Any]) -> Any:
+        """What a block returns, from what it has returned for every tile."""
+        here, output = self._tiles.here, outputs[0]
         for stream in region.streams:
             values = [result_of(one, stream) for one in outputs]
             if not isinstance(values[0], Tensor):
                 continue
             if not here.select((stream.name,)).replicated:
-                value = values[0] if here.parts == 1 else torch.cat(values, dim=stream.dim)
+                if tracked(*values):
+                    value = tiled.join(values, stream.dim)
+                else:
+                    value = values[0] if here.parts == 1 else torch.cat(values, dim=stream.dim)
                 output = with_result(output, stream, value)
                 self._tiles.results[stream.name] = (value, value._version, [aligned(part) for part in values])
             elif self._uneven and self.link.size > 1:
                 output = with_result(output, stream, self._of_first_tile(values[0], stream.dim))
         return output
 
+    def _check_recorded(self, site: BlockSite, block: nn.Module) -> None:
+        """Refuse a block whose gradients would depend on the number of ranks.
+
+        Raises:
+            ConfigError: naming what is in the way.
+        """
+        tokens = self._tiles.tokens
+        if tokens.replicated:
+            name = tokens.names[min(tokens.replicated)]
+            raise ConfigError(
+                f"reproducible=True cannot be trained with the {name} tokens whole on every rank: {site.path} has "
+                f"{tokens.totals[min(tokens.replicated)]} of them in {tokens.parts} tiles; use a longer {name}, fewer "
+                "tiles, or text='auto'"
+            )
+        dropping = [
+            name for name, one in block.named_modules() if isinstance(one, nn.Dropout) and one.training and one.p > 0
+        ]
+        if dropping:
+            raise ConfigError(
+                f"reproducible=True cannot be trained with dropout, which every tile draws anew: set {site.path}."
+                f"{dropping[0]}.p = 0"
+            )
+
+    def _for_each(self, value: Tensor) -> list[Tensor]:
+        """A tensor that all ranks have, for every tile: made once per list of blocks."""
+        site = self._call.site
+        assert site is not None
+        key = (id(value), -1, (site.region.blocks,))
+        if key not in self._tiles.cuts:
+            self._tiles.cuts[key] = (value, tiled.for_each(value, tuple(self._tiles.runs), self._sequence))
+        return self._tiles.cuts[key][1]
+
     def _split(self, part: Tensor, dim: int, tokens: tuple[str, ...], what: str) -> list[Tensor]:
         """This rank's part of a per-token tensor, tile by tile."""
         here = self._tiles.here.select(tokens)
         size = part.shape[dim]
         if size == 1:
-            return [aligned(part)] * here.parts
+            return self._for_each(part) if tracked(part) else [aligned(part)] * here.parts
         if size != here.total:
             raise LayoutError(
                 f"{what}: a tensor with {size} entries along dimension {dim} was to be cut into the tiles of "
                 f"{here.total} tokens ({' + '.join(tokens)})"
             )
+        if tracked(part):
+            return tiled.split(part, here, dim)
         return [aligned(here.take(part, dim, tile)) for tile in range(here.parts)]
 
     def _once(self, part: Tensor, dim: int, tokens: tuple[str, ...], what: str) -> list[Tensor]:
@@ -254,7 +351,10 @@ class TiledSequence(SequenceParallel):
         That is the modulation, made from the timestep, and keys and values of a text that every tile is given. Whether
         a linear gets such an input is a property of the block; its values are compared once: on a device that waits.
         """
-        first = asked[0]
+        first, weights = asked[0], self._tiles.weights
+        if weights is not None:
+            # Each with weights whose gradients are its own.
+            return [(weights.use(place), one.forward(one.x))[1] for place, one in enumerate(asked)]
         if all(one.x is first.x for one in asked):
             return [first.forward(first.x)] * len(asked)
         alike = first.x.dim() == 2 and not self._per_token(first.x.shape[0]) and self._alike.get(first.linear, True)
@@ -289,6 +389,10 @@ class TiledSequence(SequenceParallel):
         index = _calls.get()
         _calls.set(index + 1)
         planned = self._planned(site, index)
+        if mask is not None and mask.requires_grad and torch.is_grad_enabled():
+            raise LayoutError(
+                f"{site.path}: the attention mask requires a gradient, which does not pass through tiles; detach it"
+            )
         if not planned.keys:
             # Nobody else's keys: the shapes are those of the tile as it is.
             return self.kernel(aligned(q_bhsd), aligned(k_bhsd), aligned(v_bhsd), mask, scale)
@@ -325,24 +429,32 @@ class TiledSequence(SequenceParallel):
                 raise LayoutError(f"{site.path}: its tiles make different attention calls; it cannot run tile by tile")
             self._check_lengths(site, one.index, queries, keys, one.q, one.k, tile)
         by_rank = queries.regroup(tiles.runs), keys.regroup(tiles.runs)
-        mask_of = self._masks([one.mask for one in asked], run, queries, keys)
+        q, k, v = ([getattr(one, name) for one in asked] for name in ("q", "k", "v"))
+        recorded = tracked(*q, *k, *v)
+        mask_of = self._masks([one.mask for one in asked], run, queries, keys, everyone=recorded)
         here = keys.of(run)
-        k, v = (self._agreed(here.join([getattr(one, name) for one in asked], 2), by_rank[1]) for name in ("k", "v"))
         groups = self.mixer.groups()
         group = groups[self.mesh.ring.rank]
         around = range(tiles.runs[group[0]].start, tiles.runs[group[-1]].stop)
-        return self.mixer.attend_distributed(
-            [one.q for one in asked],
-            k,
-            v,
-            [mask_of(tile) for tile in around],
-            *by_rank,
-            groups,
-            self.balance.speeds,
-            first.scale,
-            lambda q, k, v, given: _units(self.kernel, q, k, v, given, first.scale),
-            Tiles(queries.of(run), queries.of(around)),
-        )
+
+        def attend(q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor]) -> list[Tensor]:
+            return self.mixer.attend_distributed(
+                list(q),
+                *(self._agreed(here.join(tensors, 2), by_rank[1]) for tensors in (k, v)),
+                [mask_of(tile) for tile in around],
+                *by_rank,
+                groups,
+                self.balance.speeds,
+                first.scale,
+                lambda q, k, v, given: _units(self.kernel, q, k, v, given, first.scale),
+                Tiles(queries.of(run), queries.of(around)),
+            )
+
+        if not recorded:
+            return attend(q, k, v)
+        kernel, runs = self.kernel.kernel, tuple(tiles.runs)
+        call = AttentionOfTiles(attend, queries, keys, runs, self._sequence, kernel, mask_of, first.scale)
+        return call.recorded(q, k, v)
 
     def _agreed(self, tensor: Tensor, tokens: Partition) -> Tensor:
         """Tokens (dimension 2) of which every tile has a copy: those of the first tile, on every rank.
@@ -370,9 +482,12 @@ class TiledSequence(SequenceParallel):
         return len(set(self._tiles.tokens.blocks[0])) > 1
 
     def _masks(
-        self, given: list[Tensor | None], run: range, queries: Partition, keys: Partition
+        self, given: list[Tensor | None], run: range, queries: Partition, keys: Partition, everyone: bool = False
     ) -> Callable[[int], Tensor | None]:
-        """For every tile the mask of its queries over all keys; ``queries``, ``keys`` by tile, ``run`` this rank's."""
+        """For every tile the mask of its queries over all keys; ``queries``, ``keys`` by tile, ``run`` this rank's.
+
+        Of this rank's tiles or, where it computes the queries of others or ``everyone`` asks for them, of all.
+        """
         tiles = [mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape)) for mask in given if mask is not None]
         if not tiles:
             return lambda tile: None
@@ -384,6 +499,10 @@ class TiledSequence(SequenceParallel):
                 return lambda tile: sample
             if rows == queries.total:
                 return lambda tile: queries.take(sample, 2, tile)
+            if rows == tile_rows and everyone:
+                by_rank = queries.regroup(self._tiles.runs)
+                whole = masks.gathered_rows(queries.of(run).join(tiles, 2), by_rank, self.link)
+                return lambda tile: queries.take(whole, 2, tile)
             if rows == tile_rows and self.mesh.ulysses.size > 1:
                 raise LayoutError(
                     "an attention mask has a row for every query of this rank only, and Ulysses computes others' "
@@ -453,7 +572,6 @@ class ReproducibleSequence(ExactSequence):
     kind = TiledSequence
     name = "reproducible"
     promise = "bits"
-    no_gradient = "reproducible=True runs a block tile by tile, and has no backward pass yet"
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
@@ -463,6 +581,15 @@ class ReproducibleSequence(ExactSequence):
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
         super().check(config, model, layout)
         check_tiles(layout)
+
+    def before_training(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().before_training(model, args, kwargs)
+        config = self.context.config
+        if config.data > 1 and config.inputs != "per-data-rank":
+            raise ConfigError(
+                f"reproducible=True with data={config.data} is trained with samples of every data rank's own; use "
+                "inputs='per-data-rank'"
+            )
 
 
 def check_tiles(layout: TokenLayout) -> None:

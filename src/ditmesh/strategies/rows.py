@@ -33,7 +33,7 @@ from ..errors import ConfigError, InputError, LayoutError
 from ..layout.forms import holds_tensors, kind_of
 from .base import Context, ParallelModel, Request, Strategy
 from .caches import diffusers_hooks
-from .hooks import ModelHooks
+from .hooks import ModelHooks, requires_grad
 from .pipefusion.lazy import LazyPatches, Owners
 
 # Stands among the arguments of a call for what else the result depends on. No argument has such a name.
@@ -255,7 +255,9 @@ class BatchParallel:
         """The forward with its rows shared over ``link``; every rank gets all rows of the result."""
         batch = self._rows(arguments)
         self._busy = max(self._busy, min(batch, link.size))
-        if batch < 2 or (link.size == 1 and not self.one_by_one) or self._takes_parts():
+        # Rows of a batch that is trained stay together: it is the same one on any number of ranks.
+        one_by_one = self.one_by_one and not requires_grad(self.model, arguments.args, arguments.kwargs)
+        if batch < 2 or (link.size == 1 and not one_by_one) or self._takes_parts():
             with self._clock.narrowed(rows=(0, batch)):
                 return self._forward(*arguments.args, **arguments.kwargs)
         if not self._hooks.layout.rows:
@@ -272,7 +274,7 @@ class BatchParallel:
             with self._clock.narrowed(rows=(take.start, take.stop), link=link.name):
                 return self._forward(*part.args, **part.kwargs)
 
-        return _share_rows(batch, link, self.one_by_one, run, listed=isinstance(arguments.get(self._names[0]), list))
+        return _share_rows(batch, link, one_by_one, run, listed=isinstance(arguments.get(self._names[0]), list))
 
     def _takes_parts(self) -> bool:
         """Whether something in the model takes a part of the rows for one branch of guidance: the batch stays whole.

@@ -32,12 +32,17 @@ def ask(question: Any) -> Any:
     return parent.switch(_Asked(question))
 
 
-def run_together(runs: Sequence[Callable[[], T]], meet: Callable[[list[Any]], Sequence[Any]]) -> list[T]:
+def run_together(
+    runs: Sequence[Callable[[], T]],
+    meet: Callable[[list[Any]], Sequence[Any]],
+    enter: Callable[[int], None] = lambda place: None,
+) -> list[T]:
     """Call every function of ``runs`` as a coroutine; answer their questions together.
 
     Args:
         runs: one function for each virtual rank. Each must ask as often as the others.
         meet: takes the questions of all runs, in order, and returns the answers.
+        enter: is called with a run's place whenever it begins or goes on.
 
     Returns:
         What the functions returned, in order.
@@ -50,7 +55,7 @@ def run_together(runs: Sequence[Callable[[], T]], meet: Callable[[list[Any]], Se
         # A coroutine starts with an empty context; attention's handler and everybody else's variables belong to it.
         let.gr_context = contextvars.copy_context()
     try:
-        states = [let.switch() for let in lets]
+        states = [(enter(place), let.switch())[1] for place, let in enumerate(lets)]
         while any(isinstance(state, _Asked) for state in states):
             if not all(isinstance(state, _Asked) for state in states):
                 raise LayoutError(
@@ -58,7 +63,10 @@ def run_together(runs: Sequence[Callable[[], T]], meet: Callable[[list[Any]], Se
                     "tokens cannot be run tile by tile"
                 )
             answers = meet([state.question for state in states])
-            states = [let.switch(answer) for let, answer in zip(lets, answers, strict=True)]
+            states = [
+                (enter(place), let.switch(answer))[1]
+                for place, (let, answer) in enumerate(zip(lets, answers, strict=True))
+            ]
         return states
     finally:
         # After an exception: the others are ended where they stand, so that their own clean-up runs.

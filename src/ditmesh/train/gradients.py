@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from ..comm.mesh import Mesh
+from .ordered import OrderedGradients, weight_gradients
 
 # Gradients travel together in buckets of about so many bytes.
 BUCKET = 25 << 20
@@ -18,13 +19,17 @@ BUCKET = 25 << 20
 def reduce_gradients(model: nn.Module, mesh: Mesh, inputs: Iterable[Tensor] = ()) -> None:
     """Replace every gradient by its mean over the data and sequence ranks. A collective call, after ``backward``.
 
-    For those who use neither `DistributedDataParallel` nor FSDP2 over `Mesh.gradient_group`, which do the same.
+    In reproducible mode it is the mean over the data ranks, added up in an order that does not depend on any degree; the
+    gradients of the blocks' weights are there only then. For those who use neither `DistributedDataParallel` nor FSDP2 over `Mesh.gradient_group`, which do the same.
 
     Args:
         model: with plain gradients. Ranks of the group must have gradients of the same parameters.
         mesh: as of ``ditmesh.engine_of(model).mesh``.
         inputs: other leaves whose gradients are meant: embeddings that the ranks of a data rank have in common.
     """
+    if mesh.config.reproducible:
+        _reduce_in_order(model, mesh)
+        return
     group = mesh.gradient_group
     if group is None:
         return
@@ -37,6 +42,17 @@ def reduce_gradients(model: nn.Module, mesh: Mesh, inputs: Iterable[Tensor] = ()
             flat /= size
             for gradient, mean in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
                 gradient.copy_(mean)
+
+
+def _reduce_in_order(model: nn.Module, mesh: Mesh) -> None:
+    data = mesh.data
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    ordered = OrderedGradients(parameters, weight_gradients(model), mesh)
+    ordered.take(data.rank, data.size)
+    ordered.reduce([{rank} for rank in range(data.size)])
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad /= data.size
 
 
 def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

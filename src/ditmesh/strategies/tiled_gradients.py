@@ -1,0 +1,313 @@
+"""The backward pass of blocks that run tile by tile: the same gradients, to the bit, on any number of ranks.
+
+Inside of a tile the backward pass is torch's own: its shapes are those of the tile, wherever it is computed. What tiles
+have in common is given to each of them by a function of its own, whose backward pass adds the tiles' gradients up along
+the tree of `ditmesh.core.ordered`: weights, arguments without tokens, and keys and values. All ranks of a sequence compute
+the same loss; gradients of what lies before and behind the blocks are therefore whole, and the same, on each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..attention import masks
+from ..attention.kernels import Kernel
+from ..attention.ulysses import HeadExchange
+from ..comm import Link
+from ..core.alignment import aligned
+from ..core.ordered import OrderedSum, nodes_of
+from ..core.partition import Partition, even_cut
+from ..errors import LayoutError
+
+
+class WeightGradients:
+    """What the tiles of this rank add to the gradients of the blocks' weights, until `take`.
+
+    One call of the model after the other: its tiles are numbered anew in each.
+    """
+
+    def __init__(self) -> None:
+        self._calls: dict[int, tuple[tuple[range, ...], dict[nn.Parameter, OrderedSum]]] = {}
+        self._number = 0
+
+    def begin_call(self) -> None:
+        """The model is called."""
+        self._number += 1
+
+    @property
+    def number(self) -> int:
+        """Of the call in progress."""
+        return self._number
+
+    def keep(self, call: int, runs: tuple[range, ...], tile: int, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """A tile's gradient of a weight; ``runs``: the tiles of every rank."""
+        _, sums = self._calls.setdefault(call, (runs, {}))
+        sums.setdefault(parameter, OrderedSum(runs[-1].stop)).add((tile, tile + 1), gradient)
+
+    def take(self) -> list[tuple[tuple[range, ...], dict[nn.Parameter, OrderedSum]]]:
+        """For every call whose backward pass has run, in order: the ranks' tiles, and this rank's sums of each weight."""
+        calls, self._calls = self._calls, {}
+        return [calls[number] for number in sorted(calls)]
+
+
+class TileWeights:
+    """The weights of a block, as every tile of this rank has them: the same values with gradients of their own.
+
+    Args:
+        block: whose parameters are replaced while a tile computes.
+        here: numbers of this rank's tiles.
+        runs: the tiles of every rank.
+        gradients: takes the tiles' gradients.
+    """
+
+    def __init__(self, block: nn.Module, here: range, runs: tuple[range, ...], gradients: WeightGradients) -> None:
+        self._slots = [
+            (module._parameters, name, parameter)
+            for module in block.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter.requires_grad
+        ]
+        call = gradients.number
+        self._own: list[dict[nn.Parameter, Tensor]] = [
+            {
+                parameter: cast(Tensor, _Weight.apply(parameter, gradients, call, runs, tile))
+                for _, _, parameter in self._slots
+            }
+            for tile in here
+        ]
+
+    def use(self, place: int) -> None:
+        """The tile of that place among this rank's computes next."""
+        own = self._own[place]
+        for slots, name, parameter in self._slots:
+            slots[name] = cast(nn.Parameter, own[parameter])
+
+    def close(self) -> None:
+        """Put the parameters back."""
+        for slots, name, parameter in self._slots:
+            slots[name] = parameter
+
+
+class _Weight(torch.autograd.Function):
+    """A weight for one tile."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, parameter: nn.Parameter, gradients: WeightGradients, call: int, runs: tuple[range, ...], tile: int
+    ) -> Tensor:
+        ctx.parameter, ctx.gradients, ctx.place = parameter, gradients, (call, runs, tile)
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.gradients.keep(*ctx.place, ctx.parameter, grads[0])
+        return None, None, None, None, None
+
+
+# --- tokens ---------------------------------------------------------------------------------------------------
+
+
+def cut(whole: Tensor, tokens: Partition, dim: int, link: Link) -> Tensor:
+    """This rank's tokens of a tensor that all ranks have whole; the backward pass gathers all ranks' gradients."""
+    return cast(Tensor, _Cut.apply(whole, tokens, dim, link))
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, tokens: Partition, dim: int, link: Link) -> Tensor:
+        ctx.tokens, ctx.dim, ctx.link = tokens, dim, link
+        return tokens.copy(whole, dim, link.rank)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        lengths = ctx.tokens.lengths
+        gathered = ctx.link.all_gather(grads[0].contiguous(), lengths, ctx.dim)
+        return ctx.tokens.join(gathered.split(lengths, ctx.dim), ctx.dim), None, None, None
+
+
+def split(part: Tensor, here: Partition, dim: int) -> list[Tensor]:
+    """A rank's tokens, tile by tile."""
+    return list(cast(Any, _Split.apply(part, here, dim)))
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, here: Partition, dim: int) -> tuple[Tensor, ...]:
+        ctx.here, ctx.dim = here, dim
+        return tuple(here.copy(part, dim, tile) for tile in range(here.parts))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return ctx.here.join(grads, ctx.dim), None, None
+
+
+def join(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    """The tokens of a rank's tiles as one tensor; tiles get their gradients as they lie on any number of ranks."""
+    return cast(Tensor, _Join.apply(dim, *pieces))
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dim: int, *pieces: Tensor) -> Tensor:
+        ctx.dim, ctx.lengths = dim, [piece.shape[dim] for piece in pieces]
+        return torch.cat(pieces, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return None, *(aligned(part) for part in grads[0].split(ctx.lengths, ctx.dim))
+
+
+# --- what all tiles have ----------------------------------------------------------------------------------------
+
+
+def for_each(value: Tensor, runs: tuple[range, ...], link: Link) -> list[Tensor]:
+    """A tensor that all ranks have, for every tile of this rank; the backward pass adds all tiles' gradients up."""
+    return list(cast(Any, _ForEach.apply(value, runs, link)))
+
+
+class _ForEach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, runs: tuple[range, ...], link: Link) -> tuple[Tensor, ...]:
+        ctx.runs, ctx.link = runs, link
+        return tuple(aligned(value).clone() for _ in runs[link.rank])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        runs, link = ctx.runs, ctx.link
+        mine = OrderedSum(runs[-1].stop)
+        for tile, gradient in zip(runs[link.rank], grads, strict=True):
+            mine.add((tile, tile + 1), gradient)
+        return summed(mine, runs, link, grads[0]), None, None
+
+
+def summed(mine: OrderedSum, runs: Sequence[range | set[int]], link: Link, like: Tensor) -> Tensor:
+    """The whole sum on every rank of a link. Collective.
+
+    Args:
+        mine: this rank's addends, those with the numbers ``runs[link.rank]``; it may have none.
+        runs: the numbers of every rank's addends.
+        link: the ranks.
+        like: of the shape and dtype of an addend.
+    """
+    if link.size == 1:
+        return mine.total
+    nodes = [nodes_of(run, mine.count) for run in runs]
+    outgoing = [mine.nodes[node].contiguous() for node in nodes[link.rank]] or [like.new_empty(0)]
+    shapes = [[tuple(like.shape)] * len(each) or [(0,)] for each in nodes]
+    total = OrderedSum(mine.count)
+    for each, received in zip(nodes, link.all_gather_list(outgoing, shapes), strict=True):
+        for node, value in zip(each, received):
+            total.add(node, value)
+    return total.total
+
+
+# --- attention ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AttentionOfTiles:
+    """One attention call of all tiles of all ranks.
+
+    Attributes:
+        attend: computes it without gradients: queries, keys and values of this rank's tiles to their outputs.
+        queries, keys: the streams by tile.
+        runs: the tiles of every rank.
+        link: the sequence ranks.
+        kernel: computes attention on one device.
+        mask_of: the mask of every tile's queries over all keys, or None.
+        scale: factor of the scores.
+    """
+
+    attend: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], list[Tensor]]
+    queries: Partition
+    keys: Partition
+    runs: tuple[range, ...]
+    link: Link
+    kernel: Kernel
+    mask_of: Callable[[int], Tensor | None]
+    scale: float | None
+
+    def recorded(self, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs for this rank's tiles, with a backward pass."""
+        return list(cast(Any, _Attention.apply(self, *q, *k, *v)))
+
+    def gradients(
+        self, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> list[list[Tensor]]:
+        """Gradients of queries, keys and values of this rank's tiles. Collective.
+
+        Heads are traded for tokens between all sequence ranks, whatever their degrees: for each head one rank has all
+        tiles of queries, and adds up what they ask of keys and values.
+        """
+        link, run = self.link, self.runs[self.link.rank]
+        queries, keys = self.queries.regroup(self.runs), self.keys.regroup(self.runs)
+        own_queries, own_keys = self.queries.of(run), self.keys.of(run)
+        whole = [own_queries.join(q, 2), own_keys.join(k, 2), own_keys.join(v, 2), own_queries.join(grads, 2)]
+        exchange = HeadExchange(link, even_cut(whole[0].shape[1], link.size))
+        start, count = exchange.head_starts[link.rank], exchange.head_counts[link.rank]
+        if link.size > 1:
+            whole = exchange.gather_tokens(whole, (queries, keys, keys, queries))
+        found = [torch.zeros_like(tensor, memory_format=torch.contiguous_format) for tensor in whole[:3]]
+        for head in range(count):
+            pieces = self._of_head(start + head, *(tensor[:, head : head + 1] for tensor in whole))
+            for tensor, piece in zip(found, pieces, strict=True):
+                tensor[:, head : head + 1] = piece
+        if link.size > 1:
+            found = [
+                exchange.gather_heads(tensor, tokens)
+                for tensor, tokens in zip(found, (queries, keys, keys), strict=True)
+            ]
+        return [
+            [aligned(tokens.take(tensor, 2, tile)) for tile in range(tokens.parts)]
+            for tensor, tokens in zip(found, (own_queries, own_keys, own_keys), strict=True)
+        ]
+
+    def _of_head(self, head: int, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """One head's gradients, (B, 1, S, D): each tile of queries over all keys, added up along the tree."""
+        tiles = range(self.queries.parts)
+        k, v = (aligned(tensor).detach().requires_grad_() for tensor in (k, v))
+        of_q: list[Tensor] = []
+        of_k, of_v = OrderedSum(len(tiles)), OrderedSum(len(tiles))
+        for tile in tiles:
+            own = aligned(self.queries.take(q, 2, tile)).detach().requires_grad_()
+            mask = self.mask_of(tile)
+            bias = None if mask is None else aligned(masks.of_heads(mask, head, 1))
+            with torch.enable_grad():
+                out = self.kernel.attend(own, k, v, bias, self.scale)
+            if not out.requires_grad:
+                raise LayoutError(
+                    f"attention={self.kernel.name!r} passes no gradient on; train with attention='native', or call the "
+                    "model under torch.no_grad()"
+                )
+            dq, dk, dv = torch.autograd.grad(out, (own, k, v), aligned(self.queries.take(grad, 2, tile)))
+            of_q.append(dq)
+            of_k.add((tile, tile + 1), dk)
+            of_v.add((tile, tile + 1), dv)
+        return self.queries.join(of_q, 2), of_k.total, of_v.total
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: AttentionOfTiles, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.save_for_backward(*tensors)
+        tiles = len(tensors) // 3
+        return tuple(call.attend(tensors[:tiles], tensors[tiles : 2 * tiles], tensors[2 * tiles :]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        tensors, tiles = ctx.saved_tensors, len(grads)
+        found = ctx.call.gradients(tensors[:tiles], tensors[tiles : 2 * tiles], tensors[2 * tiles :], grads)
+        return None, *(gradient for each in found for gradient in each)
