@@ -8,6 +8,8 @@ from ditmesh.config import ParallelConfig
 from support.gradients import (
     STALE,
     mixed_precision,
+    ordered_data,
+    ordered_step,
     refusals,
     trained,
     training_step,
@@ -108,6 +110,10 @@ def test_refusals(ranks):
     for found in ranks(2).run(refusals):
         assert found.pop("nothing to train") == ""
         assert "attention='frozen' passes no gradient on" in found.pop("kernel")
+        assert "attention='frozen' passes no gradient on" in found.pop("kernel by tiles")
+        assert "cannot be trained with the text tokens whole on every rank" in found.pop("whole text")
+        assert "inputs='per-data-rank'" in found.pop("rows")
+        assert "transformer_blocks.1.dropping.p = 0" in found.pop("dropout")
         assert "argument hidden_states (rank 1 differs from rank 0)" in found.pop("inputs")
         assert "argument requires_grad (rank 1 differs from rank 0)" in found.pop("leaves")
         assert "(disable_cache()) first" in found.pop("cache")
@@ -126,3 +132,28 @@ def test_mixed_precision(ranks, config):
 def test_checkpointing_of_a_whole_call(ranks):
     for error, name in ranks(2).run(whole_model_again, {"ulysses": 2}):
         assert error <= EXACT["float32"], name
+
+
+IN_ORDER = [{}, {"ulysses": 2}, {"ring": 3}, {"ulysses": 2, "ring": 2}, {"ulysses": 2, "speeds": (3, 1)}]
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=[] if m in ("Flux", "Wan") else pytest.mark.matrix) for m in [*MODELS, "QwenImage"]]
+)
+def test_the_same_bits_on_any_number_of_ranks(ranks, model):
+    """Reproducible mode, on 1, 2, 3 and 4 ranks: every gradient's, with and without activation checkpointing."""
+    bits = {}
+    for config in IN_ORDER:
+        for found in ranks(ParallelConfig(**config).world_size).run(ordered_step, model, config):
+            for what, ((worst, name), digest) in found.items():
+                assert worst <= EXACT["float32"], (config, what, worst, name)
+                assert bits.setdefault(what.split(",")[0], digest) == digest, (config, what)
+
+
+def test_the_same_bits_on_any_number_of_data_ranks(ranks):
+    bits = set()
+    for data in (1, 2, 4):
+        for (worst, name), digest in ranks(data).run(ordered_data, "DiT", data):
+            assert worst <= EXACT["float32"], (data, worst, name)
+            bits.add(digest)
+    assert len(bits) == 1

@@ -27,6 +27,7 @@ from ditmesh.layout.conventions import Size
 from ditmesh.strategies.determinism import deterministic
 from ditmesh.strategies.tensor.parallel import TensorParallel, _adapter_parameters, _base_parameters
 from ditmesh.train import reduce_gradients
+from ditmesh.train.ordered import OrderedGradients, weight_gradients
 from support import lora
 from support.models import inputs, sizes, tiny
 
@@ -243,7 +244,6 @@ STALE = [
     {"ring": 2, "exchange": "displaced"},
     {"ring": 2, "exchange": "naive"},
     {"pipe": 2},
-    {"ulysses": 2, "reproducible": True},
     {"cfg": 2},
     {"ulysses": 2, "compile": "eager"},
 ]
@@ -280,6 +280,13 @@ def refusals() -> dict[str, str]:
     with mock.patch.dict(kernels.KERNELS):
         kernels.register(Frozen())
         note("kernel", {"ulysses": 2, "attention": "frozen"})
+        note("kernel by tiles", {"ulysses": 2, "attention": "frozen", "reproducible": True})
+    note("whole text", {"ulysses": 2, "reproducible": True, "text": "replicate"})
+    note("rows", {"data": 2, "reproducible": True})
+    block = model.transformer_blocks[1]
+    block.dropping = torch.nn.Dropout(0.1)
+    note("dropout", {"ulysses": 2, "reproducible": True})
+    del block.dropping
     note("inputs", {"ulysses": 2}, hidden_states=arguments["hidden_states"].detach() + dist.get_rank())
     note(
         "leaves", {"ulysses": 2}, hidden_states=arguments["hidden_states"].detach().requires_grad_(dist.get_rank() > 0)
@@ -333,8 +340,10 @@ def whole_model_again(config: dict[str, Any]) -> tuple[float, str]:
     return (float("inf"), "failed") if failed else error(collected(model, arguments), truth)
 
 
-def ordered_step(name: str, config: dict[str, Any], size: str = "B=2 ragged") -> dict[str, tuple[tuple[float, str], dict[str, str]]]:
-    """Gradients in reproducible mode: their worst error against the unmodified model, and digests of their bits.
+def ordered_step(
+    name: str, config: dict[str, Any], size: str = "B=2 ragged"
+) -> dict[str, tuple[tuple[float, str], str]]:
+    """Gradients in reproducible mode: their worst error against the unmodified model, and a digest of their bits.
 
     Of two calls under way, without activation checkpointing and with it after a forward without gradients.
     """
@@ -342,28 +351,44 @@ def ordered_step(name: str, config: dict[str, Any], size: str = "B=2 ragged") ->
     shapes = [sizes(name)[size], sizes(name)["B=1"]]
     truths = [gradients(model, fresh(name, shape, torch.float32, seed)) for seed, shape in enumerate(shapes)]
     found = {}
-    with ditmesh.parallelized(model, {**config, "reproducible": True, "inputs": "per-data-rank"}):
+    with ditmesh.parallelized(model, {**config, "reproducible": True}):
         mesh = ditmesh.engine_of(model).mesh
-
-        def finished(what: str, truth: dict[str, Tensor], call: dict[str, Any]) -> None:
-            gradients = collected(model, call)
-            found[what] = error(gradients, truth), {key: tensor_digest(g) for key, g in gradients.items()}
-            model.zero_grad(set_to_none=True)
-
         with deterministic("cpu"):
-            model.zero_grad(set_to_none=True)
             for checkpointing in (False, True):
-                arguments, other = (fresh(name, shape, torch.float32, seed) for seed, shape in enumerate(shapes))
+                model.zero_grad(set_to_none=True)
+                calls = [fresh(name, shape, torch.float32, seed) for seed, shape in enumerate(shapes)]
                 if checkpointing:
                     model.enable_gradient_checkpointing()
                     with torch.no_grad():
-                        model(**arguments)
-                calls = [(arguments, truths[0]), (other, truths[1])]
-                losses = [loss_of(model, call) for call, _ in calls]
-                found[f"losses, checkpointing={checkpointing}"] = (0.0, ""), {"loss": str([l.item().hex() for l in losses])}
-                for what, loss, (call, truth) in zip(("one call", "the other call"), losses, calls, strict=True):
+                        model(**calls[0])
+                losses = [loss_of(model, call) for call in calls]
+                for what, loss, call, truth in zip(("one", "other"), losses, calls, truths, strict=True):
                     loss.backward()
                     reduce_gradients(model, mesh)
-                    finished(f"{what}, checkpointing={checkpointing}", truth, call)
-            model.disable_gradient_checkpointing()
+                    values = collected(model, call)
+                    bits = digest(sorted((key, tensor_digest(value)) for key, value in values.items()))
+                    found[f"{what} call, checkpointing={checkpointing}"] = error(values, truth), bits
+                    model.zero_grad(set_to_none=True)
+        model.disable_gradient_checkpointing()
     return found
+
+
+def ordered_data(name: str, data: int) -> tuple[tuple[float, str], str]:
+    """As `ordered_step`, of four micro-batches shared out over data ranks: the mean of their gradients."""
+    model, size = copy.deepcopy(tiny(name)), sizes(name)["B=1"]
+    truths = [gradients(model, fresh(name, size, torch.float32, seed)) for seed in range(4)]
+    truth = {key: sum(one[key] for one in truths) / 4 for key in truths[0] if not key.startswith("input")}
+    with ditmesh.parallelized(model, {"data": data, "reproducible": True, "inputs": "per-data-rank"}):
+        mesh = ditmesh.engine_of(model).mesh
+        parameters = list(model.parameters())
+        ordered = OrderedGradients(parameters, weight_gradients(model), mesh)
+        # Every rank has others, and not in a row.
+        shares = [range(rank, 4, data) for rank in range(data)]
+        model.zero_grad(set_to_none=True)
+        with deterministic("cpu"):
+            for number in shares[mesh.data.rank]:
+                (loss_of(model, fresh(name, size, torch.float32, number)) / 4).backward()
+                ordered.take(number, 4)
+            ordered.reduce(shares)
+        found = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    return error(found, truth), digest(sorted((key, tensor_digest(value)) for key, value in found.items()))

@@ -8,9 +8,13 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 from PIL import Image
 
+from ditmesh.train import TrainConfig
+from ditmesh.train.trainer import Trainer
+from ditmesh.zoo import path as find
 from ditmesh.zoo.references import read_sheet
 
 ZOO = Path(__import__("ditmesh").__file__).parent / "zoo"
@@ -63,3 +67,13 @@ def settings(data: Path, out: Path, **more: Any) -> dict[str, Any]:
         "max_train_steps": 4,
         **more,
     }
+
+
+def weights_after(given: dict[str, Any]) -> tuple[list[str], str]:
+    """Losses of every step, in hexadecimal, and the digest of the weights after a run; ``until``: a step to stop at."""
+    config = TrainConfig.read({name: value for name, value in given.items() if name != "until"})
+    pipe = diffusers.DiffusionPipeline.from_pretrained(find(config.pretrained_model_name_or_path))
+    pipe.set_progress_bar_config(disable=True)
+    with Trainer(config, pipe, timeout=100.0) as trainer:
+        outcome = trainer.run(until=given.get("until"))
+        return [loss.hex() for loss in outcome.losses.values()], trainer.weights_digest()

@@ -109,6 +109,8 @@ def _say(result: dict[str, Any]) -> None:
     print(f"{result['step']} steps in {_time(result['seconds'])} on {count(result['devices'], 'device')}{loss}")
     if result["nearest"] is not None:
         print(f"{result['nearest']:.0%} of the validation pictures are nearest to their own training picture")
+    if result["weights"] is not None:
+        print(f"digest of the weights, the same on any number of devices: {result['weights']}")
     for one in result["skipped"]:
         print(f"skipped: {one}")
     for one in result["unsaved"]:

@@ -1,7 +1,8 @@
 """Sums whose bits do not depend on who computed which part of them.
 
 The addends have numbers, and are added up along one binary tree over all numbers, whoever has them and in whichever
-order they come. Whoever has all addends below a node has the node's sum; sums of nodes are exchanged instead of addends.
+order they come. Whoever has all addends below a node has the node's sum; sums of nodes are exchanged instead of
+addends.
 """
 
 from __future__ import annotations

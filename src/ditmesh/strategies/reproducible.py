@@ -213,9 +213,7 @@ class TiledSequence(SequenceParallel):
         restore = Patch(linear, "forward", forward)
         return restore
 
-    def _run_block(
-        self, site: BlockSite, block: nn.Module, forward: Callable[..., Any], arguments: Arguments
-    ) -> Any:
+    def _run_block(self, site: BlockSite, block: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> Any:
         here, region = self._tiles.here, site.region
         recorded = requires_grad(block, arguments.args, arguments.kwargs)
         parts = [Arguments(arguments.names, tuple(arguments.args), arguments.kwargs) for _ in range(here.parts)]
@@ -316,9 +314,7 @@ class TiledSequence(SequenceParallel):
 
     def _for_each(self, value: Tensor) -> list[Tensor]:
         """A tensor that all ranks have, for every tile: made once per list of blocks."""
-        site = self._call.site
-        assert site is not None
-        key = (id(value), -1, (site.region.blocks,))
+        key = (id(value), -1, (self._blocks,))
         if key not in self._tiles.cuts:
             self._tiles.cuts[key] = (value, tiled.for_each(value, tuple(self._tiles.runs), self._sequence))
         return self._tiles.cuts[key][1]
@@ -339,11 +335,18 @@ class TiledSequence(SequenceParallel):
         return [aligned(here.take(part, dim, tile)) for tile in range(here.parts)]
 
     def _once(self, part: Tensor, dim: int, tokens: tuple[str, ...], what: str) -> list[Tensor]:
-        """`_split` of a tensor that every block is given: done once per call."""
-        key = (id(part), dim, tokens)
+        """`_split` of a tensor that every block is given: done once per list of blocks."""
+        key = (id(part), dim, (*tokens, self._blocks))
         if key not in self._tiles.cuts:
             self._tiles.cuts[key] = (part, self._split(part, dim, tokens, what))
         return self._tiles.cuts[key][1]
+
+    @property
+    def _blocks(self) -> str:
+        """The list of blocks that runs: whether tiles are laid out anew for the next one depends on the ranks."""
+        site = self._call.site
+        assert site is not None
+        return site.region.blocks
 
     def _products(self, asked: Sequence[_LinearInput]) -> list[Tensor]:
         """The linear's output for every tile; computed once where all tiles give it the same input, without tokens.

@@ -1,9 +1,10 @@
 """The backward pass of blocks that run tile by tile: the same gradients, to the bit, on any number of ranks.
 
-Inside of a tile the backward pass is torch's own: its shapes are those of the tile, wherever it is computed. What tiles
-have in common is given to each of them by a function of its own, whose backward pass adds the tiles' gradients up along
-the tree of `ditmesh.core.ordered`: weights, arguments without tokens, and keys and values. All ranks of a sequence compute
-the same loss; gradients of what lies before and behind the blocks are therefore whole, and the same, on each of them.
+Inside of a tile the backward pass is torch's own: its shapes are those of the tile, wherever it is computed. What
+tiles have in common is given to each of them by a function of its own, whose backward pass adds the tiles' gradients
+up along the tree of `ditmesh.core.ordered`: weights, arguments without tokens, and keys and values. All ranks of a
+sequence compute the same loss; gradients of what lies before and behind the blocks are therefore whole, and the same,
+on each of them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class WeightGradients:
         sums.setdefault(parameter, OrderedSum(runs[-1].stop)).add((tile, tile + 1), gradient)
 
     def take(self) -> list[tuple[tuple[range, ...], dict[nn.Parameter, OrderedSum]]]:
-        """For every call whose backward pass has run, in order: the ranks' tiles, and this rank's sums of each weight."""
+        """For every call whose backward pass has run, in order: the ranks' tiles, and this rank's sums by weight."""
         calls, self._calls = self._calls, {}
         return [calls[number] for number in sorted(calls)]
 
@@ -207,7 +208,7 @@ def summed(mine: OrderedSum, runs: Sequence[range | set[int]], link: Link, like:
     shapes = [[tuple(like.shape)] * len(each) or [(0,)] for each in nodes]
     total = OrderedSum(mine.count)
     for each, received in zip(nodes, link.all_gather_list(outgoing, shapes), strict=True):
-        for node, value in zip(each, received):
+        for node, value in zip(each, received, strict=False):
             total.add(node, value)
     return total.total
 
@@ -239,7 +240,17 @@ class AttentionOfTiles:
     scale: float | None
 
     def recorded(self, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs for this rank's tiles, with a backward pass."""
+        """The outputs for this rank's tiles, with a backward pass.
+
+        Raises:
+            LayoutError: the kernel has none.
+        """
+        one = q[0][:1, :1, :1].detach().requires_grad_()
+        if not self.kernel.attend(one, one, one, None, self.scale).requires_grad:
+            raise LayoutError(
+                f"attention={self.kernel.name!r} passes no gradient on; train with attention='native', or call the "
+                "model under torch.no_grad()"
+            )
         return list(cast(Any, _Attention.apply(self, *q, *k, *v)))
 
     def gradients(
@@ -285,11 +296,6 @@ class AttentionOfTiles:
             bias = None if mask is None else aligned(masks.of_heads(mask, head, 1))
             with torch.enable_grad():
                 out = self.kernel.attend(own, k, v, bias, self.scale)
-            if not out.requires_grad:
-                raise LayoutError(
-                    f"attention={self.kernel.name!r} passes no gradient on; train with attention='native', or call the "
-                    "model under torch.no_grad()"
-                )
             dq, dk, dv = torch.autograd.grad(out, (own, k, v), aligned(self.queries.take(grad, 2, tile)))
             of_q.append(dq)
             of_k.add((tile, tile + 1), dk)

@@ -78,7 +78,8 @@ class TrainConfig(BaseModel):
     Machine
         parallel: axes as for `ParallelConfig`; ``data`` are ranks with samples of their own.
         sharding: ``ddp`` or ``fsdp`` (FSDP2) over the data and sequence ranks, or ``none``: gradients are averaged.
-        reproducible: the same weights to the bit on any number of ranks.
+        reproducible: the same weights to the bit on any number of ranks, with a ``global_batch_size``; the same as
+            ``parallel: {reproducible: true}``.
         gradient_checkpointing: recompute blocks in the backward pass.
         mixed_precision: dtype of the forward and backward; weights stay float32.
 
@@ -164,11 +165,28 @@ class TrainConfig(BaseModel):
                 f"{self.train_batch_size} times data={self.parallel.data}; use "
                 f"{share * max(1, self.global_batch_size // share)}"
             )
+        if self.in_order and self.sharding != "none":
+            raise ValueError(
+                f"sharding={self.sharding!r} adds gradients up as ranks have them; reproducible needs 'none'"
+            )
+        if self.in_order:
+            _ = self.placement
         if self.lora is not None and self.from_scratch:
             raise ValueError("lora adapts weights that are there, and from_scratch has none; leave one out")
         if self.lora is not None and self.train_modules != ("transformer",):
             raise ValueError("lora is for the transformer; leave train_modules out")
         return self
+
+    @property
+    def in_order(self) -> bool:
+        """Whether gradients are added up in an order that does not depend on the ranks."""
+        return self.reproducible or self.parallel.reproducible
+
+    @property
+    def placement(self) -> ParallelConfig:
+        """The mesh: data ranks bring samples of their own."""
+        given = self.parallel.model_dump(exclude_unset=True)
+        return ParallelConfig.read({**given, "inputs": "per-data-rank", "reproducible": self.in_order})
 
     @property
     def accumulation(self) -> int:

@@ -146,7 +146,7 @@ class EncodedSamples:
 
     def batch(self, micro: MicroBatch) -> Batch:
         """The samples of a micro-batch, encoded; a corrupt one is replaced by its neighbour."""
-        generators = [self._generator(drawn) for drawn in micro.samples]
+        generators = [torch.Generator().manual_seed(self.seed_of(drawn)) for drawn in micro.samples]
         moments, said, rows = [], [], []
         for drawn, generator in zip(micro.samples, generators, strict=True):
             chances = torch.rand(2, generator=generator)
@@ -171,9 +171,9 @@ class EncodedSamples:
             generators=generators,
         )
 
-    def _generator(self, drawn: Drawn) -> torch.Generator:
-        # Any two samples of a run, and of runs with other seeds, have streams of their own.
-        return torch.Generator().manual_seed(int(digest((self._config.seed, drawn.number)), 16) % 2**63)
+    def seed_of(self, drawn: Drawn) -> int:
+        """Of all that is random about a sample: another one for any two of a run, and of runs with other seeds."""
+        return int(digest((self._config.seed, drawn.number)), 16) % 2**63
 
     def _sample(self, index: int, flip: bool, empty: bool) -> tuple[Tensor, Sample, Conditions]:
         """Pixels, or moments from the cache, and conditions from there."""

@@ -19,8 +19,9 @@ BUCKET = 25 << 20
 def reduce_gradients(model: nn.Module, mesh: Mesh, inputs: Iterable[Tensor] = ()) -> None:
     """Replace every gradient by its mean over the data and sequence ranks. A collective call, after ``backward``.
 
-    In reproducible mode it is the mean over the data ranks, added up in an order that does not depend on any degree; the
-    gradients of the blocks' weights are there only then. For those who use neither `DistributedDataParallel` nor FSDP2 over `Mesh.gradient_group`, which do the same.
+    In reproducible mode it is the mean over the data ranks, added up in an order that does not depend on any degree;
+    the gradients of the blocks' weights are there only then. For those who use neither `DistributedDataParallel` nor
+    FSDP2 over `Mesh.gradient_group`, which do the same.
 
     Args:
         model: with plain gradients. Ranks of the group must have gradients of the same parameters.

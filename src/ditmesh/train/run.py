@@ -41,7 +41,8 @@ def train(
     Returns:
         ``step``, ``loss`` (of the last step), ``seconds``, ``skipped`` and ``unsaved``, each a list of sentences,
         ``pipeline`` (the folder of the trained pipeline, or of its LoRA weights), ``nearest`` (of the last
-        validation: the share of pictures whose nearest training picture is their caption's own; None without one).
+        validation: the share of pictures whose nearest training picture is their caption's own; None without one),
+        ``weights`` (in reproducible mode a digest of the trained weights' bits, before averaging; else None).
 
     Raises:
         ConfigError, InputError: settings, data and model do not fit.
@@ -60,6 +61,7 @@ def train(
         # Messages of the other ranks would be the same.
         told = report if trainer.speaks else None
         outcome = trainer.run(report=told, validate=validation.run if config.validation_prompts else None)
+        bits = trainer.weights_digest() if config.in_order else None
         with trainer.averaged():
             full = StateDictOptions(full_state_dict=True, cpu_offload=True)
             weights = get_model_state_dict(trainer.trained, options=full)
@@ -78,6 +80,7 @@ def train(
         "unsaved": outcome.unsaved,
         "pipeline": str(folder),
         "nearest": validation.nearest,
+        "weights": bits,
     }
 
 

@@ -6,7 +6,7 @@ Data and sequence ranks hold the same weights and each a part of their gradient:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ from ..errors import ConfigError
 from ..strategies.tensor.slices import plan
 from .config import Sharding
 from .gradients import reduce_gradients
+from .ordered import OrderedGradients, weight_gradients
 
 
 class GradientSync:
@@ -34,6 +35,7 @@ class GradientSync:
 
     Attributes:
         transformer: what to call in the place of the transformer.
+        is_sum: whether gradients of data ranks are added up, as micro-batches are, and not averaged.
 
     Raises:
         ConfigError: the sharding is not for what is trained.
@@ -42,10 +44,15 @@ class GradientSync:
     def __init__(self, modules: nn.ModuleDict, mesh: Mesh, sharding: Sharding, slices: TensorSlicesOf) -> None:
         self._modules, self._mesh, self._slices = modules, mesh, slices
         group = mesh.gradient_group
+        self.is_sum = mesh.config.reproducible
         self._kind: Sharding = "none" if group is None else sharding
         self.transformer: nn.Module = (
             modules["transformer"] if "transformer" in modules else next(iter(modules.values()))
         )
+        if self.is_sum:
+            self._ordered = OrderedGradients(
+                [p for p in modules.parameters() if p.requires_grad], weight_gradients(self.transformer), mesh
+            )
         if self._kind == "none" or group is None:
             return
         if list(modules) != ["transformer"]:
@@ -65,8 +72,13 @@ class GradientSync:
         fully_shard(self.transformer, mesh=shards)
 
     @contextmanager
-    def accumulating(self, is_last: bool) -> Iterator[None]:
-        """Around the forward and backward of one micro-batch of a step; ``is_last``: of its last one."""
+    def accumulating(self, number: int, count: int, is_last: bool) -> Iterator[None]:
+        """Around the forward and backward of one micro-batch of a step.
+
+        Args:
+            number, count: which micro-batch it is, and how many the step has over all data ranks.
+            is_last: whether it is this rank's last one.
+        """
         model = self.transformer
         if self._kind == "fsdp":
             cast(Any, model).set_requires_gradient_sync(is_last)
@@ -75,10 +87,18 @@ class GradientSync:
                 yield
         else:
             yield
+        if self.is_sum:
+            self._ordered.take(number, count)
 
-    def reduce(self) -> None:
-        """Average the gradients of a step. Collective."""
-        if self._kind == "none":
+    def reduce(self, shares: Sequence[Sequence[int]]) -> None:
+        """Make the gradients of a step those of all ranks. Collective.
+
+        Args:
+            shares: for every data rank the numbers of its micro-batches.
+        """
+        if self.is_sum:
+            self._ordered.reduce(shares)
+        elif self._kind == "none":
             for parameter in self._modules.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     # A rank without micro-batches takes part with nothing.

@@ -24,8 +24,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ..comm.mesh import DEFAULT_DEADLINE, Mesh
+from ..core.digests import digest, tensor_digest
 from ..engine import parallelize, restore
 from ..errors import ConfigError
+from ..strategies.determinism import deterministic
 from .checkpoint import Checkpoints
 from .config import TrainConfig
 from .encoded import EncodedSamples
@@ -98,7 +100,7 @@ class Trainer:
         self.config, self.pipe, self.device = config, pipe, torch.device(device)
         self.family = family_of(pipe)
         self.objective = NoiseObjective(pipe.scheduler, config)
-        self.mesh = Mesh(config.parallel.model_copy(update={"inputs": "per-data-rank"}), self.device, timeout)
+        self.mesh = Mesh(config.placement, self.device, timeout)
         self._undo = ExitStack()
         self._undo.callback(self.mesh.close)
         try:
@@ -137,7 +139,7 @@ class Trainer:
         if config.lora is not None and self.mesh.tensor.size > 1:
             raise ConfigError("tensor ranks cut adapters anew in every call; train lora with ulysses, ring or data")
         self.slices = TensorSlicesOf(self.model, self.mesh, "transformer.")
-        if self.mesh.world_size > 1:
+        if self.mesh.world_size > 1 or config.in_order:
             parallelize(self.model, self.mesh.config, mesh=self.mesh)
             self._undo.callback(restore, self.model)
         self.slices.follow(self.trained.named_parameters())
@@ -210,6 +212,15 @@ class Trainer:
         Raises:
             FloatingPointError: the loss is not a number any more.
         """
+        with deterministic(self.device) if self.config.in_order else nullcontext():
+            return self._run(report, validate, until)
+
+    def _run(
+        self,
+        report: Callable[[Progress], None] | None,
+        validate: Callable[[int], None] | None,
+        until: int | None,
+    ) -> Outcome:
         config, outcome = self.config, Outcome(skipped=list(self.corrupt))
         self._resume()
         self.encoded.fill_cache(self.mesh)
@@ -265,16 +276,18 @@ class Trainer:
         """Mean loss over the step's samples, norm of the gradient, number of samples."""
         data = self.mesh.data
         speeds = [1.0] * data.size
-        mine = shares(batches, speeds, equal_counts=self.config.sharding == "fsdp")[data.rank]
+        by_rank = shares(batches, speeds, equal_counts=self.config.sharding == "fsdp")
+        mine = by_rank[data.rank]
         samples = sum(len(batch.samples) for batch in batches)
-        total = torch.zeros((), dtype=torch.float64)
+        # Where the mean over data ranks is taken of the gradients later.
+        factor = (1 if self.sync.is_sum else data.size) / samples
+        found: dict[int, float] = {}
         for place, number in enumerate(mine):
-            with self.sync.accumulating(is_last=place == len(mine) - 1):
+            with self.sync.accumulating(number, len(batches), is_last=place == len(mine) - 1):
                 losses = self._losses(batches[number])
-                # The mean over data ranks is taken of the gradients later.
-                self.scaler.scale(losses.sum() * (data.size / samples)).backward()
-            total += losses.detach().double().sum().cpu()
-        self.sync.reduce()
+                self.scaler.scale(losses.sum() * factor).backward()
+            found[number] = float(losses.detach().double().sum())
+        self.sync.reduce(by_rank)
         self.scaler.unscale_(self.optimizer)
         norm = self.sync.clip(self.config.max_grad_norm)
         self.scaler.step(self.optimizer)
@@ -282,10 +295,13 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if self.ema is not None:
             self.ema.step(self.parameters)
-        everyone = data.all_gather_object(float(total)) if data.size > 1 else [float(total)]
-        return sum(everyone) / samples, norm, samples
+        for others in data.all_gather_object(found) if data.size > 1 else ():
+            found |= others
+        return sum(found[number] for number in range(len(batches))) / samples, norm, samples
 
     def _losses(self, micro: MicroBatch) -> Tensor:
+        # What a model draws by itself (dropout) is the micro-batch's, too, and not the rank's.
+        torch.manual_seed(self.encoded.seed_of(micro.samples[0]))
         batch = self.encoded.batch(micro)
         noised = self.objective(batch.latents, batch.generators)
         dtype = AUTOCAST.get(self.config.mixed_precision)
@@ -311,6 +327,13 @@ class Trainer:
                 module.train()
             if self.ema is not None:
                 self.ema.restore(self.parameters)
+
+    def weights_digest(self) -> str:
+        """A digest of the trained weights' bits; the same on any number of ranks in reproducible mode. Collective."""
+        full = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        weights = self.slices.mapped(get_model_state_dict(self.trained, options=full), self.slices.whole)
+        # The first rank alone has got them.
+        return self.mesh.world.broadcast_object(digest(sorted((name, tensor_digest(v)) for name, v in weights.items())))
 
     # --- what is kept ------------------------------------------------------------------------------------
 
