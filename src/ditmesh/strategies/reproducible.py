@@ -434,7 +434,7 @@ class TiledSequence(SequenceParallel):
         by_rank = queries.regroup(tiles.runs), keys.regroup(tiles.runs)
         q, k, v = ([getattr(one, name) for one in asked] for name in ("q", "k", "v"))
         recorded = tracked(*q, *k, *v)
-        mask_of = self._masks([one.mask for one in asked], run, queries, keys, everyone=recorded)
+        mask_of = self._masks([one.mask for one in asked], run, queries, keys, of_all=recorded)
         here = keys.of(run)
         groups = self.mixer.groups()
         group = groups[self.mesh.ring.rank]
@@ -443,7 +443,8 @@ class TiledSequence(SequenceParallel):
         def attend(q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor]) -> list[Tensor]:
             return self.mixer.attend_distributed(
                 list(q),
-                *(self._agreed(here.join(tensors, 2), by_rank[1]) for tensors in (k, v)),
+                self._agreed(here.join(k, 2), by_rank[1]),
+                self._agreed(here.join(v, 2), by_rank[1]),
                 [mask_of(tile) for tile in around],
                 *by_rank,
                 groups,
@@ -485,11 +486,11 @@ class TiledSequence(SequenceParallel):
         return len(set(self._tiles.tokens.blocks[0])) > 1
 
     def _masks(
-        self, given: list[Tensor | None], run: range, queries: Partition, keys: Partition, everyone: bool = False
+        self, given: list[Tensor | None], run: range, queries: Partition, keys: Partition, of_all: bool = False
     ) -> Callable[[int], Tensor | None]:
         """For every tile the mask of its queries over all keys; ``queries``, ``keys`` by tile, ``run`` this rank's.
 
-        Of this rank's tiles or, where it computes the queries of others or ``everyone`` asks for them, of all.
+        Of this rank's tiles or, where it computes the queries of others or ``of_all`` asks for them, of all.
         """
         tiles = [mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape)) for mask in given if mask is not None]
         if not tiles:
@@ -502,10 +503,10 @@ class TiledSequence(SequenceParallel):
                 return lambda tile: sample
             if rows == queries.total:
                 return lambda tile: queries.take(sample, 2, tile)
-            if rows == tile_rows and everyone:
+            if rows == tile_rows and of_all:
                 by_rank = queries.regroup(self._tiles.runs)
-                whole = masks.gathered_rows(queries.of(run).join(tiles, 2), by_rank, self.link)
-                return lambda tile: queries.take(whole, 2, tile)
+                all_rows = masks.gathered_rows(queries.of(run).join(tiles, 2), by_rank, self.link)
+                return lambda tile: queries.take(all_rows, 2, tile)
             if rows == tile_rows and self.mesh.ulysses.size > 1:
                 raise LayoutError(
                     "an attention mask has a row for every query of this rank only, and Ulysses computes others' "

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from ..comm.mesh import Mesh
 from ..core.ordered import OrderedSum, nodes_of
 from ..core.partition import Partition, even_cut
+from ..engine import engine_of
+from ..strategies.hooks import ModelHooks
 from ..strategies.tiled_gradients import WeightGradients, summed
 
 
@@ -116,8 +118,5 @@ def _flat(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]
 
 def weight_gradients(model: nn.Module) -> list[WeightGradients]:
     """Where the tiles of a parallelised model leave their gradients; none where no mode of it has tiles."""
-    from ..engine import engine_of
-    from ..strategies.hooks import ModelHooks
-
     found = [getattr(one.get(ModelHooks).handler, "weight_gradients", None) for one in engine_of(model).models]
     return [cast(WeightGradients, one) for one in found if one is not None]
