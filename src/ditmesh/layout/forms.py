@@ -43,25 +43,34 @@ def _kind_of_tensor(dtype: torch.dtype, shape: torch.Size) -> Kind:
     return (dtype_class(dtype), len(shape), *(size == 1 for size in shape[1:]))
 
 
-def kind_of(value: Any) -> Kind:
+def kind_of(value: Any, within: tuple[int, ...] = ()) -> Kind:
     """The kind of an argument: of a tensor its class of dtype and, per dimension but the first, whether it has size 1.
 
     The first is mostly the batch, which may have any size. Flags and texts are of the kind of their value, numbers of
-    their type; items of a list are told apart by kind only, however many there are.
+    their type; items of a list are told apart by kind only, however many there are. What is inside itself (a node that
+    names its parent) is there of the kind of how far out it is.
+
+    Args:
+        value: the argument.
+        within: ids of the objects that it is inside of, the outermost first.
     """
     if isinstance(value, Tensor):
         return _kind_of_tensor(value.dtype, value.shape)
     if isinstance(value, (bool, str)):
         return value
+    if id(value) in within:
+        return ("itself", len(within) - within.index(id(value)))
+    inside = (*within, id(value))
     if isinstance(value, dict):
-        return ("dict", tuple(sorted((str(key), kind_of(item)) for key, item in value.items() if item is not None)))
+        items = ((str(key), kind_of(item, inside)) for key, item in value.items() if item is not None)
+        return ("dict", tuple(sorted(items)))
     if isinstance(value, list):
-        return ("list", tuple(sorted({kind_of(item) for item in value}, key=repr)))
+        return ("list", tuple(sorted({kind_of(item, inside) for item in value}, key=repr)))
     if isinstance(value, tuple):
-        return ("tuple", tuple(kind_of(item) for item in value))
+        return ("tuple", tuple(kind_of(item, inside) for item in value))
     if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
         # A cache in another mode is another form.
-        return (type(value).__name__, kind_of(vars(value)))
+        return (type(value).__name__, kind_of(vars(value), inside))
     return type(value).__name__
 
 
@@ -99,7 +108,7 @@ def _tensors_in(value: Any, depth: int) -> bool:
 def form_of(arguments: Arguments) -> CallForm:
     """The form of one call of a transformer's forward: name and kind of every argument that is not None.
 
-    A call with one sample does not tell which arguments have rows: one with several is of another form.
+    A call with one sample does not show which arguments have rows: one with several is of another form.
     """
     names = arguments.names
     passed = [(names[n] if n < len(names) else f"*{n}", value) for n, value in enumerate(arguments.args)]
