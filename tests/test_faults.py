@@ -79,11 +79,11 @@ CASES = [
         inputs,
         share,
         id=f"{strategy}-{'shared memory' if shared else 'gloo'}-{inputs}-{share}",
-        marks=pytest.mark.matrix if share == "all" else (),
+        marks=() if share != "all" and (column - row) % 2 == 0 else pytest.mark.matrix,
     )
     for row, strategy in enumerate(STRATEGIES)
     for column, (shared, inputs) in enumerate(KINDS)
-    # Every strategy at every operation once, on a diagonal.
+    # Every strategy at every operation once, on a diagonal, and at some over the other way that messages go.
     for share in ("each" if row % len(KINDS) == column else "some", "all")
 ]
 
