@@ -13,7 +13,7 @@ import ditmesh
 from ditmesh.core.arguments import Arguments
 from ditmesh.layout import LOCAL, Count, Cut, Stream, joint
 from ditmesh.layout.derive import derive
-from ditmesh.layout.forms import form_of, news
+from ditmesh.layout.forms import form_of, holds_tensors, news, objects_in
 from ditmesh.layout.probe import probe
 from support.made_up import MadeUpTransformer
 from support.models import relative_error, run, tiny
@@ -210,6 +210,9 @@ def test_an_object_that_is_inside_itself_is_an_argument_as_any_other(ranks):
     forms = [form_of(Arguments((), (), {"node": one})) for one in (tree(0.5, 1.0), tree(2.0, 3.0), tree(1, 2.0), knot)]
     assert forms[0] == forms[1]
     assert len(set(forms)) == 3
+    assert objects_in(knot) == []
+    assert not holds_tensors(tree(*range(40)))
+    assert holds_tensors(tree(*range(40), torch.ones(1)))
 
 
 def test_a_known_form_is_recognised_in_microseconds():

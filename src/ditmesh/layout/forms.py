@@ -80,29 +80,45 @@ def samples_of(arguments: Arguments) -> int:
     return len(main) if isinstance(main, list) or (isinstance(main, Tensor) and main.dim()) else 1
 
 
-def objects_in(value: Any) -> list[Any]:
-    """The objects of somebody's own in an argument: what is no tensor, number, text, function or collection of them."""
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [found for item in value for found in objects_in(item)]
+def objects_in(value: Any, within: tuple[int, ...] = ()) -> list[Any]:
+    """The objects of somebody's own in an argument: what is no tensor, number, text, function or collection of them.
+
+    ``within`` as in `kind_of`.
+    """
+    if id(value) in within:
+        return []
+    items = value.values() if isinstance(value, dict) else value
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        return [found for item in items for found in objects_in(item, (*within, id(value)))]
     plain = (Tensor, str, bytes, int, float, complex, torch.dtype, torch.device, Enum)
     return [] if value is None or isinstance(value, plain) or callable(value) else [value]
 
 
-def holds_tensors(value: Any, depth: int = 8) -> bool:
-    """Whether an object has a tensor among its attributes, however deep; so is one taken to that does not show them."""
+def holds_tensors(value: Any, depth: int = 8, seen: set[int] | None = None) -> bool:
+    """Whether an object has a tensor among its attributes, however deep; so is one taken to that does not show them.
+
+    Args:
+        value: the object.
+        depth: levels of objects that are looked into.
+        seen: ids of what has been looked into already.
+    """
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return False
     if not hasattr(value, "__dict__") or hasattr(type(value), "__slots__") or depth == 0:
         return True
-    return _tensors_in(vars(value), depth - 1)
+    seen.add(id(value))
+    return _tensors_in(vars(value), depth - 1, seen)
 
 
-def _tensors_in(value: Any, depth: int) -> bool:
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return any(_tensors_in(item, depth) for item in value)
-    return isinstance(value, Tensor) or any(holds_tensors(item, depth) for item in objects_in(value))
+def _tensors_in(value: Any, depth: int, seen: set[int]) -> bool:
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        if id(value) in seen:
+            return False
+        seen.add(id(value))
+        items = value.values() if isinstance(value, dict) else value
+        return any(_tensors_in(item, depth, seen) for item in items)
+    return isinstance(value, Tensor) or any(holds_tensors(item, depth, seen) for item in objects_in(value))
 
 
 def form_of(arguments: Arguments) -> CallForm:
