@@ -54,7 +54,7 @@ def test_negative_control(ranks, model, config):
     sampled(
         [name for name in MAKERS if name not in MODELS],
         [{"ulysses": 2}, {"ulysses": 2, "ring": 2}, {"ulysses": 3}],
-        of=2,
+        of=3,
     ),
     ids=str,
 )
