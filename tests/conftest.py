@@ -39,6 +39,15 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
 
 
 @pytest.fixture
+def kept_ranks(ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands run on the ranks of the fixture `ranks`, instead of starting their own; with one thread each."""
+    from support.launchers import KeptRanks
+
+    monkeypatch.setattr(KeptRanks, "pools", ranks, raising=False)
+    monkeypatch.setenv("DITMESH_LAUNCHER", "support.launchers:KeptRanks")
+
+
+@pytest.fixture
 def temporary() -> Iterator[Path]:
     """A folder for a program's temporary files; its name is short, as names of sockets have to be."""
     with tempfile.TemporaryDirectory(prefix="t-") as folder:

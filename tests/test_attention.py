@@ -149,7 +149,7 @@ def test_every_strategy_notices(ranks, config):
         assert said.startswith("LayoutError: ")
 
 
-@pytest.mark.parametrize("how", ["processors"])
+@pytest.mark.parametrize("how", BY_PASSES)
 def test_a_cache_that_leaves_blocks_out_hides_nothing(ranks, how):
     for said, *_ in ranks(2).run(by_passed, how, {"ulysses": 2}, True):
         assert said is not None
@@ -160,7 +160,7 @@ def test_a_cache_that_leaves_blocks_out_hides_nothing(ranks, how):
 
 
 class Plain:
-    """A kernel that somebody else has written; it does not tell its LSE."""
+    """A kernel that somebody else has written; it does not return its LSE."""
 
     name, deterministic = "plain", False
     calls = 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +19,7 @@ from torch import Tensor
 import ditmesh
 from ditmesh.attention import kernels
 from ditmesh.attention.kernels import attend_with_lse_reference, backends, local_attention
+from ditmesh.attention.kernels import lse as torch_lse
 from ditmesh.errors import ConfigError, DitmeshError, LayoutError
 from support.models import RAGGED, inputs, relative_error, run, tiny
 from support.pipelines import arguments, draw, flux
@@ -25,7 +28,7 @@ TOLERANCE = 1e-5
 
 
 # --- stand-ins -------------------------------------------------------------------------------------------------------
-# With the signatures of the real functions, their layouts and what they tell, computed in float32.
+# With the signatures of the real functions, their layouts and what they return, computed in float32.
 
 CALLS: list[tuple[str, dict[str, Any]]] = []
 
@@ -101,16 +104,81 @@ def flash_attn_varlen_func(
 ):
     """Tensors (all tokens, H, D); the LSE is (H, all queries), and +inf for a query without a key."""
     CALLS.append(("flash_varlen", {"q": q.shape, "k": k.shape, "scale": softmax_scale}))
-    outs, told = [], []
+    out, lse = attended_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal)
+    return (out, lse, None) if return_attn_probs else out
+
+
+def attended_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, causal) -> tuple[Tensor, Tensor]:
+    """Of samples one after the other, (all tokens, H, D): the output, and the LSE (H, all queries)."""
+    outs, found = [], []
     for q_start, q_end, k_start, k_end in zip(
         cu_seqlens_q[:-1], cu_seqlens_q[1:], cu_seqlens_k[:-1], cu_seqlens_k[1:], strict=True
     ):
         one = (t[None, a:b] for t, a, b in ((q, q_start, q_end), (k, k_start, k_end), (v, k_start, k_end)))
-        out, lse = attended(*one, softmax_scale, causal)
+        out, lse = attended(*one, scale, causal)
         outs.append(out[0].nan_to_num())
-        told.append(lse[0].masked_fill(lse[0] == -torch.inf, torch.inf))
-    out = torch.cat(outs)
-    return (out, torch.cat(told, dim=1), None) if return_attn_probs else out
+        found.append(lse[0].masked_fill(lse[0] == -torch.inf, torch.inf))
+    return torch.cat(outs), torch.cat(found, dim=1)
+
+
+def flash_attn_3_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    seqused_q=None,
+    seqused_k=None,
+    softmax_scale=None,
+    causal=False,
+    qv=None,
+    q_descale=None,
+    k_descale=None,
+    v_descale=None,
+    window_size=(-1, -1),
+    attention_chunk=0,
+    softcap=0.0,
+    num_splits=1,
+    pack_gqa=None,
+    deterministic=False,
+    sm_margin=0,
+    return_attn_probs=False,
+):
+    assert max_seqlen_q == (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).max()
+    CALLS.append(("_flash_varlen_3", {"q": q.shape, "k": k.shape, "scale": softmax_scale}))
+    out, lse = attended_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal)
+    return (out, lse) if return_attn_probs else out
+
+
+def flash_attn_4_func(
+    q, k, v, softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, **kwargs
+):
+    """Returns a pair always; without a gradient to compute there is no LSE in it."""
+    assert not kwargs
+    CALLS.append(("flash_4", {"q": q.shape, "k": k.shape, "scale": softmax_scale}))
+    return attended(q, k, v, softmax_scale, causal)[0], None
+
+
+def aiter_flash_attn_func(
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1, 0),
+    bias=None,
+    alibi_slopes=None,
+    deterministic=True,
+    return_lse=False,
+    return_attn_probs=False,
+):
+    assert dropout_p == 0
+    CALLS.append(("aiter_fa2", {"q": q.shape, "k": k.shape, "scale": softmax_scale}))
+    out, lse = attended(q, k, v, softmax_scale, causal)
+    return (out, lse) if return_lse else out
 
 
 def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, **kwargs):
@@ -119,6 +187,148 @@ def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, retur
     CALLS.append(("sage", {"q": q.shape, "k": k.shape, "scale": sm_scale}))
     out, lse = attended(q, k, v, sm_scale, is_causal)
     return (out, lse) if return_lse else out
+
+
+def sageattn_of(name: str, **options: Any) -> Callable[..., Any]:
+    """One of SageAttention's functions for a kind of GPU, whose further ``options`` diffusers leaves alone."""
+
+    def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False, **kwargs):
+        assert tensor_layout == "NHD"
+        assert not kwargs.keys() - options.keys()
+        CALLS.append((name, {"q": q.shape, "k": k.shape, "scale": sm_scale}))
+        out, lse = attended(q, k, v, sm_scale, is_causal)
+        return (out, lse) if return_lse else out
+
+    return sageattn
+
+
+def sageattn_varlen(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    is_causal=False,
+    sm_scale=None,
+    smooth_k=True,
+    **kwargs,
+):
+    assert not kwargs
+    CALLS.append(("sage_varlen", {"q": q.shape, "k": k.shape, "scale": sm_scale}))
+    return attended_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, sm_scale, is_causal)[0]
+
+
+def sageattn3_blackwell(q, k, v, attn_mask=None, is_causal=False, per_block_mean=True, **kwargs):
+    """Tensors (B, H, S, D), one scale only; it swallows what it does not know, and writes into its keys."""
+    CALLS.append(("sage_blackwell", {"q": q.shape, "k": k.shape, "scale": None}))
+    out, _ = attended(*(t.transpose(1, 2) for t in (q, k, v)), None, is_causal)
+    k -= k.mean(dim=2, keepdim=True)
+    return out.transpose(1, 2)
+
+
+def npu_fusion_attention(
+    query,
+    key,
+    value,
+    head_num,
+    input_layout,
+    pse=None,
+    padding_mask=None,
+    atten_mask=None,
+    scale=1.0,
+    keep_prob=1.0,
+    pre_tockens=2147483647,
+    next_tockens=2147483647,
+    inner_precise=0,
+    prefix=None,
+    actual_seq_qlen=None,
+    actual_seq_kvlen=None,
+    sparse_mode=0,
+    gen_mask_parallel=True,
+    sync=False,
+):
+    """A mask says what is left out; behind the output there are the softmax's maxima and sums, and more."""
+    assert (head_num, input_layout, keep_prob, atten_mask) == (query.shape[2], "BSND", 1.0, None)
+    CALLS.append(("_native_npu", {"q": query.shape, "k": key.shape, "scale": scale}))
+    return attended(query, key, value, scale, False)[0], None, None, None, 0, 0, 0
+
+
+def xla_flash_attention(
+    q, k, v, causal=False, q_segment_ids=None, kv_segment_ids=None, sm_scale=1.0, *, ab=None, partition_spec=None
+):
+    """Tensors (B, H, S, D)."""
+    CALLS.append(("_native_xla", {"q": q.shape, "k": k.shape, "scale": sm_scale}))
+    return attended(*(t.transpose(1, 2) for t in (q, k, v)), sm_scale, causal)[0].transpose(1, 2)
+
+
+def sdpa_kernel_of(name: str) -> Callable[..., Any]:
+    """Of torch: which kernel its attention may take. Here any may, that of the CPU."""
+
+    @contextmanager
+    def sdpa_kernel(backends: Any, set_priority: bool = False) -> Iterator[None]:
+        assert backends == SDPA[name]
+        CALLS.append((name, {}))
+        yield
+
+    return sdpa_kernel
+
+
+SDPA = {
+    "_native_cudnn": torch.nn.attention.SDPBackend.CUDNN_ATTENTION,
+    "_native_efficient": torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION,
+    "_native_flash": torch.nn.attention.SDPBackend.FLASH_ATTENTION,
+}
+
+
+def cudnn_operator(
+    query,
+    key,
+    value,
+    attn_bias,
+    compute_log_sumexp,
+    dropout_p=0.0,
+    is_causal=False,
+    return_debug_mask=False,
+    *,
+    scale=None,
+):
+    """Of aten: the LSE is (B, H, S, 1), and the rest is for its gradient."""
+    assert compute_log_sumexp
+    assert (dropout_p, is_causal, return_debug_mask) == (0.0, False, False)
+    assert all(tensor.is_contiguous() for tensor in (query, key, value))
+    out, lse = attend_with_lse_reference(query, key, value, attn_bias, scale)
+    return out, lse.unsqueeze(-1), None, None, query.shape[2], key.shape[2], None, None, None
+
+
+def efficient_operator(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None):
+    """Of aten: rows of the bias begin at multiples of 16 bytes, and the LSE is padded to multiples of 32 queries."""
+    assert compute_log_sumexp
+    assert (dropout_p, is_causal) == (0.0, False)
+    if attn_bias is not None:
+        assert attn_bias.shape == (*query.shape[:3], key.shape[2])
+        assert attn_bias.stride(-1) == 1
+        assert all(stride * attn_bias.element_size() % 16 == 0 for stride in attn_bias.stride()[:-1])
+    out, lse = attend_with_lse_reference(query, key, value, attn_bias, scale)
+    padded = lse.new_full((*lse.shape[:2], -(-lse.shape[2] // 32) * 32), torch.nan)
+    padded[..., : lse.shape[2]] = lse
+    return out, padded, None, None
+
+
+def flash_operator(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    """Of aten, which takes float16 and bfloat16."""
+    assert query.dtype in (torch.float16, torch.bfloat16)
+    assert (dropout_p, is_causal, return_debug_mask) == (0.0, False, False)
+    out, lse = attend_with_lse_reference(query, key, value, None, scale)
+    return out, lse, None, None, query.shape[2], key.shape[2], None, None, None
+
+
+OPERATORS = {
+    "_scaled_dot_product_cudnn_attention": cudnn_operator,
+    "_scaled_dot_product_efficient_attention": efficient_operator,
+    "_scaled_dot_product_flash_attention": flash_operator,
+}
 
 
 class Xops:
@@ -136,6 +346,16 @@ HUB = {
     "_flash_3_hub": flash_attn_3_func,
     "flash_varlen_hub": flash_attn_varlen_func,
     "sage_hub": sageattn,
+    "aiter_fa2_hub": aiter_flash_attn_func,
+    "_flash_3_varlen_hub": flash_attn_3_varlen_func,
+    "flash_4_hub": flash_attn_4_func,
+    "sage_blackwell_hub": sageattn3_blackwell,
+}
+SAGE_QK = {
+    "_sage_qk_int8_pv_fp8_cuda": {"qk_quant_gran", "pv_accum_dtype", "smooth_k", "smooth_v"},
+    "_sage_qk_int8_pv_fp8_cuda_sm90": {"qk_quant_gran", "pv_accum_dtype", "smooth_k"},
+    "_sage_qk_int8_pv_fp16_cuda": {"qk_quant_gran", "pv_accum_dtype", "smooth_k", "smooth_v"},
+    "_sage_qk_int8_pv_fp16_triton": {"quantization_backend", "smooth_k"},
 }
 STAND_INS = {
     "flash": {"_CAN_USE_FLASH_ATTN": True, "flash_attn_func": flash_attn_func},
@@ -148,9 +368,20 @@ STAND_INS = {
     },
     "sage": {"_CAN_USE_SAGE_ATTN": True, "sageattn": sageattn},
     "xformers": {"_CAN_USE_XFORMERS_ATTN": True, "xops": Xops},
+    "_flash_varlen_3": {"_CAN_USE_FLASH_ATTN_3": True, "flash_attn_3_varlen_func": flash_attn_3_varlen_func},
+    "sage_varlen": {"_CAN_USE_SAGE_ATTN": True, "sageattn_varlen": sageattn_varlen},
+    "_native_npu": {"_CAN_USE_NPU_ATTN": True, "npu_fusion_attention": npu_fusion_attention},
+    "_native_xla": {"_CAN_USE_XLA_ATTN": True, "xla_flash_attention": xla_flash_attention},
+    **{name: {"_CAN_USE_SAGE_ATTN": True, name.replace("_sage_", "sageattn_"): sageattn_of(name)} for name in SAGE_QK},
 }
-TELLING = ["flash", "_flash_3", "sage", "flash_hub", "_flash_3_hub", "sage_hub", "flash_varlen_hub"]
-SILENT = ["flash_varlen", "xformers"]
+WITH_LSE = [
+    *("flash", "_flash_3", "sage", "flash_hub", "_flash_3_hub", "sage_hub", "flash_varlen_hub"),
+    *("_flash_varlen_3", "aiter_fa2_hub", *SAGE_QK, *SDPA),
+]
+WITHOUT_LSE = [
+    *("flash_varlen", "xformers", "flash_4_hub", "_flash_3_varlen_hub", "sage_blackwell_hub", "sage_varlen"),
+    *("_native_npu", "_native_xla"),
+]
 
 
 @contextmanager
@@ -160,16 +391,20 @@ def installed(name: str, checks: bool = False) -> Iterator[None]:
     with ExitStack() as undo:
         for attribute, value in STAND_INS.get(name, {}).items():
             undo.enter_context(mock.patch.object(dispatch, attribute, value))
+        if name in SDPA:
+            undo.enter_context(mock.patch.object(torch.nn.attention, "sdpa_kernel", sdpa_kernel_of(name)))
+            undo.enter_context(mock.patch.dict(backends.TRAITS, {name: replace(backends.TRAITS[name], cuda=False)}))
+            if name == "_native_cudnn":
+                undo.enter_context(mock.patch.object(torch_lse, "fused", OPERATORS.get))
         if name in HUB:
             # What has been fetched is not fetched again.
             fetched = dict.fromkeys(("kernel_fn", "wrapped_forward_fn", "wrapped_backward_fn"), HUB[name])
             undo.enter_context(mock.patch.multiple(dispatch._HUB_KERNELS_REGISTRY[member], **fetched))
             undo.enter_context(mock.patch.object(dispatch, "is_kernels_available", return_value=True))
             undo.enter_context(mock.patch.object(dispatch, "is_kernels_version", return_value=True))
-        if name in STAND_INS or name in HUB:
-            if not checks:
-                undo.enter_context(mock.patch.dict(_AttentionBackendRegistry._constraints, {member: []}))
-        else:
+        if (name in STAND_INS or name in HUB or name in SDPA) and not checks:
+            undo.enter_context(mock.patch.dict(_AttentionBackendRegistry._constraints, {member: []}))
+        if name not in STAND_INS and name not in HUB:
             real = _AttentionBackendRegistry._backends[member]
 
             @functools.wraps(real)
@@ -178,14 +413,14 @@ def installed(name: str, checks: bool = False) -> Iterator[None]:
                 return real(*args, **kwargs)
 
             undo.enter_context(mock.patch.dict(_AttentionBackendRegistry._backends, {member: counted}))
-            lse = backends.TRAITS[name].lse
-            if callable(lse):
+            with_lse = backends.TRAITS[name].lse
+            if callable(with_lse):
 
-                def told(*call: Any) -> Any:
+                def counted_too(*call: Any) -> Any:
                     CALLS.append((name, {}))
-                    return lse(*call)
+                    return with_lse(*call)
 
-                traits = {name: backends.Traits("any", told, deterministic=backends.TRAITS[name].deterministic)}
+                traits = {name: replace(backends.TRAITS[name], lse=counted_too)}
                 undo.enter_context(mock.patch.dict(backends.TRAITS, traits))
         # Setting a backend on a model sets it for the process.
         undo.callback(_AttentionBackendRegistry.set_active_backend, _AttentionBackendRegistry._active_backend)
@@ -281,14 +516,16 @@ def test_processors_that_do_not_ask_for_backends_have_them_configured(ranks, mod
         check(found, "flex")
 
 
-KIND = {"flash_hub": "flash", "_flash_3_hub": "_flash_3", "sage_hub": "sage", "flash_varlen_hub": "flash_varlen"}
+def kind_of(name: str) -> str:
+    """What the stand-in of a backend's function calls itself."""
+    return "_flash_varlen_3" if name == "_flash_3_varlen_hub" else name.removesuffix("_hub")
 
 
 @pytest.mark.parametrize("config", [{"ulysses": 2}, {"ring": 2}], ids=str)
-def test_backends_that_tell_their_lse(ranks, config):
-    for name in TELLING:
+def test_backends_with_an_lse(ranks, config):
+    for name in WITH_LSE:
         for found in ranks(2).run(with_backend, name, config, BEFORE if name == "flash" else CONFIGURED):
-            check(found, KIND.get(name, name), least=4)
+            check(found, kind_of(name), least=4)
             if name in ("flash", "_flash_3", "sage"):
                 shapes = {(call["q"], call["k"]) for _, call in found["calls"]}
                 # (B, S, H, D): all 96 tokens and 4 of 8 heads, or half the tokens and all heads.
@@ -296,13 +533,18 @@ def test_backends_that_tell_their_lse(ranks, config):
                 assert shapes == ({(whole, whole)} if "ulysses" in config else {(half, half)})
 
 
-def test_backends_that_do_not_tell_it(ranks):
-    for name in SILENT:
+def test_all_backends_of_diffusers_are_tried():
+    tried = {*WITH_LSE, *WITHOUT_LSE, "_native_math", "flex", "native"}
+    assert tried == {member.value for member in AttentionBackendName}
+
+
+def test_backends_without_an_lse(ranks):
+    for name in WITHOUT_LSE:
         for found in ranks(2).run(with_backend, name, {"ulysses": 2}):
-            check(found, name)
-        for how in (BEFORE, AFTER, CONFIGURED):
+            check(found, kind_of(name))
+        for how in (BEFORE, AFTER, CONFIGURED) if name == "xformers" else (CONFIGURED,):
             for found in ranks(2).run(with_backend, name, {"ring": 2}, how):
-                assert found["said"].startswith(f"ConfigError: attention={name!r} does not tell the log-sum-exp"), found
+                assert found["said"].startswith(f"ConfigError: attention={name!r} does not return the log-sum-exp")
                 assert "ulysses=2" in found["said"]
                 assert not found["calls"]
                 assert found["after"] <= TOLERANCE
@@ -442,7 +684,7 @@ def test_only_torch_s_math_is_reproducible(ranks):
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["flash_varlen_hub", "flex", "_native_math"])
+@pytest.mark.parametrize("name", ["flash_varlen_hub", "flex", "_native_math", "_native_cudnn", "_native_efficient"])
 def test_lse_with_masks_and_without_keys(name):
     q, k, v = torch.randn(2, 3, 7, 16), torch.randn(2, 3, 11, 16), torch.randn(2, 3, 11, 16)
     mask = torch.ones(2, 1, 1, 11, dtype=torch.bool)
@@ -461,20 +703,72 @@ def test_lse_with_masks_and_without_keys(name):
         assert (none[1] == -torch.inf).all()
 
 
-def test_a_mask_with_holes_where_visible_keys_have_to_come_first():
+@pytest.mark.parametrize("name", ["flash_varlen", "_flash_varlen_3", "sage_varlen"])
+def test_a_mask_with_holes_where_visible_keys_have_to_come_first(name):
     q = torch.randn(1, 2, 4, 16)
     mask = torch.tensor([True, True, False, False])[None, None, None]
-    with installed("flash_varlen"):
-        local = local_attention("flash_varlen")
-        truth = attend_with_lse_reference(q, q[:, :, :2], q[:, :, :2], None, None)[0]
-        torch.testing.assert_close(local(q, q, q, mask), truth)
-        with pytest.raises(LayoutError, match="'flash_varlen' does not support"):
+    with installed(name):
+        local = local_attention(name)
+        truth = attend_with_lse_reference(q, q[:, :, :2], q[:, :, :2], None, None)
+        torch.testing.assert_close(local(q, q, q, mask), truth[0])
+        if name in WITH_LSE:
+            ring = local_attention(name, ring=2).with_lse(q, q, q, mask)
+            torch.testing.assert_close(ring, truth)
+        with pytest.raises(LayoutError, match=f"{name!r} does not support"):
             local(q, q, q, mask.flip(-1))
+
+
+@pytest.mark.parametrize("name", [*WITH_LSE, *WITHOUT_LSE])
+def test_scales(name):
+    """A scale that is not the usual one is taken, or refused; never left out."""
+    q, k, v = (torch.randn(1, 2, 4, 16) for _ in range(3))
+    before = k.clone()
+    with installed(name):
+        local = local_attention(name)
+        for scale in (None, 0.25, 0.7):
+            truth = attend_with_lse_reference(q, k, v, None, scale)
+            if name in ("_native_xla", "sage_blackwell_hub") and scale == 0.7:
+                with pytest.raises(LayoutError, match=f"{name!r} takes no other scale of the scores than 1/sqrt"):
+                    local(q, k, v, None, scale)
+                continue
+            torch.testing.assert_close(local(q, k, v, None, scale), truth[0])
+            if name in WITH_LSE:
+                torch.testing.assert_close(local_attention(name, ring=2).with_lse(q, k, v, None, scale), truth)
+    assert torch.equal(k, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_operators_of_torch_on_cuda(masked, dtype):
+    """What the ring calls there by default; the operators stand in with what torch declares of them."""
+    q, k, v = (torch.randn(2, 3, length, 16).to(dtype) for length in (7, 11, 11))
+    bias = torch.zeros(2, 1, 7, 11, dtype=dtype) if masked else None
+    if bias is not None:
+        bias[..., 3:5] = -torch.inf
+    with mock.patch.object(torch_lse, "fused", OPERATORS.get):
+        out, found = torch_lse._cuda(q, k, v, bias, 0.3)
+    truth = attend_with_lse_reference(q, k, v, bias, 0.3)
+    torch.testing.assert_close(out, truth[0])
+    torch.testing.assert_close(found[..., :7], truth[1])
+
+
+def test_operators_of_torch_are_as_their_stand_ins():
+    """The names, the order and the defaults of their arguments, and the shapes that torch declares."""
+    for name, stand_in in OPERATORS.items():
+        real = getattr(torch.ops.aten, name).default._schema.arguments
+        ours = list(inspect.signature(stand_in).parameters.values())
+        assert [one.name for one in real] == [one.name for one in ours]
+        assert [one.kwarg_only for one in real] == [one.kind is one.KEYWORD_ONLY for one in ours]
+        q, k = torch.empty(2, 3, 40, 16, device="meta"), torch.empty(2, 3, 24, 16, device="meta")
+        given = (q, k, k) if name.endswith("_flash_attention") else (q, k, k, None, True)
+        declared = getattr(torch.ops.aten, name)(*given)
+        half = [torch.zeros_like(one, device="cpu", dtype=torch.bfloat16) for one in given[:3]]
+        assert [one.shape for one in declared[:2]] == [one.shape for one in stand_in(*half, *given[3:])[:2]]
 
 
 def test_an_lse_of_another_shape_is_refused():
     q = torch.randn(1, 2, 4, 16)
     wrong = mock.Mock(return_value=(q.transpose(1, 2), torch.zeros(1, 4, 2), None))
-    said = pytest.raises(LayoutError, match=r"'flash' told its log-sum-exp as \(1, 4, 2\) where \(1, 2, 4\)")
+    said = pytest.raises(LayoutError, match=r"'flash' returned its log-sum-exp as \(1, 4, 2\) where \(1, 2, 4\)")
     with installed("flash"), mock.patch.object(dispatch, "flash_attn_func", wrong), said:
         local_attention("flash", ring=2).with_lse(q, q, q)

@@ -94,7 +94,7 @@ def test_overhead(tmp_path: Path, against: bool) -> None:
         assert rows[1]["host synchronisations"] == 0
 
 
-@pytest.mark.parametrize("config", ["tensor=2", "pipe=2"])
+@pytest.mark.parametrize("config", [pytest.param("tensor=2", marks=pytest.mark.matrix), "pipe=2"])
 def test_a_rank_of_the_command_holds_and_reads_its_share(tmp_path: Path, config: str) -> None:
     """What the 1 GB of docs/benchmarks.md show, with 60 MB; and that whole loading would be seen."""
     figures = tmp_path / "figures.json"

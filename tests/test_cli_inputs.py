@@ -111,6 +111,7 @@ def truth(picture: Path, mask: Path, lora: Path, sixteen: Path) -> dict[str, lis
     return found
 
 
+@pytest.mark.usefixtures("kept_ranks")
 @pytest.mark.parametrize(
     ("what", "config", "kind"),
     [
@@ -138,6 +139,7 @@ def test_pictures_are_those_of_one_device(what, config, kind, truth, picture, ma
     assert receipt.strength == (None if what == "lora" else 0.75)
 
 
+@pytest.mark.usefixtures("kept_ranks")
 def test_replay_finds_the_files_again(truth, picture, lora, tmp_path, capfd):
     """The same pixels on one device, from files that lie beside the picture by now; and sentences when they do not."""
     moved = tmp_path / "moved"
@@ -147,7 +149,7 @@ def test_replay_finds_the_files_again(truth, picture, lora, tmp_path, capfd):
     common = ["--steps", STEPS, "--threads", "1", "--device", "cpu", "-o", tmp_path / "out", "--json"]
     assert run("generate", FOX, *asked, *common) == 0
     drawn = Path(json.loads(capfd.readouterr().out)["pictures"][0]["path"])
-    again = ["replay", drawn, "--devices", "1", "--out", tmp_path / "again"]
+    again = ["replay", drawn, "--devices", "1", "--threads", "1", "--out", tmp_path / "again"]
     assert run(*again, "--json") == 0
     result = json.loads(capfd.readouterr().out)
     assert (result["promised"], result["equal"]) == (True, True)
@@ -232,6 +234,7 @@ def test_refused_in_one_sentence_before_ranks_start(
     assert len(said.strip().splitlines()) == 1
 
 
+@pytest.mark.usefixtures("kept_ranks")
 def test_an_adapter_that_fits_nothing_is_one_sentence(lora, tmp_path, capfd):
     from safetensors.torch import save_file
 
@@ -249,6 +252,7 @@ def test_an_adapter_that_fits_nothing_is_one_sentence(lora, tmp_path, capfd):
 # ---- words
 
 
+@pytest.mark.usefixtures("kept_ranks")
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -265,6 +269,7 @@ def test_ranks_without_work_are_said(arguments, says, tmp_path, capfd):
     assert says is None or says in said[0]
 
 
+@pytest.mark.usefixtures("kept_ranks")
 def test_json_is_short_and_a_random_seed_is_in_the_receipt(tmp_path, capfd):
     common = ["generate", FOX, "-s", "1", "--threads", "1", "--device", "cpu", "--dtype", "bf16", "--seed", "-1"]
     seeds = []
@@ -281,6 +286,7 @@ def test_json_is_short_and_a_random_seed_is_in_the_receipt(tmp_path, capfd):
     assert seeds[0] != seeds[1]
 
 
+@pytest.mark.usefixtures("kept_ranks")
 def test_existing_pictures_stay_with_the_new_options(picture, tmp_path, capfd):
     """Also the input itself, when it lies where pictures go under the name of one."""
     mine = tmp_path / "0000-a-red-fox-seed0.png"

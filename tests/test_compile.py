@@ -24,8 +24,17 @@ def compiled(name: str, config: dict[str, Any]) -> tuple[float, float, bool]:
     return relative_error(value, truth), relative_error(run(model, arguments), truth), exchanged
 
 
-@pytest.mark.parametrize("config", [{"ulysses": 2}, {"ring": 2}], ids=str)
-@pytest.mark.parametrize("name", ["PixArt", "SD3", "Flux", "Wan", "QwenImage"])
+NAMES = ["PixArt", "SD3", "Flux", "Wan", "QwenImage"]
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        *((name, {"ulysses": 2}) for name in NAMES),
+        *(pytest.param(name, {"ring": 2}, marks=() if name == "SD3" else pytest.mark.matrix) for name in NAMES),
+    ],
+    ids=str,
+)
 def test_blocks_compile_without_a_break(ranks, name, config):
     """fullgraph=True raises at the first break; the eager backend runs the captured graph as it is."""
     for error, after, exchanged in ranks(2).run(compiled, name, {**config, "compile": "eager"}):

@@ -15,7 +15,7 @@ from ditmesh.comm import codec
 from ditmesh.config import ParallelConfig
 from ditmesh.core.intercept import sdpa
 from ditmesh.layout import layout_of
-from support.models import MAKERS, ODD, RAGGED, inputs, relative_error, run, tiny, variant
+from support.models import KINDS, MAKERS, ODD, RAGGED, inputs, relative_error, run, tiny, variant
 from support.pipelines import MAKERS as PIPELINES
 from support.pipelines import arguments, draw
 from support.stale import (
@@ -39,7 +39,9 @@ TOLERANCE = 1e-5  # relative, float32; measured errors are below 1e-6
 # --- nothing moves: exact ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in KINDS else pytest.mark.matrix) for name in MAKERS]
+)
 def test_equals_exact_while_nothing_moves(ranks, name):
     """B=1 with odd lengths and B=2 ragged, text cut and whole; and without the others' keys it is wrong."""
     layout = layout_of(tiny(name))

@@ -166,7 +166,7 @@ def test_a_journal_that_cannot_be_written_does_not_end_the_job(
 
 # Guidance in one call of many rows; in two calls a step, run ahead by ranks that share the branches; and with a
 # sampler that remembers steps.
-@pytest.mark.parametrize("family", ["sd3", "flux", "wan"])
+@pytest.mark.parametrize("family", ["sd3", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("flux", "wan"))])
 def test_a_request_goes_on_at_any_call_on_any_number_of_ranks(ranks: Ranks, tmp_path: Path, family: str) -> None:
     (truth,) = ranks(1).run(on_rank.with_journal, family, {"reproducible": True}, str(tmp_path / "truth"))
     calls = truth["computed"]

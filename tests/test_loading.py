@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import pytest
@@ -16,12 +17,16 @@ from safetensors.torch import load_file, save_file
 import ditmesh
 from support.models import relative_error
 from support.pipelines import MAKERS, arguments, draw
+from support.sample import sampled
 from support.tensor import bits, same_bits
 
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module", params=["sd3", "flux"])
+PIPELINES = ["sd3", "flux"]
+
+
+@pytest.fixture(scope="module", params=PIPELINES)
 def saved(request, tmp_path_factory):
     """A saved pipeline, its weights in one file."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -62,19 +67,18 @@ def loaded(name, folder, config, options):
     }
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"tensor": 2},
-        {"ulysses": 2},
-        {"tensor": 3},
-        {"tensor": 2, "ulysses": 2},
-        {"tensor": 2, "cfg": 2},
-        {"pipe": 2, "warmup": "fixed(9)"},
-        {"pipe": 2, "tensor": 2, "warmup": "fixed(9)"},
-    ],
-    ids=str,
-)
+CONFIGS: list[dict[str, Any]] = [
+    {"tensor": 2},
+    {"ulysses": 2},
+    {"tensor": 3},
+    {"tensor": 2, "ulysses": 2},
+    {"tensor": 2, "cfg": 2},
+    {"pipe": 2, "warmup": "fixed(9)"},
+    {"pipe": 2, "tensor": 2, "warmup": "fixed(9)"},
+]
+
+
+@pytest.mark.parametrize(("saved", "config"), sampled(PIPELINES, CONFIGS, of=2), indirect=["saved"], ids=str)
 def test_equals_whole_loading(ranks, saved, config):
     name, folder = saved
     world = ditmesh.ParallelConfig(**config).world_size
@@ -269,7 +273,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     return folder, whole
 
 
-@pytest.mark.parametrize("config", [{"tensor": 2}, {"pipe": 2}], ids=str)
+@pytest.mark.parametrize("config", [{"tensor": 2}, pytest.param({"pipe": 2}, marks=pytest.mark.matrix)], ids=str)
 def test_peak_memory_of_a_rank(large, tmp_path, config):
     """300 MB of weights: a rank's private memory peaks near its own half, not near the whole."""
     folder, whole = large

@@ -6,14 +6,15 @@ import pytest
 
 from ditmesh.config import ParallelConfig
 from support.lora import fused, refused, story, through_the_pipeline, uncut, with_bias
+from support.sample import sampled
 from test_parity import TOLERANCE, name_of
 
 CONFIGS = [{"ulysses": 2}, {"ring": 2}, {"tensor": 2}, {"tensor": 3}, {"tensor": 2, "ulysses": 2}]
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["loaded before", "loaded after"])
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-@pytest.mark.parametrize("model", ["SD3", "Flux", "Wan"])
+@pytest.mark.parametrize(
+    ("model", "config", "before"), sampled(["SD3", "Flux", "Wan"], CONFIGS, [True, False], of=3), ids=str
+)
 def test_equals_one_device(ranks, model, config, before):
     for result in ranks(ParallelConfig(**config).world_size).run(story, model, config, before):
         assert max(result["errors"].values()) <= TOLERANCE, result["errors"]

@@ -16,6 +16,7 @@ from ditmesh.engine import denoisers, engine_of
 from ditmesh.layout import layout_of
 from support.models import relative_error, stirred
 from support.more_pipelines import FAMILIES, arguments, draw
+from support.sample import sampled
 
 TOLERANCE = 1e-4  # of latents; float32
 STEPS = 3
@@ -100,7 +101,7 @@ def test_tokens_over_two_ranks(ranks, name):
         assert sum(result.sent.values()) > 0
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", sampled(FAMILIES, of=2))
 def test_three_prompts_over_two_ranks(ranks, name):
     results = ranks(2).run(seen, name, {"data": 2}, [1, 2, 3])
     check(results)

@@ -36,6 +36,7 @@ def elsewhere() -> str:
     return "; ".join(f"{key} {here[key]!r}, not {was!r}" for key, was in OLD["machine"].items() if here[key] != was)
 
 
+@pytest.mark.usefixtures("kept_ranks")
 @pytest.mark.parametrize("picture", PICTURES, ids=lambda path: path.stem)
 def test_replay_has_the_same_pixels(picture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:

@@ -15,6 +15,7 @@ from support.parity import (
     without_exchange,
     without_leaf,
 )
+from support.sample import sampled
 
 TOLERANCE = 1e-5  # relative, float32; measured errors are below 1e-6
 MODELS = ["DiT", "PixArt", "SD3", "Flux"]
@@ -33,26 +34,30 @@ def ranks_of(config):
     return size
 
 
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "config", "size"), sampled(MODELS, CONFIGS, SIZES, of=2), ids=str)
 def test_equals_one_device(ranks, model, config, size):
     for text in ("shard", "replicate"):
-        for result in ranks(ranks_of(config)).run(parity, model, {**config, "text": text}, size):
+        for result in ranks(ranks_of(config)).run(parity, model, {**config, "text": text}, SIZES[size]):
             assert result["error"] <= TOLERANCE
             assert result["repeats"]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "config"), sampled(MODELS, CONFIGS, of=4), ids=str)
 def test_negative_control(ranks, model, config):
     """Without the exchange the same comparison fails on every rank, by orders of magnitude."""
     for error in ranks(ranks_of(config)).run(without_exchange, model, config, RAGGED):
         assert error > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("config", [{"ulysses": 2}, {"ulysses": 3}, {"ulysses": 2, "ring": 2}], ids=name_of)
-@pytest.mark.parametrize("model", [name for name in MAKERS if name not in MODELS])
+@pytest.mark.parametrize(
+    ("model", "config"),
+    sampled(
+        [name for name in MAKERS if name not in MODELS],
+        [{"ulysses": 2}, {"ulysses": 2, "ring": 2}, {"ulysses": 3}],
+        of=3,
+    ),
+    ids=str,
+)
 def test_every_class_equals_one_device(ranks, model, config):
     """B=1 with odd lengths and B=2 ragged, text cut and whole; and the negative control."""
     layout = layout_of(tiny(model))

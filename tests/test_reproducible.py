@@ -16,6 +16,7 @@ from ditmesh.strategies.virtual import ask, run_together
 from support import pipelines
 from support.models import MAKERS, RAGGED, inputs, run, sizes, tiny, variant
 from support.reproducible import digest, forward_bits, pipeline_bits, pipeline_error
+from support.sample import sampled
 from support.stale import moving
 
 # World size -> configurations. One rank is the reference.
@@ -75,7 +76,7 @@ def test_pipelines(ranks, family, share):
     assert len(set(found.values())) == 1, found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sampled(FAMILIES, of=2))
 def test_pipelines_in_bfloat16(ranks, family):
     """Emulated here, and slow: one configuration of each kind."""
     configs = {1: [{}], 2: [{"ulysses": 2}, {"cfg": 2}], 3: [{"ring": 3}], 8: [{"cfg": 2, "ulysses": 2, "ring": 2}]}
@@ -89,8 +90,7 @@ def test_close_to_the_plain_pipeline(ranks, family):
     assert error <= 1e-4
 
 
-@pytest.mark.parametrize("head_dim", [None, 64, 72, 128])
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize(("name", "head_dim"), sampled(CLASSES, [None, 64, 72, 128], of=2), ids=str)
 def test_odd_lengths_and_head_sizes(ranks, name, head_dim):
     """49 image and 13 text tokens, and B=2 with ragged masks; 3 heads where the size of heads is given."""
     configs = {1: [{}], 2: [{"ulysses": 2}, {"ring": 2, "speeds": (2, 1)}], 3: [{"ulysses": 3}], 4: [{"ring": 4}]}

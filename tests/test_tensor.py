@@ -13,6 +13,7 @@ from ditmesh.engine import check_heads
 from ditmesh.strategies.tensor.slices import plan
 from support.models import MAKERS, ODD, RAGGED, inputs, relative_error, run, sizes, tiny
 from support.parity import parity
+from support.sample import sampled
 from support.tensor import expected_tensor_bytes, memory, replicated, restored, without_sum
 from test_parity import MODELS, SIZES, TOLERANCE, name_of
 
@@ -30,19 +31,16 @@ def ranks_of(config):
     return ParallelConfig(**config).world_size
 
 
-@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
-@pytest.mark.parametrize("config", CONFIGS, ids=name_of)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "config", "size"), sampled(MODELS, CONFIGS, SIZES, of=3), ids=str)
 def test_equals_one_device(ranks, model, config, size):
-    if size.batch < config.get("data", 1):
+    if SIZES[size].batch < config.get("data", 1):
         pytest.skip("one row cannot be shared by two data ranks")
-    for result in ranks(ranks_of(config)).run(parity, model, config, size):
+    for result in ranks(ranks_of(config)).run(parity, model, config, SIZES[size]):
         assert result["error"] <= TOLERANCE
         assert result["repeats"]
 
 
-@pytest.mark.parametrize("config", CONFIGS[:5], ids=name_of)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "config"), sampled(MODELS, CONFIGS[:5], of=4), ids=str)
 def test_negative_control(ranks, model, config):
     """Without the sum over ranks the same comparison fails on every rank, by orders of magnitude."""
     for error in ranks(ranks_of(config)).run(without_sum, model, config, RAGGED):
@@ -113,7 +111,7 @@ def test_every_class(ranks, config):
     assert not wrong
 
 
-@pytest.mark.parametrize("model", sorted(set(MAKERS) - {"DiT", "PixArt", "SD3", "Flux"}))
+@pytest.mark.parametrize("model", sampled(sorted(set(MAKERS) - {"DiT", "PixArt", "SD3", "Flux"}), of=3))
 def test_restore_is_exact_for_every_class(ranks, model):
     for result in ranks(2).run(restored, model, {"tensor": 2}):
         assert all(result.values()), result

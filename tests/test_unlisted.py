@@ -13,7 +13,7 @@ import ditmesh
 from ditmesh.core.arguments import Arguments
 from ditmesh.layout import LOCAL, Count, Cut, Stream, joint
 from ditmesh.layout.derive import derive
-from ditmesh.layout.forms import form_of, news
+from ditmesh.layout.forms import form_of, holds_tensors, news, objects_in
 from ditmesh.layout.probe import probe
 from support.made_up import MadeUpTransformer
 from support.models import relative_error, run, tiny
@@ -156,9 +156,11 @@ def test_a_call_that_only_one_sample_can_make(ranks):
 
 
 class Choosy(MadeUpTransformer):
-    """May be told how many tokens to expect, or be given a bias for every one of them."""
+    """May be told how many tokens to expect, or be given a bias for every one of them, or a node of a tree."""
 
-    def forward(self, hidden_states, encoder_hidden_states, timestep, expected=None, bias=None):
+    def forward(self, hidden_states, encoder_hidden_states, timestep, expected=None, bias=None, node=None):
+        if node is not None:
+            encoder_hidden_states = encoder_hidden_states * node.children[0].parent.scale
         if expected is not None and hidden_states[0, 0].numel() != expected:
             raise ValueError(f"{hidden_states[0, 0].numel()} tokens are not {expected}")
         if bias is not None:
@@ -183,6 +185,34 @@ def test_a_call_is_looked_at_as_it_is(ranks):
 
 def test_an_argument_nobody_knows_goes_with_the_call(ranks):
     assert max(ranks(2).run(choosy, {"bias": torch.ones(2, 63, 10)})) <= 1e-5
+
+
+class Node:
+    """Knows its children, and every one of them its parent."""
+
+    def __init__(self, scale, parent=None):
+        self.scale, self.parent, self.children = scale, parent, []
+        if parent is not None:
+            parent.children.append(self)
+
+
+def tree(*scales):
+    root = Node(scales[0])
+    for scale in scales[1:]:
+        Node(scale, root)
+    return root
+
+
+def test_an_object_that_is_inside_itself_is_an_argument_as_any_other(ranks):
+    assert max(ranks(2).run(choosy, {"node": tree(0.5, 1.0)})) <= 1e-5
+    knot = [1.0]
+    knot.append(knot)
+    forms = [form_of(Arguments((), (), {"node": one})) for one in (tree(0.5, 1.0), tree(2.0, 3.0), tree(1, 2.0), knot)]
+    assert forms[0] == forms[1]
+    assert len(set(forms)) == 3
+    assert objects_in(knot) == []
+    assert not holds_tensors(tree(*range(40)))
+    assert holds_tensors(tree(*range(40), torch.ones(1)))
 
 
 def test_a_known_form_is_recognised_in_microseconds():

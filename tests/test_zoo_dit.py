@@ -13,6 +13,7 @@ from PIL import Image
 
 from ditmesh import zoo
 from ditmesh.zoo import references as known
+from support.sample import sampled
 
 NAMES = ("emoji-dit-s", "emoji-dit-l")
 FLOOR = 18.0  # dB
@@ -87,8 +88,7 @@ def drawn_and_judged(pipe, name: str) -> tuple[list[bool], float]:
     return (found == asked).tolist(), near.mean()
 
 
-@pytest.mark.parametrize("sampler", ["DDIM", "DPM-Solver++"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "sampler"), sampled(NAMES, ["DDIM", "DPM-Solver++"], of=2))
 def test_its_drawings_are_nearest_to_views_of_the_right_class(pipes, name: str, sampler: str):
     from training.evaluate_dit import use_sampler
 

@@ -39,7 +39,7 @@ class Setting:
     Attributes:
         help: one line.
         decides: whether it decides the bits of a reproducible picture; the others say only who computes what.
-        form: how a value is written on the command line, where the type does not tell.
+        form: how a value is written on the command line, where the type does not show it.
         usual: the default, in words.
         option: whether commands have an option for it.
     """
@@ -119,7 +119,7 @@ class ParallelConfig(BaseModel):
         attention: the kernel that computes attention on a rank, by name: ``"native"``: torch's
             `scaled_dot_product_attention`; ``"math"``: spelt out in float32; an attention backend of diffusers
             (``"flash"``, ``"_flash_3"``, ``"sage"``, ``"flex"`` …); or one that `ditmesh.attention.kernels.register`
-            has added on every rank. None: the backend that is set on the model. Ring attention takes those that tell
+            has added on every rank. None: the backend that is set on the model. Ring attention takes those that return
             their log-sum-exp: see docs/attention.md.
         shared_memory: between ranks on the CPUs of one host tensors travel through memory they share; False: over the
             process group, as between hosts.

@@ -202,7 +202,7 @@ class Engine:
         with ExitStack() as ends:
             # Rows compare the last calls by the clock.
             ends.callback(self.clock.end_request)
-            # The outermost first; each is told, whatever another one raises.
+            # The outermost first; each is notified, whatever another one raises.
             for strategy in self.strategies:
                 ends.callback(strategy.end_request, failed)
 
@@ -263,7 +263,7 @@ class Engine:
         finally:
             self._lock.release()
 
-    # --- what strategies tell ------------------------------------------------------------------------------
+    # --- what strategies report ----------------------------------------------------------------------------
 
     def _parts(self, kind: type[Part]) -> list[Part]:
         return [part for model in self.models if (part := model.find(kind)) is not None]
@@ -354,7 +354,7 @@ def parallelize(
             heads divide, ring for the rest, over all ranks of the default process group.
         mesh: share the groups of several pipelines; default: groups of its own, given back by `restore`.
         layout: the transformer's token layout; default: the reviewed one of its class, else a probed one, else the
-            first call tells it. One of your own is compared with one device in the first call of every form.
+            first call shows it. One of your own is compared with one device in the first call of every form.
         timeout: deadline of every collective, in seconds, when the mesh is made here.
         recipe: strategies to choose from, in the order in which they are applied: for one of your own.
 
@@ -377,7 +377,7 @@ def parallelize(
     layouts = [_given(layout, model) or _layout_before_a_call(model) for model in models]
     if config == "auto":
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        # Of a model that does not tell its heads one is sure: the ring takes any number of ranks.
+        # Of a model that does not name its heads one is sure: the ring takes any number of ranks.
         config = ParallelConfig.auto(world_size, min(heads_of(*one) or 1 for one in zip(models, layouts, strict=True)))
     config = ParallelConfig.read(config)
     pairs = [(model, found) for model, found in zip(models, layouts, strict=True) if found is not None]

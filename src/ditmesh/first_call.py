@@ -78,7 +78,7 @@ class FirstCall:
             self._undo.callback(CallChain(model).add(partial(self._around_call, model)))
 
     def __getattr__(self, name: str) -> Any:
-        """What only an engine can tell.
+        """What only an engine knows.
 
         Raises:
             InputError: always, but for names that no engine has.

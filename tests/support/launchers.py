@@ -1,4 +1,4 @@
-"""A launcher that is no part of ditmesh."""
+"""Launchers that are no part of ditmesh."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ditmesh.errors import ConfigError, RankFailed
+from ditmesh.launch import RankPool
 
 
 class InThisProcess:
@@ -56,3 +57,28 @@ class InThisProcess:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class KeptRanks:
+    """Ranks that stay from one command to the next: those of the fixture ``ranks``."""
+
+    device = "cpu"
+    speaks = True
+    pools: ClassVar[Callable[[int], RankPool]]
+
+    def __init__(self, world_size: int, device: str, threads: int | None, timeout: float, **options: Any) -> None:
+        assert (device, threads) == ("cpu", 1)
+        self.world_size, self.threads = world_size, 1
+        self._pool = type(self).pools(world_size)
+
+    def run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        return self._pool.run(fn, *args, **kwargs)
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> KeptRanks:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass

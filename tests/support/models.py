@@ -420,6 +420,10 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "Latte": _latte,
 }
 
+# Of each kind one: for tests that are long with all of them. Joint and cross-attention, none and ragged text, frames,
+# tables of positions and of angles, modules that mix tokens.
+KINDS = ("DiT", "PixArt", "SD3", "Flux", "Wan", "LTX2", "Mochi", "Sana")
+
 # How the pipelines call the model, where that is not with (B, C, H, W) latents and without `attention_mask`.
 WAYS = {
     "PixArt": Way("bchw", masked="image"),

@@ -25,7 +25,7 @@ def everywhere(mask: Tensor, queries: Partition, keys: Partition, link: Group, r
         4-D; dimensions of 1 stay 1.
 
     Raises:
-        LayoutError: the mask does not tell what other ranks' tokens may see.
+        LayoutError: the mask does not say what other ranks' tokens may see.
     """
     mask = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
     here = queries.lengths[link.rank]

@@ -2,7 +2,7 @@
 
 Liu et al. 2023, arXiv:2310.01889. Each rank keeps its queries; after N - 1 shifts it has met every block of
 keys. Partial results merge by their log-sum-exp. In backward keys travel again, and the gradients of a block of keys
-with it: the log-sum-exp over all keys tells every rank its queries' weights of any block (Dao 2023, arXiv:2307.08691).
+with it: the log-sum-exp over all keys gives every rank its queries' weights of any block (Dao 2023, arXiv:2307.08691).
 """
 
 from __future__ import annotations

@@ -144,7 +144,10 @@ class InputOptions:
         str | None, input_option(metavar="FILE", help="Which part of --image: white is generated anew (inpaint).")
     ] = None
     control: Annotated[
-        str | None, input_option(metavar="FILE", help="Control picture, of a model with a control pipeline.")
+        str | None, input_option(metavar="FILE", help="Control picture, for --controlnet or a control model.")
+    ] = None
+    controlnet: Annotated[
+        str | None, input_option(metavar="NAME[:SCALE]", help="A ControlNet for the model: folder or hub id.")
     ] = None
     lora: Annotated[
         list[str] | None,
@@ -185,6 +188,7 @@ class InputOptions:
         files: list[Any] = [input_picture(role, path) for role, path in pictures.items() if path is not None]
         files += [adapter("lora", text) for text in self.lora or ()]
         files += [adapter("ip-adapter", self.ip_adapter)] if self.ip_adapter is not None else []
+        files += [adapter("controlnet", self.controlnet)] if self.controlnet is not None else []
         return {"files": tuple(files), "strength": self.strength, "variant": self.variant, "offload": self.offload}
 
 

@@ -89,7 +89,7 @@ def parallel_config(
         devices = devices or 1
         if heads is None and not settings:
             return devices, None
-        # Of a model that does not tell its heads one is sure.
+        # Of a model that does not name its heads one is sure.
         stale = settings.get("exchange", "exact") != "exact"
         auto = ParallelConfig(ring=devices) if stale else ParallelConfig.auto(devices, heads or 1)
         return devices, ParallelConfig(**{**auto.model_dump(), **settings})

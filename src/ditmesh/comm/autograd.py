@@ -87,7 +87,7 @@ class _AllToAll(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         link, rest = ctx.link, iter(grads)
-        # A rank's own entry tells the dtype and goes nowhere.
+        # A rank's own entry gives the dtype and goes nowhere.
         outgoing = [
             [grads[0]] if peer == link.rank else [next(rest) for _ in range(ctx.sizes[peer])]
             for peer in range(link.size)

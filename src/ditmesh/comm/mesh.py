@@ -298,7 +298,7 @@ class Mesh:
 
         def begin(*_: Any) -> None:
             nonlocal running
-            # Broken off in a way of which torch's hooks are not told, such as Ctrl-C.
+            # Broken off in a way in which torch's hooks are not called, such as Ctrl-C.
             left()
             if self._depth == 0 and self.failed:
                 self.begin_request(f"a call of {type(model).__name__}")
@@ -350,7 +350,7 @@ class Mesh:
         self._outcome, self._state.refusal = max(self._outcome, _FAILED), sentence
         if self._memory is not None:
             self._memory.fail()
-        # Over gloo a closed connection tells the others at once. NCCL's do not, and are dear to make again.
+        # Over gloo a closed connection is seen by the others at once. NCCL's are not, and are dear to make again.
         if self.device.type == "cpu":
             self._drop()
         return PeerError(sentence)

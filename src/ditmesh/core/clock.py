@@ -65,8 +65,8 @@ class CallClock:
     (Heun) evaluates the same model again, and what that evaluation finds must not be taken for another branch. Two
     calls that differ in nothing (guidance by a changed model) are two branches.
 
-    A scheduler that counts its steps tells without a look at any tensor: what is called between two of its steps is
-    one step. It is believed from the first step on that it was seen to count. Otherwise values are compared, at most
+    A scheduler that counts its steps needs no look at any tensor: what is called between two of its steps is one step.
+    It is believed from the first step on that it was seen to count. Otherwise values are compared, at most
     once per call.
 
     Args:

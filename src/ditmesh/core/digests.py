@@ -42,7 +42,7 @@ def compared(value: Any) -> tuple[str, bool]:
 
     Tensors, arrays and pictures count by form and bytes, generators by their state, mappings and sets without order,
     functions by their names, devices by their type, other objects by what pickle would keep of them; an object that
-    tells nothing counts by its type alone, and then the second item is False.
+    shows nothing counts by its type alone, and then the second item is False.
     """
     feeder = _Feeder()
     feeder.feed(value)
@@ -94,11 +94,11 @@ class _Feeder:
         elif callable(value):
             self._put("function", name_of(value).encode())
         else:
-            # By what pickle would keep of it, but part by part: its bytes also tell who shares what.
+            # By what pickle would keep of it, but part by part: its bytes also show who shares what.
             try:
                 kept = value.__reduce_ex__(4)
             except Exception:
-                # A lock, an open file, a stream: whatever it holds, it does not tell.
+                # A lock, an open file, a stream: whatever it holds, it does not show.
                 self._put("object", name_of(type(value)).encode())
                 self.complete = False
                 return

@@ -126,7 +126,7 @@ class _Interceptor:
                     f"attention with {', '.join(map(repr, further))} of the backend {name!r} inside a parallel block "
                     "is not supported; run this model on one device"
                 )
-            # Many backends take fewer heads of keys without being told.
+            # Many backends take fewer heads of keys without being asked.
             taken["enable_gqa"] = k.shape[1] != q.shape[1]
             if handler is None:
                 return torch.ops.ditmesh.attend(q, k, v, *taken.values(), name).transpose(1, 2)
@@ -161,6 +161,10 @@ class _Interceptor:
 
 # Arguments of a backend besides the tensors, in the order of SDPA.
 _TAKEN: dict[str, Any] = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+
+
+# Backends that refuse any scale but the usual one.
+_ONE_SCALE = ("sage_blackwell_hub",)
 
 
 def _registry() -> dict[Any, Callable[..., Any]]:
@@ -225,7 +229,10 @@ def call_backend(name: str, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, **gi
     Args:
         name: of the backend.
         q_bhsd, k_bhsd, v_bhsd: (B, H, Sq, D), (B, H, Sk, D), (B, H, Sk, D); the backend gets them as (B, S, H, D).
-        given: further arguments; those that the backend does not have are left out.
+        given: further arguments; those that the backend does not have are left out, but for a scale that counts.
+
+    Raises:
+        LayoutError: it has one scale only, and another is given.
 
     Returns:
         The output (B, H, Sq, D); if the backend returns more, a tuple of the output and the rest as it is.
@@ -233,6 +240,12 @@ def call_backend(name: str, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, **gi
     function = backend_function(name)
     q, k, v = (tensor.transpose(1, 2) for tensor in (q_bhsd, k_bhsd, v_bhsd))
     known = inspect.signature(function).parameters
+    scale = given.get("scale")
+    if (name in _ONE_SCALE or "scale" not in known) and scale not in (None, q_bhsd.shape[-1] ** -0.5):
+        raise LayoutError(
+            f"the attention backend {name!r} takes no other scale of the scores than 1/sqrt({q_bhsd.shape[-1]}), and "
+            f"{scale} is asked for; use attention='native'"
+        )
     with unhandled():
         out = function(query=q, key=k, value=v, **{key: value for key, value in given.items() if key in known})
     return (out[0].transpose(1, 2), *out[1:]) if isinstance(out, tuple) else out.transpose(1, 2)

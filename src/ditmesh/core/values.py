@@ -1,6 +1,6 @@
 """Whether tensors hold the same values, found out by looking at them as seldom as possible.
 
-To compare two tensors by value is to wait for the device. Nearly always something else tells: they are one piece of
+To compare two tensors by value is to wait for the device. Nearly always something else shows it: they are one piece of
 memory that nobody has written to in between, or the same two were compared before.
 """
 
@@ -30,7 +30,7 @@ def seen(value: Any, copied: bool = False) -> Seen:
 
     Args:
         value: a tensor, a number, or anything that compares.
-        copied: keep a copy of a tensor that does not tell whether it is written to (inference mode).
+        copied: keep a copy of a tensor that does not record whether it is written to (inference mode).
     """
     if not isinstance(value, Tensor):
         return Seen(value, None)

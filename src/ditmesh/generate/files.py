@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterable
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from io import BytesIO
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from ..core.files import digest_of_file
 from ..errors import InputError
+from .model_info import HUB_ID
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Role = Literal["image", "mask", "control", "ip-image", "lora", "ip-adapter"]
+Role = Literal["image", "mask", "control", "ip-image", "lora", "ip-adapter", "controlnet"]
 ROLES: tuple[str, ...] = get_args(Role)
 
 # Input pictures, and the argument of a pipeline's call that takes each.
@@ -28,6 +32,11 @@ ADAPTERS = {
     "ip-adapter": ("load_ip_adapter", "ip-adapter.safetensors"),
 }
 
+# How the names of an IP-Adapter's weights begin in the files that diffusers reads.
+IP_ADAPTER_WEIGHTS = ("ip_adapter.", "image_proj.", "double_blocks.", "ip_adapter_proj_model.")
+# What is read of a ControlNet's folder.
+CONTROLNET_FILES = ("config.json", "*.safetensors")
+
 # Pixels and bytes of an input picture, at most.
 MOST_PIXELS = 2**27
 MOST_BYTES = 2**30
@@ -35,13 +44,13 @@ MOST_BYTES = 2**30
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file of a job.
+    """A file of a job, or a ControlNet's folder.
 
     Attributes:
         role: what it is for.
         path: where it is, absolute.
-        digest: SHA-256 of its bytes, in hexadecimal.
-        scale: of an adapter.
+        digest: see `file_digest`.
+        scale: of an adapter or a ControlNet.
     """
 
     role: Role
@@ -65,12 +74,14 @@ def input_picture(role: Role, path: str | Path) -> InputFile:
 def adapter(role: Role, text: str) -> InputFile:
     """An adapter from ``NAME[:scale]``: a safetensors file, a folder that holds one, or a repository of a hub.
 
+    A ControlNet is the folder that its ``save_pretrained`` wrote.
+
     Raises:
         InputError: it is not there, it holds no adapter, or the scale is not a number.
     """
     name, colon, last = text.rpartition(":")
     scale = 1.0
-    if colon and not Path(text).exists():
+    if colon and not os.path.exists(text):
         try:
             scale = float(last)
         except ValueError:
@@ -79,39 +90,60 @@ def adapter(role: Role, text: str) -> InputFile:
             raise InputError(f"--{role} {text!r}: the scale {last!r} is not a number; write it as NAME:0.8")
     else:
         name = text
-    path = _adapter_file(role, name)
-    _check_adapter(role, path)
+    if role == "controlnet":
+        path = _controlnet_folder(name)
+        controlnet_class(path)
+    else:
+        path = _adapter_file(role, name)
+        _check_adapter(role, path)
     return InputFile(role, str(path), file_digest(path), scale)
 
 
 def _adapter_file(role: Role, name: str) -> Path:
-    from .model_info import is_hub_id
-
     usual, path = ADAPTERS[role][1], Path(name).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):
         files = sorted(path.glob("*.safetensors"))
         if path / usual not in files and len(files) != 1:
             raise InputError(
                 f"--{role} {name!r}: the folder holds no {usual} and {len(files)} other safetensors files; name one"
             )
-        return (path / usual if path / usual in files else files[0]).resolve()
-    if not path.exists() and is_hub_id(name):
+        # The name counts, which in a hub's cache is a link's.
+        return (path / usual if path / usual in files else files[0]).absolute()
+    if not os.path.exists(path) and re.fullmatch(HUB_ID, name):
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-        try:
-            return Path(hf_hub_download(name, usual))
-        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise InputError(f"--{role} {name!r} is no file or folder here, and the hub says: {reason}") from None
+        return _from_hub(role, name, lambda: hf_hub_download(name, usual))
     return _file(role, path)
+
+
+def _controlnet_folder(name: str) -> Path:
+    path = Path(name).expanduser()
+    if os.path.isdir(path):
+        return path.absolute()
+    if not os.path.exists(path) and re.fullmatch(HUB_ID, name):
+        from huggingface_hub import snapshot_download
+
+        return _from_hub("controlnet", name, lambda: snapshot_download(name, allow_patterns=[*CONTROLNET_FILES]))
+    raise InputError(
+        f"--controlnet {name[:200]!r} is no folder here; give the folder that controlnet.save_pretrained(...) wrote"
+    )
+
+
+def _from_hub(role: Role, name: str, fetch: Callable[[], str]) -> Path:
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(fetch())
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"--{role} {name!r} is no file or folder here, and the hub says: {reason}") from None
 
 
 def _file(role: str, path: Path) -> Path:
     path = path.expanduser()
     try:
         if path.is_file():
-            return path.resolve()
+            return path.absolute()
         reason = "is a folder" if path.is_dir() else "is not there"
     except (OSError, ValueError) as error:
         reason = f"cannot be a file ({getattr(error, 'strerror', None) or error})"
@@ -129,7 +161,7 @@ def _check_adapter(role: str, path: Path) -> None:
     if role == "lora":
         fits = any(mark in name.lower() for name in names for mark in ("lora", "lokr"))
     else:
-        fits = any(name.startswith(("ip_adapter.", "image_proj.")) for name in names)
+        fits = any(name.startswith(IP_ADAPTER_WEIGHTS) for name in names)
     if not fits:
         some = ", ".join(names[:3]) or "nothing"
         what = "LoRA" if role == "lora" else "IP-Adapter"
@@ -137,9 +169,17 @@ def _check_adapter(role: str, path: Path) -> None:
 
 
 def file_digest(path: str | Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal, or a sentence why it cannot be read."""
+    """SHA-256 of a file's bytes, in hexadecimal; of a ControlNet's folder that of its files' names and digests.
+
+    Raises:
+        InputError: it cannot be read.
+    """
     try:
-        return digest_of_file(path)
+        if not os.path.isdir(path):
+            return digest_of_file(path)
+        files = sorted(file for pattern in CONTROLNET_FILES for file in Path(path).glob(pattern) if file.is_file())
+        lines = [f"{digest_of_file(file)}  {file.name}\n" for file in files]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
     except OSError as error:
         raise InputError(f"cannot read {str(path)!r} ({error.strerror or error})") from None
 
@@ -191,9 +231,9 @@ def find_again(file: InputFile, beside: Path) -> InputFile:
     changed = None
     for path in dict.fromkeys([Path(file.path), beside / name, Path(name)]):
         # What a receipt names may be anything: only files are read.
-        if path.is_file():
+        if (path / CONTROLNET_FILES[0]).is_file() if file.role == "controlnet" else path.is_file():
             if file_digest(path) == file.digest:
-                return InputFile(file.role, str(path.resolve()), file.digest, file.scale)
+                return InputFile(file.role, str(path.absolute()), file.digest, file.scale)
             changed = changed or path
     what = f"the receipt names the {file.role} {file.path!r} (SHA-256 {file.digest[:16]}…), which "
     if changed is not None:
@@ -215,10 +255,60 @@ def check_roles(files: Iterable[InputFile], strength: float | None = None) -> No
         raise InputError(f"strength {strength:g} is not possible; use more than 0 and at most 1")
     if strength is not None and "image" not in roles:
         raise InputError("--strength needs --image as well")
-    for role in ("mask", "ip-image", "ip-adapter"):
-        needed = {"mask": "image", "ip-image": "ip-adapter", "ip-adapter": "ip-image"}[role]
+    for role, needed in NEEDED.items():
         if role in roles and needed not in roles:
             raise InputError(f"--{role} needs --{needed} as well")
+
+
+# Files that are of use with another only.
+NEEDED = {"mask": "image", "ip-image": "ip-adapter", "ip-adapter": "ip-image", "controlnet": "control"}
+
+
+def controlnet_class(folder: Path) -> type[Any]:
+    """The class of a saved ControlNet.
+
+    Raises:
+        InputError: the folder holds none, or no safetensors file.
+    """
+    import diffusers
+
+    what, way = f"--controlnet {str(folder)!r}", "give the folder that controlnet.save_pretrained(...) wrote"
+    try:
+        config = json.loads((folder / CONTROLNET_FILES[0]).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{what}: cannot read its {CONTROLNET_FILES[0]} ({reason}); {way}") from None
+    name = str(config.get("_class_name") if isinstance(config, dict) else None)
+    kind = getattr(diffusers, name, None) if "ControlNet" in name else None
+    if not isinstance(kind, type):
+        raise InputError(f"{what} is no ControlNet of diffusers (its class is {name[:80]}); {way}")
+    if not any(folder.glob(CONTROLNET_FILES[1])):
+        raise InputError(f"{what} holds no safetensors file; {way}")
+    return kind
+
+
+def encoder_folder(file: InputFile) -> Path | None:
+    """The encoder of an IP-Adapter's picture: the folder ``image_encoder`` beside its file; None: there is none."""
+    folder = Path(file.path).parent / "image_encoder"
+    return folder if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")) else None
+
+
+def check_encoder(files: Iterable[InputFile], index: Mapping[str, Any]) -> None:
+    """Refuse an IP-Adapter whose picture nothing can encode.
+
+    Args:
+        files: of the job.
+        index: ``model_index.json`` of the pipeline.
+
+    Raises:
+        InputError: naming the adapter.
+    """
+    for file in files:
+        if file.role == "ip-adapter" and not any(index.get("image_encoder") or ()) and encoder_folder(file) is None:
+            raise InputError(
+                f"--ip-adapter {file.path!r}: neither the model nor the file's folder has an encoder of pictures; put "
+                "the encoder's config.json and safetensors file into a folder image_encoder there"
+            )
 
 
 def pipeline_for(name: str, files: Iterable[InputFile], strength: float | None = None) -> str:
@@ -248,6 +338,9 @@ def pipeline_for(name: str, files: Iterable[InputFile], strength: float | None =
     if strength is not None:
         wanted["strength"] = "strength"
     kinds = [own, *_beside(own, "mask_image" in wanted)]
+    networks = [controlnet_class(Path(file.path)) for file in files if file.role == "controlnet"]
+    if networks:
+        kinds = _with_controlnet(kinds, networks[0])
     fitting = [kind for kind in kinds if wanted.keys() <= inspect.signature(kind.__call__).parameters.keys()]
     if not fitting:
         parameters = inspect.signature(kinds[-1].__call__).parameters
@@ -255,7 +348,8 @@ def pipeline_for(name: str, files: Iterable[InputFile], strength: float | None =
         takes = [p for p in parameters if p in (*PICTURES.values(), "prompt", "class_labels", "strength")]
         raise InputError(
             f"--{wanted[missing[0]]}: {kinds[-1].__name__} takes no {missing[0]} (it takes {', '.join(takes)}, and "
-            f"{len(parameters) - 1 - len(takes)} others); leave --{wanted[missing[0]]} out, or give a model that does"
+            f"{len(parameters) - 1 - len(takes)} others); leave --{wanted[missing[0]]} out, or give "
+            f"{'a ControlNet with --controlnet' if missing[0] == PICTURES['control'] else 'a model that does'}"
         )
     for file in files:
         if file.role in ADAPTERS and not hasattr(fitting[0], ADAPTERS[file.role][0]):
@@ -277,6 +371,36 @@ def _beside(own: type[Any], masked: bool) -> list[type[Any]]:
     return [found] if found is not None and found is not own else []
 
 
+def _with_controlnet(kinds: list[type[Any]], network: type[Any]) -> list[type[Any]]:
+    """The classes of diffusers that do the same with a ControlNet, which it names after these.
+
+    Raises:
+        InputError: there are none, or they take another ControlNet.
+    """
+    import diffusers
+
+    names = [one.__name__ for one in kinds]
+    for name in () if "ControlNet" in names[0] else tuple(names):
+        names += [
+            re.sub("((Img2Img|Inpaint)?)Pipeline$", rf"ControlNet\g<1>{end}", name)
+            for end in ("Pipeline", "ingPipeline")
+        ]
+    found = [
+        kind for name in names if "ControlNet" in name and isinstance(kind := getattr(diffusers, name, None), type)
+    ]
+    if not found:
+        raise InputError(f"--controlnet: diffusers has no {names[len(kinds)]}; leave it out, or give another model")
+    takes = {kind: get_type_hints(kind.__init__).get("controlnet") for kind in found}
+    fitting = [kind for kind, of in takes.items() if network in (of, *get_args(of))]
+    if not fitting:
+        of = takes[found[0]]
+        names = [one.__name__ for one in (of, *get_args(of)) if isinstance(one, type)]
+        raise InputError(
+            f"--controlnet: {found[0].__name__} takes {' or '.join(names)}, not {network.__name__}; give another one"
+        )
+    return fitting
+
+
 # --- on ranks ----------------------------------------------------------------------------------------------------
 
 
@@ -285,8 +409,46 @@ def pictures_of(files: Iterable[InputFile]) -> dict[str, Image]:
     return {PICTURES[file.role]: open_picture(file) for file in files if file.role in PICTURES}
 
 
+def load_controlnet(files: Iterable[InputFile], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The job's ControlNet as a pipeline's component, by name; empty: there is none.
+
+    Args:
+        files: of the job.
+        options: of diffusers' ``from_pretrained``.
+
+    Raises:
+        InputError: it has changed, or cannot be loaded.
+    """
+    for file in files:
+        if file.role != "controlnet":
+            continue
+        _check_same(file, file_digest(file.path))
+        try:
+            network = controlnet_class(Path(file.path)).from_pretrained(file.path, use_safetensors=True, **options)
+        except (MemoryError, InputError):
+            raise
+        except Exception as error:
+            # Somebody else's file: what is wrong with it can come out as anything.
+            raise InputError(f"--controlnet {file.path!r} cannot be loaded ({_in_short(error)})") from error
+        return {"controlnet": network}
+    return {}
+
+
+def _encoder_options(pipe: Any, file: InputFile) -> dict[str, Any]:
+    """How a pipeline's ``load_ip_adapter`` is given the folder of the encoder, which is another way in each."""
+    folder = encoder_folder(file)
+    path = None if folder is None or getattr(pipe, "image_encoder", None) is not None else str(folder)
+    if "image_encoder_folder" in inspect.signature(pipe.load_ip_adapter).parameters:
+        return {"image_encoder_folder": path}
+    return {"image_encoder_pretrained_model_name_or_path": path, "image_encoder_dtype": pipe.transformer.dtype}
+
+
+def _in_short(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
 def load_adapters(pipe: Any, files: Iterable[InputFile]) -> None:
-    """Load the adapters into a pipeline, with their scales.
+    """Load LoRA and IP-Adapters into a pipeline, with their scales.
 
     Raises:
         InputError: one has changed, or does not fit the model.
@@ -303,15 +465,14 @@ def load_adapters(pipe: Any, files: Iterable[InputFile]) -> None:
                 pipe.load_lora_weights(folder, weight_name=weights, adapter_name=name)
                 names[name] = file.scale
             else:
-                pipe.load_ip_adapter(folder, weight_name=weights)
+                pipe.load_ip_adapter(folder, weight_name=weights, **_encoder_options(pipe, file))
                 pipe.set_ip_adapter_scale(file.scale)
         except MemoryError:
             raise
         except Exception as error:
             # Somebody else's file: what is wrong with it can come out as anything.
-            said = " ".join(str(error).split())[:300] or type(error).__name__
             what = f"--{file.role} {file.path!r}"
-            raise InputError(f"{what} cannot be loaded into {type(pipe).__name__} ({said})") from error
+            raise InputError(f"{what} cannot be loaded into {type(pipe).__name__} ({_in_short(error)})") from error
     if names:
         adapted = pipe.get_list_adapters()
         if {name for component in adapted.values() for name in component} != set(names):

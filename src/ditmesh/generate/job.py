@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ..config import ParallelConfig
 from ..errors import ConfigError, InputError
 from ..strategies import support
-from .files import InputFile, check_roles, pipeline_for
+from .files import InputFile, check_encoder, check_roles, pipeline_for
 from .model_info import ModelInfo
 from .receipt import LONGEST_PROMPT, MOST_PIXELS, MOST_STEPS, MOST_TOGETHER, Dtype, Offload, Receipt
 
@@ -186,7 +186,7 @@ class Generated:
 
 
 def check_job(job: Job, model: ModelInfo, devices: int) -> None:
-    """Refuse what cannot be generated, as far as the model's JSON files tell.
+    """Refuse what cannot be generated, as far as the model's JSON files say.
 
     Args:
         job: what is asked for.
@@ -215,6 +215,7 @@ def check_job(job: Job, model: ModelInfo, devices: int) -> None:
     check_roles(job.files, job.strength)
     if job.files:
         pipeline_for(model.pipeline_class, job.files, job.strength)
+        check_encoder(job.files, model.index)
     if job.size is not None:
         model.check_size(*job.size)
         if model.labels and job.size != model.default_size:

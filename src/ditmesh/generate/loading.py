@@ -136,12 +136,19 @@ def read_pipeline(
             dtype = dtype.get(name, dtype.get("default"))
         if name not in components and (mesh.tensor.size > 1 or model.__name__ in known_models()):
             components[name] = load_transformer(model, info.files / name, config, mesh, dtype, variant)
-    if torch_dtype is not None:
-        # The argument was renamed in diffusers 0.42.
-        renamed = tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 42)
-        plain = torch_dtype if isinstance(torch_dtype, torch.dtype) else dict(torch_dtype)
-        components["dtype" if renamed else "torch_dtype"] = plain
-    return (kind or DiffusionPipeline).from_pretrained(info.files, variant=variant, **components)
+    return (kind or DiffusionPipeline).from_pretrained(
+        info.files, variant=variant, **components, **dtype_option(torch_dtype)
+    )
+
+
+def dtype_option(torch_dtype: Dtypes) -> dict[str, Any]:
+    """The argument of diffusers' ``from_pretrained`` for the weights' dtype."""
+    if torch_dtype is None:
+        return {}
+    # It was renamed in diffusers 0.42.
+    renamed = tuple(map(int, version("diffusers").split(".")[:2])) >= (0, 42)
+    plain = torch_dtype if isinstance(torch_dtype, torch.dtype) else dict(torch_dtype)
+    return {"dtype" if renamed else "torch_dtype": plain}
 
 
 def why_whole(info: ModelInfo, variant: str | None = None) -> str | None:

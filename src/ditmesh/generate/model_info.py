@@ -302,7 +302,7 @@ def _hub_answers(endpoint: str) -> bool:
     The hub's client tries again and again for half a minute, and resolving a name has no time limit at all.
     """
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        # Only the proxy can tell.
+        # Only the proxy knows.
         return True
     address = urlparse(endpoint)
     port = address.port or (80 if address.scheme == "http" else 443)

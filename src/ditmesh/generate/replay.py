@@ -107,18 +107,19 @@ def job_of(
     timeout: float,
     beside: str | Path = ".",
 ) -> Job:
-    """What to generate so that picture ``receipt.place`` of it is the receipt's; picture 0 in reproducible mode.
+    """What to generate so that picture `place_of` of it is the receipt's.
 
     Input files that are not where they were are looked for in the folder ``beside``.
 
-    In fast mode the whole call is generated again, because a batch of another size may be rounded otherwise.
+    In fast mode the whole call is generated again, because a batch of another size may be rounded otherwise. So it is
+    with a control picture, which some pipelines encode for all pictures of a call with one generator.
     """
     import diffusers
 
     kind = getattr(diffusers, model.pipeline_class, None)
-    # A class of diffusers' own tells what its call takes.
+    # A class of diffusers' own shows what its call takes.
     unguided = isinstance(kind, type) and "guidance_scale" not in inspect.signature(kind.__call__).parameters
-    alone = config.reproducible
+    alone = _alone(receipt, config)
     return job_for(
         model,
         (receipt.prompt,),
@@ -147,7 +148,12 @@ def job_of(
 
 def place_of(receipt: Receipt, config: ParallelConfig) -> int:
     """Which of the pictures of `job_of` is the receipt's."""
-    return 0 if config.reproducible else receipt.place
+    return 0 if _alone(receipt, config) else receipt.place
+
+
+def _alone(receipt: Receipt, config: ParallelConfig) -> bool:
+    """Whether the picture comes out the same without the others of its call."""
+    return config.reproducible and all(file.role != "control" for file in receipt.files)
 
 
 def compare(picture: Any, replayed: Any, was: Receipt, now: Receipt, sampled: str | None = None) -> Replay:

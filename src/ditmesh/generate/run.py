@@ -48,6 +48,7 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
         LayoutError: the transformer's tokens could not be found out.
         JournalError: what the journal holds is of another request.
     """
+    import torch
     import torch.distributed as dist
 
     from ..comm.mesh import Mesh
@@ -101,6 +102,8 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
         if grouped:
             # The clock starts when all are here.
             dist.barrier()
+        # Some pipelines encode a control picture with noise of the process's own generator.
+        torch.manual_seed(job.seed + call.first)
         started = time.perf_counter()
         images: list[Image] = pipe(**arguments).images
         facts["seconds"] = time.perf_counter() - started
@@ -228,9 +231,10 @@ def load(job: Job, device: torch.device, mesh: Mesh | None = None) -> Any:
         InputError: it cannot be loaded, or cannot do what the job asks.
     """
     import diffusers
+    import torch
 
-    from .files import load_adapters, pipeline_for
-    from .loading import whole_shapes
+    from .files import load_adapters, load_controlnet, pipeline_for
+    from .loading import dtype_option, whole_shapes
 
     # Before the class is imported, which says what optional packages are missing.
     quieten()
@@ -240,7 +244,8 @@ def load(job: Job, device: torch.device, mesh: Mesh | None = None) -> Any:
     if isinstance(kind, type):
         _check_call(job, name, inspect.signature(kind.__call__).parameters)
     other = kind if name != job.pipeline_class else None
-    pipe = load_pipeline(job.model, job.name, job.dtype, None, job.variant, other, mesh)
+    parts = load_controlnet(job.files, dtype_option(getattr(torch, job.dtype)))
+    pipe = load_pipeline(job.model, job.name, job.dtype, None, job.variant, other, mesh, **parts)
     _check_call(job, type(pipe).__name__, call_parameters(pipe))
     with whole_shapes(pipe, mesh) if mesh is not None else contextlib.nullcontext():
         load_adapters(pipe, job.files)
@@ -255,6 +260,7 @@ def load_pipeline(
     variant: str | None = None,
     kind: type[Any] | None = None,
     mesh: Mesh | None = None,
+    **components: Any,
 ) -> Any:
     """A diffusers pipeline on its device, without a progress bar of its own.
 
@@ -266,6 +272,7 @@ def load_pipeline(
         variant: of the weights' files.
         kind: class of the pipeline; default: the saved one.
         mesh: as for `load`.
+        components: in the place of those that are saved with it.
 
     Raises:
         InputError: it cannot be loaded.
@@ -275,7 +282,7 @@ def load_pipeline(
     from .loading import read_pipeline
 
     try:
-        pipe = read_pipeline(find_model(model), None, mesh, getattr(torch, dtype), variant, kind)
+        pipe = read_pipeline(find_model(model), None, mesh, getattr(torch, dtype), variant, kind, **components)
     except (MemoryError, InputError):
         raise
     except Exception as error:
@@ -330,9 +337,12 @@ def call_arguments(job: Job, pipe: Any, number: int, pictures: Mapping[str, Imag
         arguments["negative_prompt"] = job.negative
     if job.strength is not None:
         arguments["strength"] = job.strength
+    for file in job.files:
+        if file.role == "controlnet":
+            arguments["controlnet_conditioning_scale"] = file.scale
     for name, picture in (pictures or {}).items():
-        # One for each generated picture: pipelines encode them with a generator of its own.
-        many = call.images > 1 and name != "ip_adapter_image"
+        # One for each generated picture: pipelines encode them with a generator of its own. These they repeat.
+        many = call.images > 1 and name not in (PICTURES["ip-image"], PICTURES["control"])
         arguments[name] = [picture] * call.images if many else picture
     return arguments | sizes(parameters, job.size, job.max_sequence_length)
 

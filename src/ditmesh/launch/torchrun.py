@@ -29,7 +29,7 @@ class TorchrunRank(NamedTuple):
 def torchrun_rank() -> TorchrunRank | None:
     """The rank that this process is; None when ``torchrun`` (or something like it) has not started it.
 
-    ``RANK`` and ``WORLD_SIZE`` without ``LOCAL_RANK`` are what a scheduler tells a machine, not a rank.
+    ``RANK`` and ``WORLD_SIZE`` without ``LOCAL_RANK`` are what a scheduler sets for a machine, not a rank.
 
     Raises:
         ConfigError: only some of the variables are set, or one is not a number.

@@ -129,7 +129,7 @@ class _Inputs:
         if not self.way.per_token:
             return self.full(500.0).to(self.model.dtype)
         if self.way.form == "bcfhw" and "fps" in self.model.parameters:
-            # One per frame: the model is told the frame rate.
+            # One per frame: the model is given the frame rate.
             times = torch.linspace(0.1, 0.9, self.size.frames, device=self.model.device)
             return times.expand(self.size.batch, -1)[:, None, :, None, None]
         return self.times(self.size.image)
@@ -225,7 +225,7 @@ class Conventions:
     """Makes the keyword arguments of a transformer's forward.
 
     Args:
-        model: the transformer; its config tells widths.
+        model: the transformer; its config gives widths.
         way: how to call it.
     """
 

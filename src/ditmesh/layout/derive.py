@@ -406,7 +406,7 @@ def _batch(
 ) -> dict[str, Any]:
     """Which arguments of a call have rows, and whether its samples can be run apart: attributes of the layout.
 
-    Sizes may be equal by chance: that the last sample alone comes out the same tells which guess at it is right. A list
+    Sizes may be equal by chance: that the last sample alone comes out the same shows which guess at it is right. A list
     may have as many items as there are samples for another reason (the residuals of as many blocks).
     """
     samples = samples_of(Arguments(parameters, (), dict(call)))

@@ -43,25 +43,34 @@ def _kind_of_tensor(dtype: torch.dtype, shape: torch.Size) -> Kind:
     return (dtype_class(dtype), len(shape), *(size == 1 for size in shape[1:]))
 
 
-def kind_of(value: Any) -> Kind:
+def kind_of(value: Any, within: tuple[int, ...] = ()) -> Kind:
     """The kind of an argument: of a tensor its class of dtype and, per dimension but the first, whether it has size 1.
 
     The first is mostly the batch, which may have any size. Flags and texts are of the kind of their value, numbers of
-    their type; items of a list are told apart by kind only, however many there are.
+    their type; items of a list are told apart by kind only, however many there are. What is inside itself (a node that
+    names its parent) is there of the kind of how far out it is.
+
+    Args:
+        value: the argument.
+        within: ids of the objects that it is inside of, the outermost first.
     """
     if isinstance(value, Tensor):
         return _kind_of_tensor(value.dtype, value.shape)
     if isinstance(value, (bool, str)):
         return value
+    if id(value) in within:
+        return ("itself", len(within) - within.index(id(value)))
+    inside = (*within, id(value))
     if isinstance(value, dict):
-        return ("dict", tuple(sorted((str(key), kind_of(item)) for key, item in value.items() if item is not None)))
+        items = ((str(key), kind_of(item, inside)) for key, item in value.items() if item is not None)
+        return ("dict", tuple(sorted(items)))
     if isinstance(value, list):
-        return ("list", tuple(sorted({kind_of(item) for item in value}, key=repr)))
+        return ("list", tuple(sorted({kind_of(item, inside) for item in value}, key=repr)))
     if isinstance(value, tuple):
-        return ("tuple", tuple(kind_of(item) for item in value))
+        return ("tuple", tuple(kind_of(item, inside) for item in value))
     if hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
         # A cache in another mode is another form.
-        return (type(value).__name__, kind_of(vars(value)))
+        return (type(value).__name__, kind_of(vars(value), inside))
     return type(value).__name__
 
 
@@ -71,35 +80,51 @@ def samples_of(arguments: Arguments) -> int:
     return len(main) if isinstance(main, list) or (isinstance(main, Tensor) and main.dim()) else 1
 
 
-def objects_in(value: Any) -> list[Any]:
-    """The objects of somebody's own in an argument: what is no tensor, number, text, function or collection of them."""
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [found for item in value for found in objects_in(item)]
+def objects_in(value: Any, within: tuple[int, ...] = ()) -> list[Any]:
+    """The objects of somebody's own in an argument: what is no tensor, number, text, function or collection of them.
+
+    ``within`` as in `kind_of`.
+    """
+    if id(value) in within:
+        return []
+    items = value.values() if isinstance(value, dict) else value
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        return [found for item in items for found in objects_in(item, (*within, id(value)))]
     plain = (Tensor, str, bytes, int, float, complex, torch.dtype, torch.device, Enum)
     return [] if value is None or isinstance(value, plain) or callable(value) else [value]
 
 
-def holds_tensors(value: Any, depth: int = 8) -> bool:
-    """Whether an object has a tensor among its attributes, however deep; so is one taken to that does not show them."""
+def holds_tensors(value: Any, depth: int = 8, seen: set[int] | None = None) -> bool:
+    """Whether an object has a tensor among its attributes, however deep; so is one taken to that does not show them.
+
+    Args:
+        value: the object.
+        depth: levels of objects that are looked into.
+        seen: ids of what has been looked into already.
+    """
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return False
     if not hasattr(value, "__dict__") or hasattr(type(value), "__slots__") or depth == 0:
         return True
-    return _tensors_in(vars(value), depth - 1)
+    seen.add(id(value))
+    return _tensors_in(vars(value), depth - 1, seen)
 
 
-def _tensors_in(value: Any, depth: int) -> bool:
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return any(_tensors_in(item, depth) for item in value)
-    return isinstance(value, Tensor) or any(holds_tensors(item, depth) for item in objects_in(value))
+def _tensors_in(value: Any, depth: int, seen: set[int]) -> bool:
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        if id(value) in seen:
+            return False
+        seen.add(id(value))
+        items = value.values() if isinstance(value, dict) else value
+        return any(_tensors_in(item, depth, seen) for item in items)
+    return isinstance(value, Tensor) or any(holds_tensors(item, depth, seen) for item in objects_in(value))
 
 
 def form_of(arguments: Arguments) -> CallForm:
     """The form of one call of a transformer's forward: name and kind of every argument that is not None.
 
-    A call with one sample does not tell which arguments have rows: one with several is of another form.
+    A call with one sample does not show which arguments have rows: one with several is of another form.
     """
     names = arguments.names
     passed = [(names[n] if n < len(names) else f"*{n}", value) for n, value in enumerate(arguments.args)]

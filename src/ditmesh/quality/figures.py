@@ -144,7 +144,7 @@ def scatter_chart(points: Sequence[Point], title: str, x_label: str, y_label: st
     """Labelled points of what costs x and is worth y, with the Pareto front: those that no other point beats.
 
     Points stand in the colour and mark of their group. Each has its number beside it, and its name where there is
-    room; the table tells all of them. Points of the front are ringed and joined by steps. Screen readers read the
+    room; the table has all of them. Points of the front are ringed and joined by steps. Screen readers read the
     title.
     """
     front = pareto_front(points)
@@ -240,7 +240,7 @@ def bar_chart(groups: Sequence[str], bars: Series, title: str, y_label: str, *, 
 
 
 def heat_map(grid: Grid, title: str, x_label: str, y_label: str, *, log: bool = False) -> Chart:
-    """Values as shades; every cell tells its value when pointed at. Rows run downwards.
+    """Values as shades; every cell shows its value when pointed at. Rows run downwards.
 
     Cells that are not numbers stay empty. With ``log`` shades follow the logarithm, and zero gets the lightest one.
     """

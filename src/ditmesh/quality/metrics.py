@@ -1,4 +1,4 @@
-"""Distances between pictures and between tensors, and digests of tokens that tell whether bits are the same.
+"""Distances between pictures and between tensors, and digests of tokens that show whether bits are the same.
 
 No measure in this module needs weights; `quality.perceptual` has one that does.
 """

@@ -80,7 +80,7 @@ class WarmupControl:
         policy: decides.
         devices: ranks that share a picture, or patches that stand for them.
         monitor: measures drift; strategies feed it.
-        clock: tells when a step begins.
+        clock: reports when a step begins.
         noise: noise levels of the request's steps, as in `Outlook`, asked for at its first call by policies that want
             to know.
         lag: steps that a drift may be late.
@@ -120,7 +120,7 @@ class WarmupControl:
         """A new request: nothing of the one before is seen any more.
 
         Args:
-            steps: number of its steps, where no pipeline tells.
+            steps: number of its steps, where no pipeline gives it.
         """
         self._forget(None)
         self.log = StalenessLog()

@@ -63,7 +63,7 @@ class LayoutCheck:
 
         Raises:
             LayoutError: on all ranks alike: what they computed together is not what one device does, or nobody can
-                tell any more because weights are cut.
+                know any more because weights are cut.
         """
         arguments = Arguments(self._names, args, kwargs)
         form = form_of(arguments)

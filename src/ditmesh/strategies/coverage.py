@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch.nn.functional as F
 from torch import nn
 
 from ..errors import LayoutError
@@ -18,13 +20,13 @@ class Coverage:
 
     A layout lists the calls of the block that makes most of them. Another one of its list makes at least one for each
     of its attention modules. Fewer are right only where a cache of diffusers leaves some out, and then the same
-    processors have made them all before.
+    processors have made them all before, through the same functions.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[str, nn.Module] = {}
-        # Processors and backends with which a block has made all calls.
-        self._covered: dict[str, list[tuple[Any, Any]]] = {}
+        # By what a block has made all calls, as `_processors` has it.
+        self._covered: dict[str, list[tuple[Any, ...]]] = {}
 
     def watch(self, site: BlockSite, block: nn.Module) -> None:
         """Make a block known."""
@@ -54,8 +56,9 @@ class Coverage:
         # Some of diffusers' hooks leave a module out.
         hooked = any(diffusers_hooks(module) for module in block.modules())
         if known is not None and hooked and len(known) == len(processors):
-            same = (a[0] is b[0] and a[1] == b[1] for a, b in zip(known, processors, strict=True))
-            if all(same):
+            pairs = (pair for was, now in zip(known, processors, strict=True) for pair in zip(was, now, strict=True))
+            # Backends are names.
+            if all(a is b or (isinstance(a, str) and a == b) for a, b in pairs):
                 return
         raise LayoutError(
             f"{site.path} made {made} attention calls through torch's scaled_dot_product_attention, but the layout of "
@@ -65,11 +68,20 @@ class Coverage:
         )
 
 
-def _processors(site: BlockSite, block: nn.Module) -> list[tuple[Any, Any]]:
-    """Processor and backend of every attention module of a block, and last the backend that is active."""
+def _processors(site: BlockSite, block: nn.Module) -> list[tuple[Any, ...]]:
+    """Of every attention module of a block its processor, the backend, and the dispatcher that the processor calls.
+
+    Last come torch's function, the backend that is active, and its function.
+    """
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 
     leaves = {leaf.module for leaf in site.region.leaves}
     processors = [getattr(module, "processor", None) for name, module in block.named_modules() if name not in leaves]
-    with_backend = [(one, getattr(one, "_attention_backend", None)) for one in processors if one is not None]
-    return [*with_backend, (None, _AttentionBackendRegistry.get_active_backend()[0])]
+    found = [(one, getattr(one, "_attention_backend", None), _dispatcher(one)) for one in processors if one is not None]
+    return [*found, (F.scaled_dot_product_attention, *_AttentionBackendRegistry.get_active_backend())]
+
+
+def _dispatcher(processor: Any) -> Any:
+    """diffusers' dispatcher as the module of a processor names it: a program may have put another function there."""
+    module = sys.modules.get(type(processor).__module__)
+    return getattr(module, "dispatch_attention_fn", None)

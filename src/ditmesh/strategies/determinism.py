@@ -14,7 +14,7 @@ from ..config import ParallelConfig
 from ..core.patching import Proceed
 from .base import Context, Request, Strategy
 
-# What cuBLAS needs to be told before it is first used, to add in one order.
+# What cuBLAS needs to have in its environment before it is first used, to add in one order.
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 

@@ -263,7 +263,7 @@ class BatchParallel:
         if not self._hooks.layout.rows:
             raise LayoutError(
                 f"samples of this call of {type(self.model).__name__} cannot be run apart: cut out of its arguments, "
-                "the last of them comes out otherwise; leave data and cfg at 1"
+                "one of them comes out otherwise; leave data and cfg at 1"
             )
         batched = self._batched(arguments, batch)
 

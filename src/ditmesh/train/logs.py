@@ -1,4 +1,4 @@
-"""What a run tells while it runs: a CSV that goes on where it stopped, a curve, and TensorBoard."""
+"""What a run reports while it runs: a CSV that goes on where it stopped, a curve, and TensorBoard."""
 
 from __future__ import annotations
 

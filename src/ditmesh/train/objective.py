@@ -29,7 +29,7 @@ class Noised:
 
     Attributes:
         latents: (B, C, ...) with noise.
-        timesteps: (B,) as the transformer is told them.
+        timesteps: (B,) as the transformer gets them.
         target: (B, C, ...) what it is to predict.
         weights: (B,) of the samples' losses.
     """

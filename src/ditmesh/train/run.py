@@ -59,8 +59,8 @@ def train(
     with Trainer(config, pipe, device_of_rank(), timeout) as trainer:
         validation = _Validation(trainer)
         # Messages of the other ranks would be the same.
-        told = report if trainer.speaks else None
-        outcome = trainer.run(report=told, validate=validation.run if config.validation_prompts else None)
+        reported = report if trainer.speaks else None
+        outcome = trainer.run(report=reported, validate=validation.run if config.validation_prompts else None)
         bits = trainer.weights_digest() if config.in_order else None
         with trainer.averaged():
             full = StateDictOptions(full_state_dict=True, cpu_offload=True)

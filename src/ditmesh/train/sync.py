@@ -106,7 +106,7 @@ class GradientSync:
             reduce_gradients(self._modules, self._mesh)
 
     def clip(self, most: float) -> float:
-        """Clip the gradients of all ranks together to a norm; 0: only tell it. Collective.
+        """Clip the gradients of all ranks together to a norm; 0: only return it. Collective.
 
         Returns:
             The norm before, the same on every rank.

@@ -45,7 +45,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run tells after every optimizer step.
+    """What a run reports after every optimizer step.
 
     Attributes:
         step, steps: done, and of how many.

@@ -1,7 +1,7 @@
 """Attention on one device: the kernels that `ParallelConfig(attention=...)` chooses from, by name.
 
 A kernel computes softmax attention over keys and values that are all here; the strategies bring them together. One
-that also tells the log-sum-exp of its scores can serve ring attention, which merges partial results. The attention
+that also returns the log-sum-exp of its scores can serve ring attention, which merges partial results. The attention
 backends of diffusers are kernels by their names there (`backends`). `register` adds one of your own; every rank has to,
 before it calls `ditmesh.parallelize`.
 """
@@ -190,7 +190,7 @@ def local_attention(name: str | None = None, ring: int = 1, reproducible: bool =
     Args:
         name: as in `ParallelConfig(attention=...)`; None: each call has the one that it asks for, torch's
             `scaled_dot_product_attention` or the attention backend of diffusers that is set on the model.
-        ring: ranks between which keys travel while attention is computed; above 1 a kernel has to tell its LSE.
+        ring: ranks between which keys travel while attention is computed; above 1 a kernel has to return its LSE.
         reproducible: whether its bits have to be those of any other call with the same inputs.
 
     Raises:
@@ -219,7 +219,7 @@ def _usable(name: str, ring: int, reproducible: bool) -> Kernel:
     if ring > 1 and (replaced or not isinstance(kernel, KernelWithLse)):
         able = [repr(other.name) for other in KERNELS.values() if isinstance(other, KernelWithLse) and other != kernel]
         raise ConfigError(
-            f"{replaced or f'attention={name!r}'} does not tell the log-sum-exp of its scores, which ring={ring} "
+            f"{replaced or f'attention={name!r}'} does not return the log-sum-exp of its scores, which ring={ring} "
             f"needs; use ulysses={ring}, or attention={' or '.join(able)}"
         )
     if reproducible and (replaced or not kernel.deterministic):

@@ -1,8 +1,8 @@
 """Kernels that are attention backends of diffusers: flash-attn, SageAttention, flex, xformers, those of torch.
 
-A backend is a function of diffusers' registry (`diffusers.models.attention_dispatch`). What it takes and what it tells
-is written down here for every one that is known, because it cannot be asked: which masks, and how its log-sum-exp is
-laid out. All of them tell the natural logarithm.
+A backend is a function of diffusers' registry (`diffusers.models.attention_dispatch`). What it takes and returns is
+written down here for every one that is known, because it cannot be asked: which masks, and how its log-sum-exp is laid
+out. All of them return the natural logarithm.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ class Traits:
         masks: which it takes: ``""``: none; ``"keys"``: boolean ones, the same for all queries and heads;
             ``"first keys"``: such of which each sample's visible keys come first (the backend assumes it); ``"any"``.
         lse: how it lays its LSE out, ``"bhs"``, ``"bsh"``, or ``"hn"`` with samples one after the other; a function
-            that computes as the backend does and tells it; None: it does not tell it.
+            that computes as the backend does and returns it; None: it does not return it.
         flag: the argument that makes it return the LSE.
         cuda: whether it runs on CUDA only, where diffusers' checks do not say so.
         additive: masks are handed to it as what is added to the scores: diffusers' functions take boolean ones of these
             for something else.
+        overwrites: whether it may write into the keys that it is given.
         deterministic: see `Kernel`.
     """
 
@@ -42,13 +43,14 @@ class Traits:
     flag: str = "return_lse"
     cuda: bool = False
     additive: bool = False
+    overwrites: bool = False
     deterministic: bool = False
 
 
 def _flex_with_lse(
     q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Flex attention that tells its LSE, which diffusers' function of that name cannot return.
+    """Flex attention that returns its LSE, which diffusers' function of that name cannot return.
 
     The function is looked up at every call: a program may have put a compiled one in its place.
     """
@@ -64,8 +66,8 @@ def _flex_with_lse(
     if request is None:
         found: Any = flex_attention.flex_attention(q_bhsd, k_bhsd, v_bhsd, **given, return_lse=True)
         return found
-    out, told = flex_attention.flex_attention(q_bhsd, k_bhsd, v_bhsd, **given, return_aux=request(lse=True))
-    return out, told.lse
+    out, more = flex_attention.flex_attention(q_bhsd, k_bhsd, v_bhsd, **given, return_aux=request(lse=True))
+    return out, more.lse
 
 
 _SAGE = Traits(lse="bhs")
@@ -89,7 +91,8 @@ TRAITS: dict[str, Traits] = {
     "_native_xla": Traits(),
     "sage": _SAGE,
     "sage_hub": _SAGE,
-    "sage_blackwell_hub": Traits(),
+    # diffusers takes a copy by making keys contiguous as (B, H, S, D), which here they are already.
+    "sage_blackwell_hub": Traits(overwrites=True),
     "sage_varlen": Traits("first keys"),
     "_sage_qk_int8_pv_fp8_cuda": _SAGE,
     "_sage_qk_int8_pv_fp8_cuda_sm90": _SAGE,
@@ -137,13 +140,15 @@ class Backend:
             return kinds == "any"
         if mask.dtype != torch.bool or any(size != 1 for size in mask.shape[-3:-1]):
             return False
-        # Only a look tells; these backends look at every mask themselves.
+        # Only a look at it shows that; these backends look at every mask themselves.
         return kinds == "keys" or not bool((mask[..., 1:] & ~mask[..., :-1]).any())
 
     def attend(
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
         """See `Kernel.attend`."""
+        # Whoever calls may keep its keys.
+        k_bhsd = k_bhsd.clone() if self.traits.overwrites else k_bhsd
         return intercept.call_backend(
             self.name, q_bhsd, k_bhsd, v_bhsd, attn_mask=self._mask(mask, q_bhsd, k_bhsd), scale=scale
         )
@@ -168,10 +173,10 @@ class BackendWithLse(Backend):
         if callable(order):
             out, lse = order(q_bhsd, k_bhsd, v_bhsd, None if mask is None else additive(mask, q_bhsd.dtype), scale)
         else:
-            told = intercept.call_backend(
+            returned = intercept.call_backend(
                 self.name, q_bhsd, k_bhsd, v_bhsd, attn_mask=mask, scale=scale, **{self.traits.flag: True}
             )
-            out, lse = told[0], self._in_order(told[1], q_bhsd)
+            out, lse = returned[0], self._in_order(returned[1], q_bhsd)
         # The merge writes into what it is given.
         out = out.clone() if out.data_ptr() in (q_bhsd.data_ptr(), v_bhsd.data_ptr()) else out
         return (out, lse.float()) if mask is None else without_blind(out, lse, additive(mask, torch.float32))
@@ -185,7 +190,7 @@ class BackendWithLse(Backend):
         ]
         if tuple(lse.shape) != shape:
             raise LayoutError(
-                f"the attention backend {self.name!r} told its log-sum-exp as {tuple(lse.shape)} where {shape} was "
+                f"the attention backend {self.name!r} returned its log-sum-exp as {tuple(lse.shape)} where {shape} was "
                 "expected, so ring attention cannot merge it; use ulysses instead of ring, or attention='native'"
             )
         if order == "hn":

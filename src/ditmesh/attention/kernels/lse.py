@@ -1,4 +1,4 @@
-"""Attention on one device that also tells the log-sum-exp of its scores, and the merge of two such results.
+"""Attention on one device that also returns the log-sum-exp of its scores, and the merge of two such results.
 
 Parts of one softmax can be computed apart and merged when each part knows the log-sum-exp (LSE) of its
 scores: Milakov & Gimelshein 2018, arXiv:1805.02867; used block-wise by ring attention, arXiv:2310.01889.
@@ -62,7 +62,7 @@ def without_blind(out: Tensor, lse: Tensor, bias: Tensor) -> tuple[Tensor, Tenso
 def attend_with_lse_reference(
     q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, bias: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """`attend_with_lse` spelt out in float32 or float64; where torch has no fused kernel that tells its LSE."""
+    """`attend_with_lse` spelt out in float32 or float64; where torch has no fused kernel that returns its LSE."""
     wide = torch.promote_types(q_bhsd.dtype, torch.float32)
     scores = _scores(q_bhsd.to(wide), k_bhsd.to(wide), bias, scale)
     lse = torch.logsumexp(scores, dim=-1)
@@ -158,7 +158,7 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tu
 
 
 def fused(name: str) -> Callable[..., Any] | None:
-    """A fused kernel of torch that tells its LSE; None in a torch that has none of this name.
+    """A fused kernel of torch that returns its LSE; None in a torch that has none of this name.
 
     Their names are private to torch, and no promise.
     """
@@ -172,7 +172,7 @@ def cudnn(
     kernel = fused("_scaled_dot_product_cudnn_attention")
     if kernel is None:
         raise ConfigError(
-            "this torch has no cuDNN kernel that tells its log-sum-exp; use ulysses, or attention='native'"
+            "this torch has no cuDNN kernel that returns its log-sum-exp; use ulysses, or attention='native'"
         )
     q, k, v = (tensor.contiguous() for tensor in (q_bhsd, k_bhsd, v_bhsd))
     # Of a torch from 2.9 on the LSE is (B, H, S, 1).

@@ -105,7 +105,7 @@ class PipeFusion:
         try:
             self._drain(timedelta(seconds=PATIENCE) if failed else None)
         except RuntimeError:
-            # The other side is gone: the launcher tells of it.
+            # The other side is gone: the launcher reports it.
             self._sent.clear()
             self._expected.clear()
             if not failed:
@@ -259,7 +259,7 @@ class PipeFusion:
             of.append(Deferred(lambda i=index: take(i)))
 
     def _assemble(self, lazy: LazyPatches) -> Tensor:
-        """The whole tensor, on every rank: the first stage has it and tells the others. Waits for all patches."""
+        """The whole tensor, on every rank: the first stage has it and sends it to the others. Waits for all patches."""
         self.flushes += 1
         if self.link.rank == 0:
             return self.back.broadcast(lazy.put_together().contiguous(), 0)

@@ -131,7 +131,7 @@ class Stages:
 
     What is measured: the cost of every kind of block (``stages="measured"``), and the speed of every stage
     (``speeds="auto"``). Both need the inputs of a call, so the model is first cut by what is known without one, and
-    blocks move when the first call has told more. All ranks agree on the numbers, and so on the cut: ranks that share
+    blocks move when the first call has shown more. All ranks agree on the numbers, and so on the cut: ranks that share
     a block (tensor, sequence) must have it together, and rows and branches must find the same stages.
 
     Args:

@@ -38,7 +38,7 @@ class StaleSteps(Strategy):
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
         if timestep_of(model, layout) is None:
             raise ConfigError(
-                f"stale strategies tell steps by their timestep, and {type(model).__name__} takes none "
+                f"stale strategies know steps by their timestep, and {type(model).__name__} takes none "
                 f"({' or '.join(TIMESTEPS)}); use exchange='exact'"
             )
 

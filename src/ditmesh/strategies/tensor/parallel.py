@@ -43,7 +43,8 @@ class TensorParallel:
 
     Raises:
         ConfigError: a module has fewer heads than the link has ranks.
-        InputError: a weight that should be cut is not a plain tensor, or not there (on the meta device).
+        InputError: a weight that should be cut is not a plain tensor, or not there (on the meta device); or attention
+            processors have weights, which no rule cuts.
     """
 
     def __init__(self, model: nn.Module, link: Link) -> None:
@@ -57,6 +58,8 @@ class TensorParallel:
             if site.kind != "norm"
             for parent, _, name in [site.path.rpartition(".")]
         ]
+        self._attentions = [(path, one) for path, one in model.named_modules() if hasattr(one, "processor")]
+        self._check_processors()
         # Where a site's hooks hang: on the linear, or on the adapter wrapped around it.
         self._hung: dict[tuple[str, str], tuple[nn.Module, RemovableHandle]] = {}
         # Hooks on the gradients of parameters, by parameter.
@@ -165,7 +168,18 @@ class TensorParallel:
             load = Patch(model, "load_lora_adapter", load_lora_adapter)
             self._undo.callback(load)
 
+    def _check_processors(self) -> None:
+        """Refuse attention processors with weights (an IP-Adapter's): they would meet a part of the heads."""
+        for path, attention in self._attentions:
+            processor: Any = attention.processor
+            if isinstance(processor, nn.Module) and next(processor.parameters(), None) is not None:
+                raise InputError(
+                    f"the processor of {path}, {type(processor).__name__}, has weights of its own, which tensor="
+                    f"{self.link.size} does not cut (an IP-Adapter's); unload it, or use ulysses, ring, cfg or data"
+                )
+
     def _before_call(self, *_: Any) -> None:
+        self._check_processors()
         self._follow_adapters()
         if torch.is_grad_enabled():
             self._follow_gradients()

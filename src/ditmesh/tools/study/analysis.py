@@ -14,9 +14,9 @@ from .plan import SYNCHRONOUS, Plan, has_given_steps, steps_text
 
 # A picture with the bits of the synchronous one has an infinite ratio; so much is taken for it in means.
 CAP = 100.0
-# Studies made of a study's pictures, drawn with replacement (Efron 1979), that tell how sure an exponent is.
+# Studies made of a study's pictures, drawn with replacement (Efron 1979), that show how sure an exponent is.
 RESAMPLES = 200
-# Of fewer pictures such studies tell nothing.
+# Of fewer pictures such studies show nothing.
 FEWEST = 8
 
 # Sampler, strategy, devices, warm-up.
@@ -594,7 +594,7 @@ def _rule_text(sampler: str, strategy: str, rule: Mapping[str, Any]) -> str:
     fit, root = rule["fit"], rule["sqrt"]
     if rule["points"] < 3 or fit is None:
         points = "1 point is" if rule["points"] == 1 else f"{rule['points']} points are"
-        return f"{text} {points} too few to tell a rule."
+        return f"{text} {points} too few to fit a rule."
     interval = fit["b_interval"]
     sure = "" if interval is None else f", 95 of 100 resampled studies from N^{interval[0]:.2f} to N^{interval[1]:.2f}"
     return (

@@ -266,7 +266,7 @@ class TraceWriter:
         if not self._pending:
             return
         if self.stride is None:
-            # The first call tells how much there will be.
+            # The first call shows how much there will be.
             size = sum(values.nbytes for pending in self._pending.values() for values, _ in pending.parts.values())
             self.stride = max(1, ceil(size * self._calls / self._budget))
         entries = []
