@@ -21,7 +21,7 @@ from ditmesh.train.checkpoint import broken
 from ditmesh.train.logs import read_log
 from ditmesh.train.trainer import Trainer
 from ditmesh.zoo import path as find
-from support.train import emoji, folder_of, settings
+from support.train import emoji, folder_of, importing_tests, settings
 
 SD3, DIT = "emoji-sd3", "emoji-dit-s"
 
@@ -61,15 +61,52 @@ def alone(data, tmp_path_factory):
         {"parallel": {"data": 2}, "sharding": "ddp", "gradient_checkpointing": True},
         {"parallel": {"ring": 2}, "sharding": "fsdp"},
         {"parallel": {"tensor": 2}},
+        {"parallel": {"tensor": 2, "data": 2}, "sharding": "fsdp"},
+        {"parallel": {"tensor": 2, "ulysses": 2}, "sharding": "ddp"},
     ],
     ids=str,
 )
 def test_ranks_learn_as_one_device(ranks, data, alone, tmp_path, more):
     given = settings(data, tmp_path, global_batch_size=4, **more)
-    for losses, _ in ranks(2).run(losses_of, given):
+    for losses, _ in ranks(ditmesh.ParallelConfig(**more["parallel"]).world_size).run(losses_of, given):
         assert losses.keys() == alone.keys()
         assert max(abs(losses[step] / alone[step] - 1) for step in alone) <= 1e-3
     assert broken(tmp_path / "checkpoint-4") is None
+
+
+def shared_out(given, seconds):
+    """Losses of a run in which every forward of data rank 1 takes longer, and micro-batches of every step."""
+    config, counts = TrainConfig.read(given), []
+    with Trainer(config, pipeline(), timeout=100.0) as trainer:
+        if trainer.mesh.data.rank == 1:
+            trainer.model.register_forward_pre_hook(lambda *_: time.sleep(seconds))
+        share, compute = trainer._optimizer_step, trainer._losses
+
+        def step(batches):
+            counts.append(0)
+            return share(batches)
+
+        def losses(batch):
+            counts[-1] += 1
+            return compute(batch)
+
+        trainer._optimizer_step, trainer._losses = step, losses
+        found = trainer.run().losses
+    return found, counts
+
+
+@pytest.mark.parametrize("sharding", ["none", "ddp"])
+def test_a_slow_rank_has_less_to_do(ranks, data, tmp_path, sharding):
+    given = settings(data, tmp_path, global_batch_size=6, train_batch_size=1, max_train_steps=2, sharding=sharding)
+    given |= {"parallel": {"data": 2}, "checkpointing_steps": 9}
+    (even, counts), (_, other) = ranks(2).run(shared_out, given, 0.0)
+    assert counts == other == [3, 3]
+    for speeds, seconds, first in (("auto", 3.0, 3), ([5, 1], 0.0, 5)):
+        (losses, fast), (same, slow) = ranks(2).run(shared_out, {**given, "data_speeds": speeds}, seconds)
+        assert losses == same
+        # Measured in the first step.
+        assert (fast, slow) == ([first, 5], [6 - first, 1]) or (speeds == "auto" and slow[1] < 3 and fast[1] > 3)
+        assert all(abs(losses[step] / even[step] - 1) <= 1e-3 for step in even)
 
 
 def test_what_two_ranks_saved_one_goes_on_with(ranks, data, alone, tmp_path):
@@ -148,14 +185,15 @@ print(json.dumps(losses))
 """
 
 
-def test_a_full_disk_while_saving_loses_nothing(data, tmp_path):
-    given = settings(data, tmp_path, checkpointing_steps=2)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_while_saving_loses_nothing(data, tmp_path, background):
+    given = settings(data, tmp_path, checkpointing_steps=2, checkpointing_async=background)
     losses_of(given, 2)
     before = (tmp_path / "checkpoint-2" / "manifest.json").read_bytes()
     on = {**given, "resume_from_checkpoint": "latest"}
     done = subprocess.run(
         [sys.executable, "-c", FULL, json.dumps(on)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env=importing_tests(),
         capture_output=True,
         text=True,
         timeout=100,
