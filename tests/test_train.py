@@ -19,6 +19,7 @@ import ditmesh
 from ditmesh.train import TrainConfig
 from ditmesh.train.checkpoint import broken
 from ditmesh.train.logs import read_log
+from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
 from ditmesh.zoo import path as find
 from support.train import emoji, folder_of, importing_tests, settings
@@ -253,6 +254,24 @@ def test_the_command_trains_and_exports(data, tmp_path):
     pipe = pipeline()
     pipe.load_lora_weights(json.loads(done.stdout)["pipeline"])
     assert pipe.get_active_adapters()
+
+
+def exported(given):
+    """The folder that a whole run comes to."""
+    return train(given, timeout=100.0)["pipeline"]
+
+
+@pytest.mark.parametrize("more", [{}, {"parallel": {"tensor": 2, "data": 2}, "sharding": "fsdp"}], ids=str)
+def test_slices_are_exported_whole(ranks, data, tmp_path, more):
+    given = settings(data, tmp_path, global_batch_size=2, train_batch_size=1, max_train_steps=1, use_ema=True)
+    given |= {"parallel": {"tensor": 2}, **more}
+    folder, *_ = ranks(ditmesh.ParallelConfig(**given["parallel"]).world_size).run(exported, given)
+    found = load_file(Path(folder) / "transformer" / "diffusion_pytorch_model.safetensors")
+    before = load_file(find(SD3) / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert found.keys() == before.keys()
+    # One step of AdamW moves a weight by its rate.
+    moved = [float((found[name] - before[name]).abs().max()) for name in before]
+    assert 0 < max(moved) < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,16 @@ class Checkpoints:
                 copy. After the first one the same memory is used again.
         """
         assert self._under_way is None, "one checkpoint at a time"
-        part, self._under_way = self.folder / f".checkpoint-{step}.part", Future()
-        problem: str | None = None
+        self._under_way = Future()
+        try:
+            self._write(step, state, background)
+        except BaseException:
+            # Another rank has failed: nobody waits for this one.
+            self._under_way = None
+            raise
+
+    def _write(self, step: int, state: dict[str, Any], background: bool) -> None:
+        part, problem = self.folder / f".checkpoint-{step}.part", None
         try:
             if self._mesh.rank == 0:
                 self._clear()

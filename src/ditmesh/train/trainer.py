@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from ..comm import PeerError
 from ..comm.mesh import DEFAULT_DEADLINE, Mesh
+from ..comm.state import raise_for_peer
 from ..engine import parallelize, restore
 from ..errors import ConfigError
 from .checkpoint import Checkpoints
@@ -220,6 +221,10 @@ class Trainer:
         """
         try:
             return self._run(report, validate, until)
+        except RuntimeError as error:
+            self._give_up()
+            # Of collectives that torch's wrappers make, over the group of gradients.
+            raise_for_peer("gradient", error)
         except BaseException:
             self._give_up()
             raise
