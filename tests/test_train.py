@@ -63,7 +63,7 @@ def alone(data, tmp_path_factory):
         {"parallel": {"ring": 2}, "sharding": "fsdp"},
         {"parallel": {"tensor": 2}},
         {"parallel": {"tensor": 2, "data": 2}, "sharding": "fsdp"},
-        {"parallel": {"tensor": 2, "ulysses": 2}, "sharding": "ddp"},
+        pytest.param({"parallel": {"tensor": 2, "ulysses": 2}, "sharding": "ddp"}, marks=pytest.mark.matrix),
     ],
     ids=str,
 )
@@ -96,7 +96,7 @@ def shared_out(given, seconds):
     return found, counts
 
 
-@pytest.mark.parametrize("sharding", ["none", "ddp"])
+@pytest.mark.parametrize("sharding", ["none", pytest.param("ddp", marks=pytest.mark.matrix)])
 def test_a_slow_rank_has_less_to_do(ranks, data, tmp_path, sharding):
     given = settings(data, tmp_path, global_batch_size=6, train_batch_size=1, max_train_steps=2, sharding=sharding)
     given |= {"parallel": {"data": 2}, "checkpointing_steps": 9}
@@ -261,7 +261,11 @@ def exported(given):
     return train(given, timeout=100.0)["pipeline"]
 
 
-@pytest.mark.parametrize("more", [{}, {"parallel": {"tensor": 2, "data": 2}, "sharding": "fsdp"}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [{}, pytest.param({"parallel": {"tensor": 2, "data": 2}, "sharding": "fsdp"}, marks=pytest.mark.matrix)],
+    ids=str,
+)
 def test_slices_are_exported_whole(ranks, data, tmp_path, more):
     given = settings(data, tmp_path, global_batch_size=2, train_batch_size=1, max_train_steps=1, use_ema=True)
     given |= {"parallel": {"tensor": 2}, **more}
