@@ -19,9 +19,10 @@ import ditmesh
 from ditmesh.train import TrainConfig
 from ditmesh.train.checkpoint import broken
 from ditmesh.train.logs import read_log
+from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
 from ditmesh.zoo import path as find
-from support.train import emoji, folder_of, settings
+from support.train import emoji, folder_of, importing_tests, settings
 
 SD3, DIT = "emoji-sd3", "emoji-dit-s"
 
@@ -61,15 +62,52 @@ def alone(data, tmp_path_factory):
         {"parallel": {"data": 2}, "sharding": "ddp", "gradient_checkpointing": True},
         {"parallel": {"ring": 2}, "sharding": "fsdp"},
         {"parallel": {"tensor": 2}},
+        {"parallel": {"tensor": 2, "data": 2}, "sharding": "fsdp"},
+        pytest.param({"parallel": {"tensor": 2, "ulysses": 2}, "sharding": "ddp"}, marks=pytest.mark.matrix),
     ],
     ids=str,
 )
 def test_ranks_learn_as_one_device(ranks, data, alone, tmp_path, more):
     given = settings(data, tmp_path, global_batch_size=4, **more)
-    for losses, _ in ranks(2).run(losses_of, given):
+    for losses, _ in ranks(ditmesh.ParallelConfig(**more["parallel"]).world_size).run(losses_of, given):
         assert losses.keys() == alone.keys()
         assert max(abs(losses[step] / alone[step] - 1) for step in alone) <= 1e-3
     assert broken(tmp_path / "checkpoint-4") is None
+
+
+def shared_out(given, seconds):
+    """Losses of a run in which every forward of data rank 1 takes longer, and micro-batches of every step."""
+    config, counts = TrainConfig.read(given), []
+    with Trainer(config, pipeline(), timeout=100.0) as trainer:
+        if trainer.mesh.data.rank == 1:
+            trainer.model.register_forward_pre_hook(lambda *_: time.sleep(seconds))
+        share, compute = trainer._optimizer_step, trainer._losses
+
+        def step(batches):
+            counts.append(0)
+            return share(batches)
+
+        def losses(batch):
+            counts[-1] += 1
+            return compute(batch)
+
+        trainer._optimizer_step, trainer._losses = step, losses
+        found = trainer.run().losses
+    return found, counts
+
+
+@pytest.mark.parametrize("sharding", ["none", pytest.param("ddp", marks=pytest.mark.matrix)])
+def test_a_slow_rank_has_less_to_do(ranks, data, tmp_path, sharding):
+    given = settings(data, tmp_path, global_batch_size=6, train_batch_size=1, max_train_steps=2, sharding=sharding)
+    given |= {"parallel": {"data": 2}, "checkpointing_steps": 9}
+    (even, counts), (_, other) = ranks(2).run(shared_out, given, 0.0)
+    assert counts == other == [3, 3]
+    for speeds, seconds, first in (("auto", 3.0, 3), ([5, 1], 0.0, 5)):
+        (losses, fast), (same, slow) = ranks(2).run(shared_out, {**given, "data_speeds": speeds}, seconds)
+        assert losses == same
+        # Measured in the first step.
+        assert (fast, slow) == ([first, 5], [6 - first, 1]) or (speeds == "auto" and slow[1] < 3 and fast[1] > 3)
+        assert all(abs(losses[step] / even[step] - 1) <= 1e-3 for step in even)
 
 
 def test_what_two_ranks_saved_one_goes_on_with(ranks, data, alone, tmp_path):
@@ -148,14 +186,15 @@ print(json.dumps(losses))
 """
 
 
-def test_a_full_disk_while_saving_loses_nothing(data, tmp_path):
-    given = settings(data, tmp_path, checkpointing_steps=2)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_while_saving_loses_nothing(data, tmp_path, background):
+    given = settings(data, tmp_path, checkpointing_steps=2, checkpointing_async=background)
     losses_of(given, 2)
     before = (tmp_path / "checkpoint-2" / "manifest.json").read_bytes()
     on = {**given, "resume_from_checkpoint": "latest"}
     done = subprocess.run(
         [sys.executable, "-c", FULL, json.dumps(on)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env=importing_tests(),
         capture_output=True,
         text=True,
         timeout=100,
@@ -215,6 +254,28 @@ def test_the_command_trains_and_exports(data, tmp_path):
     pipe = pipeline()
     pipe.load_lora_weights(json.loads(done.stdout)["pipeline"])
     assert pipe.get_active_adapters()
+
+
+def exported(given):
+    """The folder that a whole run comes to."""
+    return train(given, timeout=100.0)["pipeline"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, pytest.param({"parallel": {"tensor": 2, "data": 2}, "sharding": "fsdp"}, marks=pytest.mark.matrix)],
+    ids=str,
+)
+def test_slices_are_exported_whole(ranks, data, tmp_path, more):
+    given = settings(data, tmp_path, global_batch_size=2, train_batch_size=1, max_train_steps=1, use_ema=True)
+    given |= {"parallel": {"tensor": 2}, **more}
+    folder, *_ = ranks(ditmesh.ParallelConfig(**given["parallel"]).world_size).run(exported, given)
+    found = load_file(Path(folder) / "transformer" / "diffusion_pytorch_model.safetensors")
+    before = load_file(find(SD3) / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert found.keys() == before.keys()
+    # One step of AdamW moves a weight by its rate.
+    moved = [float((found[name] - before[name]).abs().max()) for name in before]
+    assert 0 < max(moved) < 1e-3
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,9 @@ from support.train import emoji, folder_of, settings, tar_of
         ({"global_batch_size": 7}, "is no multiple of train_batch_size=2"),
         ({"lora": {"rank": 4}, "from_scratch": True}, "leave one out"),
         ({"parallel": {"ulyses": 2}}, "ulysses"),
+        ({"data_speeds": "auto", "sharding": "fsdp"}, "use sharding: ddp or none"),
+        ({"data_speeds": [1, 2]}, "data_speeds has 2 numbers for data=1"),
+        ({"data_speeds": [0]}, "data_speeds"),
     ],
     ids=str,
 )
@@ -124,6 +127,8 @@ def test_ranks_share_a_step_by_what_it_takes():
     # Three times as fast: three times as much.
     fast, slow = shares([micro(1)] * 8, [3.0, 1.0], equal_counts=False)
     assert (len(fast), len(slow)) == (6, 2)
+    # However slow: a rank without any would be missed where gradients are exchanged in the backward pass.
+    assert [len(part) for part in shares([micro(1)] * 4, [9.0, 9.0, 1e-3], equal_counts=False)] == [2, 1, 1]
 
 
 # --- objectives ------------------------------------------------------------------------------------------------

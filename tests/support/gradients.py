@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from diffusers import FirstBlockCacheConfig
@@ -222,6 +223,7 @@ def _trained(name: str, config: dict[str, Any], how: str, checkpointing: bool) -
         model.enable_gradient_checkpointing()
     ditmesh.parallelize(model, config)
     mesh = ditmesh.engine_of(model).mesh
+    truth, before = sliced(truth, model), sliced(before, model)
     call: nn.Module = model
     finish = lambda: None  # noqa: E731
     if how == "DDP":
@@ -236,7 +238,9 @@ def _trained(name: str, config: dict[str, Any], how: str, checkpointing: bool) -
         finish = partial(reduce_gradients, model, mesh)
     values = three_steps(model, call, name, [mesh.data.rank], finish)
     changed = {key: values[key] - before[key] for key in before}
-    ditmesh.restore(model)
+    # In place there is no way back from shards of slices.
+    with pytest.raises(ditmesh.PeerError) if how == "FSDP2" and mesh.tensor.size > 1 else nullcontext():
+        ditmesh.restore(model)
     return error(changed, {key: truth[key] - before[key] for key in before})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,12 @@ from ditmesh.zoo import path as find
 from ditmesh.zoo.references import read_sheet
 
 ZOO = Path(__import__("ditmesh").__file__).parent / "zoo"
+
+
+def importing_tests() -> dict[str, str]:
+    """An environment in which a program finds the modules of the tests, and ditmesh where this process has it from."""
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def emoji(count: int) -> list[tuple[str, np.ndarray]]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .shared import SharedChannel
-from .state import Header, PeerError, RequestState, Traffic, peer_error
+from .state import Header, PeerError, RequestState, Traffic, raise_for_peer
 
 
 class Transfer:
@@ -60,7 +60,7 @@ class Transfer:
             try:
                 self._works.pop(0).wait(*limit)
             except RuntimeError as error:
-                raise peer_error(self._link, error) from error
+                raise_for_peer(self._link, error)
         self._sent.clear()
         while self._messages:
             self._received += self._messages.pop(0)(timeout)
@@ -150,7 +150,7 @@ class Link:
         try:
             collective(*tensors, group=self.group)
         except RuntimeError as error:
-            raise peer_error(self.name, error) from error
+            raise_for_peer(self.name, error)
 
     @property
     def _matches(self) -> bool:
@@ -394,7 +394,7 @@ class Link:
                 # No batch: one may need all ranks of the group, and here two of them have to do with one another.
                 works = [one.op(one.tensor, one.peer, group, one.tag) for one in operations]
         except RuntimeError as error:
-            raise peer_error(self.name, error) from error
+            raise_for_peer(self.name, error)
         transfer = Transfer(
             [t for tensors, _ in incoming for t in tensors],
             [t for tensors, _ in sent for t in tensors],

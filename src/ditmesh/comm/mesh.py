@@ -53,6 +53,8 @@ AVERAGED = ("data", "ring", "ulysses")
 # What follows a sentence about a mesh that can be used no more.
 _WAY_OUT = "call ditmesh.restore on every rank and parallelize again, or restart the job"
 
+_GIVEN_UP_HERE = "the job has failed on this rank, and its mesh was given up; restart the job"
+
 _CLOSED = "this mesh is closed; make a new one, or call ditmesh.parallelize again"
 
 
@@ -184,6 +186,17 @@ class Mesh:
             self._averaging.append(group)
         return self._averaging[0] if self._averaging else None
 
+    def new_host_group(self) -> dist.ProcessGroup | None:
+        """A gloo group of all ranks of the job for the caller alone, who destroys it. A collective call.
+
+        For what exchanges at a pace of its own, such as a thread. None for a process that is no rank of a job.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        group = dist.new_group(backend="gloo", timeout=self._deadline)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
     def _sets_of(self, axes: tuple[str, ...]) -> list[list[int]]:
         """All sets of ranks that differ only on these axes."""
         inner = [AXES.index(axis) for axis in axes]
@@ -202,9 +215,7 @@ class Mesh:
             return
         if self._control is None:
             # Between hosts, also where the tensors travel between GPUs.
-            control = dist.new_group(backend="gloo", timeout=self._deadline)
-            assert isinstance(control, dist.ProcessGroup)
-            self._control = control
+            self._control = self.new_host_group()
         if self.config.shared_memory and self.device.type == "cpu":
             self._memory = SharedMemory(len(self._links), self._deadline, self._state, self._control)
         memory = self._memory
@@ -368,8 +379,12 @@ class Mesh:
         self._outcome = _GIVEN_UP
         for link in self._links.values():
             link.drop()
-        while self._groups:
-            group = self._groups.pop()
+        self._destroy(self._groups)
+
+    def _destroy(self, groups: list[dist.ProcessGroup]) -> None:
+        """Give groups up on this rank alone."""
+        while groups:
+            group = groups.pop()
             if self.device.type != "cpu":
                 # To wait for a collective that another rank never joined would take until the deadline.
                 group.abort()
@@ -392,6 +407,17 @@ class Mesh:
         except BaseException:
             self.fail_request()
             raise
+
+    def abandon(self) -> None:
+        """Break the mesh on this rank alone, for a job that has failed on it: no collective call.
+
+        Others that wait for this rank learn of it at once over the CPU, else at the deadline; also those that wait in
+        `gradient_group`. What is undone later needs no other rank.
+        """
+        if self.world_size > 1:
+            self._break(_GIVEN_UP_HERE)
+            self._drop()
+            self._destroy(self._averaging)
 
     def close(self) -> None:
         """Give process groups and shared memory back. A collective call; the default process group stays."""

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -120,13 +120,14 @@ def _words(kind: str, specs: tuple[Spec, ...]) -> tuple[int, int, int]:
     return KINDS.index(kind), sum(prod(shape) * dtype.itemsize for shape, dtype in specs), digest
 
 
-def peer_error(link: str, error: RuntimeError) -> RuntimeError:
-    """An error of a process group to raise: a `PeerError` where it only says that a rank did not take part."""
+def raise_for_peer(link: str, error: RuntimeError) -> NoReturn:
+    """Raise an error of a process group: as a `PeerError` where it only says that a rank did not take part."""
     text = str(error)
     if isinstance(error, PeerError) or not ("gloo" in text.lower() or "closed by peer" in text.lower()):
-        return error
+        # Not from itself: causes would be a circle.
+        raise error
     if "timed out" in text.lower():
         what = f"timed out: a rank of the {link} link did not do its part before the deadline"
     else:
         what = f"a rank of the {link} link has failed this request, or has ended"
-    return PeerError(f"{what} ({text.splitlines()[0].partition('] ')[2].partition('. ')[0]})")
+    raise PeerError(f"{what} ({text.splitlines()[0].partition('] ')[2].partition('. ')[0]})") from error

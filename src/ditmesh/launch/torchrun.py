@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,9 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import ConfigError
 from .backend import Launcher, OnMessage
 from .devices import DeviceChoice, DeviceKind, check_timeout, join, resolve_device, stay_on_loopback
+from .failures import lost_peer
 
 if TYPE_CHECKING:
     import torch
+
+# Seconds for the rank that has failed to end before those that have only lost it.
+GRACE = 3.0
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -135,7 +140,13 @@ class TorchrunRanks(Launcher):
         if on_message is not None:
             kwargs["report"] = partial(on_message, rank)
         answers: list[Any] = [None] * self.world_size
-        dist.all_gather_object(answers, fn(*args, **kwargs))
+        try:
+            dist.all_gather_object(answers, fn(*args, **kwargs))
+        except BaseException as error:
+            if lost_peer(error):
+                # torchrun takes the rank that ends first for the cause, and ends the others.
+                time.sleep(GRACE)
+            raise
         return answers
 
     def close(self) -> None:

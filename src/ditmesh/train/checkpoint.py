@@ -15,18 +15,23 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from ..comm.mesh import Mesh
 from ..core.files import digest_of_file, written_whole
 from ..errors import InputError
 
 MANIFEST = "manifest.json"
+# What torch says when one process saves.
+_ALONE = "torch.distributed is disabled"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 logger = logging.getLogger(__name__)
@@ -43,47 +48,132 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, mesh: Mesh, keep: int | None = None) -> None:
         self.folder, self._mesh, self._keep = Path(folder), mesh, keep
+        # Threads exchange over it while the ranks train.
+        self._group = mesh.new_host_group()
+        self._stager: DefaultStager | None = None
+        # What becomes of the checkpoint that is being written.
+        self._under_way: Future[str | None] | None = None
 
-    def save(self, step: int, state: dict[str, Any]) -> str | None:
-        """Write a checkpoint. Collective.
+    def save(self, step: int, state: dict[str, Any], background: bool = False) -> None:
+        """Write a checkpoint; `wait` tells what became of it, and comes before the next `save`. Collective.
 
         Args:
             step: optimizer steps done.
             state: as `torch.distributed.checkpoint.save` takes it.
+            background: copy the state to host memory (pinned where there is a GPU) and return; a thread writes the
+                copy. After the first one the same memory is used again.
+        """
+        assert self._under_way is None, "one checkpoint at a time"
+        self._under_way = Future()
+        try:
+            self._write(step, state, background)
+        except BaseException:
+            # Another rank has failed: nobody waits for this one.
+            self._under_way = None
+            raise
+
+    def _write(self, step: int, state: dict[str, Any], background: bool) -> None:
+        part, problem = self.folder / f".checkpoint-{step}.part", None
+        try:
+            if self._mesh.rank == 0:
+                self._clear()
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = f"{part} cannot be written ({_cause(error)})"
+        # Where one cannot begin the others would wait for it.
+        problem = self._first(problem)
+        if problem is not None:
+            self._settle(step, problem)
+            return
+        options: dict[str, Any] = {"checkpoint_id": part, "process_group": self._group}
+        options["no_dist"] = self._mesh.world_size == 1
+        if not background:
+            try:
+                with _one_process_is_meant():
+                    save(state, **options)
+            except (Exception, CheckpointException) as error:
+                problem = f"{part} cannot be written ({_cause(error)})"
+            self._settle(step, problem or self._finished(step, part))
+            return
+        if self._stager is None:
+            # In the thread nobody could take the filter back: filters belong to the process.
+            warnings.filterwarnings("ignore", _ALONE)
+            pinned = self._mesh.device.type != "cpu"
+            self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
+        written = cast("Future[Any]", async_save(state, async_stager=self._stager, **options))
+
+        def settle(_: Any) -> None:
+            error = written.exception()
+            problem = self._finished(step, part) if error is None else f"{part} cannot be written ({_cause(error)})"
+            self._settle(step, problem)
+
+        written.add_done_callback(settle)
+
+    def _settle(self, step: int, problem: str | None) -> None:
+        """Note what became of the checkpoint; in the thread that has written it."""
+        if problem is not None and self._mesh.rank == 0:
+            logger.warning("no checkpoint of step %d: %s; training goes on", step, problem)
+        assert self._under_way is not None
+        self._under_way.set_result(problem)
+
+    def wait(self) -> str | None:
+        """Wait until the checkpoint that is being written is there. Collective.
 
         Returns:
-            Why it could not be written, naming the file, on all ranks alike; None when it is there. What was there
-            before is untouched then.
+            Why it could not be written, naming the file, on all ranks alike; None when it is there, or none was being
+            written. What was there before is untouched then.
         """
-        final = self.folder / f"checkpoint-{step}"
-        part = self.folder / f".checkpoint-{step}.part"
-        problem: str | None = None
-        if self._mesh.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
-        self._mesh.world.all_gather_object(None)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with _one_process_is_meant():
-                save(state, checkpoint_id=part, no_dist=self._mesh.world_size == 1)
-        except (Exception, CheckpointException) as error:
-            problem = f"{part} cannot be written ({_cause(error)})"
-        problem = self._first(problem)
-        if problem is None:
-            if self._mesh.rank == 0:
-                try:
-                    with written_whole(part / MANIFEST) as file:
-                        file.write_text(json.dumps({"step": step, "files": _digests(part)}), encoding="utf-8")
-                    shutil.rmtree(final, ignore_errors=True)
-                    os.replace(part, final)
-                except OSError as error:
-                    problem = f"{final} cannot be written ({_cause(error)})"
-            problem = self._first(problem)
-        if self._mesh.rank == 0:
-            if problem is not None:
-                shutil.rmtree(part, ignore_errors=True)
-            for _, old in [] if problem or self._keep is None else list(self._newest_first())[self._keep :]:
-                shutil.rmtree(old, ignore_errors=True)
+        if self._under_way is None:
+            return None
+        problem = self._first(self._under_way.result())
+        self._under_way = None
+        if problem is not None and self._mesh.rank == 0:
+            with contextlib.suppress(OSError):
+                self._clear()
         return problem
+
+    def close(self) -> None:
+        """Wait for a checkpoint that is being written, whatever becomes of it, and let go of groups and memory."""
+        if self._under_way is not None:
+            self._under_way.result()
+        if self._stager is not None:
+            self._stager.close()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+    def _finished(self, step: int, part: Path) -> str | None:
+        """Give a checkpoint that all ranks have written its digests and its name, then drop old ones; on rank 0."""
+        if self._mesh.rank != 0:
+            return None
+        try:
+            with written_whole(part / MANIFEST) as file:
+                file.write_text(json.dumps({"step": step, "files": _digests(part)}), encoding="utf-8")
+            self._name(part)
+        except Exception as error:
+            return f"{part} cannot be written ({_cause(error)})"
+        if self._keep is not None:
+            # Not those of later steps: of a run that was there before, perhaps.
+            older = [folder for number, folder in self._newest_first() if number < step]
+            for folder in older[self._keep - 1 :]:
+                shutil.rmtree(folder, ignore_errors=True)
+        return None
+
+    def _name(self, part: Path) -> None:
+        """Rename a whole checkpoint; one of that name makes room as soon as this one is safe."""
+        final = self.folder / part.name.removeprefix(".").removesuffix(".part")
+        old = part.with_suffix(".old")
+        if final.exists():
+            os.replace(final, old)
+        os.replace(part, final)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _clear(self) -> None:
+        """Remove what was left behind in the middle of writing; what lacks nothing but its name gets that."""
+        for part in self.folder.glob(".checkpoint-*"):
+            if part.suffix == ".part" and broken(part) is None:
+                self._name(part)
+            shutil.rmtree(part, ignore_errors=True)
 
     def _first(self, problem: str | None) -> str | None:
         return next((one for one in self._mesh.world.all_gather_object(problem) if one is not None), None)
@@ -106,6 +196,8 @@ class Checkpoints:
         answer: str | InputError | None = None
         if self._mesh.rank == 0:
             try:
+                with contextlib.suppress(OSError):
+                    self._clear()
                 answer = self._found(wanted)
             except InputError as error:
                 answer = error
@@ -133,16 +225,22 @@ class Checkpoints:
 
         Returns:
             The optimizer steps it had done.
+
+        Raises:
+            InputError: it lacks something that ``state`` has: it is of a run with other settings.
         """
-        with _one_process_is_meant():
-            load(state, checkpoint_id=folder, no_dist=self._mesh.world_size == 1)
+        try:
+            with _one_process_is_meant():
+                load(state, checkpoint_id=folder, process_group=self._group, no_dist=self._mesh.world_size == 1)
+        except CheckpointException as error:
+            raise InputError(f"{folder} does not fit this run: {_cause(error)}") from error
         return int(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["step"])
 
 
 @contextlib.contextmanager
 def _one_process_is_meant() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        warnings.filterwarnings("ignore", _ALONE)
         yield
 
 

@@ -77,6 +77,8 @@ class TrainConfig(BaseModel):
 
     Machine
         parallel: axes as for `ParallelConfig`; ``data`` are ranks with samples of their own.
+        data_speeds: of the data ranks, relative to one another, by which micro-batches are shared out: numbers, or
+            ``auto``: measured over the last steps; None: even. Who computes a sample rounds the curve otherwise.
         sharding: ``ddp`` or ``fsdp`` (FSDP2) over the data and sequence ranks, or ``none``: gradients are averaged.
         reproducible: the same weights to the bit on any number of ranks, with a ``global_batch_size``; the same as
             ``parallel: {reproducible: true}``.
@@ -86,6 +88,7 @@ class TrainConfig(BaseModel):
     Output
         output_dir: checkpoints, logs and the trained pipeline.
         checkpointing_steps, checkpoints_total_limit: how often, and how many are kept.
+        checkpointing_async: copy the state to host memory and write it while training goes on.
         resume_from_checkpoint: ``latest`` or a folder.
         validation_prompts, validation_steps, validation_inference_steps, guidance_scale: pictures made on the way.
         report_to: ``csv`` always; ``tensorboard`` besides.
@@ -140,6 +143,7 @@ class TrainConfig(BaseModel):
     snr_gamma: Annotated[float, Field(gt=0)] | None = None
 
     parallel: ParallelConfig = ParallelConfig()
+    data_speeds: Literal["auto"] | tuple[Annotated[float, Field(gt=0)], ...] | None = None
     sharding: Sharding = "none"
     reproducible: bool = False
     gradient_checkpointing: bool = False
@@ -149,6 +153,7 @@ class TrainConfig(BaseModel):
     output_dir: str
     checkpointing_steps: Positive = 500
     checkpoints_total_limit: Positive | None = None
+    checkpointing_async: bool = False
     resume_from_checkpoint: str | None = None
     validation_prompts: tuple[str, ...] = ()
     validation_steps: Positive = 500
@@ -171,6 +176,15 @@ class TrainConfig(BaseModel):
             )
         if self.in_order:
             _ = self.placement
+        if self.data_speeds is not None and self.sharding == "fsdp":
+            raise ValueError(
+                "data_speeds: each forward of sharding: fsdp is a collective of all data ranks, which have as many; "
+                "use sharding: ddp or none"
+            )
+        if isinstance(self.data_speeds, tuple) and len(self.data_speeds) != self.parallel.data:
+            raise ValueError(
+                f"data_speeds has {len(self.data_speeds)} numbers for data={self.parallel.data}; give one for each"
+            )
         if self.lora is not None and self.from_scratch:
             raise ValueError("lora adapts weights that are there, and from_scratch has none; leave one out")
         if self.lora is not None and self.train_modules != ("transformer",):

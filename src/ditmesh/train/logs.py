@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +12,8 @@ from PIL import Image, ImageDraw
 
 from ..core.files import written_whole
 from ..errors import InputError
+
+logger = logging.getLogger(__name__)
 
 COLUMNS = ("step", "loss", "lr", "grad_norm", "samples_per_second", "seconds")
 
@@ -47,9 +50,12 @@ class TrainingLog:
             self._board = SummaryWriter(str(folder), purge_step=from_step)
 
     def add(self, row: Mapping[str, float]) -> None:
-        """Append one step."""
-        with self._path.open("a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, COLUMNS).writerow({name: row[name] for name in COLUMNS})
+        """Append one step. Where that cannot be written (a full disk), the row is missing and a warning says so."""
+        try:
+            with self._path.open("a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, COLUMNS).writerow({name: row[name] for name in COLUMNS})
+        except OSError as error:
+            logger.warning("step %d is missing in %s: %s", row["step"], self._path, error)
         self._losses.append((int(row["step"]), row["loss"]))
         for name in COLUMNS[1:] if self._board is not None else ():
             cast(Any, self._board).add_scalar(name, row[name], int(row["step"]))
@@ -66,7 +72,10 @@ class TrainingLog:
     def close(self) -> None:
         """Draw the curve and let go of TensorBoard's file."""
         if self._losses:
-            curve({"loss": self._losses}, self._folder / "loss.png")
+            try:
+                curve({"loss": self._losses}, self._folder / "loss.png")
+            except OSError as error:
+                logger.warning("the curve of losses cannot be drawn: %s", error)
         if self._board is not None:
             self._board.close()
 

@@ -99,7 +99,8 @@ def shares(batches: Sequence[MicroBatch], speeds: Sequence[float], equal_counts:
     """Which of a step's micro-batches each data rank computes, so that all end at about the same time.
 
     The longest first, each to the rank that would end first with it (Graham 1969, "Bounds on multiprocessing timing
-    anomalies").
+    anomalies"). Every rank gets one, where there are enough: whoever has none cannot be measured, nor take part in
+    what data ranks exchange during a backward pass.
 
     Args:
         batches: of one step.
@@ -112,8 +113,10 @@ def shares(batches: Sequence[MicroBatch], speeds: Sequence[float], equal_counts:
     most = even_cut(len(batches), len(speeds)) if equal_counts else [len(batches)] * len(speeds)
     taken: list[list[int]] = [[] for _ in speeds]
     busy = [0.0] * len(speeds)
-    for number in sorted(range(len(batches)), key=lambda n: (-batches[n].cost, n)):
+    for place, number in enumerate(sorted(range(len(batches)), key=lambda n: (-batches[n].cost, n))):
         open_ranks = [rank for rank in range(len(speeds)) if len(taken[rank]) < most[rank]]
+        idle = [rank for rank in open_ranks if not taken[rank]]
+        open_ranks = idle if len(batches) - place <= len(idle) else open_ranks
         rank = min(open_ranks, key=lambda r: (busy[r] + batches[number].cost / speeds[r], r))
         taken[rank].append(number)
         busy[rank] += batches[number].cost / speeds[rank]

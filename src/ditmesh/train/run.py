@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from ..comm.mesh import DEFAULT_DEADLINE
 from ..generate.model_info import find_model
@@ -63,9 +62,7 @@ def train(
         outcome = trainer.run(report=reported, validate=validation.run if config.validation_prompts else None)
         bits = trainer.weights_digest() if config.in_order else None
         with trainer.averaged():
-            full = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            weights = get_model_state_dict(trainer.trained, options=full)
-            weights = trainer.slices.mapped(weights, trainer.slices.whole)
+            weights = trainer.weights()
             speaks = trainer.speaks
     folder = Path(config.output_dir) / ("lora" if config.lora is not None else "pipeline")
     if speaks:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..comm.mesh import Mesh
@@ -131,6 +132,11 @@ def _norm(parameters: list[nn.Parameter]) -> Tensor:
     return cast(Any, norm).full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
+def _sharded_like(sample: DTensor, tensor: Tensor) -> Tensor:
+    """A tensor that all ranks hold, in shards as ``sample`` is."""
+    return distribute_tensor(tensor, sample.device_mesh, sample.placements, src_data_rank=None)
+
+
 class TensorSlicesOf:
     """Which parameters tensor ranks hold slices of, and how they become whole.
 
@@ -158,10 +164,15 @@ class TensorSlicesOf:
         return own, [p for p in parameters if id(p) not in self._ids]
 
     def whole(self, name: str, mine: Tensor) -> Tensor:
-        """What all ranks hold of a parameter, or of an optimizer's state of it, put together. Collective."""
+        """What all ranks hold of a parameter, or of an optimizer's state of it, put together. Collective.
+
+        Shards (FSDP2's, of slices) become shards of the whole: one tensor at a time is whole on every rank.
+        """
         dim, cut = self._cuts.get(name, (None, None))
         if name not in self._cuts or mine.dim() == 0:
             return mine
+        if isinstance(mine, DTensor):
+            return _sharded_like(mine, self.whole(name, mine.full_tensor()))
         if dim is None or cut is None:
             return self._link.broadcast(mine.contiguous() if self._link.rank == 0 else torch.empty_like(mine), 0)
         pieces = self._link.all_gather(mine.contiguous(), cut.lengths, dim).split(cut.lengths, dim)
@@ -172,6 +183,8 @@ class TensorSlicesOf:
         dim, cut = self._cuts.get(name, (None, None))
         if name not in self._cuts or whole.dim() == 0:
             return whole
+        if isinstance(whole, DTensor):
+            return _sharded_like(whole, self.own(name, whole.full_tensor()))
         if dim is None or cut is None:
             return whole if self._link.rank == 0 else torch.zeros_like(whole)
         return cut.copy(whole, dim, self._link.rank)

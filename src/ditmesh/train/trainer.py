@@ -22,8 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
+from ..comm import PeerError
 from ..comm.mesh import DEFAULT_DEADLINE, Mesh
+from ..comm.state import raise_for_peer
 from ..core.digests import digest, tensor_digest
 from ..engine import parallelize, restore
 from ..errors import ConfigError
@@ -36,6 +39,7 @@ from .logs import TrainingLog
 from .objective import NoiseObjective, sample_losses
 from .order import MicroBatch, SampleOrder, shares
 from .samples import Samples
+from .speeds import DataSpeeds
 from .sync import GradientSync, TensorSlicesOf
 
 logger = logging.getLogger(__name__)
@@ -101,12 +105,13 @@ class Trainer:
         self.family = family_of(pipe)
         self.objective = NoiseObjective(pipe.scheduler, config)
         self.mesh = Mesh(config.placement, self.device, timeout)
+        self._failed = False
         self._undo = ExitStack()
         self._undo.callback(self.mesh.close)
         try:
             self._prepare()
         except BaseException:
-            self._undo.close()
+            self._give_up()
             raise
 
     def _prepare(self) -> None:
@@ -118,6 +123,7 @@ class Trainer:
         self.samples, self.corrupt = found.good, list(found.corrupt)
         sizes = [self._bucket(sample.size) for sample in self.samples]
         self.encoded = EncodedSamples(pipe, self.family, self.samples, sizes, config, self.device)
+        self.speeds = DataSpeeds(config.data_speeds, self.mesh)
         per_step = config.batch // config.train_batch_size
         self.order = SampleOrder(sizes, config.seed, config.train_batch_size, per_step)
         self.steps = config.max_train_steps or self.order.steps(config.num_train_epochs)
@@ -141,9 +147,10 @@ class Trainer:
         self.slices = TensorSlicesOf(self.model, self.mesh, "transformer.")
         if self.mesh.world_size > 1 or config.in_order:
             parallelize(self.model, self.mesh.config, mesh=self.mesh)
-            self._undo.callback(restore, self.model)
-        self.slices.follow(self.trained.named_parameters())
+            self._undo.callback(self._restore)
         self.sync = GradientSync(self.trained, self.mesh, config.sharding, self.slices)
+        # FSDP2 puts others in the place of the parameters.
+        self.slices.follow(self.trained.named_parameters())
         self.parameters = [p for p in self.trained.parameters() if p.requires_grad]
         if not self.parameters:
             raise ConfigError("nothing is trained: no parameter asks for a gradient")
@@ -165,6 +172,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.mixed_precision == "fp16")
         self.ema = EMAModel(self.parameters, decay=config.ema_decay) if config.use_ema else None
         self.checkpoints = Checkpoints(config.output_dir, self.mesh, config.checkpoints_total_limit)
+        self._undo.callback(self.checkpoints.close)
         self.step = 0
 
     def _bucket(self, size: tuple[int, int]) -> tuple[int, int]:
@@ -211,15 +219,21 @@ class Trainer:
 
         Raises:
             FloatingPointError: the loss is not a number any more.
+            PeerError: another rank has failed, or is gone. After any error the trainer is closed.
         """
-        with deterministic(self.device) if self.config.in_order else nullcontext():
-            return self._run(report, validate, until)
+        try:
+            with deterministic(self.device) if self.config.in_order else nullcontext():
+                return self._run(report, validate, until)
+        except RuntimeError as error:
+            self._give_up()
+            # Of collectives that torch's wrappers make, over the group of gradients.
+            raise_for_peer("gradient", error)
+        except BaseException:
+            self._give_up()
+            raise
 
     def _run(
-        self,
-        report: Callable[[Progress], None] | None,
-        validate: Callable[[int], None] | None,
-        until: int | None,
+        self, report: Callable[[Progress], None] | None, validate: Callable[[int], None] | None, until: int | None
     ) -> Outcome:
         config, outcome = self.config, Outcome(skipped=list(self.corrupt))
         self._resume()
@@ -260,6 +274,7 @@ class Trainer:
                 if validate is not None and self.step % config.validation_steps == 0:
                     with self.averaged():
                         validate(self.step)
+            self._saved(outcome)
         finally:
             if log is not None:
                 log.close()
@@ -275,8 +290,7 @@ class Trainer:
     def _optimizer_step(self, batches: list[MicroBatch]) -> tuple[float, float, int]:
         """Mean loss over the step's samples, norm of the gradient, number of samples."""
         data = self.mesh.data
-        speeds = [1.0] * data.size
-        by_rank = shares(batches, speeds, equal_counts=self.config.sharding == "fsdp")
+        by_rank = shares(batches, self.speeds.values, equal_counts=self.config.sharding == "fsdp")
         mine = by_rank[data.rank]
         samples = sum(len(batch.samples) for batch in batches)
         # Where the mean over data ranks is taken of the gradients later.
@@ -284,9 +298,11 @@ class Trainer:
         found: dict[int, float] = {}
         for place, number in enumerate(mine):
             with self.sync.accumulating(number, len(batches), is_last=place == len(mine) - 1):
-                losses = self._losses(batches[number])
+                with self.speeds.measured(batches[number].cost):
+                    losses = self._losses(batches[number])
                 self.scaler.scale(losses.sum() * factor).backward()
             found[number] = float(losses.detach().double().sum())
+        self.speeds.agree()
         self.sync.reduce(by_rank)
         self.scaler.unscale_(self.optimizer)
         norm = self.sync.clip(self.config.max_grad_norm)
@@ -330,10 +346,9 @@ class Trainer:
 
     def weights_digest(self) -> str:
         """A digest of the trained weights' bits; the same on any number of ranks in reproducible mode. Collective."""
-        full = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-        weights = self.slices.mapped(get_model_state_dict(self.trained, options=full), self.slices.whole)
+        bits = digest(sorted((name, tensor_digest(value)) for name, value in self.weights().items()))
         # The first rank alone has got them.
-        return self.mesh.world.broadcast_object(digest(sorted((name, tensor_digest(v)) for name, v in weights.items())))
+        return self.mesh.world.broadcast_object(bits)
 
     # --- what is kept ------------------------------------------------------------------------------------
 
@@ -354,12 +369,28 @@ class Trainer:
             state["scaler"] = self.scaler.state_dict()
         return state
 
+    def weights(self) -> dict[str, Tensor]:
+        """The trained weights by name, whole, on the CPU; nothing on other ranks than the first. Collective."""
+        options = StateDictOptions(ignore_frozen_params=self.config.lora is not None)
+        found: dict[str, Tensor] = {}
+        for name, value in get_model_state_dict(self.trained, options=options).items():
+            whole = self.slices.whole(name, cast(Tensor, value))
+            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+            if self.mesh.rank == 0:
+                found[name] = whole.detach().to("cpu", copy=True)
+        return found
+
     def _save(self, outcome: Outcome) -> None:
-        problem = self.checkpoints.save(self.step, self._state())
+        # One at a time.
+        self._saved(outcome)
+        self.checkpoints.save(self.step, self._state(), self.config.checkpointing_async)
+        if not self.config.checkpointing_async:
+            self._saved(outcome)
+
+    def _saved(self, outcome: Outcome) -> None:
+        problem = self.checkpoints.wait()
         if problem is not None:
             outcome.unsaved.append(problem)
-            if self.speaks:
-                logger.warning("no checkpoint of step %d: %s; training goes on", self.step, problem)
 
     def _resume(self) -> None:
         wanted = self.config.resume_from_checkpoint
@@ -388,11 +419,29 @@ class Trainer:
         """Take everything off the pipeline again; its weights stay trained. Collective."""
         self._undo.close()
 
+    def _restore(self) -> None:
+        try:
+            restore(self.model)
+        except PeerError:
+            # Slices of weights cannot be put together: of a job that has failed, whose error is to be told, or in
+            # FSDP2's shards, in which the weights stay.
+            if not self._failed and self.config.sharding != "fsdp":
+                raise
+
+    def _give_up(self) -> None:
+        """Close after an error of this rank: others that wait for it learn of it first."""
+        self._failed = True
+        self.mesh.abandon()
+        self.close()
+
     def __enter__(self) -> Trainer:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        if exception[0] is None:
+            self.close()
+        else:
+            self._give_up()
 
 
 def _reinitialise(model: nn.Module) -> None:

@@ -131,6 +131,8 @@ class TensorParallel:
         lengths = site.cut.lengths
         with torch.no_grad():
             for parameter, dim in parameters:
+                if hasattr(parameter, "full_tensor"):
+                    raise RuntimeError("FSDP2 holds shards of its slices")
                 mine = parameter.data.contiguous()
                 if dim is None:
                     parameter.data = self.link.broadcast(mine if self.link.rank == 0 else torch.empty_like(mine), 0)
@@ -229,11 +231,29 @@ class TensorParallel:
                 self._hang("prologue", site, outer)
             for parameter, whole in _adapter_gradients(site, outer):
                 self._complete(parameter, self._added_once if whole else self.link.all_reduce)
-            bias = base_of(outer)._parameters.get("bias")
-            if site.kind == "row" and bias is not None:
-                self._complete(bias, self._added_once)
+            if site.kind == "row":
+                self._complete_in_calls(site.path, base_of(outer), "bias", self._added_once)
         for name in self.plan.between:
-            self._complete(self.model.get_parameter(name), self.link.all_reduce)
+            path, _, own = name.rpartition(".")
+            self._complete_in_calls(path, self.model.get_submodule(path), own, self.link.all_reduce)
+
+    def _complete_in_calls(self, path: str, module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> None:
+        """Complete the gradient of a module's parameter, found when the module is called: under FSDP2 it is there then.
+
+        Outside of its block's call FSDP2 has a shard in its place, which autograd knows nothing of.
+        """
+        hung = self._hung.get((name, path))
+        if hung is not None and hung[0] is module:
+            return
+        if hung is not None:
+            hung[1].remove()
+
+        def found(*_: Any) -> None:
+            parameter = module._parameters.get(name)
+            if parameter is not None:
+                self._complete(parameter, change)
+
+        self._hung[name, path] = (module, module.register_forward_pre_hook(found))
 
     def _prologue(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return enter_slices(self.link, args[0]), *args[1:]
