@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from support.train import emoji
@@ -35,6 +36,7 @@ def far(file: Path, target: np.ndarray) -> float:
     return float(((np.asarray(Image.open(file).convert("RGB"), float) - target) ** 2).mean())
 
 
+@pytest.mark.matrix
 def test_the_tutorial_teaches_a_new_emoji(tmp_path):
     # A picture that the model does not know, of what ships: a strawberry on its head, its colours exchanged.
     known = dict(emoji(256))["a strawberry"]
