@@ -8,7 +8,7 @@ DEVICES ?= --devices 2 --cfg 2
 OUT ?= outputs
 PROMPTS ?= "a red fox" "a cactus" "a pizza" "a red apple"
 
-.PHONY: generate test test-all lint format bench bench-overhead gpu-check docs wheel test-wheel clean
+.PHONY: generate test test-all lint format bench bench-overhead bench-training gpu-check docs wheel test-wheel clean
 
 $(BIN)/ditmesh: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -40,6 +40,9 @@ bench: $(BIN)/ditmesh  ## paired measurements on this machine; wants it quiet
 # AGAINST=../old/src measures another version in turns with this one.
 bench-overhead: $(BIN)/ditmesh  ## what the engine costs the host
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py $(if $(AGAINST),--against $(AGAINST))
+
+bench-training: $(BIN)/ditmesh  ## curves, memory and speed of training; wants the machine quiet
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/training.py --picture docs/images/training-curves.png
 
 # With another Python that has torch and diffusers: make gpu-check GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python

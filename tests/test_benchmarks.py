@@ -108,3 +108,16 @@ def test_a_rank_of_the_command_holds_and_reads_its_share(tmp_path: Path, config:
         assert rank["peak"] < 0.85
     for rank in result["whole"]:
         assert rank["peak"] > 0.95
+
+
+@pytest.mark.matrix
+def test_training(tmp_path: Path) -> None:
+    figures, picture = tmp_path / "out.json", tmp_path / "curves.png"
+    ended = script("training.py", "--steps", 2, "--repeats", 1, "--json", figures, "--picture", picture)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = json.loads(figures.read_text())
+    assert max(result["curves"]["largest relative difference"].values()) <= 1e-3
+    bytes_of = result["memory"]["bytes"]
+    assert 0 < bytes_of["ulysses=2, gradient_checkpointing"] <= 0.6 * bytes_of["1 rank"]
+    assert all(rates[0] > 0 for rates in result["speed"]["samples a second"].values())
+    assert picture.exists()

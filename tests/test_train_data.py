@@ -155,6 +155,11 @@ def test_rectified_flow(tmp_path):
     assert found.weights.tolist() == [1.0] * 64
     # Shifted levels: the middle of a logit-normal density is 3 / (1 + 2 * 0.5) * 0.5.
     assert 0.65 < float(levels.median()) < 0.85
+    # A solver of the same flow is trained alike.
+    solver = diffusers.DPMSolverMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
+    assert torch.equal(NoiseObjective(solver, config_of(tmp_path))(clean, generators(64)).latents, found.latents)
     # A sample does not depend on its batch.
     again = objective(clean[7:9], generators(9)[7:])
     assert torch.equal(again.latents, found.latents[7:9])
@@ -162,9 +167,11 @@ def test_rectified_flow(tmp_path):
     assert exact.tolist() == [0.0] * 64
 
 
+@pytest.mark.parametrize("solver", ["DDIMScheduler", "DPMSolverMultistepScheduler", "EulerDiscreteScheduler"])
 @pytest.mark.parametrize("kind", ["epsilon", "v_prediction"])
-def test_noise_and_velocity(tmp_path, kind):
-    scheduler = diffusers.DDIMScheduler(prediction_type=kind)
+def test_noise_and_velocity(tmp_path, kind, solver):
+    """Whatever samples: trained is on the schedule of DDPM."""
+    scheduler = getattr(diffusers, solver)(prediction_type=kind)
     clean = torch.randn(8, 4, 6, 6, generator=torch.Generator().manual_seed(9))
     found = NoiseObjective(scheduler, config_of(tmp_path, snr_gamma=5.0))(clean, generators(8))
     alpha = scheduler.alphas_cumprod[found.timesteps].view(-1, 1, 1, 1)
@@ -183,6 +190,7 @@ def test_noise_and_velocity(tmp_path, kind):
         (diffusers.FlowMatchEulerDiscreteScheduler(), {"objective": "epsilon"}, "not what FlowMatch"),
         (diffusers.FlowMatchEulerDiscreteScheduler(), {"snr_gamma": 5.0}, "leave it out for rectified flow"),
         (diffusers.DDIMScheduler(prediction_type="sample"), {}, "which nothing here trains"),
+        (diffusers.EDMEulerScheduler(), {}, "EDMEulerScheduler has no beta_schedule"),
     ],
     ids=str,
 )

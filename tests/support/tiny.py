@@ -21,7 +21,7 @@ def save_tiny_sd3(folder: Path, channels: int = 4) -> Path:
     from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
     torch.manual_seed(0)
-    tokenizer = _tokenizer(folder / "words")
+    tokenizer = letters_tokenizer(folder / "words")
     text = CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=16,
@@ -79,7 +79,7 @@ def save_tiny_sd3(folder: Path, channels: int = 4) -> Path:
     return folder / "tiny-sd3"
 
 
-def _tokenizer(folder: Path):
+def letters_tokenizer(folder: Path):
     """A CLIP tokenizer that knows the letters and nothing else."""
     from transformers import CLIPTokenizer
 

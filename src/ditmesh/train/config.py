@@ -40,7 +40,7 @@ class TrainConfig(BaseModel):
     """A training run.
 
     What to train
-        pretrained_model_name_or_path: a pipeline's folder or hub id.
+        pretrained_model_name_or_path: a pipeline's folder or hub id, or an embedded model.
         train_modules: components whose weights are trained.
         lora: adapters on the transformer instead of its weights.
         from_scratch: begin with fresh weights of the same configuration.
@@ -57,13 +57,15 @@ class TrainConfig(BaseModel):
 
     Steps
         train_batch_size: samples of one forward on one data rank.
+        gradient_accumulation_steps: forwards of one optimizer step on one data rank, without ``global_batch_size``.
         global_batch_size: samples of one optimizer step over all ranks; None: ``train_batch_size`` times
             ``gradient_accumulation_steps`` times the data ranks. Given, accumulation follows from it, so that the curve
             does not depend on the number of ranks.
         max_train_steps, num_train_epochs: the length; steps win.
 
     Optimizer
-        learning_rate, scale_lr: scaled with the global batch, linearly or by its square root.
+        learning_rate: the highest of the run.
+        scale_lr: multiply it by the global batch, or by its square root.
         lr_scheduler, lr_warmup_steps, lr_num_cycles, lr_power: as `diffusers.optimization.get_scheduler` has them.
         adam_beta1, adam_beta2, adam_weight_decay, adam_epsilon: of AdamW.
         max_grad_norm: gradients are clipped to this norm over all ranks; 0: not at all.
@@ -84,13 +86,17 @@ class TrainConfig(BaseModel):
             ``parallel: {reproducible: true}``.
         gradient_checkpointing: recompute blocks in the backward pass.
         mixed_precision: dtype of the forward and backward; weights stay float32.
+        seed: of the samples' order, noise and noise levels, and of fresh weights and adapters.
 
     Output
         output_dir: checkpoints, logs and the trained pipeline.
-        checkpointing_steps, checkpoints_total_limit: how often, and how many are kept.
+        checkpointing_steps: a checkpoint after every so many steps, and one at the end.
+        checkpoints_total_limit: how many are kept; None: all.
         checkpointing_async: copy the state to host memory and write it while training goes on.
         resume_from_checkpoint: ``latest`` or a folder.
-        validation_prompts, validation_steps, validation_inference_steps, guidance_scale: pictures made on the way.
+        validation_prompts: pictures of them, or of these labels, are made on the way.
+        validation_steps: after every so many steps.
+        validation_inference_steps, guidance_scale: of the validation pictures.
         report_to: ``csv`` always; ``tensorboard`` besides.
     """
 

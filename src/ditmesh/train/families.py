@@ -129,6 +129,9 @@ class ClassConditional:
         return {"class_labels": torch.tensor(labels)}
 
     def predict(self, pipe: Any, model: Any, latents: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
+        height, width = latents.shape[2:]
+        if height != width:
+            raise ConfigError(f"{type(pipe).__name__} makes squares, and a bucket has latents of {height} x {width}")
         output = model(hidden_states=latents, timestep=timesteps, **conditions, return_dict=False)[0]
         return output[:, : latents.shape[1]]
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import (
     compute_density_for_timestep_sampling,
     compute_loss_weighting_for_sd3,
@@ -44,7 +46,7 @@ class NoiseObjective:
     """Noise for latents and targets for predictions.
 
     Args:
-        scheduler: the pipeline's; a fresh copy of it is used, because sampling changes its tables.
+        scheduler: the pipeline's; it is not changed, and only its settings count.
         config: objective, density of noise levels, weights.
 
     Attributes:
@@ -55,11 +57,8 @@ class NoiseObjective:
     """
 
     def __init__(self, scheduler: Any, config: TrainConfig) -> None:
-        self._scheduler = type(scheduler).from_config(scheduler.config)
         self._config = config
-        is_flow = (
-            "FlowMatch" in type(scheduler).__name__ or scheduler.config.get("prediction_type") == "flow_prediction"
-        )
+        self._scheduler, is_flow = _tables(scheduler)
         own = "flow" if is_flow else scheduler.config.get("prediction_type", "epsilon")
         self.kind = own if config.objective == "auto" else config.objective
         if self.kind not in ("flow", "epsilon", "v_prediction"):
@@ -68,8 +67,6 @@ class NoiseObjective:
             raise ConfigError(
                 f"objective={self.kind!r} is not what {type(scheduler).__name__} samples with; use objective='auto'"
             )
-        if self.kind == "flow" and not hasattr(self._scheduler, "sigmas"):
-            raise ConfigError(f"{type(scheduler).__name__} has no noise levels (sigmas) to train with")
         if config.snr_gamma is not None and self.kind == "flow":
             raise ConfigError("snr_gamma weighs epsilon- and v-prediction; leave it out for rectified flow")
 
@@ -111,6 +108,23 @@ class NoiseObjective:
             target=noise - latents,
             weights=compute_loss_weighting_for_sd3(config.weighting_scheme, levels).float(),
         )
+
+
+def _tables(scheduler: Any) -> tuple[Any, bool]:
+    """A fresh scheduler with the noise levels of training, and whether they are those of rectified flow.
+
+    Sampling changes a scheduler's tables, and solvers have tables that are for nothing else: `add_noise` of a
+    DPM-Solver that samples nothing yet takes its noise levels from the wrong end.
+    """
+    config = scheduler.config
+    if "FlowMatch" in type(scheduler).__name__:
+        return type(scheduler).from_config(config), True
+    if config.get("prediction_type") == "flow_prediction":
+        steps, shift = config["num_train_timesteps"], config.get("flow_shift", 1.0)
+        return FlowMatchEulerDiscreteScheduler(num_train_timesteps=steps, shift=shift), True
+    if "beta_schedule" not in config:
+        raise ConfigError(f"{type(scheduler).__name__} has no beta_schedule to train with")
+    return DDPMScheduler.from_config(config), False
 
 
 def sample_losses(prediction: Tensor, noised: Noised) -> Tensor:

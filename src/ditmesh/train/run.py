@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from ..generate.run import device_of_rank
 from ..zoo.references import nearest, shrink
 from .config import TrainConfig
 from .samples import pixels
-from .trainer import Trainer
+from .trainer import Trainer, peft_config
 
 logger = logging.getLogger(__name__)
 
@@ -93,14 +94,17 @@ class _Validation:
         options: dict[str, Any] = {"num_inference_steps": config.validation_inference_steps, "output_type": "np"}
         if config.guidance_scale is not None:
             options["guidance_scale"] = config.guidance_scale
-        if config.max_sequence_length is not None:
-            options["max_sequence_length"] = config.max_sequence_length
         side = config.resolution
         said: list[Any] = list(config.validation_prompts)
         if trainer.family.conditioned_by == "label":
             said = [int(one) for one in said]
         else:
             options |= {"height": side, "width": side}
+            if config.max_sequence_length is not None:
+                options["max_sequence_length"] = config.max_sequence_length
+        if "use_resolution_binning" in inspect.signature(trainer.pipe.__call__).parameters:
+            # At the resolution of training, not at the nearest one of the published weights.
+            options["use_resolution_binning"] = False
         found = []
         # One by one: a picture does not depend on its neighbours.
         for number, one in enumerate(said):
@@ -149,7 +153,11 @@ def _export(
             for name, value in weights.items()
             if ".lora_" in name
         }
-        type(pipe).save_lora_weights(str(folder), transformer_lora_layers=layers)
+        # Without it, whoever loads them takes alpha for the rank.
+        about = peft_config(config.lora).to_dict()
+        type(pipe).save_lora_weights(
+            str(folder), transformer_lora_layers=layers, transformer_lora_adapter_metadata=about
+        )
     else:
         for name in config.train_modules:
             own = {path.removeprefix(f"{name}."): v for path, v in weights.items() if path.startswith(f"{name}.")}

@@ -29,10 +29,10 @@ from ..comm.mesh import DEFAULT_DEADLINE, Mesh
 from ..comm.state import raise_for_peer
 from ..core.digests import digest, tensor_digest
 from ..engine import parallelize, restore
-from ..errors import ConfigError
+from ..errors import ConfigError, InputError
 from ..strategies.determinism import deterministic
 from .checkpoint import Checkpoints
-from .config import TrainConfig
+from .config import LoraConfig, TrainConfig
 from .encoded import EncodedSamples
 from .families import family_of
 from .logs import TrainingLog
@@ -188,19 +188,14 @@ class Trainer:
         return self.config.learning_rate * factor
 
     def _add_lora(self) -> None:
-        from peft import LoraConfig
-
-        lora = self.config.lora
-        assert lora is not None
-        self.model.add_adapter(
-            LoraConfig(
-                r=lora.rank,
-                lora_alpha=cast(int, lora.rank if lora.alpha is None else lora.alpha),
-                lora_dropout=lora.dropout,
-                init_lora_weights="gaussian",
-                target_modules=list(lora.target_modules),
+        if not hasattr(self.model, "add_adapter") or not hasattr(self.pipe, "save_lora_weights"):
+            raise ConfigError(
+                f"{type(self.pipe).__name__} has no LoRA in diffusers; leave lora out to train its weights"
             )
-        )
+        try:
+            self.model.add_adapter(peft_config(cast(LoraConfig, self.config.lora)))
+        except ValueError as error:
+            raise ConfigError(f"lora: {str(error).splitlines()[0]}") from None
 
     # --- the loop ----------------------------------------------------------------------------------------
 
@@ -442,6 +437,25 @@ class Trainer:
             self.close()
         else:
             self._give_up()
+
+
+def peft_config(lora: LoraConfig) -> Any:
+    """The adapters as peft has them.
+
+    Raises:
+        InputError: peft is not installed.
+    """
+    try:
+        from peft import LoraConfig as PeftConfig
+    except ImportError:
+        raise InputError("lora needs peft, which is not installed; pip install 'ditmesh[lora]'") from None
+    return PeftConfig(
+        r=lora.rank,
+        lora_alpha=cast(int, lora.rank if lora.alpha is None else lora.alpha),
+        lora_dropout=lora.dropout,
+        init_lora_weights="gaussian",
+        target_modules=list(lora.target_modules),
+    )
 
 
 def _reinitialise(model: nn.Module) -> None:
