@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import diffusers
-import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -22,6 +21,7 @@ from ditmesh.train.logs import read_log
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
 from ditmesh.zoo import path as find
+from support.processes import ranks_of
 from support.train import emoji, folder_of, importing_tests, settings
 
 SD3, DIT = "emoji-sd3", "emoji-dit-s"
@@ -219,9 +219,7 @@ def test_kill_9_of_a_rank(data, tmp_path):
     limit = time.monotonic() + 100
     while not list((tmp_path / "out").glob("checkpoint-*")) and time.monotonic() < limit and job.poll() is None:
         time.sleep(0.05)
-    # The ranks are the processes that have used most time.
-    victim = max(psutil.Process(job.pid).children(recursive=True), key=lambda one: sum(one.cpu_times()[:2])).pid
-    os.kill(victim, signal.SIGKILL)
+    os.kill(ranks_of(job.pid)[1], signal.SIGKILL)
     _, said = job.communicate(timeout=60)
     assert job.returncode == 1
     assert "rank" in said

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+import ditmesh
+from ditmesh.comm.mesh import Mesh
 from ditmesh.train import TrainConfig
 from ditmesh.train.checkpoint import MANIFEST, Checkpoints, broken
 from ditmesh.train.trainer import Trainer
@@ -120,21 +122,8 @@ def test_kill_9_in_the_middle_of_writing(data, tmp_path):
     assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-4"]
 
 
-class Alone:
-    """A mesh of one rank."""
-
-    rank, world_size, device = 0, 1, torch.device("cpu")
-
-    def new_host_group(self):
-        return None
-
-    class world:  # noqa: N801
-        all_gather_object = staticmethod(lambda value: [value])
-        broadcast_object = staticmethod(lambda value: value)
-
-
 def saved(folder, step, keep=None, background=False):
-    checkpoints = Checkpoints(folder, Alone(), keep)
+    checkpoints = Checkpoints(folder, Mesh(ditmesh.ParallelConfig()), keep)
     checkpoints.save(step, {"weight": torch.full((3,), float(step))}, background)
     problem = checkpoints.wait()
     checkpoints.close()
@@ -158,11 +147,12 @@ def test_the_name_is_given_last_and_the_last_good_one_stays(tmp_path, monkeypatc
         rename(source, target)
 
     monkeypatch.setattr("ditmesh.train.checkpoint.os.replace", broken_off)
-    for count in (0, 1):
+    for count in (0, 1, 2):
+        # Of the file of digests, of the one that makes room, of the checkpoint.
         left[:] = [False] * 9 + [True] * count
         assert "No space left" in saved(tmp_path, 3, None, background)
         monkeypatch.setattr("ditmesh.train.checkpoint.os.replace", rename)
-        found = Checkpoints(tmp_path, Alone()).find("latest")
+        found = Checkpoints(tmp_path, Mesh(ditmesh.ParallelConfig())).find("latest")
         assert found.name == "checkpoint-3"
         assert broken(found) is None
         monkeypatch.setattr("ditmesh.train.checkpoint.os.replace", broken_off)

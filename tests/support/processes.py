@@ -10,6 +10,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 MARK = "DITMESH_TEST_MARK"
 
 
@@ -51,6 +53,12 @@ def family(mark: str) -> list[int]:
             if carries and alive(int(folder.name)):
                 found.append(int(folder.name))
     return found
+
+
+def ranks_of(command: int) -> list[int]:
+    """Process ids of the ranks that a command has started on the CPU: its fork server's children."""
+    mine = psutil.Process(command).children()
+    return sorted(rank.pid for one in mine for rank in one.children() if alive(rank.pid))
 
 
 def wait_until_gone(mark: str, seconds: float) -> list[int]:
