@@ -188,6 +188,7 @@ def facts(out: Path, record: dict[str, Any]) -> dict[str, Any]:
         "tr_steps": record["training"]["steps"],
         "tr_minutes": record["training"]["minutes"],
         "machine": f"{machine['processor']} CPU, {machine['threads']} thread(s), float32, torch {machine['torch']}",
+        "notes": "".join("\n" + textwrap.fill(note, 108) + "\n" for note in record["notes"]),
         "megabytes": sum(file.stat().st_size for file in out.rglob("*.safetensors")) / 1e6,
         **{f"{name}_m": count / 1e6 for name, count in parameters.items()},
         "layers": config["num_layers"],

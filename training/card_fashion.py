@@ -90,7 +90,7 @@ Fashion-MNIST (Xiao, Rasul and Vollgraf 2017, arXiv:1708.07747), MIT licence, fr
 `python -m training.zoo {name} --out DIR --data DIR`, which runs `ditmesh train`: diffusion as in DDPM (Ho et al. 2020,
 arXiv:2006.11239) and DiT (Peebles and Xie 2022, arXiv:2212.09748), the velocity as prediction (Salimans and Ho
 2022, arXiv:2202.00512), AdamW, moving average of the weights, 10 % null class.
-"""
+{notes}"""
 
 
 def write(out: Path, record: dict[str, Any]) -> None:

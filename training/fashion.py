@@ -86,7 +86,7 @@ class FashionDiT:
     settings: dict[str, Any] = {  # noqa: RUF012
         "resolution": SIZE,
         "train_batch_size": 32,
-        "max_train_steps": 2600,
+        "max_train_steps": 1800,
         "learning_rate": 1.5e-3,
         "lr_scheduler": "cosine",
         "lr_warmup_steps": 100,

@@ -3,7 +3,8 @@
 Stages, each of which is skipped when its result is there: fetch the pictures, train the autoencoder, make the
 untrained pipeline and the file of settings, run ``ditmesh train`` on it, export, evaluate. The run can be
 interrupted at any time and started again with the same arguments. ``--data`` keeps what was downloaded and the
-checkpoints; ``--out`` receives the model alone.
+checkpoints; ``--out`` receives the model alone. What else is to be told of a run on its card stands in ``notes.txt`` in
+``--data``, a paragraph a line.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from diffusers import DiffusionPipeline  # pyright: ignore[reportPrivateImportUs
 from torch import nn
 
 from ditmesh.train.logs import read_log
-from training.emoji import EmojiFlux
+from training.emoji import EmojiDiT, EmojiFlux, EmojiSD3
 from training.fashion import FashionDiT
 from training.loop import console
 
@@ -64,7 +65,14 @@ class Recipe(Protocol):
         ...
 
 
-RECIPES: dict[str, Recipe] = {"fashion-dit": FashionDiT(), "emoji-flux": EmojiFlux()}
+# The weights of emoji-sd3 and emoji-dit that are embedded are older: training.train and training.train_dit made them.
+RECIPES: dict[str, Recipe] = {
+    "fashion-dit": FashionDiT(),
+    "emoji-flux": EmojiFlux(),
+    "emoji-sd3": EmojiSD3(),
+    "emoji-dit-s": EmojiDiT(layers=6),
+    "emoji-dit-l": EmojiDiT(layers=12),
+}
 
 
 def settings(recipe: Recipe, folder: Path, steps: int | None = None) -> dict[str, Any]:
@@ -126,6 +134,8 @@ def run(name: str, out: Path, folder: Path, steps: int | None = None) -> dict[st
     recipe = RECIPES[name]
     recipe.export(train(recipe, folder, steps), out, folder)
     record = describe(name, folder)
+    notes = folder / "notes.txt"
+    record["notes"] = notes.read_text(encoding="utf-8").splitlines() if notes.exists() else []
     record["evaluation"] = recipe.evaluate(out, folder)
     (out / "training.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     recipe.write_card(out, record)
