@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +39,28 @@ def test_clothes_get_an_edge_and_lose_it_again():
     assert wide.shape == (3, 32, 32, 3)
     assert not wide[:, :2].any()
     assert np.array_equal(narrow(wide), pictures)
+
+
+def test_the_files_of_the_set_are_found_and_read(tmp_path: Path):
+    from training.fashion import INSIDE, fetch, read
+
+    pictures, labels = grey(3)
+    (tmp_path / INSIDE).mkdir(parents=True)
+    for kind, head, array in (("images-idx3", 16, pictures), ("labels-idx1", 8, labels)):
+        with gzip.open(tmp_path / INSIDE / f"train-{kind}-ubyte.gz", "wb") as file:
+            file.write(bytes(head) + array.tobytes())
+    found = read(fetch(tmp_path), "train")
+    assert np.array_equal(found[0], pictures)
+    assert np.array_equal(found[1], labels)
+
+
+def test_without_apt_the_fetch_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from training import fashion
+
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(fashion, "INSIDE", Path("nowhere"))
+    with pytest.raises(RuntimeError, match=r"apt-get was not found.*put its four \.gz files there"):
+        fashion.fetch(tmp_path)
 
 
 def test_a_picture_keeps_its_captions_in_its_copies():

@@ -57,7 +57,7 @@ def wordings(entry: Entry, number: int) -> list[str]:
 SETTINGS: dict[str, Any] = {
     "resolution": 64,
     "train_batch_size": 16,
-    "max_train_steps": 6000,
+    "max_train_steps": 5000,
     "learning_rate": 1.2e-3,
     "lr_scheduler": "cosine",
     "lr_warmup_steps": 100,
