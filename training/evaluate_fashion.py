@@ -24,7 +24,7 @@ from training.fashion import NAMES, fetch, narrow, read, widen
 from training.loop import console
 
 STEPS = 20
-GUIDANCE = 1.5
+GUIDANCE = 2.0
 
 
 class Classifier(nn.Module):
