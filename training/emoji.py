@@ -118,7 +118,7 @@ class _Captioned:
 
     def evaluate(self, out: Path, folder: Path) -> dict[str, Any]:
         """See :func:`training.evaluate.evaluate`; and the autoencoder on the captioned pictures."""
-        return evaluate.evaluate(out, guidance=self.guidance) | autoencoder_figures(out, load(folder).chosen)
+        return evaluate.evaluate(out, guidance=self.guidance, size=64) | autoencoder_figures(out, load(folder).chosen)
 
     def write_card(self, out: Path, record: dict[str, Any]) -> None:
         """See :mod:`training.card_emoji`."""
