@@ -30,15 +30,22 @@ EMBEDDING = 0.3  # spread of a fresh class embedding; DiT's 0.02 takes a small m
 
 
 def make_transformer(
-    *, classes: int, side: int = 16, channels: int = 8, layers: int = 6, heads: int = 8, head_dim: int = 16
+    *,
+    classes: int,
+    side: int = 16,
+    channels: int = 8,
+    layers: int = 6,
+    heads: int = 8,
+    head_dim: int = 16,
+    patch: int = 1,
 ) -> DiTTransformer2DModel:
-    """A fresh transformer for (channels, side, side) latents with patches of one latent pixel.
+    """A fresh transformer for (channels, side, side) latents with patches of ``patch`` latent pixels along each side.
 
     Modulation and output layers start at zero, so every block starts as the identity (adaLN-Zero).
     """
     model = DiTTransformer2DModel(
         sample_size=side,
-        patch_size=1,
+        patch_size=patch,
         in_channels=channels,
         out_channels=channels,
         num_layers=layers,

@@ -33,8 +33,12 @@ def draw(
     seed: int = 0,
     batch: int = 32,
     max_sequence_length: int = ZERO_TOKENS,
+    size: int | None = None,
 ) -> np.ndarray:
-    """Draws each prompt from its own seed (``seed`` + its place): (n, h, w, 3) ``uint8``."""
+    """Draws each prompt from its own seed (``seed`` + its place): (n, h, w, 3) ``uint8``.
+
+    ``size`` in pixels is for pipelines whose own default is not their model's.
+    """
     out: list[np.ndarray] = []
     for start in range(0, len(prompts), batch):
         some = prompts[start : start + batch]
@@ -45,6 +49,8 @@ def draw(
             guidance_scale=guidance,
             generator=generators,
             max_sequence_length=max_sequence_length,
+            height=size,
+            width=size,
             output_type="np",
         ).images
         out.append((images * 255.0).round().clip(0, 255).astype(np.uint8))
@@ -52,7 +58,13 @@ def draw(
 
 
 def evaluate(
-    model: Path, *, steps: int = STEPS, guidance: float = GUIDANCE, seed: int = 0, limit: int | None = None
+    model: Path,
+    *,
+    steps: int = STEPS,
+    guidance: float = GUIDANCE,
+    seed: int = 0,
+    limit: int | None = None,
+    size: int | None = None,
 ) -> dict[str, Any]:
     """Loads the exported model and draws all its captions (or the first ``limit``).
 
@@ -64,7 +76,7 @@ def evaluate(
     pipe = DiffusionPipeline.from_pretrained(model)
     pipe.set_progress_bar_config(disable=True)
     began = time.monotonic()
-    drawn = draw(pipe, captions, steps=steps, guidance=guidance, seed=seed)
+    drawn = draw(pipe, captions, steps=steps, guidance=guidance, seed=seed, size=size)
     seconds = time.monotonic() - began
     found = nearest(shrink(drawn), references)
     right = found == np.arange(len(captions))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
 from ditmesh.zoo.references import COLUMNS, THUMBNAIL, shrink
 from training import text
-from training.data import Pictures
+from training.data import Entry, Pictures
 
 SHIFT = 1.0
 
@@ -64,14 +65,16 @@ def export(parts: Parts, pictures: Pictures, out: Path) -> None:
         tokenizer_3=parts.tokenizer,  # pyright: ignore[reportArgumentType]
     )
     pipe.save_pretrained(out)
-    # The two files that every release of transformers reads.
-    for name in ("tokenizer", "tokenizer_2", "tokenizer_3"):
-        for file in ("vocab.json", "merges.txt"):
-            shutil.copy(Path(parts.tokenizer.name_or_path) / file, out / name / file)
+    copy_vocabulary(Path(parts.tokenizer.name_or_path), out)
     halve(out / "transformer" / "diffusion_pytorch_model.safetensors")
-    captions = [{"code": e.code, "caption": e.caption, "also": list(e.captions[1:])} for e in pictures.entries]
-    (out / "captions.json").write_text(json.dumps(captions, indent=0) + "\n", encoding="utf-8")
-    thumbnails(pictures.chosen).save(out / "thumbnails.png", optimize=True)
+    write_captions(pictures.entries, pictures.chosen, out)
+
+
+def copy_vocabulary(tokenizer: Path, out: Path) -> None:
+    """The two files of a tokenizer that every release of transformers reads, to all tokenizers of a pipeline."""
+    for folder in out.glob("tokenizer*"):
+        for file in ("vocab.json", "merges.txt"):
+            shutil.copy(tokenizer / file, folder / file)
 
 
 def halve(file: Path) -> None:
@@ -80,6 +83,20 @@ def halve(file: Path) -> None:
         name: tensor.half() if tensor.dtype == torch.float32 else tensor for name, tensor in load_file(file).items()
     }
     save_file(tensors, file, metadata={"format": "pt"})
+
+
+def copy_pipeline(trained: Path, out: Path, halved: tuple[str, ...]) -> None:
+    """A pipeline's folder as the trainer wrote it, without its card; the weights of ``halved`` parts in float16."""
+    shutil.copytree(trained, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns("README.md"))
+    for part in halved:
+        halve(out / part / "diffusion_pytorch_model.safetensors")
+
+
+def write_captions(entries: Sequence[Entry], pictures: np.ndarray, out: Path) -> None:
+    """``captions.json``, and the training pictures' thumbnails in the same order."""
+    captions = [{"code": e.code, "caption": e.caption, "also": list(e.captions[1:])} for e in entries]
+    (out / "captions.json").write_text(json.dumps(captions, indent=0) + "\n", encoding="utf-8")
+    thumbnails(pictures).save(out / "thumbnails.png", optimize=True)
 
 
 def sheet(pictures: np.ndarray, columns: int = COLUMNS, gap: int = 0) -> Image.Image:

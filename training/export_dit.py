@@ -37,6 +37,11 @@ def export(model: DiTTransformer2DModel, vae: AutoencoderKL, pictures: Pictures,
     DiTPipeline(model, vae, diffusion.make_scheduler()).save_pretrained(out)  # pyright: ignore[reportArgumentType]
     for part in ("transformer", "vae"):
         halve(out / part / "diffusion_pytorch_model.safetensors")
+    write_classes(pictures, out)
+
+
+def write_classes(pictures: Pictures, out: Path) -> None:
+    """The names of the classes of a saved pipeline, and the training pictures' thumbnails."""
     captions = read_entries()
     called = [names(entry, captions) for entry in pictures.entries]
     # save_pretrained leaves the names out; from_pretrained reads them here.

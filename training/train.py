@@ -85,33 +85,9 @@ def train_autoencoder(
     recipe: Recipe, vae: AutoencoderKL, pictures: Pictures, folder: Path, **limits: Any
 ) -> loop.Outcome:
     """Trains the autoencoder and writes its latents' scale into its config."""
-    plan = recipe.autoencoder
-    pick: list[ae.Picker] = []
-
-    def loss(step: int, generator: torch.Generator) -> Tensor:
-        if not pick:
-            pick.append(ae.picture_picker(pictures.chosen, pictures.wider, generator))
-        batch = pick[0](plan.batch).contiguous(memory_format=torch.channels_last)
-        return ae.autoencoder_loss(vae, batch, generator)
-
-    def report(step: int) -> None:
-        vae.eval()
-        value = ae.psnr(ae.decode(vae, ae.encode(vae, pictures.chosen)), pictures.chosen).mean()
-        console.print(f"autoencoder: {value:.2f} dB on the chosen pictures after {step} steps")
-        vae.train()
-
-    outcome = loop.train(
-        "autoencoder",
-        {"vae": vae},
-        loss,
-        plan,
-        folder / "autoencoder.pt",
-        seed=recipe.seed,
-        every=report,
-        **limits,
+    return ae.train(
+        vae, recipe.autoencoder, pictures.chosen, pictures.wider, folder / "autoencoder.pt", seed=recipe.seed, **limits
     )
-    ae.set_scale(vae, ae.encode(vae, pictures.chosen))
-    return outcome
 
 
 def train_transformer(

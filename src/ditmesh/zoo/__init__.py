@@ -1,8 +1,7 @@
 """The embedded models: small, trained, ordinary diffusers pipelines that need no network.
 
 ``DiffusionPipeline.from_pretrained(ditmesh.zoo.path())`` loads one. Importing this module is cheap: neither
-torch nor diffusers is loaded. How a model was trained is in its README.md and in ``training/train.py`` or
-``training/train_dit.py``.
+torch nor diffusers is loaded. How a model was trained is in its README.md, which names the script in ``training/``.
 """
 
 from __future__ import annotations
@@ -51,6 +50,15 @@ EMBEDDED: dict[str, Embedded] = {
     ),
     "emoji-dit-s": _dit(blocks=6),
     "emoji-dit-l": _dit(blocks=12),
+    "fashion-dit": Embedded(
+        "DiTPipeline",
+        "class to new grey clothes of 32x32 pixels, 10 classes, DDPM schedule",
+        steps=20,
+        guidance_scale=2.0,
+        classes=10,
+        size=32,
+        image_tokens=64,
+    ),
 }
 
 

@@ -295,9 +295,9 @@ def _first(output: Any) -> Tensor:
 def nearest_is_right(model: Path, cell: Cell, pictures: np.ndarray) -> list[bool] | None:
     """For every picture whether the nearest training picture is the one its prompt names; None: not known.
 
-    Known of the embedded models, whose folders hold their training pictures, for prompts that are captions.
+    Known of the embedded models whose folders hold their training pictures, for prompts that are captions.
     """
-    if zoo.embedded(model) is None:
+    if zoo.embedded(model) is None or not (model / "thumbnails.png").exists():
         return None
     from ...zoo.references import nearest, read_references, read_sheet, shrink
 

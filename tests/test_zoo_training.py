@@ -1,0 +1,118 @@
+"""The command that trains embedded models: from pictures to a pipeline."""
+
+from __future__ import annotations
+
+import gzip
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+# The learning rate of the first one is zero, and no gradient passes a layer that begins at zero before it has moved.
+STEPS = 6
+
+
+def grey(count: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    return random.integers(0, 256, (count, 28, 28), dtype=np.uint8), np.arange(count, dtype=np.uint8) % 10
+
+
+def test_distances_are_zero_between_equals_and_known_between_others():
+    from training.evaluate_fashion import distances, frechet
+
+    pictures = grey(6)[0]
+    assert np.allclose(distances(pictures[:3], pictures), 0.0, atol=1e-2)
+    moved = np.clip(pictures.astype(int), 0, 250).astype(np.uint8)
+    assert np.allclose(distances(moved + 5, moved), 5.0, atol=1e-2)
+    features = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
+    assert frechet(features, features) == pytest.approx(0.0, abs=1e-6)
+    assert frechet(features, features + 2.0) == pytest.approx(16.0, rel=1e-5)
+
+
+def test_clothes_get_an_edge_and_lose_it_again():
+    from training.fashion import narrow, widen
+
+    pictures = grey(3)[0]
+    wide = widen(pictures)
+    assert wide.shape == (3, 32, 32, 3)
+    assert not wide[:, :2].any()
+    assert np.array_equal(narrow(wide), pictures)
+
+
+def test_the_files_of_the_set_are_found_and_read(tmp_path: Path):
+    from training.fashion import INSIDE, fetch, read
+
+    pictures, labels = grey(3)
+    (tmp_path / INSIDE).mkdir(parents=True)
+    for kind, head, array in (("images-idx3", 16, pictures), ("labels-idx1", 8, labels)):
+        with gzip.open(tmp_path / INSIDE / f"train-{kind}-ubyte.gz", "wb") as file:
+            file.write(bytes(head) + array.tobytes())
+    found = read(fetch(tmp_path), "train")
+    assert np.array_equal(found[0], pictures)
+    assert np.array_equal(found[1], labels)
+
+
+def test_without_apt_the_fetch_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from training import fashion
+
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(fashion, "INSIDE", Path("nowhere"))
+    with pytest.raises(RuntimeError, match=r"apt-get was not found.*put its four \.gz files there"):
+        fashion.fetch(tmp_path)
+
+
+def test_a_picture_keeps_its_captions_in_its_copies():
+    from training.data import Entry
+    from training.emoji import AS_WRITTEN, COPIES, wordings
+
+    said = wordings(Entry("1f98a", ("a red fox", "a fox")), 0)
+    assert len(said) == COPIES
+    assert said[:AS_WRITTEN].count("a red fox") == said[:AS_WRITTEN].count("a fox") == AS_WRITTEN / 2
+    assert not {"a red fox", "a fox"} & set(said[AS_WRITTEN:])
+    assert all("fox" in one for one in said)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch):
+    """Recipes with few pictures and an autoencoder of one step."""
+    from training import emoji, fashion, loop
+    from training.data import Entry, Pictures
+
+    plan = loop.Plan(steps=1, batch=2, rate=1e-3, warmup=1)
+    chosen = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), dtype=np.uint8)
+    pictures = Pictures((Entry("1f98a", ("a red fox", "a fox")), Entry("1f335", ("a cactus",))), chosen, chosen[:0])
+    monkeypatch.setattr(fashion, "AUTOENCODER", plan)
+    monkeypatch.setattr(fashion, "fetch", lambda folder: folder)
+    monkeypatch.setattr(fashion, "read", lambda there, part: grey(20))
+    monkeypatch.setattr(emoji, "AUTOENCODER", plan)
+    monkeypatch.setattr(
+        emoji, "load", lambda folder, size=64, table=None: replace(pictures, chosen=chosen[:, :size, :size])
+    )
+
+
+@pytest.mark.parametrize("name", ["fashion-dit", "emoji-flux", "emoji-sd3", "emoji-dit-s"])
+@pytest.mark.usefixtures("small")
+def test_a_recipe_goes_from_pictures_to_a_pipeline_with_a_record(tmp_path: Path, name: str):
+    from diffusers import DiffusionPipeline
+    from safetensors.torch import load_file
+    from training import zoo as command
+
+    recipe = command.RECIPES[name]
+    trained = command.train(recipe, tmp_path, steps=STEPS)
+    recipe.export(trained, tmp_path / "out", tmp_path)
+    record = command.describe(name, tmp_path)
+    assert record["training"]["steps"] == record["settings"]["max_train_steps"] == STEPS
+    file = tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors"
+    assert {value.dtype for value in load_file(file).values()} == {torch.float16}
+    before = DiffusionPipeline.from_pretrained(tmp_path / "untrained")
+    after = DiffusionPipeline.from_pretrained(trained)
+    for part in recipe.settings.get("train_modules", ["transformer"]):
+        pairs = zip(getattr(before, part).parameters(), getattr(after, part).parameters(), strict=True)
+        assert any(not torch.equal(a, b) for a, b in pairs), part
+    assert (tmp_path / "out" / "captions.json").exists()
+    # What is there is not made again.
+    written = (trained / "model_index.json").stat().st_mtime_ns
+    assert command.train(recipe, tmp_path, steps=STEPS) == trained
+    assert (trained / "model_index.json").stat().st_mtime_ns == written

@@ -1,0 +1,289 @@
+"""The embedded models of emoji: their pictures, captions and untrained pipelines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import (
+    AutoencoderKL,  # pyright: ignore[reportPrivateImportUsage]
+    DiTPipeline,  # pyright: ignore[reportPrivateImportUsage]
+    FlowMatchEulerDiscreteScheduler,  # pyright: ignore[reportPrivateImportUsage]
+    FluxPipeline,  # pyright: ignore[reportPrivateImportUsage]
+    FluxTransformer2DModel,  # pyright: ignore[reportPrivateImportUsage]
+    StableDiffusion3Pipeline,  # pyright: ignore[reportPrivateImportUsage]
+)
+from PIL import Image
+from torch import nn
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel
+
+from ditmesh.core.files import written_whole
+from ditmesh.zoo.references import views
+from training import autoencoder as ae
+from training import diffusion, evaluate, evaluate_dit, export, export_dit, loop, text
+from training.data import CLASSES, Entry, Pictures, load
+from training.transformer import make_transformer
+
+AUTOENCODER = loop.Plan(steps=4000, batch=8, rate=2e-3, warmup=50, cooldown=0.5, average=0.995)
+CHANNELS = 16
+# Pixels of a picture within a view of 64.
+VIEWED = 56
+# Of eight copies of a picture, so many have a caption as it is written; the others are worded otherwise.
+COPIES, AS_WRITTEN = 8, 6
+
+
+def make_autoencoder(folder: Path) -> AutoencoderKL:
+    """64x64x3 pixels <-> 16x16x16 latents; trained, unless ``folder`` has the last checkpoint of it."""
+    pictures = load(folder)
+    torch.manual_seed(0)
+    vae: AutoencoderKL = ae.make_autoencoder((24, 48, 48), CHANNELS).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    ae.train(vae, AUTOENCODER, pictures.chosen, pictures.wider, folder / "autoencoder.pt", loss_of=ae.psnr_loss)
+    return vae
+
+
+def wordings(entry: Entry, number: int) -> list[str]:
+    """What the copies of a picture are called."""
+    plain = [entry.captions[i % len(entry.captions)] for i in range(AS_WRITTEN)]
+    others = [words for caption in entry.captions for words in text.variants(caption)[1:]]
+    some = np.random.default_rng(number).choice(len(others), COPIES - AS_WRITTEN, replace=False)
+    return [*plain, *(others[i] for i in some)]
+
+
+# Of `ditmesh.train.TrainConfig`.
+SETTINGS: dict[str, Any] = {
+    "resolution": 64,
+    "train_batch_size": 16,
+    "max_train_steps": 5000,
+    "learning_rate": 1.2e-3,
+    "lr_scheduler": "cosine",
+    "lr_warmup_steps": 100,
+    "adam_beta2": 0.99,
+    "adam_weight_decay": 0.0,
+    "use_ema": True,
+    "ema_decay": 0.99,
+    "proportion_empty_prompts": 0.1,
+    "checkpointing_steps": 100,
+    "checkpoints_total_limit": 2,
+}
+
+
+def write_folder(out: Path, rows: Iterable[tuple[str, np.ndarray, dict[str, Any]]]) -> None:
+    """Pictures as PNG files, and ``metadata.jsonl`` with what is said of each; nothing where that file is there."""
+    listing = out / "metadata.jsonl"
+    if listing.exists():
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for name, picture, said in rows:
+        Image.fromarray(picture).save(out / name)
+        lines.append(json.dumps({"file_name": name, **said}))
+    with written_whole(listing) as part:
+        part.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+class _Captioned:
+    """What models of the captioned emoji have in common; a recipe of :mod:`training.zoo`."""
+
+    guidance: float
+    settings: dict[str, Any]
+
+    def write_data(self, folder: Path) -> Path:
+        """Copies of every picture, with captions of their own; returns their folder."""
+        pictures = load(folder)
+        rows = (
+            (f"{number:03d}-{copy}.png", picture, {"text": caption})
+            for number, (entry, picture) in enumerate(zip(pictures.entries, pictures.chosen, strict=True))
+            for copy, caption in enumerate(wordings(entry, number))
+        )
+        write_folder(folder / "data", rows)
+        return folder / "data"
+
+    def _tokenizer(self, folder: Path) -> CLIPTokenizer:
+        captions = [caption for entry in load(folder).entries for caption in entry.captions]
+        return text.make_tokenizer(captions, folder / "tokenizer")
+
+    def export(self, trained: Path, out: Path, folder: Path) -> None:
+        """The pipeline with transformer and autoencoder in float16, captions and thumbnails.
+
+        transformers, other than diffusers, would leave text encoders in the stored type.
+        """
+        export.copy_pipeline(trained, out, ("transformer", "vae"))
+        export.copy_vocabulary(folder / "tokenizer", out)
+        pictures = load(folder)
+        export.write_captions(pictures.entries, pictures.chosen, out)
+
+    def evaluate(self, out: Path, folder: Path) -> dict[str, Any]:
+        """See :func:`training.evaluate.evaluate`; and the autoencoder on the captioned pictures."""
+        return evaluate.evaluate(out, guidance=self.guidance, size=64) | autoencoder_figures(out, load(folder).chosen)
+
+    def write_card(self, out: Path, record: dict[str, Any]) -> None:
+        """See :mod:`training.card_emoji`."""
+        from training.card_emoji import write_captioned
+
+        write_captioned(out, record)
+
+
+class EmojiFlux(_Captioned):
+    """``emoji-flux``: a ``FluxPipeline`` of 256 captioned emoji.
+
+    The latents are packed two by two, so a picture is 64 tokens. The T5 encoder says the prompt's tokens, the CLIP
+    encoder the whole prompt; both are trained with the transformer. No guidance is embedded.
+    """
+
+    guidance, image_tokens = 1.0, 64
+    settings: dict[str, Any] = {  # noqa: RUF012
+        **SETTINGS,
+        "train_modules": ["transformer", "text_encoder", "text_encoder_2"],
+        "max_sequence_length": text.MAX_TOKENS,
+    }
+
+    def make_pipeline(self, folder: Path) -> FluxPipeline:
+        """The pipeline before the trainer sees it."""
+        vae, tokenizer = make_autoencoder(folder), self._tokenizer(folder)
+        torch.manual_seed(0)
+        special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        clip = CLIPTextConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=text.MAX_TOKENS,
+            **special,
+        )
+        # Dropout would be another one on every rank.
+        t5 = T5Config(
+            vocab_size=len(tokenizer),
+            d_model=96,
+            d_kv=24,
+            d_ff=192,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+            **special,
+        )
+        transformer = FluxTransformer2DModel(
+            patch_size=1,
+            in_channels=4 * CHANNELS,
+            num_layers=2,
+            num_single_layers=4,
+            attention_head_dim=24,
+            num_attention_heads=8,
+            joint_attention_dim=96,
+            pooled_projection_dim=64,
+            guidance_embeds=False,
+            axes_dims_rope=(4, 10, 10),
+        )
+        start_as_identity(transformer)
+        return FluxPipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
+            vae=vae,
+            text_encoder=CLIPTextModel(clip),
+            tokenizer=tokenizer,
+            text_encoder_2=T5EncoderModel(t5),
+            tokenizer_2=tokenizer,  # pyright: ignore[reportArgumentType]
+            transformer=transformer,
+        )
+
+
+class EmojiSD3(_Captioned):
+    """``emoji-sd3``: a ``StableDiffusion3Pipeline`` of the same emoji, one token a latent pixel."""
+
+    guidance, image_tokens = 2.0, 256
+    settings: dict[str, Any] = {  # noqa: RUF012
+        **SETTINGS,
+        "train_modules": ["transformer", "text_encoder", "text_encoder_2"],
+        "max_sequence_length": text.MAX_TOKENS,
+    }
+
+    def make_pipeline(self, folder: Path) -> StableDiffusion3Pipeline:
+        """The pipeline before the trainer sees it."""
+        vae, tokenizer = make_autoencoder(folder), self._tokenizer(folder)
+        torch.manual_seed(0)
+        width = 96
+        return StableDiffusion3Pipeline(
+            transformer=make_transformer(channels=CHANNELS, joint_width=2 * width, pooled_width=2 * width),
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
+            vae=vae,
+            text_encoder=text.make_encoder(tokenizer, width),
+            tokenizer=tokenizer,
+            text_encoder_2=text.make_encoder(tokenizer, width),
+            tokenizer_2=tokenizer,
+            text_encoder_3=text.make_silent_t5(tokenizer, 2 * width),
+            tokenizer_3=tokenizer,  # pyright: ignore[reportArgumentType]
+        )
+
+
+class EmojiDiT:
+    """``emoji-dit-s`` and ``-l``: ``DiTPipeline`` of 64 emoji by class, each in four views."""
+
+    image_tokens = 256
+    settings: dict[str, Any] = SETTINGS
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+
+    def _pictures(self, folder: Path) -> Pictures:
+        return load(folder, VIEWED, CLASSES)
+
+    def write_data(self, folder: Path) -> Path:
+        """All views of all classes; returns their folder."""
+        rows = (
+            (f"{label:02d}-{number}.png", view, {"label": label})
+            for label, seen in enumerate(views(self._pictures(folder).chosen))
+            for number, view in enumerate(seen)
+        )
+        write_folder(folder / "data", rows)
+        return folder / "data"
+
+    def make_pipeline(self, folder: Path) -> DiTPipeline:
+        """The pipeline before the trainer sees it."""
+        vae, pictures = make_autoencoder(folder), self._pictures(folder)
+        # DiTPipeline knows no shift.
+        scale = float(1.0 / ae.encode(vae, views(pictures.chosen).reshape(-1, 64, 64, 3)).std())
+        vae.register_to_config(shift_factor=None, scaling_factor=scale)
+        torch.manual_seed(0)
+        transformer = diffusion.make_transformer(classes=len(pictures.entries), channels=CHANNELS, layers=self._layers)
+        return DiTPipeline(transformer, vae, diffusion.make_scheduler())  # pyright: ignore[reportArgumentType]
+
+    def export(self, trained: Path, out: Path, folder: Path) -> None:
+        """The pipeline with weights in float16, the names of its classes and thumbnails."""
+        export.copy_pipeline(trained, out, ("transformer", "vae"))
+        export_dit.write_classes(self._pictures(folder), out)
+
+    def evaluate(self, out: Path, folder: Path) -> dict[str, Any]:
+        """See :func:`training.evaluate_dit.evaluate`; and the autoencoder on the views."""
+        seen = views(self._pictures(folder).chosen).reshape(-1, 64, 64, 3)
+        return evaluate_dit.evaluate(out) | autoencoder_figures(out, seen)
+
+    def write_card(self, out: Path, record: dict[str, Any]) -> None:
+        """See :mod:`training.card_emoji`."""
+        from training.card_emoji import write_classes
+
+        write_classes(out, record)
+
+
+def autoencoder_figures(out: Path, pictures: np.ndarray) -> dict[str, float]:
+    """How well an exported autoencoder restores pictures, in dB."""
+    vae = AutoencoderKL.from_pretrained(out / "vae")
+    restored = ae.decode(vae, ae.encode(vae, pictures))
+    return {"autoencoder_psnr": round(float(ae.psnr(restored, pictures).mean()), 2)}
+
+
+def start_as_identity(model: nn.Module) -> None:
+    """Even weights, and modulation and output layers of zeros (adaLN-Zero, Peebles and Xie 2022, arXiv:2212.09748)."""
+    zero: list[nn.Module] = [model.proj_out]  # pyright: ignore[reportAssignmentType]
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        if type(module).__name__.startswith("AdaLayerNorm"):
+            zero.append(module.linear)  # pyright: ignore[reportArgumentType]
+    for layer in zero:
+        for parameter in layer.parameters():
+            nn.init.zeros_(parameter)
