@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from ..comm import PeerError
 from ..comm.mesh import DEFAULT_DEADLINE, Mesh
 from ..comm.state import raise_for_peer
+from ..core.alignment import aligned
 from ..core.digests import digest, tensor_digest
 from ..engine import parallelize, restore
 from ..errors import ConfigError, InputError
@@ -136,6 +137,11 @@ class Trainer:
             _reinitialise(self.model)
         if config.lora is not None:
             self._add_lora()
+        if config.in_order:
+            # Weights of a file that was mapped into memory begin anywhere, and kernels look at where.
+            for module in pipe.components.values():
+                for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+                    parameter.data = aligned(parameter.data)
         if config.gradient_checkpointing:
             self.model.enable_gradient_checkpointing()
         unknown = [name for name in config.train_modules if not isinstance(pipe.components.get(name), nn.Module)]
