@@ -77,8 +77,9 @@ def test_a_picture_keeps_its_captions_in_its_copies():
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch):
     """Recipes with few pictures and an autoencoder of one step."""
-    from training import emoji, fashion, loop
     from training.data import Entry, Pictures
+
+    from training import emoji, fashion, loop
 
     plan = loop.Plan(steps=1, batch=2, rate=1e-3, warmup=1)
     chosen = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), dtype=np.uint8)
@@ -97,6 +98,7 @@ def small(monkeypatch: pytest.MonkeyPatch):
 def test_a_recipe_goes_from_pictures_to_a_pipeline_with_a_record(tmp_path: Path, name: str):
     from diffusers import DiffusionPipeline
     from safetensors.torch import load_file
+
     from training import zoo as command
 
     recipe = command.RECIPES[name]
