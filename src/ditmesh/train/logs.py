@@ -121,7 +121,8 @@ def curve(lines: Mapping[str, Sequence[tuple[float, float]]], path: Path, size: 
             if loss == loss
         ]
         if len(points) > 1:
-            draw.line(points, fill=colour, width=2)
-        draw.text((left + 12, top + 16 * number), name, fill=colour)
+            # Later ones are thinner: those that lie on one another are all seen.
+            draw.line(points, fill=colour, width=2 * (len(lines) - number))
+        draw.text((right - 180, top + 16 * number), name, fill=colour)
     with written_whole(path) as part:
         picture.save(part, "PNG")
