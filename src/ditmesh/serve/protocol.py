@@ -1,0 +1,187 @@
+"""What a replica's owner and its ranks send each other: commands to all ranks, reports from rank 0. Pickled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..config import ParallelConfig
+from ..generate.receipt import Dtype, Offload
+from .types import JobRequest, RankState
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model that ranks can load.
+
+    Attributes:
+        name: as clients call it.
+        model: folder or hub id.
+        config: parallel configuration; ``"auto"``: the engine chooses.
+        loras: files or folders of adapters, by name.
+    """
+
+    name: str
+    model: str
+    config: ParallelConfig | Literal["auto"] = "auto"
+    dtype: Dtype = "float32"
+    variant: str | None = None
+    offload: Offload = "none"
+    loras: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One picture of a job.
+
+    Attributes:
+        id: the job's id, ``/``, and the picture's number.
+        model: name of its `ModelSpec`.
+        request: the job's; picture ``index`` has seed ``request.seed + index``.
+        files: input pictures on this machine, by digest.
+    """
+
+    id: str
+    model: str
+    request: JobRequest
+    index: int
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+# --- commands: rank 0 takes them and passes them on, so that all ranks obey before the same step
+
+
+@dataclass(frozen=True)
+class Load:
+    """Load a model and keep it; unloads the least recently used ones beyond ``most``."""
+
+    spec: ModelSpec
+    most: int = 1
+
+
+@dataclass(frozen=True)
+class Start:
+    """Begin a task at the next step."""
+
+    task: Task
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Stop a task at the next step, or forget it."""
+
+    id: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Return: at once, or when what is under way is done."""
+
+    drain: bool = False
+
+
+Command = Load | Start | Cancel | Stop
+
+
+# --- reports
+
+
+@dataclass(frozen=True)
+class ModelReady:
+    """A model is loaded: its card's fields, and the mesh in force."""
+
+    name: str
+    card: Mapping[str, Any]
+    mesh: Mapping[str, int]
+    strategy: str
+    unloaded: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Began:
+    """A task's pipeline has been called; ``steps`` when they are known."""
+
+    id: str
+    steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A task has ended its denoising step number ``step``, from 1, in a batch of ``batch`` rows."""
+
+    id: str
+    step: int
+    steps: int
+    batch: int
+
+
+@dataclass(frozen=True)
+class Preview:
+    """A small JPEG of what the latents show."""
+
+    id: str
+    step: int
+    width: int
+    height: int
+    jpeg: bytes
+
+
+@dataclass(frozen=True)
+class Paused:
+    """A task waits for more urgent ones, and goes on later where it was."""
+
+    id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A task's picture: the file's bytes in the format asked for, with its receipt inside where that can hold one."""
+
+    id: str
+    data: bytes
+    width: int
+    height: int
+    receipt: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TaskFailed:
+    """A task cannot be done: the ranks are well."""
+
+    id: str
+    code: Literal["invalid_request", "out_of_memory", "internal"]
+    message: str
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """A task was stopped, having done ``step`` steps."""
+
+    id: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The ranks are alive: after every step, and every second without one.
+
+    Attributes:
+        running: ids of tasks under way.
+        batch: rows of the latest call of a transformer.
+        calls, rows: of transformers since the start.
+        bytes: sent since the start, by axis.
+    """
+
+    running: tuple[str, ...]
+    batch: int
+    calls: int
+    rows: int
+    ranks: tuple[RankState, ...]
+    bytes: Mapping[str, int]
+    synchronous_steps: int = 0
+    drift: float | None = None
+
+
+Message = ModelReady | Began | Stepped | Preview | Paused | Finished | TaskFailed | Cancelled | Beat

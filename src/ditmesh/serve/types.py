@@ -1,0 +1,224 @@
+"""Jobs as clients, the queue and the HTTP API have them: plain validated data, without torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+
+from ..generate.receipt import LONGEST_PROMPT, MOST_STEPS, MOST_TOGETHER, Count
+
+Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
+# A job in one of these changes no more.
+ENDED: frozenset[Status] = frozenset({"succeeded", "failed", "cancelled"})
+
+Format = Literal["png", "jpeg", "webp"]
+InputRole = Literal["image", "mask", "control", "ip-image"]
+
+
+class Adapter(BaseModel):
+    """A LoRA that the server offers under a name, and its scale."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1, max_length=128)
+    scale: FiniteFloat = 1.0
+
+
+class Input(BaseModel):
+    """An input picture or video, kept by the server under its SHA-256."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    role: InputRole
+    digest: str = Field(pattern="^[0-9a-f]{64}$")
+    scale: FiniteFloat = 1.0
+
+
+class JobRequest(BaseModel):
+    """What a job asks for: ``n`` pictures (or videos) of one prompt. Picture ``i`` has seed ``seed + i``.
+
+    Attributes:
+        model: one of the server's; empty: its first.
+        prompt, negative_prompt: texts; for class-conditional models the prompt is the class's name.
+        n: number of pictures; each is what it would be alone.
+        width, height: in pixels; None: the pipeline's own.
+        steps, guidance, strength: None: the pipeline's own.
+        seed: None: the server takes one at random when it accepts the job, and writes it here.
+        loras: adapters that are on for this job alone.
+        inputs: input pictures.
+        frames, fps: of videos; None for pictures.
+        priority: jobs of a higher one go first, and pause lower ones at the next step.
+        previews: every how many steps a preview is made; 0: never.
+        format: of the results.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field(default="", max_length=256)
+    prompt: str = Field(min_length=1, max_length=LONGEST_PROMPT)
+    negative_prompt: str | None = Field(default=None, max_length=LONGEST_PROMPT)
+    n: int = Field(default=1, ge=1, le=MOST_TOGETHER)
+    width: Count | None = None
+    height: Count | None = None
+    steps: int | None = Field(default=None, ge=1, le=MOST_STEPS)
+    guidance: FiniteFloat | None = None
+    strength: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: int | None = Field(default=None, ge=0, lt=2**63 - MOST_TOGETHER)
+    loras: tuple[Adapter, ...] = Field(default=(), max_length=8)
+    inputs: tuple[Input, ...] = Field(default=(), max_length=8)
+    frames: int | None = Field(default=None, ge=1, le=4096)
+    fps: int | None = Field(default=None, ge=1, le=240)
+    priority: int = Field(default=0, ge=-10, le=10)
+    previews: int = Field(default=0, ge=0, le=MOST_STEPS)
+    format: Format = "png"
+
+
+class JobImage(BaseModel):
+    """One picture of a job; ``url`` and what follows it once it is there."""
+
+    index: int
+    seed: int
+    url: str | None = None
+    width: int | None = None
+    height: int | None = None
+    receipt: dict[str, Any] | None = None
+
+
+class JobError(BaseModel):
+    """Why a job failed: a code that programs know, and a sentence."""
+
+    code: Literal["invalid_request", "rank_failed", "stalled", "out_of_memory", "no_space", "internal"]
+    message: str
+
+
+class Job(BaseModel):
+    """A job as its owner sees it.
+
+    Attributes:
+        id: ``job_`` and 32 hexadecimal digits.
+        created, started, finished, expires: seconds since 1970; ``expires``: when its results are deleted.
+        position: number of jobs before it while it is queued, from 0.
+        step, steps: denoising steps of all its pictures that are done, and that there are.
+        eta: seconds until it is done, as far as that can be told.
+        attempt: from 1; ranks that fail in the middle of a job begin it again once.
+    """
+
+    id: str
+    object: Literal["job"] = "job"
+    status: Status
+    request: JobRequest
+    created: float
+    started: float | None = None
+    finished: float | None = None
+    expires: float | None = None
+    position: int | None = None
+    step: int = 0
+    steps: int | None = None
+    eta: float | None = None
+    attempt: int = 1
+    images: list[JobImage] = Field(default_factory=list)
+    error: JobError | None = None
+
+
+EventName = Literal[
+    "queued", "started", "step", "preview", "image", "paused", "restarted", "succeeded", "failed", "cancelled"
+]
+
+
+class Event(BaseModel):
+    """Something that happened to a job; the last one is named as its status is.
+
+    Attributes:
+        id: from 1, in order; a client that lost its connection goes on after the last it has seen.
+        data: ``queued`` {position}; ``started`` {attempt}; ``step`` {image, step, steps, eta, batch};
+            ``preview`` {image, step, width, height, b64_json} (a JPEG); ``image`` a `JobImage`; ``paused`` {reason};
+            ``restarted`` {attempt, reason}; the last: the whole `Job`.
+    """
+
+    id: int
+    event: EventName
+    data: dict[str, Any]
+
+
+class ModelCard(BaseModel):
+    """A model that the server offers, as OpenAI's list has it, with what a form needs to know.
+
+    Attributes:
+        batching: whether steps of several requests run as one batch; else ``why`` says why not.
+        labels: class names of class-conditional models.
+    """
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "ditmesh"
+    pipeline: str
+    width: int | None = None
+    height: int | None = None
+    size_multiple: int = 1
+    steps: int | None = None
+    guidance: float | None = None
+    video: bool = False
+    inputs: list[InputRole] = Field(default_factory=list)
+    loras: list[str] = Field(default_factory=list)
+    labels: list[str] = Field(default_factory=list)
+    loaded: bool = False
+    batching: bool | None = None
+    why: str = ""
+
+
+class RankState(BaseModel):
+    """One rank of a replica: what it holds, and the step that it has just done.
+
+    Attributes:
+        tiles: first tile of the image's tokens that it holds, and the one after its last; None: all.
+        step_seconds, waiting_seconds: of its last step: in all, and waiting for other ranks.
+        memory_bytes: resident on the CPU, allocated on CUDA.
+    """
+
+    rank: int
+    device: str
+    tiles: tuple[int, int] | None = None
+    step_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+    memory_bytes: int = 0
+
+
+class ReplicaState(BaseModel):
+    """One group of ranks.
+
+    Attributes:
+        mesh: degrees by axis, such as ``{"ulysses": 2}``.
+        running: ids of the jobs under way.
+        batch: rows of the transformer's latest call.
+        restarts: how often its ranks were started again; message: why, the last time.
+        calls: calls of the transformer since the start; rows: rows in all of them together.
+        bytes: sent since the start, by axis.
+    """
+
+    name: str
+    state: Literal["starting", "ready", "restarting", "stopped"]
+    models: list[str] = Field(default_factory=list)
+    strategy: str = ""
+    mesh: dict[str, int] = Field(default_factory=dict)
+    ranks: list[RankState] = Field(default_factory=list)
+    running: list[str] = Field(default_factory=list)
+    batch: int = 0
+    calls: int = 0
+    rows: int = 0
+    synchronous_steps: int = 0
+    drift: float | None = None
+    bytes: dict[str, int] = Field(default_factory=dict)
+    restarts: int = 0
+    message: str = ""
+
+
+class ServerState(BaseModel):
+    """The server as a whole: ``GET /v1/server``."""
+
+    version: str
+    ready: bool
+    queued: int
+    running: int
+    replicas: list[ReplicaState]
