@@ -96,6 +96,8 @@ def generate(
     ditmesh generate --prompts animals.txt --ulysses 2 --cfg 2 --steps 20 --out animals --compare
 
     torchrun --nproc-per-node 4 -m ditmesh generate "a red fox" --model ./my-flux
+
+    ditmesh generate "a red fox" --devices 8 --launcher ray --address 10.0.0.1:6379
     """
     from ..config import ParallelConfig
     from ..generate.elastic import check_elastic
@@ -127,11 +129,14 @@ def generate(
         raise InputError("--compare starts ranks of its own; leave torchrun out and say --devices")
     if compare and world_size == 1:
         raise InputError("--compare with 1 device compares nothing; use --devices 2 or more")
+    if there is not None and ranks.backend is not None:
+        raise InputError(f"--launcher {ranks.launcher} starts ranks, and torchrun has started them; use one of them")
     kind = ranks.kind(world_size if there is None else there.local_size)
     check_offload(job.offload, kind)
     job = with_free_names(fetched(replace(job, dtype=ranks.dtype_on(kind)), info))
     # Where torchrun has started ranks, this process is one of them.
-    result = _on_ranks(job, there and "torchrun", world_size, kind, ranks.threads, compare, elastic)
+    name = ranks.backend if there is None else "torchrun"
+    result = _on_ranks(job, name, world_size, kind, ranks.threads, compare, elastic)
     if result is not None:
         emit(result if json_full else short(result) if as_json else result, as_json or json_full, _say)
 
@@ -157,7 +162,7 @@ def _on_ranks(
     if elastic:
         threads = threads or default_threads(world_size, kind)
         with progress(job, "generating") as (report, made, facts):
-            restarts, seconds = generate_elastically(job, world_size, kind, threads, report)
+            restarts, seconds = generate_elastically(job, world_size, kind, threads, report, launcher_name=name)
         facts |= {"seconds": seconds, "total_seconds": time.perf_counter() - started}
         facts["restarts"] = [past.plain() for past in restarts]
     else:

@@ -212,12 +212,34 @@ class RankOptions:
     dtype: DType = None
     threads: Threads = None
     timeout: Timeout = 600.0
+    launcher: Annotated[
+        str | None,
+        rank_option(
+            metavar="local|ray|NAME",
+            help="What starts the ranks: this machine, a Ray cluster, or another package.",
+            show_default="local",
+        ),
+    ] = None
+    address: Annotated[
+        str | None, rank_option(metavar="HOST:PORT", help="Of the Ray cluster.", show_default="RAY_ADDRESS")
+    ] = None
+
+    @property
+    def backend(self) -> str | None:
+        """The launcher's name, as `launch.launcher` takes it.
+
+        Raises:
+            InputError: an address without a launcher.
+        """
+        if self.address is not None and self.launcher is None:
+            raise InputError(f"--address {self.address} is of a cluster; say --launcher ray as well")
+        return self.launcher if self.address is None else f"{self.launcher}@{self.address}"
 
     def kind(self, world_size: int) -> Literal["cpu", "cuda"]:
-        """What ``world_size`` ranks on this machine run on."""
-        from ..launch import resolve_device
+        """What ``world_size`` ranks run on."""
+        from ..launch import device_of_launcher
 
-        return resolve_device(self.device, world_size)
+        return device_of_launcher(self.backend, self.device, world_size)
 
     def dtype_on(self, kind: str) -> Dtype:
         """Type of the weights, on ``"cpu"`` or ``"cuda"``."""

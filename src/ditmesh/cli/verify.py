@@ -112,7 +112,7 @@ def verify(
     kind = ranks.kind(largest)
     job = fetched(replace(job, dtype=ranks.dtype_on(kind)), info)
     made_by = None if page_at is None else provenance(context.obj or ())
-    result, page = _verify(job, asked, offered, kind, ranks.threads, comparing, made_by)
+    result, page = _verify(job, asked, offered, kind, ranks, comparing, made_by)
     if page_at is not None and page is not None:
         page.write(page_at)
         result["html"] = str(page_at)
@@ -156,7 +156,7 @@ def _verify(
     asked: Sequence[ParallelConfig],
     offered: Sequence[ParallelConfig],
     kind: Literal["cpu", "cuda"],
-    threads: int | None,
+    ranks: RankOptions,
     comparing: CompareOptions,
     made_by: dict[str, Any] | None,
 ) -> tuple[dict[str, Any], Any]:
@@ -168,7 +168,7 @@ def _verify(
 
     configs = [*asked, *offered]
     # One number for all: kernels may round otherwise with another number of threads.
-    threads = threads or default_threads(max(config.world_size for config in configs), kind)
+    threads = ranks.threads or default_threads(max(config.world_size for config in configs), kind)
     references = list(dict.fromkeys(reference_of(config) for config in configs))
     runs: dict[str, list[Run]] = {}
     alone: dict[str, Run] = {}
@@ -187,7 +187,7 @@ def _verify(
             def begin(rank: int, began: Any) -> None:
                 progress.update(task, description=began.what, advance=1)
 
-            with launcher(None, devices, kind, threads, job.timeout) as pool:
+            with launcher(ranks.backend, devices, kind, threads, job.timeout) as pool:
                 every = pool.run(run_tasks, job, tasks, on_message=begin)
             return [list(of_ranks) for of_ranks in zip(*every, strict=True)]
 

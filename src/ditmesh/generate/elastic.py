@@ -68,6 +68,7 @@ def generate_elastically(
     threads: int,
     report: Callable[[Any], None],
     generate: Callable[..., Any] = generate,
+    launcher_name: str | None = None,
 ) -> tuple[list[Restart], float]:
     """Generate on ranks started here; when some are lost, go on with those that are left.
 
@@ -79,6 +80,7 @@ def generate_elastically(
         report: takes what rank 0 reports (`job.Loaded`, `Stepped`, `Generated`), each step and picture once, and
             `Restarted`.
         generate: what the ranks run, called as `run.generate` is.
+        launcher_name: see `launch.launcher`. On several hosts the folder of temporary files has to be one for all.
 
     Returns:
         The restarts, and the seconds from the first picture's beginning to the last one's end, with what the restarts
@@ -100,7 +102,7 @@ def generate_elastically(
             ranks = len(gpus)
             progress.begin()
             try:
-                with launcher(None, ranks, device, threads, job.timeout, gpus=gpus) as pool:
+                with launcher(launcher_name, ranks, device, threads, job.timeout, gpus=gpus) as pool:
                     kept = Kept(folder, frozenset(progress.done), tuple(restarts))
                     pool.run(generate, job, kept, on_message=lambda _, message: progress.hear(message))
                 break

@@ -5,7 +5,7 @@ already, and `init_from_environment` (or `TorchrunRanks`) joins them. Another pa
 `launcher` makes one by name.
 """
 
-from .backend import Launcher, Report, launcher
+from .backend import Launcher, Report, device_of_launcher, launcher
 from .devices import DeviceChoice, default_threads, physical_cores, resolve_device
 from .pool import RankPool
 from .processes import Terminated, guarded_folder, interrupt_behind, interrupts_end, interrupts_raise, leave
@@ -19,6 +19,7 @@ __all__ = [
     "Terminated",
     "TorchrunRanks",
     "default_threads",
+    "device_of_launcher",
     "from_torchrun",
     "guarded_folder",
     "init_from_environment",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import ConfigError
-from .devices import DeviceKind
+from .devices import DeviceChoice, DeviceKind, resolve_device
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -20,7 +21,11 @@ OnMessage = Callable[[int, Any], None]
 VARIABLE = "DITMESH_LAUNCHER"
 # Where installed packages say which launchers they bring.
 ENTRY_POINTS = "ditmesh.launchers"
-BUILT_IN = {"local": "ditmesh.launch.pool:RankPool", "torchrun": "ditmesh.launch.torchrun:TorchrunRanks"}
+BUILT_IN = {
+    "local": "ditmesh.launch.pool:RankPool",
+    "torchrun": "ditmesh.launch.torchrun:TorchrunRanks",
+    "ray": "ditmesh.launch.ray:RayRanks",
+}
 
 
 class Launcher(Protocol):
@@ -82,15 +87,19 @@ def launcher(name: str | None, world_size: int, *arguments: Any, **options: Any)
     """Ranks, from the launcher of that name.
 
     Args:
-        name: ``"local"`` (`RankPool`), ``"torchrun"`` (`TorchrunRanks`), an entry point of the group
-            ``ditmesh.launchers``, or ``"package.module:Class"``; None: ``$DITMESH_LAUNCHER``, else ``"local"``.
+        name: ``"local"`` (`RankPool`), ``"torchrun"`` (`TorchrunRanks`), ``"ray"`` (`RayRanks`), an entry point of
+            the group ``ditmesh.launchers``, or ``"package.module:Class"``; with ``@`` and the address of a cluster
+            behind it where the launcher takes one, ``"ray@10.0.0.1:6379"``; None: ``$DITMESH_LAUNCHER``, else
+            ``"local"``.
         world_size, arguments, options: see `Launcher`.
 
     Raises:
         ConfigError: there is no launcher of that name, or it refuses the arguments.
         RankFailed: a rank could not start.
     """
-    name = name or os.environ.get(VARIABLE) or "local"
+    name, _, address = (name or os.environ.get(VARIABLE) or "local").partition("@")
+    if address:
+        options["address"] = address
     target = BUILT_IN.get(name, name)
     named = ":" in target
     try:
@@ -98,7 +107,23 @@ def launcher(name: str | None, world_size: int, *arguments: Any, **options: Any)
         make = point.load()
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"there is no launcher {name!r} ({error}); use local, torchrun, an entry point of {ENTRY_POINTS}, or "
+            f"there is no launcher {name!r} ({error}); use local, torchrun, ray, an entry point of {ENTRY_POINTS}, or "
             f"package.module:Class"
         ) from error
+    if address and "address" not in inspect.signature(make).parameters:
+        raise ConfigError(f"launcher {name} takes no address, and {address!r} is given; leave it out, or use ray")
     return make(world_size, *arguments, **options)
+
+
+def device_of_launcher(name: str | None, device: DeviceChoice, world_size: int) -> DeviceKind:
+    """What ``world_size`` ranks of the launcher of that name run on: this machine's devices, or the cluster's.
+
+    Raises:
+        ConfigError: the devices are not there.
+    """
+    name, _, address = (name or os.environ.get(VARIABLE) or "local").partition("@")
+    if name == "ray":
+        from .ray import device_of_cluster
+
+        return device_of_cluster(device, world_size, address or None)
+    return resolve_device(device, world_size)

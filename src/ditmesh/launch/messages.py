@@ -18,8 +18,8 @@ HEADER = struct.Struct("!Q")
 CHUNK = 1 << 20
 
 
-def encode(content: Any, fn: Any = None) -> bytes:
-    """Pickle a message for another process, which imports the same modules.
+def encode(content: Any, fn: Any = None, main: bool = True) -> bytes:
+    """Pickle a message for another process, which imports the same modules; the main module too, if ``main``.
 
     Functions and classes travel by name. Those that have none there (lambdas, closures, what a notebook defines) travel
     by value, with copies of the globals they use. ``fn`` is a function in the message that may be another one in the
@@ -29,20 +29,20 @@ def encode(content: Any, fn: Any = None) -> bytes:
 
     # Ranks import the file of the main module as well; a notebook or a prompt has none. A function that was defined at
     # a prompt after the file was run would be the file's by name, or none.
-    main, code = getattr(sys.modules["__main__"], "__file__", None), getattr(fn, "__code__", None)
-    own = main is not None and (
-        code is None or fn.__module__ != "__main__" or os.path.abspath(code.co_filename) == os.path.abspath(main)
+    file, code = getattr(sys.modules["__main__"], "__file__", None), getattr(fn, "__code__", None)
+    own = file is not None and (
+        code is None or fn.__module__ != "__main__" or os.path.abspath(code.co_filename) == os.path.abspath(file)
     )
-    if own:
+    if own and main:
         with contextlib.suppress(Exception):
             return pickle.dumps(content)
     return cloudpickle.dumps(content)
 
 
-def encode_call(fn: Callable[..., Any], *call: Any) -> bytes:
-    """``(fn, *call)`` for the ranks; a `TypeError` of one sentence when it cannot be pickled."""
+def encode_call(fn: Callable[..., Any], *call: Any, main: bool = True) -> bytes:
+    """``(fn, *call)`` for the ranks, as `encode` has it; a `TypeError` of one sentence when it cannot be pickled."""
     try:
-        return encode((fn, *call), fn)
+        return encode((fn, *call), fn, main)
     except Exception as error:
         name = getattr(fn, "__qualname__", repr(fn))
         raise TypeError(

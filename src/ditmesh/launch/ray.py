@@ -1,0 +1,510 @@
+"""Ranks as actors of a Ray cluster: on one host or several, wherever Ray finds room for them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import pickle
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+from .._version import library_versions
+from ..errors import ConfigError, RankFailed
+from . import failures
+from .backend import Launcher, OnMessage
+from .devices import DeviceChoice, DeviceKind, check_timeout, stay_on_loopback
+from .failures import Failure, of_exception
+from .messages import encode, encode_call
+
+# Seconds.
+START_LIMIT = 300.0  # for Ray to find room, for all ranks to import what they need and to find one another
+GRACE = 2.0  # for a failure's cause to show up when it looks like a consequence
+LOST_LIMIT = 30.0  # for Ray to notice that a host is gone
+CLOSE_LIMIT = 5.0  # for actors to end
+WHERE_LIMIT = 2.0  # for a rank to say where it is
+# What has to be the same on all hosts.
+SAME = ("ditmesh", "torch", "diffusers", "python")
+
+
+class RayRanks(Launcher):
+    """Ranks on a Ray cluster, one actor each, placed together where there is room.
+
+    Ranks are numbered host by host, so that neighbours share one. The cluster is the one that ``address`` or
+    ``RAY_ADDRESS`` names or that this program has joined; without any, Ray is started on this machine, and ended by
+    `close`. ditmesh has to be installed on every host, in the same version.
+
+    Attributes:
+        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
+        hosts: names of the hosts of ranks 0, 1, …
+    """
+
+    speaks = True
+
+    def __init__(
+        self,
+        world_size: int,
+        device: DeviceChoice = "auto",
+        threads: int | None = None,
+        timeout: float = 600.0,
+        preload: Sequence[str] = (),
+        gpus: Sequence[int] | None = None,
+        address: str | None = None,
+    ) -> None:
+        """Start the ranks and wait until all of them have joined.
+
+        Args:
+            world_size: number of ranks.
+            device: ``"auto"`` takes CUDA when the cluster has GPUs.
+            threads: of each rank, and CPUs that it takes of the cluster; default: the cluster's CPUs shared out.
+            timeout: deadline of every collective, in seconds.
+            preload: no use is made of it.
+            gpus: no use is made of it: Ray gives each rank a GPU of its own.
+            address: of the cluster.
+
+        Raises:
+            ConfigError: Ray is not installed or not there, or has not enough CPUs or GPUs; hosts have other versions.
+            RankFailed: a rank could not start.
+        """
+        if world_size < 1:
+            raise ConfigError(f"{world_size} ranks are not possible; start at least 1")
+        check_timeout(timeout)
+        ray = self._ray = _import()
+        self.world_size, self.timeout = world_size, timeout
+        self._closed: str | None = None
+        self._lock = threading.Lock()
+        self._meetings = 0
+        self._actors: list[Any] = []
+        with contextlib.ExitStack() as undo:
+            if not ray.is_initialized():
+                _connect(ray, address)
+                undo.callback(ray.shutdown)
+            undo.enter_context(_stdout_kept_clean())
+            there = ray.cluster_resources()
+            self.device: DeviceKind = _device(device, there, world_size)
+            self.threads = _threads(threads, there, world_size)
+            undo.callback(self._kill)
+            self._place(undo)
+            self._join_anew()
+            self._undo = undo.pop_all()
+        atexit.register(self.close)
+
+    def _place(self, undo: contextlib.ExitStack) -> None:
+        """One actor per rank, in the order of hosts."""
+        from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        ray, gpus = self._ray, int(self.device == "cuda")
+        bundle = {"CPU": float(self.threads)} | ({"GPU": 1.0} if gpus else {})
+        group = placement_group([bundle] * self.world_size, strategy="PACK")
+        undo.callback(remove_placement_group, group)
+        if not group.wait(START_LIMIT):
+            raise ConfigError(
+                f"Ray found no room for {self.world_size} ranks of {self.threads} CPUs{' and a GPU' if gpus else ''} "
+                f"each within {START_LIMIT:g} s; wait until others have ended, or use fewer devices"
+            )
+        kind = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"replies": 1, "control": 1})(_Rank)
+        for place in range(self.world_size):
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
+            self._actors.append(
+                kind.options(num_cpus=self.threads, num_gpus=gpus, scheduling_strategy=strategy).remote(self.threads)
+            )
+        facts = self._all([actor.facts.remote() for actor in self._actors], "start")
+        ours = library_versions()
+        for place in facts:
+            if other := [name for name in SAME if place["versions"].get(name) != ours.get(name)]:
+                name = other[0]
+                raise ConfigError(
+                    f"host {place['host']} has {name} {place['versions'].get(name)}, and this one {ours.get(name)}; "
+                    "install the same on all hosts"
+                )
+        order = sorted(range(self.world_size), key=lambda place: (facts[place]["node"], place))
+        self._actors = [self._actors[place] for place in order]
+        self.hosts = [facts[place]["host"] for place in order]
+        self._addresses = [facts[place]["address"] for place in order]
+
+    def _join_anew(self) -> None:
+        """Let the ranks join a process group, after leaving the one there was."""
+        alone = len(set(self._addresses)) == 1
+        address = "127.0.0.1" if alone else self._addresses[0]
+        port = self._all([self._actors[0].meet.remote(address)], "open a port")[0]
+        self._meetings += 1
+        self._all(
+            [
+                actor.join.remote(rank, self.world_size, self.device, self.timeout, address, port, alone)
+                for rank, actor in enumerate(self._actors)
+            ],
+            "find the others",
+        )
+
+    def _all(self, references: list[Any], what: str) -> list[Any]:
+        try:
+            return self._ray.get(references, timeout=START_LIMIT)
+        except self._ray.exceptions.GetTimeoutError:
+            raise RankFailed(f"the ranks could not {what} within {START_LIMIT:g} s", 0) from None
+        except self._ray.exceptions.RayError as error:
+            raise RankFailed(f"a rank could not {what}: {str(error).strip().splitlines()[-1]}", 0) from error
+
+    @property
+    def closed(self) -> bool:
+        """Whether these ranks can run nothing more."""
+        return self._closed is not None
+
+    @property
+    def reason(self) -> str:
+        """Why they are closed; empty while they are open."""
+        return self._closed or ""
+
+    @property
+    def generation(self) -> int:
+        """How often the ranks have joined a process group; groups made in an earlier generation are no more."""
+        return self._meetings
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        deadline: float | None = None,
+        on_message: OnMessage | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on every rank at once; see `Launcher.run`. Arguments and results are pickled.
+
+        Raises:
+            RankFailed: a rank raised, its process or host is gone, or it missed the deadline; see `RankPool.run`.
+            ConfigError: the ranks are closed.
+            TypeError: ``fn`` or an argument cannot be pickled.
+        """
+        with self._lock:
+            if self._closed is not None:
+                raise ConfigError(f"these RayRanks are closed ({self._closed}); make new ones")
+            # The actors' main module is Ray's.
+            call = encode_call(fn, args, kwargs, on_message is not None, main=False)
+            try:
+                return self._collect(call, math.inf if deadline is None else deadline, on_message)
+            except RankFailed as error:
+                if not error.pool_open:
+                    self._end(str(error).split("\n", 1)[0])
+                raise
+            except BaseException:
+                self._end("a call was broken off")
+                raise
+
+    def reply(self, content: Any) -> None:
+        """Send all ranks a reply in the middle of a call; see `RankPool.reply`."""
+        data = encode(content, main=False)
+        for actor in self._actors:
+            actor.reply.options(concurrency_group="replies").remote(data)
+
+    def close(self, reason: str = "they were closed") -> None:
+        """End the ranks; ``reason`` is what `ConfigError` says to later calls. Harmless when they are gone."""
+        self._end(reason)
+
+    def __repr__(self) -> str:
+        state = f"closed: {self._closed}" if self.closed else f"{self.threads} threads each"
+        return f"RayRanks({self.world_size} ranks on {self.device}, {state})"
+
+    def _kill(self) -> None:
+        for actor in self._actors:
+            with contextlib.suppress(Exception):
+                self._ray.kill(actor)
+        limit = time.monotonic() + CLOSE_LIMIT
+        for actor in self._actors:
+            with contextlib.suppress(Exception):
+                # Of an actor that is gone, any call fails.
+                self._ray.get(actor.facts.remote(), timeout=max(0.1, limit - time.monotonic()))
+
+    def _end(self, reason: str) -> None:
+        """Leave nothing behind, and remember why."""
+        if self._closed is None:
+            self._closed = reason
+            self._undo.close()
+            atexit.unregister(self.close)
+
+    # ---- answers and failures
+
+    def _collect(self, call: bytes, deadline: float, on_message: OnMessage | None) -> list[Any]:
+        """Wait ``deadline`` seconds for one answer of every rank; pass messages on meanwhile."""
+        streams = {
+            actor.call.options(num_returns="streaming").remote(call): rank for rank, actor in enumerate(self._actors)
+        }
+        answers: dict[int, Any] = {}
+        failed: dict[int, Failure] = {}
+        everyone = range(self.world_size)
+        limit = time.monotonic() + deadline
+        while streams:
+            remaining = limit - time.monotonic()
+            causes = sorted(failed.values(), key=lambda failure: failure.weight)
+            if remaining <= 0 or (causes and causes[0].certain):
+                break
+            ready, _ = self._ray.wait(list(streams), num_returns=1, timeout=min(remaining, 3600.0))
+            for stream in ready:
+                rank = streams[stream]
+                kind, content = self._next(stream, rank)
+                if kind == "message" and on_message is not None:
+                    on_message(rank, content)
+                elif kind == "answer":
+                    answers[rank] = pickle.loads(content)
+                elif kind == "failure":
+                    failed[rank] = content
+                if kind in ("answer", "failure"):
+                    del streams[stream]
+            if failed:
+                # A connection that broke may be a host that is gone, which Ray takes a while to notice.
+                broken = all(failure.weight and "timed out" not in failure.what.lower() for failure in failed.values())
+                limit = min(limit, time.monotonic() + (LOST_LIMIT if broken else GRACE))
+        if len(answers) == self.world_size:
+            return [answers[rank] for rank in everyone]
+        silent = [rank for rank in everyone if rank not in answers and rank not in failed]
+        if not failed:
+            raise failures.late(self._whereabouts(silent), self.world_size, f"answered within {deadline:g} s")
+        causes = sorted(failed.values(), key=lambda failure: failure.weight)
+        stalled = self._whereabouts(silent) if causes[0].weight > 0 else dict.fromkeys(silent, "")
+        stay = not silent and not any(failure.weight or failure.gone for failure in causes)
+        stay = stay and (failures.alike(causes, self.world_size) or self._rejoined())
+        raise failures.rank_failed(causes, stalled, self.world_size, stay)
+
+    def _next(self, stream: Any, rank: int) -> tuple[str, Any]:
+        """What a rank says next."""
+        try:
+            kind, content = self._ray.get(next(stream))
+        except StopIteration:
+            return "failure", failures.of_death(rank, None, "")
+        except self._ray.exceptions.RayError as error:
+            said = " ".join(str(error).split()).rpartition("exit detail: ")[2].split(". ")[0]
+            why = said[:200] or "Ray does not say why"
+            what = f"is gone: its process on host {self.hosts[rank]}, or that host ({why})"
+            return "failure", Failure(rank, 0, what, gone=True)
+        return kind, content
+
+    def _rejoined(self) -> bool:
+        try:
+            self._join_anew()
+        except RankFailed:
+            return False
+        return True
+
+    def _whereabouts(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Where in their Python code the ranks are at this moment."""
+        asked = {self._actors[rank].whereabouts.options(concurrency_group="control").remote(): rank for rank in ranks}
+        places = dict.fromkeys(ranks, "it is stopped, or its host cannot be reached")
+        if asked:
+            ready, _ = self._ray.wait(list(asked), num_returns=len(asked), timeout=WHERE_LIMIT)
+            for reference in ready:
+                with contextlib.suppress(self._ray.exceptions.RayError):
+                    places[asked[reference]] = self._ray.get(reference)
+        return places
+
+
+class _Rank:
+    """The actor of a rank. What the ranks compute runs in one thread, which CUDA's current device belongs to."""
+
+    def __init__(self, threads: int) -> None:
+        # Before torch is imported.
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="ditmesh-rank")
+        self._threads = threads
+        self._rank = -1
+        self._store: Any = None
+        self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def facts(self) -> dict[str, Any]:
+        """Where this is, and with which versions."""
+        import socket
+
+        import ray
+
+        address = ray.util.get_node_ip_address()
+        node = ray.get_runtime_context().get_node_id()
+        return {"host": socket.gethostname(), "address": address, "node": node, "versions": library_versions()}
+
+    def meet(self, address: str) -> int:
+        """Open a port at which ranks find one another."""
+        self._store = _store()(address, 0, is_master=True, wait_for_workers=False)
+        return self._store.port
+
+    def join(
+        self, rank: int, world_size: int, device: DeviceKind, timeout: float, address: str, port: int, alone: bool
+    ) -> None:
+        """Join the process group."""
+        self._worker.submit(self._join, rank, world_size, device, timeout, address, port, alone).result()
+
+    def _join(
+        self, rank: int, world_size: int, device: DeviceKind, timeout: float, address: str, port: int, alone: bool
+    ) -> None:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(self._threads)
+        if alone:
+            stay_on_loopback()
+        elif name := _interface():
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(variable, name)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._rank, limit = rank, timedelta(seconds=timeout)
+        place = None
+        if device == "cuda":
+            # Ray shows each rank its own GPU only.
+            place = torch.device("cuda", 0)
+            torch.cuda.set_device(place)
+        store = self._store if rank == 0 else _store()(address, port, is_master=False, timeout=limit)
+        dist.init_process_group(
+            "nccl" if place else "gloo", store=store, rank=rank, world_size=world_size, timeout=limit, device_id=place
+        )
+
+    def call(self, data: bytes) -> Iterator[tuple[str, Any]]:
+        """Answer a call: messages, and then ``("answer", pickled)`` or ``("failure", Failure)``."""
+        out: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        while not self._replies.empty():
+            # To an earlier call.
+            self._replies.get()
+        self._worker.submit(self._answer, data, out)
+        while True:
+            kind, content = out.get()
+            yield kind, content
+            if kind != "message":
+                return
+
+    def _answer(self, data: bytes, out: queue.SimpleQueue[tuple[str, Any]]) -> None:
+        try:
+            fn, args, kwargs, reports = pickle.loads(data)
+            if reports:
+                kwargs["report"] = _Report(out, self._replies)
+            out.put(("answer", encode(fn(*args, **kwargs))))
+        except BaseException as error:
+            out.put(("failure", of_exception(self._rank, error)))
+
+    def reply(self, data: bytes) -> None:
+        """Take what the owner says in the middle of a call."""
+        self._replies.put(data)
+
+    def whereabouts(self) -> str:
+        """Where the thread that computes is in its code, the latest call first, as `faulthandler` has it."""
+        for thread in threading.enumerate():
+            if thread.name.startswith("ditmesh-rank") and (frame := sys._current_frames().get(thread.ident or -1)):
+                lines = traceback.extract_stack(frame)[::-1]
+                return "\n".join(f'  File "{line.filename}", line {line.lineno} in {line.name}' for line in lines)
+        return "it did not say"
+
+
+class _Report:
+    """What a function on a rank reports with, and hears the owner by."""
+
+    def __init__(self, out: queue.SimpleQueue[tuple[str, Any]], replies: queue.SimpleQueue[bytes]) -> None:
+        self._out, self._replies = out, replies
+
+    def __call__(self, message: Any) -> None:
+        # What cannot be pickled fails here.
+        encode(message)
+        self._out.put(("message", message))
+
+    def reply(self) -> Any:
+        """The owner's next reply; waits for it."""
+        return pickle.loads(self._replies.get())
+
+
+def _store() -> Any:
+    import torch.distributed as dist
+
+    return dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _import() -> Any:
+    try:
+        import ray
+        import ray.util
+    except ImportError as error:
+        raise ConfigError("launcher ray: Ray is not installed; pip install ray") from error
+    return ray
+
+
+def _connect(ray: Any, address: str | None) -> None:
+    """Join the cluster, or start one on this machine."""
+    quiet = {"include_dashboard": False} if not (address or os.environ.get("RAY_ADDRESS")) else {}
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="error", **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"no Ray cluster answers at {address or os.environ.get('RAY_ADDRESS')} "
+            f"({' '.join(str(error).split())[:200]}); start one with ray start --head, or leave the address out"
+        ) from error
+
+
+@contextlib.contextmanager
+def _stdout_kept_clean() -> Iterator[None]:
+    """Let what Ray tells of its nodes go to stderr: stdout is the program's, and may be JSON."""
+    from ray._private import worker
+
+    # There is no setting for it.
+    tell = getattr(worker, "print_to_stdstream", None)
+    if tell is None:
+        yield
+        return
+
+    def to_stderr(data: dict[str, Any], *rest: Any, **named: Any) -> None:
+        tell({**data, "is_err": True}, *rest, **named)
+
+    worker.print_to_stdstream = to_stderr
+    try:
+        yield
+    finally:
+        if worker.print_to_stdstream is to_stderr:
+            worker.print_to_stdstream = tell
+
+
+def device_of_cluster(device: DeviceChoice, world_size: int, address: str | None = None) -> DeviceKind:
+    """What ``world_size`` ranks of a Ray cluster run on; see `RayRanks`. Ray is left again."""
+    if device == "cpu":
+        return "cpu"
+    ray = _import()
+    ours = not ray.is_initialized()
+    if ours:
+        _connect(ray, address)
+    try:
+        return _device(device, ray.cluster_resources(), world_size)
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _device(device: DeviceChoice, there: dict[str, float], world_size: int) -> DeviceKind:
+    gpus = int(there.get("GPU", 0))
+    if device == "cpu" or (device == "auto" and not gpus):
+        return "cpu"
+    if gpus < world_size:
+        raise ConfigError(
+            f"{world_size} ranks need {world_size} GPUs, and the Ray cluster has {gpus}; use fewer devices, or "
+            "--device cpu"
+        )
+    return "cuda"
+
+
+def _threads(threads: int | None, there: dict[str, float], world_size: int) -> int:
+    cpus = int(there.get("CPU", 0))
+    needed = world_size * (threads or 1)
+    if cpus < needed:
+        raise ConfigError(
+            f"{world_size} ranks of {threads or 1} CPUs each need {needed}, and the Ray cluster has {cpus}; use fewer "
+            f"devices or threads, or start Ray with more: ray start --num-cpus {needed}"
+        )
+    return threads or max(1, cpus // world_size)
+
+
+def _interface() -> str | None:
+    """The network interface that has the address by which Ray knows this host."""
+    import psutil
+    import ray
+
+    address = ray.util.get_node_ip_address()
+    every = psutil.net_if_addrs().items()
+    return next((name for name, those in every if any(one.address == address for one in those)), None)
