@@ -196,6 +196,23 @@ def check_job(job: Job, model: ModelInfo, devices: int) -> None:
     Raises:
         InputError: one sentence that names the thing, its value, and the way out.
     """
+    check_request(job, model)
+    if job.files:
+        pipeline_for(model.pipeline_class, job.files, job.strength)
+        check_encoder(job.files, model.index)
+    if not isinstance(job.config, str):
+        check_config(job.config, model, devices, job.size)
+    check_folder(job.out)
+    if devices > 1:
+        check_layout(model)
+
+
+def check_request(job: Job, model: ModelInfo) -> None:
+    """Refuse numbers, texts and sizes that are not possible, without importing torch or writing anything.
+
+    Raises:
+        InputError: see `check_job`.
+    """
     for option, value, most in (
         ("--steps", job.steps, MOST_STEPS),
         ("--num-images", job.images, MOST_PICTURES // len(job.prompts)),
@@ -213,9 +230,6 @@ def check_job(job: Job, model: ModelInfo, devices: int) -> None:
         check_text(prompt, f"prompt {number}")
     check_text(job.negative or "", "the negative prompt")
     check_roles(job.files, job.strength)
-    if job.files:
-        pipeline_for(model.pipeline_class, job.files, job.strength)
-        check_encoder(job.files, model.index)
     if job.size is not None:
         model.check_size(*job.size)
         if model.labels and job.size != model.default_size:
@@ -232,11 +246,6 @@ def check_job(job: Job, model: ModelInfo, devices: int) -> None:
             raise InputError(
                 f"{together} x {size[0]}x{size[1]} are more than {MOST_PIXELS} pixels, the most of one call; use {way}"
             )
-    if not isinstance(job.config, str):
-        check_config(job.config, model, devices, job.size)
-    check_folder(job.out)
-    if devices > 1:
-        check_layout(model)
 
 
 def check_text(text: str, name: str) -> None:
