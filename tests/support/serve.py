@@ -20,6 +20,7 @@ from ditmesh.serve.protocol import (
     Cancelled,
     Finished,
     Load,
+    ModelFailed,
     ModelReady,
     ModelSpec,
     Preview,
@@ -114,14 +115,13 @@ def serve_fake(specs: Sequence[ModelSpec], *, report: Any) -> None:
             if isinstance(command, Stop):
                 return
 
-    if place.rank == 0:
-        threading.Thread(target=read, daemon=True).start()
+    threading.Thread(target=read, daemon=True).start()
     loaded: dict[str, ModelSpec] = {}
     running: dict[str, Running] = {}
     calls = rows = 0
     beat = 0.0
     while True:
-        for command in place.shared(_taken(inbox)):
+        for command in place.shared(_taken(inbox)):  # rank 0's
             if isinstance(command, Stop):
                 return
             _obey(command, loaded, running, say)
@@ -149,6 +149,9 @@ def _obey(command: Any, loaded: dict[str, ModelSpec], running: dict[str, Running
     if isinstance(command, Load):
         if command.spec.dtype == "float16":
             raise ArithmeticError("this model breaks")
+        if command.spec.dtype == "bfloat16":
+            say(ModelFailed(command.spec.name, "this model is broken"))
+            return
         loaded.pop(command.spec.name, None)
         unloaded = tuple(list(loaded)[: max(0, len(loaded) + 1 - command.most)])
         for name in unloaded:

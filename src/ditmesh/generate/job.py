@@ -186,7 +186,7 @@ class Generated:
 
 
 def check_job(job: Job, model: ModelInfo, devices: int) -> None:
-    """Refuse what cannot be generated, as far as the model's JSON files say.
+    """Refuse what cannot be generated, or not be written, as far as the model's JSON files say.
 
     Args:
         job: what is asked for.
@@ -196,23 +196,14 @@ def check_job(job: Job, model: ModelInfo, devices: int) -> None:
     Raises:
         InputError: one sentence that names the thing, its value, and the way out.
     """
-    check_request(job, model)
-    if job.files:
-        pipeline_for(model.pipeline_class, job.files, job.strength)
-        check_encoder(job.files, model.index)
-    if not isinstance(job.config, str):
-        check_config(job.config, model, devices, job.size)
+    check_content(job, model, devices)
     check_folder(job.out)
     if devices > 1:
         check_layout(model)
 
 
-def check_request(job: Job, model: ModelInfo) -> None:
-    """Refuse numbers, texts and sizes that are not possible, without importing torch or writing anything.
-
-    Raises:
-        InputError: see `check_job`.
-    """
+def check_content(job: Job, model: ModelInfo, devices: int) -> None:
+    """As `check_job`, of what is to be generated alone."""
     for option, value, most in (
         ("--steps", job.steps, MOST_STEPS),
         ("--num-images", job.images, MOST_PICTURES // len(job.prompts)),
@@ -230,6 +221,9 @@ def check_request(job: Job, model: ModelInfo) -> None:
         check_text(prompt, f"prompt {number}")
     check_text(job.negative or "", "the negative prompt")
     check_roles(job.files, job.strength)
+    if job.files:
+        pipeline_for(model.pipeline_class, job.files, job.strength)
+        check_encoder(job.files, model.index)
     if job.size is not None:
         model.check_size(*job.size)
         if model.labels and job.size != model.default_size:
@@ -246,6 +240,8 @@ def check_request(job: Job, model: ModelInfo) -> None:
             raise InputError(
                 f"{together} x {size[0]}x{size[1]} are more than {MOST_PIXELS} pixels, the most of one call; use {way}"
             )
+    if not isinstance(job.config, str):
+        check_config(job.config, model, devices, job.size)
 
 
 def check_text(text: str, name: str) -> None:

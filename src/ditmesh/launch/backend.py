@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -86,8 +86,8 @@ class Launcher(Protocol):
 class Conversing(Launcher, Protocol):
     """A launcher whose ranks take replies in the middle of a call, as the ranks of a server do."""
 
-    def reply(self, content: Any, ranks: Collection[int] | None = None) -> None:
-        """Send ranks (None: all) what their function takes by ``report.reply()``, in order; from any thread.
+    def reply(self, content: Any) -> None:
+        """Send all ranks what their function takes by ``report.reply()``, in order; from any thread.
 
         What a rank has not taken when its call ends is dropped.
         """

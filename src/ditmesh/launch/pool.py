@@ -222,17 +222,16 @@ class RankPool(Launcher):
                 self._end("a call was broken off")
                 raise
 
-    def reply(self, content: Any, ranks: Collection[int] | None = None) -> None:
-        """Send ranks (None: all) a reply in the middle of a call, from any thread; they take it by ``report.reply()``.
+    def reply(self, content: Any) -> None:
+        """Send all ranks a reply in the middle of a call, from any thread; they take it by ``report.reply()``.
 
         What a rank has not taken when its call ends is dropped, and so is what a closed pool is given. Raises whatever
         pickling raises.
         """
         message = encode(Reply(encode(content)))
-        channels = [self._channels[rank] for rank in (range(self.world_size) if ranks is None else ranks)]
-        for channel in channels:
+        for channel in self._channels:
             channel.send(message)
-        if any(channel.sending for channel in channels):
+        if any(channel.sending for channel in self._channels):
             # When nobody has read the last ones, one more says nothing new; a pool may have been closed meanwhile.
             with contextlib.suppress(OSError):
                 self._waker.send(b"\0")

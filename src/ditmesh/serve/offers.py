@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .. import zoo
 from ..errors import InputError, did_you_mean
-from ..generate.files import InputFile
-from ..generate.job import check_config, check_request, job_for
+from ..generate.files import InputFile, check_roles
+from ..generate.job import check_content, job_for
 from ..generate.model_info import ModelInfo, find_model
 from .protocol import ModelSpec
 from .types import JobRequest, ModelCard
@@ -45,7 +44,6 @@ class Offer:
             InputError: there is no such model.
         """
         info = find_model(spec.model)
-        embedded = zoo.embedded(info.files)
         width, height = info.default_size or (None, None)
         card = ModelCard(
             id=spec.name,
@@ -54,8 +52,6 @@ class Offer:
             width=width,
             height=height,
             size_multiple=info.size_multiple,
-            steps=embedded.steps if embedded else None,
-            guidance=embedded.guidance_scale if embedded else None,
             loras=list(spec.loras),
             labels=list(info.labels),
         )
@@ -86,7 +82,8 @@ class Offer:
         if (request.width is None) != (request.height is None):
             raise InputError("width and height belong together; give both, or none for the model's own")
         size = None if request.width is None or request.height is None else (request.width, request.height)
-        files = tuple(InputFile(one.role, one.digest, one.digest, one.scale) for one in request.inputs)
+        # Without the files: whether its pipeline takes them is not known before the model is loaded.
+        check_roles([InputFile(one.role, "", one.digest) for one in request.inputs], request.strength)
         job = job_for(
             self.info,
             [request.prompt],
@@ -98,12 +95,9 @@ class Offer:
             guidance=request.guidance,
             negative=request.negative_prompt,
             seed=request.seed or 0,
-            strength=request.strength,
-            files=files,
+            config=self.spec.config,
         )
-        check_request(job, self.info)
-        if not isinstance(self.spec.config, str):
-            check_config(self.spec.config, self.info, devices, size)
+        check_content(job, self.info, devices)
         for one in request.loras:
             if one.name not in self.spec.loras:
                 there = ", ".join(self.spec.loras) or "none"

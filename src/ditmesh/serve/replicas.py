@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, cast
 
 from ..errors import ConfigError, RankFailed
 from ..launch import Launcher
 from ..launch.backend import Conversing
-from .protocol import Beat, Command, Load, Message, ModelReady, ModelSpec, Stop
+from .protocol import Beat, Command, Load, Message, ModelFailed, ModelReady, Stop
 
-# Seconds: between attempts to start ranks, the first and the longest; ranks that lived longer have not failed at once.
-BACKOFF, LONGEST_BACKOFF, LIVED = 0.2, 10.0, 60.0
+# Seconds between attempts to start ranks, the first and the longest.
+BACKOFF, LONGEST_BACKOFF = 0.2, 10.0
 # Seconds for ranks to obey `Stop`, and for their thread to end after that.
 STOP_LIMIT = 5.0
 
@@ -45,7 +46,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Up:
-    """Ranks have begun to serve, and take commands."""
+    """Ranks take commands from now on."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,13 @@ class Down:
 Said = Message | Up | Down
 
 
-def serve(specs: Sequence[ModelSpec], *, report: Any) -> None:
+def serve(function: Callable[..., None] | None, *, report: Any) -> None:
     """Serve tasks on this rank until `Stop` comes. Every rank of a replica calls this."""
-    # Imports torch, which the owner does not need.
-    from .worker import serve_rank
-
-    serve_rank(specs, report=report)
+    report(Up())
+    if function is None:
+        # Imports torch, which the owner does not need.
+        from .worker import serve_rank as function
+    function((), report=report)
 
 
 class Replica:
@@ -88,23 +90,21 @@ class Replica:
         self,
         name: str,
         make: MakeRanks,
-        specs: Sequence[ModelSpec],
         say: Callable[[Replica, Said], None],
         limits: Limits | None = None,
-        function: Callable[..., None] = serve,
+        function: Callable[..., None] | None = None,
     ) -> None:
         """Prepare; `start` starts.
 
         Args:
             name: of the replica.
             make: starts ranks of a launcher that takes replies (`launch.backend.Conversing`).
-            specs: the models that there are.
             say: called in the replica's thread with what rank 0 reports, and `Up` and `Down` around it.
             limits: when ranks are given up.
-            function: what every rank calls, as ``function(specs, report=...)``; see `protocol`.
+            function: what every rank calls in the place of `worker.serve_rank`.
         """
         self.name, self.limits = name, limits or Limits()
-        self._make, self._specs, self._say, self._function = make, tuple(specs), say, function
+        self._make, self._say, self._function = make, say, function
         self._thread = threading.Thread(target=self._run, name=f"ditmesh-{name}", daemon=True)
         self._pool: Conversing | None = None
         self._stopping = threading.Event()
@@ -112,7 +112,7 @@ class Replica:
         # Times of the monotonic clock: of the last message, and of the last that says that work has been done.
         self._heard = self._worked = 0.0
         self._calls = 0
-        self._loading = False
+        self._loading = self._useful = False
         self._stalled = ""
 
     def start(self) -> None:
@@ -128,7 +128,7 @@ class Replica:
             self._loading = True
         # Work that begins now has its whole time.
         self._worked = time.monotonic()
-        pool.reply(command, (0,))
+        pool.reply(command)
 
     def stop(self) -> None:
         """Tell the ranks to return at once, and do not start them again; see `join`."""
@@ -144,17 +144,17 @@ class Replica:
     def _run(self) -> None:
         pause = BACKOFF
         while not self._stopping.is_set():
-            began = time.monotonic()
             down = self._lives()
             self._say(self, down)
             if down.final:
                 return
-            pause = BACKOFF if time.monotonic() - began > LIVED else min(2 * pause, LONGEST_BACKOFF)
+            # Ranks that have come as far as to load a model do not fail because they are started.
+            pause = BACKOFF if self._useful else min(2 * pause, LONGEST_BACKOFF)
             self._stopping.wait(pause)
 
     def _lives(self) -> Down:
         """Start ranks and let them serve; how that ended."""
-        self._stalled, self._loading, self._calls = "", False, -1
+        self._stalled, self._loading, self._useful, self._calls = "", False, False, -1
         try:
             with self._make() as pool:
                 if not hasattr(pool, "reply"):
@@ -163,12 +163,8 @@ class Replica:
                         "launcher 'local'"
                     )
                 self._heard = self._worked = time.monotonic()
-                pool.run(
-                    self._function,
-                    self._specs,
-                    on_message=lambda rank, message: self._hear(pool, message),  # type: ignore[arg-type]
-                    watch=self._missed,
-                )
+                hear = partial(self._hear, cast("Conversing", pool))
+                pool.run(serve, self._function, on_message=hear, watch=self._missed)
         except RankFailed as error:
             return self._failed(error)
         except Exception as error:
@@ -179,19 +175,21 @@ class Replica:
             self._pool = None
         return Down(final=self._stopping.is_set(), why="" if self._stopping.is_set() else "the ranks have returned")
 
-    def _hear(self, pool: Conversing, message: Message) -> None:
+    def _hear(self, pool: Conversing, rank: int, message: Message | Up) -> None:
+        if rank > 0:
+            return
         self._heard = time.monotonic()
-        if not isinstance(message, Beat):
-            self._worked = self._heard
-            self._loading = self._loading and not isinstance(message, ModelReady)
-        elif not message.running or message.calls != self._calls:
-            self._worked, self._calls = self._heard, message.calls
-        if self._pool is None:
-            # Before their first word a command would come before the call that takes it.
+        if isinstance(message, Up):
+            # A command that was sent before would have come before the call that takes it.
             self._pool = pool
-            self._say(self, Up())
             if self._stopping.is_set():
                 self.send(Stop())
+        if not isinstance(message, Beat):
+            self._worked = self._heard
+            self._loading = self._loading and not isinstance(message, (ModelReady, ModelFailed))
+            self._useful = self._useful or isinstance(message, ModelReady)
+        elif not message.running or message.calls != self._calls:
+            self._worked, self._calls = self._heard, message.calls
         self._say(self, message)
 
     def _missed(self) -> str | None:

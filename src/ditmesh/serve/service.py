@@ -30,6 +30,7 @@ from .protocol import (
     Finished,
     Load,
     Message,
+    ModelFailed,
     ModelReady,
     ModelSpec,
     Paused,
@@ -40,7 +41,7 @@ from .protocol import (
     TaskFailed,
 )
 from .queue import Head, Place, Queue
-from .replicas import Down, Limits, Replica, Said, Up, serve
+from .replicas import Down, Limits, Replica, Said, Up
 from .results import Results
 from .types import (
     ENDED,
@@ -192,7 +193,7 @@ class Service:
         most_waiting: int = 1000,
         most_per_owner: int = 250,
         weights: Mapping[str, float] | None = None,
-        function: Callable[..., None] = serve,
+        function: Callable[..., None] | None = None,
     ) -> None:
         """Look at the models; `start` starts.
 
@@ -237,7 +238,6 @@ class Service:
                 Replica(
                     f"replica-{number}",
                     partial(_ranks, launcher, devices, device, threads, timeout, number, replicas, limits.stopped),
-                    specs,
                     self._heard,
                     limits,
                     function,
@@ -598,13 +598,18 @@ class Service:
 
     async def _feed(self, group: Group) -> bool:
         """Give a replica its next task, if it may have one; whether it got one."""
-        if not group.up or group.loading or len(group.running) >= self._most_running:
+        if not group.up or group.loading or len(group.running) >= 2 * self._most_running:
             return False
         if group.reserved and group.running:
             return False
         head = await self._on_disk(self._choose(group))
         if head is None:
             return False
+        if len(group.running) >= self._most_running:
+            # Only the more urgent: less urgent tasks pause for them.
+            priorities = [live.job.request.priority for live, _ in group.running.values()]
+            if sum(head.priority <= priority for priority in priorities) >= self._most_running:
+                return False
         if head.again:
             if not (group.idle or group.alone == head.id):
                 group.reserved = True
@@ -683,6 +688,9 @@ class Service:
                         await self._down(group, said)
                     elif isinstance(said, ModelReady):
                         self._loaded(group, said)
+                    elif isinstance(said, ModelFailed):
+                        group.loading = ""
+                        await self._load_failed(said.name, JobError(code="internal", message=said.message), LOADS)
                     elif isinstance(said, Beat):
                         self._beat(group, said)
                     elif said.id in group.running:
@@ -839,16 +847,15 @@ class Service:
             else:
                 await self._again(live, pictures[live.id], said.why, counts=bool(said.why) and not loading)
         if loading and said.why:
-            await self._load_failed(loading, said)
+            await self._load_failed(loading, JobError(code=said.code, message=said.why), 1)
 
-    async def _load_failed(self, name: str, said: Down) -> None:
-        self._failed_loads[name] = self._failed_loads.get(name, 0) + 1
-        refused = isinstance(said.cause, InputError)
-        if self._failed_loads[name] < LOADS and not refused:
+    async def _load_failed(self, name: str, error: JobError, attempts: int) -> None:
+        """A model could not be loaded: after `LOADS` attempts the jobs that wait for it fail."""
+        self._failed_loads[name] = self._failed_loads.get(name, 0) + attempts
+        if self._failed_loads[name] < LOADS:
             return
-        error = JobError(
-            code="invalid_request" if refused else said.code, message=f"model {name} could not be loaded: {said.why}"
-        )
+        error = JobError(code=error.code, message=f"model {name} could not be loaded: {error.message}")
+        logger.error("%s", error.message)
         running = {live.id for _, live, _ in self._tasks()}
         for live in list(self._lives.values()):
             if live.job.request.model == name and not live.ended and live.id not in running:
