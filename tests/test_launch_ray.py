@@ -220,3 +220,9 @@ def test_no_cluster_there() -> None:
     assert "no Ray cluster answers at 127.0.0.1:1" in done.stderr
     with pytest.raises(ConfigError, match="takes no address"):
         launcher("local@here", 1)
+
+
+@pytest.mark.matrix
+def test_a_call_that_is_watched(ranks2: Any) -> None:
+    with pytest.raises(RankFailed, match="ranks 0, 1 of 2 had not come back"):
+        ranks2.run(time.sleep, 10, watch=lambda: "come back")

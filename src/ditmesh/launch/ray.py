@@ -20,7 +20,7 @@ from typing import Any
 from .._version import library_versions
 from ..errors import ConfigError, RankFailed
 from . import failures
-from .backend import Launcher, OnMessage
+from .backend import Conversing, OnMessage, Watch
 from .devices import DeviceChoice, DeviceKind, check_timeout, stay_on_loopback
 from .failures import Failure, of_exception
 from .messages import encode, encode_call
@@ -30,12 +30,13 @@ START_LIMIT = 300.0  # for Ray to find room, for all ranks to import what they n
 GRACE = 2.0  # for a failure's cause to show up when it looks like a consequence
 LOST_LIMIT = 30.0  # for Ray to notice that a host is gone
 CLOSE_LIMIT = 5.0  # for actors to end
+LOOK = 1.0  # between looks at what is not a message
 WHERE_LIMIT = 2.0  # for a rank to say where it is
 # What has to be the same on all hosts.
 SAME = ("ditmesh", "torch", "diffusers", "python")
 
 
-class RayRanks(Launcher):
+class RayRanks(Conversing):
     """Ranks on a Ray cluster, one actor each, placed together where there is room.
 
     Ranks are numbered host by host, so that neighbours share one. The cluster is the one that ``address`` or
@@ -57,6 +58,7 @@ class RayRanks(Launcher):
         timeout: float = 600.0,
         preload: Sequence[str] = (),
         gpus: Sequence[int] | None = None,
+        stop_limit: float | None = None,
         address: str | None = None,
     ) -> None:
         """Start the ranks and wait until all of them have joined.
@@ -66,7 +68,7 @@ class RayRanks(Launcher):
             device: ``"auto"`` takes CUDA when the cluster has GPUs.
             threads: of each rank, and CPUs that it takes of the cluster; default: the cluster's CPUs shared out.
             timeout: deadline of every collective, in seconds.
-            preload: no use is made of it.
+            preload, stop_limit: no use is made of them: a rank that is stopped is noticed by the others' deadline.
             gpus: no use is made of it: Ray gives each rank a GPU of its own.
             address: of the cluster.
 
@@ -174,6 +176,7 @@ class RayRanks(Launcher):
         *args: Any,
         deadline: float | None = None,
         on_message: OnMessage | None = None,
+        watch: Watch | None = None,
         **kwargs: Any,
     ) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every rank at once; see `Launcher.run`. Arguments and results are pickled.
@@ -189,7 +192,7 @@ class RayRanks(Launcher):
             # The actors' main module is Ray's.
             call = encode_call(fn, args, kwargs, on_message is not None, main=False)
             try:
-                return self._collect(call, math.inf if deadline is None else deadline, on_message)
+                return self._collect(call, math.inf if deadline is None else deadline, on_message, watch)
             except RankFailed as error:
                 if not error.pool_open:
                     self._end(str(error).split("\n", 1)[0])
@@ -231,21 +234,21 @@ class RayRanks(Launcher):
 
     # ---- answers and failures
 
-    def _collect(self, call: bytes, deadline: float, on_message: OnMessage | None) -> list[Any]:
-        """Wait ``deadline`` seconds for one answer of every rank; pass messages on meanwhile."""
+    def _collect(self, call: bytes, deadline: float, on_message: OnMessage | None, watch: Watch | None) -> list[Any]:
+        """Wait ``deadline`` seconds for one answer of every rank; pass messages on meanwhile, and ask ``watch``."""
         streams = {
             actor.call.options(num_returns="streaming").remote(call): rank for rank, actor in enumerate(self._actors)
         }
         answers: dict[int, Any] = {}
         failed: dict[int, Failure] = {}
         everyone = range(self.world_size)
-        limit = time.monotonic() + deadline
+        limit, expected = time.monotonic() + deadline, f"answered within {deadline:g} s"
         while streams:
             remaining = limit - time.monotonic()
             causes = sorted(failed.values(), key=lambda failure: failure.weight)
             if remaining <= 0 or (causes and causes[0].certain):
                 break
-            ready, _ = self._ray.wait(list(streams), num_returns=1, timeout=min(remaining, 3600.0))
+            ready, _ = self._ray.wait(list(streams), num_returns=1, timeout=min(remaining, LOOK))
             for stream in ready:
                 rank = streams[stream]
                 kind, content = self._next(stream, rank)
@@ -261,11 +264,13 @@ class RayRanks(Launcher):
                 # A connection that broke may be a host that is gone, which Ray takes a while to notice.
                 broken = all(failure.weight and "timed out" not in failure.what.lower() for failure in failed.values())
                 limit = min(limit, time.monotonic() + (LOST_LIMIT if broken else GRACE))
+            elif watch is not None and (missed := watch()) is not None:
+                limit, expected = -math.inf, missed
         if len(answers) == self.world_size:
             return [answers[rank] for rank in everyone]
         silent = [rank for rank in everyone if rank not in answers and rank not in failed]
         if not failed:
-            raise failures.late(self._whereabouts(silent), self.world_size, f"answered within {deadline:g} s")
+            raise failures.late(self._whereabouts(silent), self.world_size, expected)
         causes = sorted(failed.values(), key=lambda failure: failure.weight)
         stalled = self._whereabouts(silent) if causes[0].weight > 0 else dict.fromkeys(silent, "")
         stay = not silent and not any(failure.weight or failure.gone for failure in causes)
