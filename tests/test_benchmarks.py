@@ -74,7 +74,8 @@ def test_gpu_check_says_what_is_missing(tmp_path: Path) -> None:
     assert all(row["ok"] for row in others)
 
 
-@pytest.mark.parametrize("against", [False, pytest.param(True, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("against", [False, True])
 def test_overhead(tmp_path: Path, against: bool) -> None:
     figures = tmp_path / "out.json"
     other = ["--against", BENCHMARKS.parent / "src"] if against else []
@@ -94,7 +95,8 @@ def test_overhead(tmp_path: Path, against: bool) -> None:
         assert rows[1]["host synchronisations"] == 0
 
 
-@pytest.mark.parametrize("config", [pytest.param("tensor=2", marks=pytest.mark.matrix), "pipe=2"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("config", ["tensor=2", "pipe=2"])
 def test_a_rank_of_the_command_holds_and_reads_its_share(tmp_path: Path, config: str) -> None:
     """What the 1 GB of docs/benchmarks.md show, with 60 MB; and that whole loading would be seen."""
     figures = tmp_path / "figures.json"

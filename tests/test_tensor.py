@@ -88,7 +88,13 @@ def compiled(name, backend):
     return found
 
 
-@pytest.mark.parametrize(("model", "backend"), [("Flux", "eager"), ("Wan", "eager"), ("SD3", "inductor")])
+@pytest.mark.parametrize(
+    ("model", "backend"),
+    [
+        ("Flux", "eager"),
+        *(pytest.param(*case, marks=pytest.mark.matrix) for case in (("Wan", "eager"), ("SD3", "inductor"))),
+    ],
+)
 def test_compiled_blocks(ranks, model, backend):
     """The sums lie inside the graphs, without a break, and are counted all the same."""
     for (error, sent), (_, expected) in ranks(2).run(compiled, model, backend):
@@ -96,7 +102,11 @@ def test_compiled_blocks(ranks, model, backend):
         assert sent == expected
 
 
-@pytest.mark.parametrize("config", [{"tensor": 2}, {"tensor": 4}, {"tensor": 2, "ulysses": 2}], ids=name_of)
+@pytest.mark.parametrize(
+    "config",
+    [{"tensor": 2}, *(pytest.param(c, marks=pytest.mark.matrix) for c in ({"tensor": 4}, {"tensor": 2, "ulysses": 2}))],
+    ids=name_of,
+)
 def test_every_class(ranks, config):
     """Every reviewed class: equal to one device."""
     wrong = {}

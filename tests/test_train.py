@@ -96,7 +96,8 @@ def shared_out(given, seconds):
     return found, counts
 
 
-@pytest.mark.parametrize("sharding", ["none", pytest.param("ddp", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("sharding", ["none", "ddp"])
 def test_a_slow_rank_has_less_to_do(ranks, data, tmp_path, sharding):
     given = settings(data, tmp_path, global_batch_size=6, train_batch_size=1, max_train_steps=2, sharding=sharding)
     given |= {"parallel": {"data": 2}, "checkpointing_steps": 9}

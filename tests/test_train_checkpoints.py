@@ -184,7 +184,9 @@ def state_of(given, steps=None):
     return losses, rate, average, state.get("scaler")
 
 
-@pytest.mark.parametrize("what", SETTINGS)
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.matrix] if what == "whole" else []) for what in SETTINGS]
+)
 def test_other_ranks_go_on(ranks, data, tmp_path, what):
     """Two sequence ranks, then one, then two data ranks: the curve, rate, average and scale of one run of one rank."""
     given = settings(data, tmp_path / "parts", global_batch_size=2, train_batch_size=1, max_train_steps=3)

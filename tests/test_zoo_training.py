@@ -93,7 +93,13 @@ def small(monkeypatch: pytest.MonkeyPatch):
     )
 
 
-@pytest.mark.parametrize("name", ["fashion-dit", "emoji-flux", "emoji-sd3", "emoji-dit-s"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fashion-dit",
+        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("emoji-flux", "emoji-sd3", "emoji-dit-s")),
+    ],
+)
 @pytest.mark.usefixtures("small")
 def test_a_recipe_goes_from_pictures_to_a_pipeline_with_a_record(tmp_path: Path, name: str):
     from diffusers import DiffusionPipeline
