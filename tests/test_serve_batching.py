@@ -165,7 +165,7 @@ def test_adapters_are_on_for_their_own_requests_alone(ranks, tmp_path):
     starts = [task(id, PROMPTS[0], loras=tuple(names)) for id, names in asked.items()]
     said = Owner(at_once(*starts), 3).serve(ranks(2), [spec(ulysses=2, loras=loras)])
     truths: dict[str, Any] = {"0": alone(PROMPTS[0], 0)}
-    pipe = pipeline()
+    pipe = pipeline("emoji-sd3")
     digests = {}
     for id in ("1", "2"):
         for n, lora in enumerate(asked[id]):
