@@ -80,7 +80,7 @@ def test_a_rank_that_fails_costs_nobody_a_picture(tmp_path: Path) -> None:
 def test_the_job_under_which_ranks_fail_twice_fails_and_its_company_does_not(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path / "server", devices=2, replicas=2, **REAL) as service:
-            asked = [JobRequest(prompt=f"! {how} rank=1 step=3") for how in ("raise", "kill")]
+            asked = [JobRequest(prompt=f"! {how} rank=1 step=3", steps=8) for how in ("raise", "kill")]
             asked += [JobRequest(prompt=f"fox {number}", n=3, steps=6) for number in range(6)]
             jobs = await done(service, asked)
             for job, how in zip(jobs, ("raise", "kill"), strict=False):
