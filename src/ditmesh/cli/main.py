@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..errors import InputError, LayoutError, RankFailed
+from ..errors import InputError, LayoutError, RankFailed, ServerError
 from ..launch import Terminated, interrupt_behind, interrupts_end, interrupts_raise, leave, torchrun_rank
 from .doctor import doctor
 from .generate import generate
@@ -116,6 +116,8 @@ def _run(arguments: list[str] | None) -> None:
         # Every rank refuses what rank 0 refuses: that is an answer, not a failure.
         if isinstance(error.__cause__, (InputError, LayoutError)):
             _leave(str(error.__cause__), 2)
+        _leave(str(error), 1)
+    except ServerError as error:
         _leave(str(error), 1)
 
 
