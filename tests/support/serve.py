@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import os
 import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,8 @@ from ditmesh.serve.protocol import (
     Task,
     TaskFailed,
 )
-from ditmesh.serve.types import RankState
+from ditmesh.serve.service import Service
+from ditmesh.serve.types import Job, RankState
 
 STEP = 0.01
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -254,3 +257,43 @@ class ThreadRanks:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+# ---- the service
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, *, grace: float = 5.0, models: Any = None, **options: Any) -> AsyncIterator[Service]:
+    specs = models or [ModelSpec("sd3", "emoji-sd3")]
+    service = Service(
+        specs, folder, **{"launcher": "support.serve:ThreadRanks", "device": "cpu", **options}, function=serve_fake
+    )
+    await service.start()
+    try:
+        yield service
+    finally:
+        await service.stop(grace)
+
+
+async def ended(service: Service, job: Job, owner: str = "") -> Job:
+    async with contextlib.aclosing(service.events(job.id, owner)) as events:
+        async for _ in events:
+            pass
+    return await service.job(job.id, owner)
+
+
+async def until(condition: Any, seconds: float = 10.0) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit
+        await asyncio.sleep(0.005)
+
+
+async def assert_right(service: Service, job: Job, owner: str = "") -> None:
+    """Every picture is the one that its prompt and seed give alone."""
+    assert job.status == "succeeded", job
+    for one in job.images:
+        assert one.seed == job.request.seed + one.index
+        file = await service.result(job.id, one.index, owner)
+        assert file.path.read_bytes() == picture(job.request.prompt, one.seed, job.request.steps or 4)
+        assert file.media_type == "image/png"

@@ -35,7 +35,7 @@ class Limits:
 
     Attributes:
         stall: without a message while they are idle, without a step or anything else done while they work.
-        load: without a message while they load a model.
+        load: without a message while they start or load a model.
         stopped: for which a rank may be stopped by a signal such as SIGSTOP.
     """
 
@@ -112,7 +112,7 @@ class Replica:
         # Times of the monotonic clock: of the last message, and of the last that says that work has been done.
         self._heard = self._worked = 0.0
         self._calls = 0
-        self._loading = self._useful = False
+        self._starting, self._loading, self._useful = True, False, False
         self._stalled = ""
 
     def start(self) -> None:
@@ -154,7 +154,8 @@ class Replica:
 
     def _lives(self) -> Down:
         """Start ranks and let them serve; how that ended."""
-        self._stalled, self._loading, self._useful, self._calls = "", False, False, -1
+        self._stalled, self._calls = "", -1
+        self._starting, self._loading, self._useful = True, False, False
         try:
             with self._make() as pool:
                 if not hasattr(pool, "reply"):
@@ -184,6 +185,8 @@ class Replica:
             self._pool = pool
             if self._stopping.is_set():
                 self.send(Stop())
+        else:
+            self._starting = False
         if not isinstance(message, Beat):
             self._worked = self._heard
             self._loading = self._loading and not isinstance(message, (ModelReady, ModelFailed))
@@ -196,7 +199,8 @@ class Replica:
         """What the ranks have failed to do in time, if anything."""
         if self._killed or (self._stopping.is_set() and self._pool is None):
             return "stopped when they were told to"
-        now, limit = time.monotonic(), self.limits.load if self._loading else self.limits.stall
+        now, slow = time.monotonic(), self._starting or self._loading
+        limit = self.limits.load if slow else self.limits.stall
         if now - self._heard > limit:
             self._stalled = f"said anything for {limit:g} s"
         elif now - self._worked > limit:

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 from .._version import __version__
 from ..errors import ConfigError, InputError, did_you_mean
 from ..launch import DeviceChoice, Launcher, default_threads, launcher, resolve_device
+from ..launch.pool import PRELOAD
 from .backend import NoSpace, ResultFile, Stopping, UnknownJob
 from .events import EventLog
 from .offers import Offer
@@ -877,7 +878,8 @@ def _ranks(
     if threads is None and kind == "cpu":
         threads = default_threads(devices * replicas, "cpu")
     gpus = range(number * devices, (number + 1) * devices)
-    return launcher(name, devices, kind, threads, timeout, gpus=gpus, stop_limit=stopped)
+    preload = (*PRELOAD, "ditmesh.serve.replicas", "ditmesh.serve.worker")
+    return launcher(name, devices, kind, threads, timeout, gpus=gpus, stop_limit=stopped, preload=preload)
 
 
 def _task_id(live: Live, picture: int) -> str:
