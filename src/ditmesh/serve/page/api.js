@@ -76,6 +76,9 @@ export async function request(path, { method, body } = {}) {
 
 export const file = async (path) => (await answer(path)).blob();
 
+// A stream that is alive says something more often than that, in milliseconds.
+const SILENCE = 45_000;
+
 /** Events of a stream: {id, event, data}. */
 async function* events(path, after, signal) {
   const headers = { Accept: "text/event-stream", ...(after ? { "Last-Event-ID": String(after) } : {}) };
@@ -84,7 +87,9 @@ async function* events(path, after, signal) {
   let rest = "";
   let fields = {};
   for (;;) {
+    const timer = setTimeout(() => reader.cancel(), SILENCE);
     const { value, done } = await reader.read();
+    clearTimeout(timer);
     if (done) return;
     const lines = (rest + value).split(/\r?\n/);
     rest = lines.pop();
@@ -117,6 +122,8 @@ export function follow(path, handle, connected = () => {}) {
     while (!signal.aborted) {
       try {
         for await (const event of events(path, last, signal)) {
+          // The server's side of the stream has failed.
+          if (event.event === "error") break;
           connected(true);
           pause = FIRST_PAUSE;
           last = event.id ?? last;

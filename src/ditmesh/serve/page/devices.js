@@ -7,6 +7,11 @@ const AXES = ["data", "cfg", "pipe", "ring", "ulysses", "tensor"];
 const COLOURS = 8;
 const HISTORY = 60;
 
+// The style of this view comes with it, and before it.
+await new Promise((done) => {
+  document.head.append(h("link", { rel: "stylesheet", href: "static/devices.css", load: done, error: done }));
+});
+
 const cards = new Map(); // by replica
 const nothing = h("p", { class: "hint" }, "The server has no replica.");
 
