@@ -23,6 +23,10 @@ class QueueFull(DitmeshError):
         self.retry_after = retry_after
 
 
+class Stopping(QueueFull):
+    """The server is on its way out."""
+
+
 class NoSpace(DitmeshError):
     """The disk is full: the job was not taken."""
 
