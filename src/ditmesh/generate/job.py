@@ -186,7 +186,7 @@ class Generated:
 
 
 def check_job(job: Job, model: ModelInfo, devices: int) -> None:
-    """Refuse what cannot be generated, as far as the model's JSON files say.
+    """Refuse what cannot be generated, or not be written, as far as the model's JSON files say.
 
     Args:
         job: what is asked for.
@@ -196,6 +196,14 @@ def check_job(job: Job, model: ModelInfo, devices: int) -> None:
     Raises:
         InputError: one sentence that names the thing, its value, and the way out.
     """
+    check_content(job, model, devices)
+    check_folder(job.out)
+    if devices > 1:
+        check_layout(model)
+
+
+def check_content(job: Job, model: ModelInfo, devices: int) -> None:
+    """As `check_job`, of what is to be generated alone."""
     for option, value, most in (
         ("--steps", job.steps, MOST_STEPS),
         ("--num-images", job.images, MOST_PICTURES // len(job.prompts)),
@@ -234,9 +242,6 @@ def check_job(job: Job, model: ModelInfo, devices: int) -> None:
             )
     if not isinstance(job.config, str):
         check_config(job.config, model, devices, job.size)
-    check_folder(job.out)
-    if devices > 1:
-        check_layout(model)
 
 
 def check_text(text: str, name: str) -> None:
