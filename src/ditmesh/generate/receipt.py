@@ -19,6 +19,7 @@ from .files import MOST_PIXELS, Role
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from PIL.PngImagePlugin import PngInfo
 
 # The keyword of the PNG text chunk.
 CHUNK = "ditmesh"
@@ -140,20 +141,25 @@ def write_png(image: Image, path: str | Path, receipt: Receipt, replace: bool = 
         FileExistsError: there is a file of that name, and ``replace`` is False.
         InputError: the file cannot be written.
     """
-    from PIL.PngImagePlugin import PngInfo
-
     path = Path(path)
-    info = PngInfo()
-    # International text: prompts are written in every script there is.
-    info.add_itxt(CHUNK, receipt.model_dump_json())
     try:
         with written_whole(path, replace) as temporary:
-            image.save(temporary, format="PNG", pnginfo=info)
+            image.save(temporary, format="PNG", pnginfo=text_chunk(receipt))
     except FileExistsError:
         raise
     except OSError as error:
         raise InputError(f"cannot write {str(path)!r} ({error.strerror or error}); choose another folder") from error
     return path
+
+
+def text_chunk(receipt: Receipt) -> PngInfo:
+    """The text of a PNG that holds a receipt."""
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    # International text: prompts are written in every script there is.
+    info.add_itxt(CHUNK, receipt.model_dump_json())
+    return info
 
 
 def write_free(image: Image, path: str | Path, receipt: Receipt, overwrite: bool = False, start: int = 1) -> Path:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .._version import library_versions
 from ..errors import InputError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from ..comm.mesh import Mesh
+    from ..config import ParallelConfig
 
 
 def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None) -> float:
@@ -69,7 +70,7 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
     if why is not None:
         say(Noted(f"every rank loads the whole transformer before it is cut: {why}"))
     pipe = load(job, device, share)
-    facts = _facts(job, pipe, device, share, rank)
+    facts = facts_of(job.config, pipe, device, share, rank)
     sampled = sampled_fingerprint(pipe) if job.sampled and rank == 0 else None
     if job.offload != "none":
         offload(pipe, job.offload, device)
@@ -132,7 +133,9 @@ def _share(job: Job, mesh: Mesh | None) -> tuple[Mesh | None, str | None]:
     return (mesh, None) if why is None else (None, why)
 
 
-def _facts(job: Job, pipe: Any, device: torch.device, share: Mesh | None, rank: int) -> dict[str, Any]:
+def facts_of(
+    config: ParallelConfig | Literal["auto"], pipe: Any, device: torch.device, share: Mesh | None, rank: int
+) -> dict[str, Any]:
     """What a receipt says about weights and environment, of a pipeline that is not parallelised yet. Rank 0's."""
     from ..core.digests import weights_fingerprint
     from ..launch.hardware import environment
@@ -142,7 +145,7 @@ def _facts(job: Job, pipe: Any, device: torch.device, share: Mesh | None, rank: 
     spread = None if share is None else fingerprint(pipe, share)
     if rank > 0:
         return {}
-    reproducible = not isinstance(job.config, str) and job.config.reproducible
+    reproducible = not isinstance(config, str) and config.reproducible
     # With the settings that are in force while the pipeline runs.
     with deterministic(device) if reproducible else contextlib.nullcontext():
         weights = spread or weights_fingerprint(pipe)
@@ -170,33 +173,43 @@ def _save(
     for place, (image, index) in enumerate(zip(images, call.indices, strict=True)):
         if index in kept.done:
             continue
-        receipt = Receipt(
-            prompt=job.prompts[call.prompt],
-            negative_prompt=job.negative,
-            seed=job.seed + index,
-            index=index,
-            steps=arguments["num_inference_steps"],
-            guidance=arguments.get("guidance_scale", 0.0),
-            max_sequence_length=arguments.get("max_sequence_length"),
-            width=image.width,
-            height=image.height,
-            model=job.name,
-            dtype=job.dtype,
-            versions=library_versions(),
-            restarts=[past.plain() for past in kept.restarts if past.request == number],
-            label=job.labels[call.prompt] if job.labels else None,
-            together=call.images,
-            place=place,
-            files=[ReceiptFile(**asdict(file)) for file in job.files],
-            strength=job.strength,
-            variant=job.variant,
-            offload=job.offload,
-            **facts,
-        )
+        restarts = [past.plain() for past in kept.restarts if past.request == number]
+        receipt = receipt_of(job, index, image, arguments, {**facts, "restarts": restarts, "place": place})
         path = Path(job.out) / file_name(index, receipt.prompt, receipt.seed)
         # A rank that was lost may have written the picture and not said so.
         overwrite = job.overwrite or bool(kept.restarts)
         say(Generated(str(write_free(image, path, receipt, overwrite, job.number)), receipt))
+
+
+def receipt_of(job: Job, index: int, image: Image, arguments: Mapping[str, Any], facts: Mapping[str, Any]) -> Receipt:
+    """The receipt of picture ``index`` of a job.
+
+    Args:
+        arguments: of the pipeline's call.
+        facts: the fields that only the run knows.
+    """
+    call = job.call(job.call_of(index))
+    return Receipt(
+        prompt=job.prompts[call.prompt],
+        negative_prompt=job.negative,
+        seed=job.seed + index,
+        index=index,
+        steps=arguments["num_inference_steps"],
+        guidance=arguments.get("guidance_scale", 0.0),
+        max_sequence_length=arguments.get("max_sequence_length"),
+        width=image.width,
+        height=image.height,
+        model=job.name,
+        dtype=job.dtype,
+        versions=library_versions(),
+        label=job.labels[call.prompt] if job.labels else None,
+        together=call.images,
+        files=[ReceiptFile(**asdict(file)) for file in job.files],
+        strength=job.strength,
+        variant=job.variant,
+        offload=job.offload,
+        **facts,
+    )
 
 
 def with_free_names(job: Job) -> Job:
@@ -242,11 +255,11 @@ def load(job: Job, device: torch.device, mesh: Mesh | None = None) -> Any:
     kind = getattr(diffusers, name, None)
     # A pipeline with code of its own is known only once it is loaded.
     if isinstance(kind, type):
-        _check_call(job, name, inspect.signature(kind.__call__).parameters)
+        check_call(job, name, inspect.signature(kind.__call__).parameters)
     other = kind if name != job.pipeline_class else None
     parts = load_controlnet(job.files, dtype_option(getattr(torch, job.dtype)))
     pipe = load_pipeline(job.model, job.name, job.dtype, None, job.variant, other, mesh, **parts)
-    _check_call(job, type(pipe).__name__, call_parameters(pipe))
+    check_call(job, type(pipe).__name__, call_parameters(pipe))
     with whole_shapes(pipe, mesh) if mesh is not None else contextlib.nullcontext():
         load_adapters(pipe, job.files)
     return pipe.to(device) if job.offload == "none" else pipe
@@ -371,8 +384,13 @@ def file_name(index: int, prompt: str, seed: int) -> str:
     return "-".join(filter(None, [f"{index:04d}", short, f"seed{seed}"])) + ".png"
 
 
-def _check_call(job: Job, name: str, parameters: Any) -> None:
-    if "num_frames" in parameters:
+def check_call(job: Job, name: str, parameters: Any, videos: bool = False) -> None:
+    """Refuse what a pipeline of class ``name`` does not take; ``videos``: it may make them.
+
+    Raises:
+        InputError: naming the option.
+    """
+    if "num_frames" in parameters and not videos:
         raise InputError(f"{name} makes videos, and `ditmesh generate` saves pictures; call it from Python")
     if job.labels:
         if "class_labels" not in parameters:
