@@ -20,18 +20,27 @@ const ROWS = [
   ["Pipeline", ({ pipeline }) => pipeline],
   ["Type", ({ dtype }) => dtype],
   ["Ranks", ({ devices, device }) => devices && `${devices} (${device})`],
-  ["Configuration", ({ config }) => config && (settings(config) || "one device")],
+  ["Configuration", ({ config }) => config && (settings(Object.entries(config).filter(telling)) || "one device")],
   ["Time", ({ seconds: taken }) => taken != null && seconds(taken)],
   ["Restarts", ({ restarts }) => restarts?.map((each) => `step ${each.step}: ${each.from} to ${each.to} ranks`).join("; ")],
   ["Files", ({ files }) => files?.map(({ role, digest, scale }) => `${role} ${digest.slice(0, 12)} × ${scale}`).join(", ")],
   ["Weights", ({ weights_digest: digest }) => digest?.slice(0, 16)],
-  ["Versions", ({ versions }) => versions && settings(versions)],
-  ["Environment", ({ environment }) => environment && settings(environment)],
+  ["Versions", ({ versions }) => versions && settings(Object.entries(versions), " ")],
+  [
+    "Environment",
+    ({ environment, versions }) =>
+      environment && settings(Object.entries(environment).filter(([name]) => !(name in (versions ?? {}))), ": "),
+  ],
 ];
 
-const settings = (map) =>
-  Object.entries(map)
-    .map(([name, value]) => `${name}=${typeof value === "object" ? JSON.stringify(value) : value}`)
+// Settings that say something by themselves; all of them are in the JSON.
+const USUAL = [null, false, 1, "exact", "auto", "broadcast", "estimated"];
+const BESIDES = ["warmup", "tiles", "shared_memory", "strict"];
+const telling = ([name, value]) => !USUAL.includes(value) && !BESIDES.includes(name);
+
+const settings = (entries, sign = "=") =>
+  entries
+    .map(([name, value]) => (value === true ? name : name + sign + (value?.constructor === Object ? JSON.stringify(value) : value)))
     .join(", ");
 
 /** Shows picture `index` of a job. */
