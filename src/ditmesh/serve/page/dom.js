@@ -51,7 +51,7 @@ export function bytes(value) {
   return `${place && value < 100 ? value.toFixed(1) : Math.round(value)} ${units[place]}`;
 }
 
-export const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
+export const count = (number, noun) => `${number} ${noun}${Number(number) === 1 ? "" : "s"}`;
 
 export const time = (value) => new Date(value * 1000).toLocaleString();
 

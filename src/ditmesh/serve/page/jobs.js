@@ -249,11 +249,11 @@ function drawRow(entry) {
   const { job } = entry;
   if (!entry.row) {
     const prompt = job.request.prompt;
-    const progress = h("progress", { "aria-label": `Progress: ${prompt}` });
+    const bar = h("progress", { "aria-label": `Progress: ${prompt}` });
     const stop = h("button", { type: "button", "aria-label": `Cancel: ${prompt}`, click: () => cancel(entry) }, "Cancel");
     const text = h("span", { class: "state" });
-    entry.row = h("li", {}, h("span", { class: "prompt" }, prompt), text, stop, progress);
-    Object.assign(entry.row, { text, stop, progress });
+    entry.row = h("li", {}, h("span", { class: "prompt" }, prompt), text, stop, bar);
+    Object.assign(entry.row, { text, stop, bar });
   }
   const { row } = entry;
   const [done, steps] = progress(entry);
@@ -261,8 +261,8 @@ function drawRow(entry) {
   write(row.text, several + state(entry));
   row.dataset.status = job.status;
   row.stop.disabled = Boolean(entry.cancelling);
-  row.progress.max = steps || 1;
-  row.progress.value = done;
+  row.bar.max = steps || 1;
+  row.bar.value = done;
 }
 
 function newTile(entry, place) {
@@ -301,7 +301,7 @@ function drawTile(entry, tile) {
   if (image) {
     write(tile.text, "");
     tile.frame.setAttribute("aria-label", `Open: ${asked.prompt}, seed ${image.seed}`);
-    write(tile.meta, former[job.id]?.verdict?.short ?? `seed ${image.seed}`);
+    write(tile.meta, [`seed ${image.seed}`, former[job.id]?.verdict?.short].filter(Boolean).join(" · "));
   } else {
     write(tile.text, textOf(entry, tile));
     write(tile.meta, `seed ${tile.place === "end" ? asked.seed : seedOf(asked, tile.place)}`);

@@ -6,7 +6,7 @@ import { cardOf, randomSeed, useRequest } from "./form.js";
 import { entryOf, formerOf, neighbours, pathOf, remember, seedOf, submit } from "./jobs.js";
 
 const dialog = $("picture");
-let shown = null; // {id, index}
+let shown = null; // {job, index}
 
 const ROWS = [
   ["Seed", ({ seed }) => seed],
@@ -48,7 +48,7 @@ export function open(id, index) {
   const { job } = entryOf(id);
   const image = job.images.find((each) => each.index === index);
   if (!image) return;
-  shown = { id, index };
+  shown = { job, index };
   const { request } = job;
   const path = pathOf(id, index);
   const video = cardOf(request.model)?.video;
@@ -75,8 +75,8 @@ export function open(id, index) {
 
 /** Generates the shown picture again; `seed`: another one, or its own. */
 async function repeat(seed) {
-  const { id, index } = shown;
-  const { request } = entryOf(id).job;
+  const { job: from, index } = shown;
+  const { request } = from;
   write($("action-status"), "");
   try {
     const job = await submit({ ...request, n: 1, seed: seed ?? seedOf(request, index) });
@@ -84,7 +84,7 @@ async function repeat(seed) {
       write($("action-status"), `Queued with seed ${seed}.`);
     } else {
       write($("action-status"), "Queued again with the same seed.");
-      remember(job.id, { job: id, index });
+      remember(job.id, { job: from.id, index });
     }
   } catch (error) {
     write($("action-status"), error.message);
@@ -101,7 +101,7 @@ async function values(path) {
 }
 
 /** How two pictures differ: {short, long}. Their files do anyway: a receipt holds the time it took. */
-function verdict(one, other) {
+function verdict(one, other, reproducible) {
   if (one.width !== other.width || one.height !== other.height) {
     return { short: "another size", long: "The picture has another size than the former one." };
   }
@@ -118,7 +118,9 @@ function verdict(one, other) {
   if (!pixels) return { short: "same bytes", long: "Same again: all bytes of the picture are equal to the former one." };
   return {
     short: `${pixels} pixels differ`,
-    long: `Same again: ${pixels} of ${one.width * one.height} pixels differ from the former picture, by ${most} of 255 at most.`,
+    long:
+      `Same again: ${pixels} of ${one.width * one.height} pixels differ from the former picture, by ${most} of 255 at most.` +
+      (reproducible ? "" : " Batches of another size may round otherwise; in reproducible mode they do not."),
   };
 }
 
@@ -126,34 +128,34 @@ function verdict(one, other) {
 export async function compare({ job }, known) {
   try {
     const [one, other] = await Promise.all([values(pathOf(job.id, 0)), values(pathOf(known.job, known.index))]);
-    known.verdict = verdict(one, other);
+    known.verdict = verdict(one, other, job.images[0].receipt?.config?.reproducible);
   } catch (error) {
     known.verdict = { short: "not compared", long: `The picture could not be compared with the former one: ${error.message}` };
   }
   remember(job.id, known);
-  if (shown && [known.job, job.id].includes(shown.id)) write($("action-status"), known.verdict.long);
+  if (shown && [known.job, job.id].includes(shown.job.id)) write($("action-status"), known.verdict.long);
 }
 
 function turn(by) {
-  const next = neighbours(shown.id, shown.index)[by];
+  const next = neighbours(shown.job.id, shown.index)[by];
   if (next) open(...next);
 }
 
 $("again").addEventListener("click", () => repeat(null));
 $("vary").addEventListener("click", () => repeat(randomSeed()));
 $("use").addEventListener("click", () => {
-  const { request } = entryOf(shown.id).job;
+  const { job, index } = shown;
   dialog.close();
-  useRequest(request, seedOf(request, shown.index));
+  useRequest(job.request, seedOf(job.request, index));
 });
 $("close").addEventListener("click", () => dialog.close());
 $("download").addEventListener("click", async (event) => {
   // A link cannot send a key.
   if ($("forget-key").hidden) return;
   event.preventDefault();
-  const path = pathOf(shown.id, shown.index);
-  const blob = await file(path);
-  const name = `${shown.id}-${shown.index}.${blob.type.split("/")[1]}`;
+  const { job, index } = shown;
+  const blob = await file(pathOf(job.id, index));
+  const name = `${job.id}-${index}.${blob.type.split("/")[1]}`;
   const link = h("a", { href: URL.createObjectURL(blob), download: name });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
