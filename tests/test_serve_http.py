@@ -225,11 +225,13 @@ def test_a_client_that_goes_away_cancels_its_job(url: str, backend: FakeBackend,
     backend.hold(True)
     try:
         sent = {"prompt": "left", "stream": stream}
-        with httpx.Client(base_url=url) as other, contextlib.suppress(httpx.ReadTimeout):
-            with other.stream("POST", "/v1/images/generations", json=sent, timeout=0.5) as answer:
-                assert stream
-                # The first is a comment, in the silence of ranks that do nothing.
-                assert next(answer.iter_lines()).startswith(":")
+        with (
+            contextlib.suppress(httpx.ReadTimeout),
+            httpx.stream("POST", f"{url}/v1/images/generations", json=sent, timeout=0.5) as answer,
+        ):
+            assert stream
+            # The first is a comment, in the silence of ranks that do nothing.
+            assert next(answer.iter_lines()).startswith(":")
         (job,) = asyncio.run(backend.jobs("", 1))
         assert job.request.prompt == "left"
         assert until(lambda: job.status == "cancelled")
@@ -568,7 +570,7 @@ def test_files_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(InputError, match="hold none"):
         Keys(file)
     file.write_text("dm-a-key-as-it-is\n")
-    with pytest.raises(InputError, match="line 1 of the keys .* is not a SHA-256") as wrong:
+    with pytest.raises(InputError, match=r"line 1 of the keys .* is not a SHA-256") as wrong:
         Keys(file)
     assert "dm-a-key" not in str(wrong.value)
     file.unlink()
@@ -652,27 +654,39 @@ def test_traces(url: str):
 # --- the end
 
 
-def test_a_server_that_stops_says_so_and_ends_its_streams():
-    backend = FakeBackend()
-    app = create_app(backend, Settings(keep_alive=0.05))
-    server = app.state.server
-    backend.hold(True)
-    with serving(backend, Settings()) as url, httpx.Client(base_url=url, timeout=20) as http:
+@pytest.mark.parametrize("done", [False, True])
+def test_a_server_that_stops_ends_what_is_under_way(done: bool):
+    """Within its grace jobs end and their clients are answered; then streams end, and who waits is told."""
+    backend = FakeBackend(step_seconds=0.05)
+    seen: list[dict[str, str]] = []
+    answers: list[httpx.Response] = []
+
+    def follow() -> None:
+        with httpx.stream("GET", f"{url}/v1/jobs/{job}/events", timeout=20) as stream:
+            seen.extend(sse(stream.iter_lines()))
+
+    def ask() -> None:
+        answers.append(httpx.post(f"{url}/v1/images/generations", json={"prompt": "b"}, timeout=20))
+
+    with serving(backend, Settings(), grace=10.0 if done else 0.1) as url, httpx.Client(base_url=url) as http:
+        backend.hold(not done)
         job = http.post("/v1/jobs", json={"prompt": "a"}).json()["id"]
-        seen: list[dict[str, str]] = []
-
-        def follow() -> None:
-            with httpx.stream("GET", f"{url}/v1/jobs/{job}/events", timeout=20) as stream:
-                seen.extend(sse(stream.iter_lines()))
-
-        reader = threading.Thread(target=follow)
-        reader.start()
-        assert until(lambda: backend.open_streams == 2)
-    reader.join(10)
-    assert not reader.is_alive()
+        clients = [threading.Thread(target=work) for work in (follow, ask)]
+        for client in clients:
+            client.start()
+        # Two of them are the log's.
+        assert until(lambda: backend.open_streams == 4)
+    for client in clients:
+        client.join(10)
+        assert not client.is_alive()
     assert seen[0]["event"] == "queued"
-    assert backend.stopped_with == 0.0
-    assert server.stopping is False
+    assert (seen[-1]["event"] == "succeeded") is done
+    assert answers[0].status_code == (200 if done else 503)
+    if not done:
+        assert "goes on with job_" in error_of(answers[0])["message"]
+        # The job is not made twice by a client that asks again.
+        assert answers[0].headers["x-should-retry"] == "false"
+    assert backend.open_streams == 0
 
 
 # --- the description, and what it does not describe
@@ -706,3 +720,66 @@ def test_the_description_is_complete():
         "507",
     }
     assert "HTTPValidationError" not in schema["components"]["schemas"]
+
+
+# What an answer must conform to.
+CONFORMANCE = {
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+}
+
+
+class Enough(Exception):
+    """The time is over."""
+
+
+def fuzzed(seconds: float) -> int:
+    """Sends made-up requests to every endpoint for so long; how many. Every answer conforms to the description."""
+    import hypothesis
+    import schemathesis
+    from schemathesis import checks, openapi
+
+    own = Settings(hosts=(*LOOPBACK, "testserver"), max_pixels=128 * 128, max_steps=4, max_images=2, max_body=50_000)
+    schema = openapi.from_asgi("/openapi.json", create_app(FakeBackend(step_seconds=0.0), own))
+    checks.load_all_checks()
+    wanted = [checks.CHECKS.get_one(name) for name in sorted(CONFORMANCE)]
+    operations = [result.ok() for result in schema.get_all_operations()]
+    assert len(operations) == 16
+    rounds = [(operation, mode) for operation in operations for mode in schemathesis.GenerationMode]
+    sent, began = 0, time.monotonic()
+    for number, (operation, mode) in enumerate(rounds, 1):
+        # What one leaves over is the others'.
+        until = began + seconds * number / len(rounds)
+
+        @hypothesis.seed(number)
+        @hypothesis.settings(
+            max_examples=100_000,
+            deadline=None,
+            database=None,
+            phases=[hypothesis.Phase.generate],
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
+        @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+        def ask(case: schemathesis.Case) -> None:
+            nonlocal sent
+            if time.monotonic() > until:  # noqa: B023
+                raise Enough
+            sent += 1
+            case.validate_response(case.call(timeout=2), checks=wanted)
+
+        with contextlib.suppress(Enough, hypothesis.errors.Unsatisfiable):
+            ask()
+    return sent
+
+
+def test_made_up_requests_get_answers_that_conform():
+    assert fuzzed(20.0) > 300
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+def test_many_more_made_up_requests():
+    assert fuzzed(300.0) > 5000

@@ -24,6 +24,7 @@ from ditmesh.errors import InputError
 from ditmesh.generate.receipt import CHUNK, Receipt
 from ditmesh.serve.app import create_app
 from ditmesh.serve.backend import NoSpace, QueueFull, ResultFile, UnknownJob
+from ditmesh.serve.listen import HttpServer, bound, url_of
 from ditmesh.serve.settings import Settings
 from ditmesh.serve.types import (
     ENDED,
@@ -317,21 +318,30 @@ class FakeBackend:
 
 
 @contextlib.contextmanager
-def serving(backend: Any, settings: Settings | None = None, tracer: Any = None) -> Iterator[str]:
+def serving(backend: Any, settings: Settings | None = None, tracer: Any = None, grace: float = 0.0) -> Iterator[str]:
     """A server in a thread, on a port of its own; its URL."""
-    app = create_app(backend, settings, tracer)
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="on"))
-    thread = threading.Thread(target=server.run, daemon=True)
+    server, failed = HttpServer(create_app(backend, settings, tracer), grace), []
+    listening = bound("127.0.0.1", 0)
+
+    def run() -> None:
+        try:
+            asyncio.run(server.run_on(listening))
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     limit = time.monotonic() + 20
     while not server.started and time.monotonic() < limit:
-        assert thread.is_alive()
+        assert thread.is_alive(), failed
         time.sleep(0.01)
     try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield url_of(listening)
     finally:
         server.should_exit = True
         thread.join(20)
+        assert not failed
+        assert not thread.is_alive()
 
 
 def main() -> None:

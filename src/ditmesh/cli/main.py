@@ -17,12 +17,13 @@ from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
 from .replay import replay
+from .serve import serve
 from .study import study
 from .train import train
 from .verify import verify
 
 # Commands that start their own ranks.
-OF_OWN_RANKS = ("verify", "study", "replay", "doctor")
+OF_OWN_RANKS = ("serve", "verify", "study", "replay", "doctor")
 
 
 @contextlib.contextmanager
@@ -58,7 +59,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (generate, train, verify, study, replay, inspect, doctor):
+for command in (generate, serve, train, verify, study, replay, inspect, doctor):
     app.command()(command)
 
 

@@ -8,7 +8,7 @@ import html
 import os
 import re
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from fastapi import APIRouter, FastAPI, Header, Path, Query
 from fastapi.exceptions import RequestValidationError
@@ -31,8 +31,8 @@ from .keys import Keys, Limiter
 from .logs import JobWatch
 from .metrics import Metrics
 from .settings import Settings
-from .streams import EventStream, closed_after, sse
-from .types import Job, JobRequest, ModelCard, ServerState, Status
+from .streams import EventStream, closed_after, event_schema, sse
+from .types import EventName, Job, JobRequest, ModelCard, ServerState, Status
 from .uploads import Uploads
 
 if TYPE_CHECKING:
@@ -65,11 +65,9 @@ class Alive(BaseModel):
     status: Literal["ok"] = "ok"
 
 
-def stream_of(event: str) -> dict[int | str, dict[str, Any]]:
-    """How OpenAPI describes a stream of events."""
-    content = {
-        "text/event-stream": {"schema": {"type": "string"}, "example": f"id: 1\nevent: {event}\ndata: {{…}}\n\n"}
-    }
+def stream_of(*names: str) -> dict[int | str, dict[str, Any]]:
+    """How OpenAPI describes a stream of events of these names."""
+    content = {"text/event-stream": {"schema": event_schema(names)}}
     return {200: {"description": "Server-sent events; comments say that the stream is alive.", "content": content}}
 
 
@@ -126,7 +124,7 @@ async def delete_job(request: Request, id: JobId) -> Job:
 @jobs.get(
     "/jobs/{id}/events",
     response_class=Response,
-    responses={**OF_JOBS, **stream_of("step")},
+    responses={**OF_JOBS, **stream_of(*get_args(EventName), "error")},
     summary="What happens to a job",
 )
 async def get_events(
@@ -223,7 +221,7 @@ async def get_server(request: Request) -> ServerState:
 @about.get(
     "/v1/server/events",
     response_class=Response,
-    responses={**described(401), **stream_of("state")},
+    responses={**described(401), **stream_of("state", "error")},
     summary="The server's states",
 )
 async def get_server_events(request: Request) -> Response:

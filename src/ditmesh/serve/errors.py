@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from ..errors import DitmeshError, InputError
-from .backend import NoSpace, QueueFull, UnknownJob
+from .backend import NoSpace, QueueFull, Stopping, UnknownJob
 
 
 class ErrorDetail(BaseModel):
@@ -95,6 +95,8 @@ def as_refused(error: Exception) -> Refused:
         return Refused(error.status_code, what or f"{error.detail}".lower(), headers=error.headers)
     if isinstance(error, UnknownJob):
         return Refused(404, str(error), "job_not_found")
+    if isinstance(error, Stopping):
+        return Refused(503, str(error), headers=wait_header(error.retry_after))
     if isinstance(error, QueueFull):
         return Refused(429, str(error), "queue_full", headers=wait_header(error.retry_after))
     if isinstance(error, (NoSpace, InputError)):

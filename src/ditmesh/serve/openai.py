@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from .errors import ErrorDetail, Refused, described, wait_header
 from .intake import Server, Size, sized, validated
-from .streams import EventStream, closed_after, ended, gone, sse
+from .streams import EventStream, closed_after, ended, event_schema, gone, sse
 from .types import ENDED, Adapter, Event, Format, Job, JobImage, JobRequest, ModelCard
 
 router = APIRouter(prefix="/v1/images", tags=["images"])
@@ -179,14 +179,13 @@ class StreamedImage(BaseModel):
     usage: Usage | None = None
 
 
-STREAM = {
-    "text/event-stream": {
-        "schema": {"type": "string"},
-        "example": 'event: image_generation.completed\ndata: {"type":"image_generation.completed","b64_json":"…"}\n\n',
-    }
-}
+NAMES = [f"image_{kind}.{what}" for kind in ("generation", "edit") for what in ("partial_image", "completed")]
 ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {"model": ImagesResponse, "description": "The pictures; with `stream` events.", "content": STREAM},
+    200: {
+        "model": ImagesResponse,
+        "description": "The pictures; with `stream` events.",
+        "content": {"text/event-stream": {"schema": event_schema([*NAMES, "error"])}},
+    },
     **described(401, 403, 404, 409, 413, 429, 503, 507),
 }
 

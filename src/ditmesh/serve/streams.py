@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar
 
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -29,6 +28,13 @@ def sse(data: Any, event: str | None = None, id: int | None = None) -> str:
     lines += [f"event: {event}"] if event is not None else []
     text = json.dumps(finite(data), separators=(",", ":"), allow_nan=False)
     return "\n".join([*lines, f"data: {text}", "", ""])
+
+
+def event_schema(names: Sequence[str]) -> dict[str, Any]:
+    """What OpenAPI says of an event of these names."""
+    data = {"type": "string", "contentMediaType": "application/json"}
+    fields = {"id": {"type": "string"}, "event": {"type": "string", "enum": [*names]}, "data": data}
+    return {"type": "object", "properties": fields, "required": ["event", "data"]}
 
 
 async def gone(receive: Receive) -> None:
@@ -118,14 +124,3 @@ def _failure(error: Exception) -> str:
 
 async def _next(source: AsyncIterator[str]) -> str:
     return await anext(source)
-
-
-async def unless_gone(request: Request, work: Any) -> Any:
-    """What an awaitable gives; None when the client goes away before, and it is cancelled then."""
-    task, left = asyncio.ensure_future(work), asyncio.ensure_future(gone(request.receive))
-    try:
-        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        await ended(left)
-        await ended(task)
