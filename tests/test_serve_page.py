@@ -3,50 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-import base64
+import contextlib
 import io
 import json
 import re
-import socket
-import threading
+import signal
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
-from support.browser import browser
 
 from ditmesh.errors import InputError
-
-sync_api = pytest.importorskip("playwright.sync_api", reason="no Playwright here: pip install playwright")
-uvicorn = pytest.importorskip("uvicorn", reason="no server here: pip install ditmesh[serve]")
-pytest.importorskip("fastapi", reason="no server here: pip install ditmesh[serve]")
-
-from ditmesh.serve.app import create_app  # noqa: E402
-from ditmesh.serve.backend import ResultFile, UnknownJob  # noqa: E402
-from ditmesh.serve.settings import Settings  # noqa: E402
-from ditmesh.serve.types import (  # noqa: E402
+from ditmesh.serve.keys import new_key
+from ditmesh.serve.settings import Settings
+from ditmesh.serve.types import (
     ENDED,
     Event,
     Job,
     JobError,
-    JobImage,
     JobRequest,
     ModelCard,
     RankState,
     ReplicaState,
     ServerState,
-    Status,
 )
+from support.browser import browser
+from support.serving import FakeBackend, serving
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="no Playwright here: pip install playwright")
 
 pytestmark = pytest.mark.skipif(browser() is None, reason="no Chromium here: apt-get install chromium")
 
-PAGE = Path(create_app.__code__.co_filename).with_name("page")
+PAGE = Settings().page
+assert PAGE is not None
 ARGUMENTS = (
     "--no-sandbox",
     "--disable-gpu",
@@ -81,80 +78,59 @@ CARDS = [
 TWO_RANKS = [RankState(rank=rank, device="cpu", tiles=(8 * rank, 8 * rank + 8)) for rank in range(2)]
 
 
-def picture(seed: int, size: tuple[int, int] = (64, 64), form: str = "PNG") -> bytes:
-    """A file of noise."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+def picture(seed: int) -> bytes:
+    """A PNG of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, form)
+    Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
 
 
-class Scripted:
-    """A backend without ranks: what happens to its jobs, the test says."""
+class Scripted(FakeBackend):
+    """A backend to whose jobs happens what the test says."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.held: dict[str, Job] = {}
-        self.said: dict[str, list[Event]] = {}
+    def __init__(self) -> None:
+        super().__init__()
+        self.cards = CARDS
         self.cuts = 0  # of all streams
         self.asked_after: list[int] = []
-        self.cards = CARDS
         replica = ReplicaState(name="r0", state="ready", models=["text-model"], mesh={"ulysses": 2}, ranks=TWO_RANKS)
         self.server = ServerState(version="1", ready=True, queued=0, running=0, replicas=[replica])
 
     async def start(self) -> None:
         self.loop = asyncio.get_running_loop()
 
-    async def stop(self, grace: float) -> None: ...
-
     async def submit(self, request: JobRequest, owner: str) -> Job:
         if request.steps == 13:
             raise InputError("steps=13 is not served here; use 12 or fewer")
-        job = Job(id=f"job_{len(self.held):032x}", status="queued", request=request, created=time.time(), position=0)
-        job.images = [JobImage(index=index, seed=request.seed + index) for index in range(request.n)]  # type: ignore[operator]
-        self.held[job.id], self.said[job.id] = job, []
-        return job
-
-    async def put_input(self, data: bytes) -> str:
-        return "0" * 64
-
-    async def job(self, id: str, owner: str) -> Job:
-        if id not in self.held:
-            raise UnknownJob(f"there is no job {id}")
-        return self.held[id]
-
-    async def jobs(self, owner: str, limit: int = 50, status: Status | None = None) -> list[Job]:
-        return [job for job in reversed(self.held.values()) if status in (None, job.status)][:limit]
-
-    async def cancel(self, id: str, owner: str) -> Job:
-        self.end(id, "cancelled")
-        return self.held[id]
+        return await super().submit(request, owner)
 
     async def events(self, id: str, owner: str, after: int = 0) -> AsyncIterator[Event]:
         self.asked_after.append(after)
         cuts = self.cuts
         while cuts == self.cuts:
-            for event in self.said[id][after:]:
+            for event in self._events[id][after:]:
                 after = event.id
                 yield event
                 if event.event in ENDED:
                     return
             await asyncio.sleep(0.02)
 
-    async def result(self, id: str, index: int, owner: str) -> ResultFile:
-        return ResultFile(self.folder / f"{id}-{index}.png", "image/png")
-
-    def models(self) -> list[ModelCard]:
-        return self.cards
-
     def state(self) -> ServerState:
         return self.server
 
     # --- what a test says
 
+    @property
+    def held(self) -> dict[str, Job]:
+        """All jobs, the last one last."""
+        return {id: job for id, (_, job) in self._jobs.items()}
+
+    def last(self) -> str:
+        return list(self._jobs)[-1]
+
     def say(self, id: str, event: Any, /, **data: Any) -> None:
-        said = self.said[id]
-        said.append(Event(id=len(said) + 1, event=event, data=data))
+        asyncio.run_coroutine_threadsafe(self._tell(self.held[id], event, data), self.loop).result(20)
 
     def begin(self, id: str) -> None:
         self.held[id].status = "running"
@@ -164,63 +140,30 @@ class Scripted:
         steps = self.held[id].request.steps
         self.say(id, "step", image=image, step=step, steps=steps, eta=9.0, batch=1)
         if preview:
-            jpeg = base64.b64encode(picture(step, (16, 16), "JPEG")).decode()
-            self.say(id, "preview", image=image, step=step, width=16, height=16, b64_json=jpeg)
+            self.say(id, "preview", **self._preview(Image.new("RGB", (64, 64), (10 * step, 0, 0)), image, step))
 
     def finish(self, id: str, file: bytes | None = None) -> None:
         job = self.held[id]
         for image in job.images:
-            (self.folder / f"{id}-{image.index}.png").write_bytes(file or picture(image.seed))
+            self._path(job, image.index).write_bytes(file or picture(image.seed))
             image.url, image.width, image.height = f"/v1/jobs/{id}/images/{image.index}", 64, 64
             image.receipt = {"prompt": job.request.prompt, "seed": image.seed, "devices": 2, "config": {"ulysses": 2}}
             self.say(id, "image", **image.model_dump(mode="json"))
         self.end(id, "succeeded")
 
     def end(self, id: str, status: Any, error: JobError | None = None) -> None:
-        job = self.held[id]
-        job.status, job.error, job.finished = status, error, time.time()
-        self.say(id, status, **job.model_dump(mode="json"))
-
-    def last(self) -> str:
-        """The job that was sent last, once there is one more than a test has seen."""
-        return list(self.held)[-1]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@contextmanager
-def serving(backend: Scripted, port: int, **settings: Any) -> Iterator[str]:
-    """The real HTTP side over a backend; its address."""
-    app = create_app(backend, Settings(**settings))
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=5))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive()
-        time.sleep(0.02)
-    try:
-        yield f"http://127.0.0.1:{port}/"
-    finally:
-        # Streams end first: the server waits for them.
-        backend.loop.call_soon_threadsafe(app.state.server.closing.set)
-        server.should_exit = True
-        thread.join(20)
-        assert not thread.is_alive()
+        asyncio.run_coroutine_threadsafe(self._end(self.held[id], status, error), self.loop).result(20)
 
 
 @pytest.fixture
-def backend(tmp_path: Path) -> Scripted:
-    return Scripted(tmp_path)
+def backend() -> Scripted:
+    return Scripted()
 
 
 @pytest.fixture
 def address(backend: Scripted) -> Iterator[str]:
-    with serving(backend, free_port()) as url:
-        yield url
+    with serving(backend) as url:
+        yield f"{url}/"
 
 
 @pytest.fixture(scope="module")
@@ -322,8 +265,10 @@ def test_a_job_from_the_prompt_to_the_receipt(seen: Seen, backend: Scripted, add
     assert "seed 8" in tiles.nth(1).inner_text()
     seen.until(lambda: tiles.nth(1).locator("img").evaluate("(image) => image.naturalWidth") == 64)
     tiles.nth(1).locator("button").click()
+    seen.page.locator("dialog[open]").wait_for()
     receipt = text(seen, "#receipt")
-    assert all(line in receipt for line in ("Seed\n8", "Ranks\n2", "Configuration\nulysses=2", "Size\n64 × 64"))
+    for line in ("Seed\n8", "Ranks\n2", "Configuration\nulysses=2", "Size\n64 × 64"):
+        assert line in receipt
     with seen.page.expect_download() as download:
         seen.page.click("#download")
     assert Path(download.value.path()).read_bytes() == picture(8)
@@ -364,7 +309,7 @@ def test_the_form_follows_the_model(seen: Seen, backend: Scripted, address: str)
     request = backend.held[backend.last()].request
     assert (request.width, request.height, request.strength, request.negative_prompt) == (80, 96, 0.6, "blurred")
     assert [(each.name, each.scale) for each in request.loras] == [("ink", 0.5)]
-    assert [(each.role, each.digest) for each in request.inputs] == [("image", "0" * 64)]
+    assert [(each.role, each.digest) for each in request.inputs] == [("image", next(iter(backend.inputs)))]
     page.select_option("#model", "class-model")
     assert page.input_value("#steps") == "20"
     assert not page.locator("#prompt").is_visible()
@@ -432,21 +377,20 @@ def test_a_stream_goes_on_where_it_broke_off(seen: Seen, backend: Scripted, addr
     seen.until(lambda: len(backend.asked_after) > 0)
     backend.step(id, 2)
     seen.until(lambda: "Step 2 of 10" in text(seen, "#queue"))
-    assert backend.asked_after == [2]
+    assert backend.asked_after == [3]
 
 
 def test_server_that_goes_away(seen: Seen, backend: Scripted) -> None:
     """The page says so, and goes on by itself when the server is back."""
-    port = free_port()
-    with serving(backend, port) as url:
+    with serving(backend) as url:
         seen.page.goto(url)
         seen.until(lambda: "ready" in text(seen, "#server"))
         seen.generate("a red fox", steps=10)
     seen.page.locator("#offline").wait_for()
-    backend.finish(backend.last())
-    with serving(backend, port):
+    with serving(backend, port=int(url.rpartition(":")[2])):
         seen.page.locator("#offline").wait_for(state="hidden")
-        seen.until(lambda: "seed" in text(seen, "#gallery") and not seen.page.locator("#queue-section").is_visible())
+        backend.finish(backend.last())
+        seen.page.get_by_role("button", name="Open: a red fox").wait_for()
 
 
 def test_same_again_is_compared(seen: Seen, backend: Scripted, address: str) -> None:
@@ -490,11 +434,9 @@ def test_same_again_is_compared(seen: Seen, backend: Scripted, address: str) -> 
 
 def test_api_key(seen: Seen, backend: Scripted, tmp_path: Path) -> None:
     """A server with keys asks for one; it stays in the tab, and pictures are fetched with it."""
-    from ditmesh.serve.keys import new_key
-
     file = tmp_path / "keys.json"
     key = new_key(file, "page")
-    with serving(backend, free_port(), keys=file) as url:
+    with serving(backend, Settings(keys=file)) as url:
         seen.page.goto(url)
         seen.page.locator("#key-panel").wait_for()
         seen.page.fill("#key", "wrong")
@@ -507,7 +449,7 @@ def test_api_key(seen: Seen, backend: Scripted, tmp_path: Path) -> None:
         image = seen.page.locator("#gallery img")
         seen.until(lambda: image.count() > 0 and image.evaluate("(image) => image.naturalWidth") == 64)
         assert (image.get_attribute("src") or "").startswith("blob:")
-        assert seen.page.evaluate("JSON.stringify(localStorage) + document.cookie + location") == "{}" + url
+        assert seen.page.evaluate("JSON.stringify(localStorage) + document.cookie + location") == f"{{}}{url}/"
         seen.page.locator("#gallery button").click()
         with seen.page.expect_download() as download:
             seen.page.click("#download")
@@ -626,7 +568,7 @@ def test_everybody_can_read_it(seen: Seen, backend: Scripted, address: str, sche
         page.keyboard.press("Escape")
     levels = page.locator("h1, h2, h3").evaluate_all("(all) => all.map(({ tagName }) => Number(tagName[1]))")
     assert levels[0] == 1
-    assert all(after <= before + 1 for before, after in zip(levels, levels[1:], strict=False))
+    assert all(after <= before + 1 for before, after in pairwise(levels))
     ink = page.evaluate("getComputedStyle(document.body).color")
     other = "dark" if scheme == "light" else "light"
     for _ in range(3):
@@ -636,3 +578,108 @@ def test_everybody_can_read_it(seen: Seen, backend: Scripted, address: str, sche
     assert page.evaluate("getComputedStyle(document.body).color") != ink
     page.reload()
     assert page.evaluate("getComputedStyle(document.body).color") != ink
+
+
+# --- against ranks
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`ditmesh serve` with two ranks, as somebody would start it."""
+    folder = tmp_path_factory.mktemp("serve")
+    log = (folder / "log").open("w+")
+    command = [sys.executable, "-m", "ditmesh", "serve", "--devices", "2", "--ulysses", "2", "--threads", "1"]
+    process = subprocess.Popen(
+        [*command, "--reproducible", "--port", "0", "--grace", "1", "--folder", str(folder / "state")],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        end = time.monotonic() + 180
+        while True:
+            assert process.poll() is None, (folder / "log").read_text()
+            assert time.monotonic() < end, (folder / "log").read_text()
+            found = re.search(r"http://127\.0\.0\.1:\d+", (folder / "log").read_text())
+            with contextlib.suppress(OSError):
+                if found and urllib.request.urlopen(f"{found[0]}/readyz", timeout=5).status == 200:
+                    break
+            time.sleep(0.2)
+        yield f"{found[0]}/"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, (folder / "log").read_text()
+        log.close()
+
+
+def test_with_ranks_type_generate_same_again_and_vary(seen: Seen, real: str) -> None:
+    """What is typed is generated step by step, with previews; the same seed gives the same bytes, another others."""
+    seen.page.goto(real)
+    # Everything that tile and queue have shown.
+    seen.page.evaluate(
+        """() => {
+          window.shown = new Set();
+          new MutationObserver(() => {
+            shown.add(document.getElementById("queue").textContent);
+            for (const image of document.querySelectorAll("#gallery img")) shown.add(image.src.slice(0, 22));
+          }).observe(document.body, { subtree: true, childList: true, characterData: true, attributes: true });
+        }"""
+    )
+    seen.generate("a red fox", steps=8, guidance=2, seed=1)
+    done = seen.page.get_by_role("button", name="Open: a red fox, seed 1")
+    done.wait_for()
+    shown = " ".join(seen.page.evaluate("[...shown]"))
+    assert len(set(re.findall(r"Step \d of 8", shown))) > 3
+    assert "data:image/jpeg;base64" in shown
+    done.click()
+    seen.page.locator("dialog[open]").wait_for()
+    receipt = text(seen, "#receipt")
+    for line in ("Steps\n8", "Guidance\n2", "Ranks\n2", "ulysses=2, reproducible"):
+        assert line in receipt
+    seen.page.click("#again")
+    seen.until(lambda: "all bytes of the picture are equal" in text(seen, "#action-status"))
+    seen.page.click("#vary")
+    seen.until(lambda: "Queued with seed" in text(seen, "#action-status"))
+    seen.page.keyboard.press("Escape")
+    seen.until(lambda: seen.page.locator("#gallery .tile[data-status=done]").count() == 3)
+    first, second, third = (urllib.request.urlopen(url).read() for url in urls(seen))
+    pixels = [np.asarray(Image.open(io.BytesIO(file))) for file in (first, second, third)]
+    assert (pixels[1] == pixels[2]).all()
+    assert (pixels[0] != pixels[1]).any()
+
+
+def urls(seen: Seen) -> list[str]:
+    """Addresses of the pictures in the gallery, the newest first."""
+    return seen.page.locator("#gallery img").evaluate_all("(images) => images.map(({ src }) => src)")
+
+
+def test_with_ranks_reload_and_cancel_in_the_middle(seen: Seen, real: str) -> None:
+    """A running job is there after a reload, goes on being shown, and is cancelled at the next step."""
+    seen.page.goto(real)
+    seen.generate("a cactus", steps=200)
+    steps = r"Step (\d+) of 200"
+    seen.until(lambda: step_shown(seen, steps) > 2)
+    before = step_shown(seen, steps)
+    seen.page.reload()
+    seen.until(lambda: step_shown(seen, steps) > before)
+    seen.page.locator("#gallery .tile[data-status=running] img").wait_for()
+    seen.page.click("nav a[href='#devices']")
+    rank = seen.page.locator("tbody tr").nth(1)
+    seen.until(lambda: "ms" in rank.inner_text())
+    seen.until(lambda: "Jobs running\n1" in text(seen, "#replicas"))
+    assert "ulysses 2" in text(seen, "#replicas")
+    assert "Sent over ulysses" in text(seen, "#replicas")
+    seen.page.click("nav a[href='#pictures']")
+    began = time.monotonic()
+    seen.page.get_by_role("button", name="Cancel: a cactus").click()
+    seen.page.locator("#gallery .tile[data-status=cancelled]").wait_for()
+    assert time.monotonic() - began < 10
+    jobs = json.loads(urllib.request.urlopen(f"{real}v1/jobs?status=cancelled").read())["data"]
+    assert [job["request"]["prompt"] for job in jobs] == ["a cactus"]
+    assert jobs[0]["step"] < 200
+    seen.page.reload()
+    seen.page.locator("#gallery .tile[data-status=cancelled]").wait_for()
+
+
+def step_shown(seen: Seen, pattern: str) -> int:
+    found = re.search(pattern, text(seen, "#queue"))
+    return int(found[1]) if found else 0
