@@ -83,15 +83,15 @@ const SILENCE = 45_000;
 async function* events(path, after, signal) {
   const headers = { Accept: "text/event-stream", ...(after ? { "Last-Event-ID": String(after) } : {}) };
   const response = await answer(path, { headers, signal });
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  const reader = response.body.getReader();
+  const decoder = new TextDecoder();
   let rest = "";
   let fields = {};
   for (;;) {
     const timer = setTimeout(() => reader.cancel(), SILENCE);
-    const { value, done } = await reader.read();
-    clearTimeout(timer);
+    const { value, done } = await reader.read().finally(() => clearTimeout(timer));
     if (done) return;
-    const lines = (rest + value).split(/\r?\n/);
+    const lines = (rest + decoder.decode(value, { stream: true })).split(/\r?\n/);
     rest = lines.pop();
     for (const line of lines) {
       if (line === "") {
