@@ -38,7 +38,7 @@ export function seconds(value) {
 }
 
 export function milliseconds(value) {
-  return value >= 10 ? `${value.toFixed(1)} s` : `${Math.round(value * 1000)} ms`;
+  return value >= 1 ? `${value.toFixed(2)} s` : `${Math.round(value * 1000)} ms`;
 }
 
 export function bytes(value) {
