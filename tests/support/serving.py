@@ -318,10 +318,12 @@ class FakeBackend:
 
 
 @contextlib.contextmanager
-def serving(backend: Any, settings: Settings | None = None, tracer: Any = None, grace: float = 0.0) -> Iterator[str]:
-    """A server in a thread, on a port of its own; its URL."""
+def serving(
+    backend: Any, settings: Settings | None = None, tracer: Any = None, grace: float = 0.0, port: int = 0
+) -> Iterator[str]:
+    """A server in a thread, on a port of its own if none is given; its URL."""
     server, failed = HttpServer(create_app(backend, settings, tracer), grace), []
-    listening = bound("127.0.0.1", 0)
+    listening = bound("127.0.0.1", port)
 
     def run() -> None:
         try:

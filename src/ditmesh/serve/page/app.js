@@ -1,0 +1,99 @@
+// The page: its parts, the server's state, theme and views.
+
+import { follow, request } from "./api.js";
+import { $, write } from "./dom.js";
+import * as form from "./form.js";
+import * as jobs from "./jobs.js";
+
+const NAMES = { system: "Auto", light: "Light", dark: "Dark" };
+const THEMES = Object.keys(NAMES);
+const VIEWS = ["pictures", "devices"];
+
+let state = null;
+let stopState = null;
+let models = "";
+
+function theme() {
+  const root = document.documentElement;
+  const now = root.dataset.theme ?? "system";
+  const next = THEMES[(THEMES.indexOf(now) + 1) % THEMES.length];
+  write($("theme"), NAMES[now]);
+  $("theme").ariaLabel = `Theme: ${now}`;
+  $("theme").onclick = () => {
+    if (next === "system") delete root.dataset.theme;
+    else root.dataset.theme = next;
+    try {
+      if (next === "system") localStorage.removeItem("ditmesh.theme");
+      else localStorage.setItem("ditmesh.theme", next);
+    } catch {
+      // Storage is forbidden: until the page is loaded again.
+    }
+    theme();
+  };
+}
+
+const view = () => (VIEWS.includes(location.hash.slice(1)) ? location.hash.slice(1) : VIEWS[0]);
+
+function route() {
+  // Links within a view are none to another.
+  if (location.hash && !VIEWS.includes(location.hash.slice(1))) return;
+  for (const name of VIEWS) {
+    $(name).hidden = name !== view();
+    const link = document.querySelector(`nav a[href="#${name}"]`);
+    if (name === view()) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  showDevices();
+}
+
+// What is not seen at first is loaded when it is needed.
+async function showDevices() {
+  if (view() !== "devices" || !state) return;
+  const devices = await import("./devices.js");
+  devices.update(state);
+}
+
+async function loadModels() {
+  const { data } = await request("v1/models");
+  form.setModels(data);
+}
+
+function hear(next) {
+  const before = state;
+  state = next;
+  const waits = [next.running && `${next.running} running`, next.queued && `${next.queued} queued`].filter(Boolean);
+  write($("server"), [next.ready ? "ready" : "not ready", ...waits].join(" · "));
+  $("server").dataset.ready = next.ready;
+  $("server").title = `ditmesh ${next.version}`;
+  form.setReplicas(next.replicas);
+  showDevices();
+  // A model's card is complete when it is loaded.
+  const known = JSON.stringify(next.replicas.map((replica) => [replica.state, replica.models]));
+  if (known !== models) {
+    models = known;
+    loadModels().catch(() => (models = ""));
+  }
+  // Others may have sent jobs, from another tab perhaps.
+  if (before && next.queued + next.running > before.queued + before.running) jobs.refreshSoon();
+}
+
+function connect() {
+  if (document.hidden) {
+    stopState?.();
+    stopState = null;
+  } else {
+    stopState ??= follow("v1/server/events", ({ data }) => hear(data), (connected) => {
+      if (connected && !$("offline").hidden) jobs.refresh();
+      $("offline").hidden = connected;
+    });
+  }
+}
+
+theme();
+form.start(jobs.submit);
+addEventListener("hashchange", route);
+route();
+document.addEventListener("visibilitychange", connect);
+const picture = (name) => async (...what) => (await import("./picture.js"))[name](...what);
+await Promise.allSettled([loadModels(), jobs.start(picture("open"), picture("compare"))]);
+connect();
