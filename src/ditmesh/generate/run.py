@@ -18,7 +18,7 @@ from .._version import library_versions
 from ..errors import InputError
 from ..launch import Report
 from .files import PICTURES
-from .job import Generated, Job, Kept, Loaded, Noted, Stepped
+from .job import Call, Generated, Job, Kept, Loaded, Noted, Stepped
 from .model_info import find_model
 from .receipt import Receipt, ReceiptFile, write_free
 
@@ -69,7 +69,8 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
     if why is not None:
         say(Noted(f"every rank loads the whole transformer before it is cut: {why}"))
     pipe = load(job, device, share)
-    facts = _facts(job, pipe, device, share, rank)
+    reproducible = not isinstance(job.config, str) and job.config.reproducible
+    facts = _facts(pipe, device, share, rank, reproducible)
     sampled = sampled_fingerprint(pipe) if job.sampled and rank == 0 else None
     if job.offload != "none":
         offload(pipe, job.offload, device)
@@ -132,8 +133,26 @@ def _share(job: Job, mesh: Mesh | None) -> tuple[Mesh | None, str | None]:
     return (mesh, None) if why is None else (None, why)
 
 
-def _facts(job: Job, pipe: Any, device: torch.device, share: Mesh | None, rank: int) -> dict[str, Any]:
-    """What a receipt says about weights and environment, of a pipeline that is not parallelised yet. Rank 0's."""
+def facts_of(pipe: Any) -> dict[str, Any]:
+    """What a receipt says of a parallelised pipeline: weights, environment, ranks. Collective; rank 0's, else empty."""
+    import torch.distributed as dist
+
+    from ..engine import engine_of
+
+    engine = engine_of(pipe)
+    mesh, config = engine.mesh, engine.config
+    share, rank = mesh if config.tensor * config.pipe > 1 else None, dist.get_rank() if dist.is_initialized() else 0
+    facts = _facts(pipe, mesh.device, share, rank, config.reproducible)
+    made = {"pipeline": type(pipe).__name__, "config": config.model_dump(), "devices": config.world_size}
+    return facts | made if facts else {}
+
+
+def _facts(pipe: Any, device: torch.device, share: Mesh | None, rank: int, reproducible: bool) -> dict[str, Any]:
+    """What a receipt says about weights and environment. Rank 0's, else empty.
+
+    Args:
+        share: weights are spread over these ranks; None: every rank has all.
+    """
     from ..core.digests import weights_fingerprint
     from ..launch.hardware import environment
     from ..strategies.determinism import deterministic
@@ -142,7 +161,6 @@ def _facts(job: Job, pipe: Any, device: torch.device, share: Mesh | None, rank: 
     spread = None if share is None else fingerprint(pipe, share)
     if rank > 0:
         return {}
-    reproducible = not isinstance(job.config, str) and job.config.reproducible
     # With the settings that are in force while the pipeline runs.
     with deterministic(device) if reproducible else contextlib.nullcontext():
         weights = spread or weights_fingerprint(pipe)
@@ -170,33 +188,48 @@ def _save(
     for place, (image, index) in enumerate(zip(images, call.indices, strict=True)):
         if index in kept.done:
             continue
-        receipt = Receipt(
-            prompt=job.prompts[call.prompt],
-            negative_prompt=job.negative,
-            seed=job.seed + index,
-            index=index,
-            steps=arguments["num_inference_steps"],
-            guidance=arguments.get("guidance_scale", 0.0),
-            max_sequence_length=arguments.get("max_sequence_length"),
-            width=image.width,
-            height=image.height,
-            model=job.name,
-            dtype=job.dtype,
-            versions=library_versions(),
-            restarts=[past.plain() for past in kept.restarts if past.request == number],
-            label=job.labels[call.prompt] if job.labels else None,
-            together=call.images,
-            place=place,
-            files=[ReceiptFile(**asdict(file)) for file in job.files],
-            strength=job.strength,
-            variant=job.variant,
-            offload=job.offload,
-            **facts,
-        )
+        past = [one.plain() for one in kept.restarts if one.request == number]
+        receipt = receipt_of(job, call, place, image, arguments, {**facts, "restarts": past})
         path = Path(job.out) / file_name(index, receipt.prompt, receipt.seed)
         # A rank that was lost may have written the picture and not said so.
         overwrite = job.overwrite or bool(kept.restarts)
         say(Generated(str(write_free(image, path, receipt, overwrite, job.number)), receipt))
+
+
+def receipt_of(
+    job: Job, call: Call, place: int, image: Image, arguments: Mapping[str, Any], facts: Mapping[str, Any]
+) -> Receipt:
+    """The receipt of picture ``place`` of a call.
+
+    Args:
+        job, call, image: what was generated.
+        arguments: of the pipeline's call.
+        facts: the fields that only the run knows: `facts_of`, and ``seconds``.
+    """
+    index = call.first + place
+    return Receipt(
+        prompt=job.prompts[call.prompt],
+        negative_prompt=job.negative,
+        seed=job.seed + index,
+        index=index,
+        steps=arguments["num_inference_steps"],
+        guidance=arguments.get("guidance_scale", 0.0),
+        max_sequence_length=arguments.get("max_sequence_length"),
+        width=image.width,
+        height=image.height,
+        model=job.name,
+        dtype=job.dtype,
+        versions=library_versions(),
+        label=job.labels[call.prompt] if job.labels else None,
+        together=call.images,
+        place=place,
+        files=[ReceiptFile(**asdict(file)) for file in job.files],
+        strength=job.strength,
+        variant=job.variant,
+        offload=job.offload,
+        scheduler=job.scheduler,
+        **facts,
+    )
 
 
 def with_free_names(job: Job) -> Job:
@@ -235,6 +268,7 @@ def load(job: Job, device: torch.device, mesh: Mesh | None = None) -> Any:
 
     from .files import load_adapters, load_controlnet, pipeline_for
     from .loading import dtype_option, whole_shapes
+    from .schedulers import scheduler_named
 
     # Before the class is imported, which says what optional packages are missing.
     quieten()
@@ -242,13 +276,15 @@ def load(job: Job, device: torch.device, mesh: Mesh | None = None) -> Any:
     kind = getattr(diffusers, name, None)
     # A pipeline with code of its own is known only once it is loaded.
     if isinstance(kind, type):
-        _check_call(job, name, inspect.signature(kind.__call__).parameters)
+        check_call(job, name, inspect.signature(kind.__call__).parameters)
     other = kind if name != job.pipeline_class else None
     parts = load_controlnet(job.files, dtype_option(getattr(torch, job.dtype)))
     pipe = load_pipeline(job.model, job.name, job.dtype, None, job.variant, other, mesh, **parts)
-    _check_call(job, type(pipe).__name__, call_parameters(pipe))
+    check_call(job, type(pipe).__name__, call_parameters(pipe))
     with whole_shapes(pipe, mesh) if mesh is not None else contextlib.nullcontext():
         load_adapters(pipe, job.files)
+    if job.scheduler is not None:
+        pipe.scheduler = scheduler_named(job.scheduler, type(pipe.scheduler).__name__, pipe.scheduler.config)
     return pipe.to(device) if job.offload == "none" else pipe
 
 
@@ -317,6 +353,7 @@ def call_arguments(job: Job, pipe: Any, number: int, pictures: Mapping[str, Imag
     """The arguments of call ``number`` of the pipeline, but for the form of its result.
 
     Args:
+        pipe: the pipeline, or its class.
         pictures: the job's input pictures, by the argument that takes each.
     """
     import torch
@@ -371,7 +408,17 @@ def file_name(index: int, prompt: str, seed: int) -> str:
     return "-".join(filter(None, [f"{index:04d}", short, f"seed{seed}"])) + ".png"
 
 
-def _check_call(job: Job, name: str, parameters: Any) -> None:
+def check_call(job: Job, name: str, parameters: Any) -> None:
+    """Refuse what a pipeline's call cannot do.
+
+    Args:
+        job: what is asked for.
+        name: of the pipeline's class.
+        parameters: of its call.
+
+    Raises:
+        InputError: naming the option.
+    """
     if "num_frames" in parameters:
         raise InputError(f"{name} makes videos, and `ditmesh generate` saves pictures; call it from Python")
     if job.labels:
@@ -392,8 +439,8 @@ def _check_call(job: Job, name: str, parameters: Any) -> None:
 
 
 def call_parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
-    """What a pipeline's call takes."""
-    return inspect.signature(type(pipe).__call__).parameters
+    """What the call of a pipeline, or of a class of pipelines, takes."""
+    return inspect.signature((pipe if isinstance(pipe, type) else type(pipe)).__call__).parameters
 
 
 def _default(parameters: Any, name: str, otherwise: Any) -> Any:

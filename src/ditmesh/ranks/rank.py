@@ -21,7 +21,7 @@ from ..comm import PeerError
 from ..core.arguments import parameter_names
 from ..engine import engine_of
 from ..errors import ConfigError
-from ..generate.loading import load
+from ..generate.loading import load, pipeline_on
 from ..generate.run import quieten
 from ..launch.failures import Failure, of_exception
 from ..launch.messages import RankChannel, encode
@@ -125,6 +125,12 @@ def load_pipeline(
     quieten()
     pipe = _pipelines[key] = load(model, config, **options)
     return type(pipe).__name__, parameter_names(type(pipe).__call__)
+
+
+def derive(pipe: Any, key: str, name: str) -> tuple[str, tuple[str, ...]]:
+    """Make a pipeline of another class from the components of one; its class's name and the parameters of its call."""
+    made = _pipelines[key] = pipeline_on(pipe, name)
+    return name, parameter_names(type(made).__call__)
 
 
 def loaded(key: str) -> Any:
