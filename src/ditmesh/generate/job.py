@@ -49,7 +49,6 @@ class Job:
         strength: how much of the input picture is generated anew, from 0 to 1; None: the pipeline's own.
         variant: of the weights' files, such as ``"fp16"``.
         offload: which components are on the device only while they work, see `offload.offload`.
-        scheduler: class of the scheduler that takes the place of the pipeline's own; None: that one stays.
         sampled: `Loaded` is to hold the weights' `sampled_fingerprint`, for a receipt of an earlier version.
         number: from 2 up, part of all the files' names: files of these names without it are there already.
     """
@@ -76,7 +75,6 @@ class Job:
     strength: float | None = None
     variant: str | None = None
     offload: Offload = "none"
-    scheduler: str | None = None
     sampled: bool = False
     number: int = 1
 
@@ -188,7 +186,7 @@ class Generated:
 
 
 def check_job(job: Job, model: ModelInfo, devices: int) -> None:
-    """Refuse what cannot be generated, as far as the model's JSON files say.
+    """Refuse what cannot be generated, or not be written, as far as the model's JSON files say.
 
     Args:
         job: what is asked for.
@@ -198,6 +196,14 @@ def check_job(job: Job, model: ModelInfo, devices: int) -> None:
     Raises:
         InputError: one sentence that names the thing, its value, and the way out.
     """
+    check_content(job, model, devices)
+    check_folder(job.out)
+    if devices > 1:
+        check_layout(model)
+
+
+def check_content(job: Job, model: ModelInfo, devices: int) -> None:
+    """As `check_job`, of what is to be generated alone."""
     for option, value, most in (
         ("--steps", job.steps, MOST_STEPS),
         ("--num-images", job.images, MOST_PICTURES // len(job.prompts)),
@@ -236,9 +242,6 @@ def check_job(job: Job, model: ModelInfo, devices: int) -> None:
             )
     if not isinstance(job.config, str):
         check_config(job.config, model, devices, job.size)
-    check_folder(job.out)
-    if devices > 1:
-        check_layout(model)
 
 
 def check_text(text: str, name: str) -> None:

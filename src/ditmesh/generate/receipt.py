@@ -19,6 +19,7 @@ from .files import MOST_PIXELS, Role
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from PIL.PngImagePlugin import PngInfo
 
 # The keyword of the PNG text chunk.
 CHUNK = "ditmesh"
@@ -78,7 +79,6 @@ class Receipt(BaseModel):
         strength: how much of the input picture was generated anew, when it was given.
         variant: of the weights' files, when one was given.
         offload: which components were on the device only while they worked.
-        scheduler: class of the scheduler that took the place of the pipeline's own, if one did.
         weights_digest: of all weights, adapters included (`digests.weights_fingerprint`); None in receipts of earlier
             versions, as may be the environment.
         environment: what else decides the last bits, by name (`hardware.environment`).
@@ -112,7 +112,6 @@ class Receipt(BaseModel):
     strength: FiniteFloat | None = Field(default=None, gt=0, le=1)
     variant: str | None = Field(default=None, pattern=VARIANT)
     offload: Offload = "none"
-    scheduler: str | None = Field(default=None, pattern=r"^[A-Za-z0-9]{1,64}$")
     weights_digest: str | None = None
     environment: dict[str, str] | None = None
     weights: str | None = None
@@ -126,9 +125,7 @@ class Receipt(BaseModel):
         return self
 
 
-def write_png(
-    image: Image, path: str | Path, receipt: Receipt, replace: bool = True, texts: Mapping[str, str] | None = None
-) -> Path:
+def write_png(image: Image, path: str | Path, receipt: Receipt, replace: bool = True) -> Path:
     """Write a picture with its receipt inside; the file appears whole or not at all.
 
     Args:
@@ -136,7 +133,6 @@ def write_png(
         path: where it goes.
         receipt: how the picture was generated.
         replace: a file of that name is replaced.
-        texts: more text chunks, by keyword.
 
     Returns:
         The path.
@@ -145,22 +141,25 @@ def write_png(
         FileExistsError: there is a file of that name, and ``replace`` is False.
         InputError: the file cannot be written.
     """
-    from PIL.PngImagePlugin import PngInfo
-
     path = Path(path)
-    info = PngInfo()
-    # International text: prompts are written in every script there is.
-    info.add_itxt(CHUNK, receipt.model_dump_json())
-    for keyword, text in (texts or {}).items():
-        info.add_text(keyword, text)
     try:
         with written_whole(path, replace) as temporary:
-            image.save(temporary, format="PNG", pnginfo=info)
+            image.save(temporary, format="PNG", pnginfo=text_chunk(receipt))
     except FileExistsError:
         raise
     except OSError as error:
         raise InputError(f"cannot write {str(path)!r} ({error.strerror or error}); choose another folder") from error
     return path
+
+
+def text_chunk(receipt: Receipt) -> PngInfo:
+    """The text of a PNG that holds a receipt."""
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    # International text: prompts are written in every script there is.
+    info.add_itxt(CHUNK, receipt.model_dump_json())
+    return info
 
 
 def write_free(image: Image, path: str | Path, receipt: Receipt, overwrite: bool = False, start: int = 1) -> Path:

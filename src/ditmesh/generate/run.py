@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from .._version import library_versions
 from ..errors import InputError
 from ..launch import Report
 from .files import PICTURES
-from .job import Call, Generated, Job, Kept, Loaded, Noted, Stepped
+from .job import Generated, Job, Kept, Loaded, Noted, Stepped
 from .model_info import find_model
 from .receipt import Receipt, ReceiptFile, write_free
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from ..comm.mesh import Mesh
+    from ..config import ParallelConfig
 
 
 def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None) -> float:
@@ -69,8 +70,7 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
     if why is not None:
         say(Noted(f"every rank loads the whole transformer before it is cut: {why}"))
     pipe = load(job, device, share)
-    reproducible = not isinstance(job.config, str) and job.config.reproducible
-    facts = _facts(pipe, device, share, rank, reproducible)
+    facts = facts_of(job.config, pipe, device, share, rank)
     sampled = sampled_fingerprint(pipe) if job.sampled and rank == 0 else None
     if job.offload != "none":
         offload(pipe, job.offload, device)
@@ -133,26 +133,10 @@ def _share(job: Job, mesh: Mesh | None) -> tuple[Mesh | None, str | None]:
     return (mesh, None) if why is None else (None, why)
 
 
-def facts_of(pipe: Any) -> dict[str, Any]:
-    """What a receipt says of a parallelised pipeline: weights, environment, ranks. Collective; rank 0's, else empty."""
-    import torch.distributed as dist
-
-    from ..engine import engine_of
-
-    engine = engine_of(pipe)
-    mesh, config = engine.mesh, engine.config
-    share, rank = mesh if config.tensor * config.pipe > 1 else None, dist.get_rank() if dist.is_initialized() else 0
-    facts = _facts(pipe, mesh.device, share, rank, config.reproducible)
-    made = {"pipeline": type(pipe).__name__, "config": config.model_dump(), "devices": config.world_size}
-    return facts | made if facts else {}
-
-
-def _facts(pipe: Any, device: torch.device, share: Mesh | None, rank: int, reproducible: bool) -> dict[str, Any]:
-    """What a receipt says about weights and environment. Rank 0's, else empty.
-
-    Args:
-        share: weights are spread over these ranks; None: every rank has all.
-    """
+def facts_of(
+    config: ParallelConfig | Literal["auto"], pipe: Any, device: torch.device, share: Mesh | None, rank: int
+) -> dict[str, Any]:
+    """What a receipt says about weights and environment, of a pipeline that is not parallelised yet. Rank 0's."""
     from ..core.digests import weights_fingerprint
     from ..launch.hardware import environment
     from ..strategies.determinism import deterministic
@@ -161,6 +145,7 @@ def _facts(pipe: Any, device: torch.device, share: Mesh | None, rank: int, repro
     spread = None if share is None else fingerprint(pipe, share)
     if rank > 0:
         return {}
+    reproducible = not isinstance(config, str) and config.reproducible
     # With the settings that are in force while the pipeline runs.
     with deterministic(device) if reproducible else contextlib.nullcontext():
         weights = spread or weights_fingerprint(pipe)
@@ -188,25 +173,22 @@ def _save(
     for place, (image, index) in enumerate(zip(images, call.indices, strict=True)):
         if index in kept.done:
             continue
-        past = [one.plain() for one in kept.restarts if one.request == number]
-        receipt = receipt_of(job, call, place, image, arguments, {**facts, "restarts": past})
+        restarts = [past.plain() for past in kept.restarts if past.request == number]
+        receipt = receipt_of(job, index, image, arguments, {**facts, "restarts": restarts, "place": place})
         path = Path(job.out) / file_name(index, receipt.prompt, receipt.seed)
         # A rank that was lost may have written the picture and not said so.
         overwrite = job.overwrite or bool(kept.restarts)
         say(Generated(str(write_free(image, path, receipt, overwrite, job.number)), receipt))
 
 
-def receipt_of(
-    job: Job, call: Call, place: int, image: Image, arguments: Mapping[str, Any], facts: Mapping[str, Any]
-) -> Receipt:
-    """The receipt of picture ``place`` of a call.
+def receipt_of(job: Job, index: int, image: Image, arguments: Mapping[str, Any], facts: Mapping[str, Any]) -> Receipt:
+    """The receipt of picture ``index`` of a job.
 
     Args:
-        job, call, image: what was generated.
         arguments: of the pipeline's call.
-        facts: the fields that only the run knows: `facts_of`, and ``seconds``.
+        facts: the fields that only the run knows.
     """
-    index = call.first + place
+    call = job.call(job.call_of(index))
     return Receipt(
         prompt=job.prompts[call.prompt],
         negative_prompt=job.negative,
@@ -222,12 +204,10 @@ def receipt_of(
         versions=library_versions(),
         label=job.labels[call.prompt] if job.labels else None,
         together=call.images,
-        place=place,
         files=[ReceiptFile(**asdict(file)) for file in job.files],
         strength=job.strength,
         variant=job.variant,
         offload=job.offload,
-        scheduler=job.scheduler,
         **facts,
     )
 
@@ -268,7 +248,6 @@ def load(job: Job, device: torch.device, mesh: Mesh | None = None) -> Any:
 
     from .files import load_adapters, load_controlnet, pipeline_for
     from .loading import dtype_option, whole_shapes
-    from .schedulers import scheduler_named
 
     # Before the class is imported, which says what optional packages are missing.
     quieten()
@@ -283,8 +262,6 @@ def load(job: Job, device: torch.device, mesh: Mesh | None = None) -> Any:
     check_call(job, type(pipe).__name__, call_parameters(pipe))
     with whole_shapes(pipe, mesh) if mesh is not None else contextlib.nullcontext():
         load_adapters(pipe, job.files)
-    if job.scheduler is not None:
-        pipe.scheduler = scheduler_named(job.scheduler, type(pipe.scheduler).__name__, pipe.scheduler.config)
     return pipe.to(device) if job.offload == "none" else pipe
 
 
@@ -353,7 +330,6 @@ def call_arguments(job: Job, pipe: Any, number: int, pictures: Mapping[str, Imag
     """The arguments of call ``number`` of the pipeline, but for the form of its result.
 
     Args:
-        pipe: the pipeline, or its class.
         pictures: the job's input pictures, by the argument that takes each.
     """
     import torch
@@ -408,18 +384,13 @@ def file_name(index: int, prompt: str, seed: int) -> str:
     return "-".join(filter(None, [f"{index:04d}", short, f"seed{seed}"])) + ".png"
 
 
-def check_call(job: Job, name: str, parameters: Any) -> None:
-    """Refuse what a pipeline's call cannot do.
-
-    Args:
-        job: what is asked for.
-        name: of the pipeline's class.
-        parameters: of its call.
+def check_call(job: Job, name: str, parameters: Any, videos: bool = False) -> None:
+    """Refuse what a pipeline of class ``name`` does not take; ``videos``: it may make them.
 
     Raises:
         InputError: naming the option.
     """
-    if "num_frames" in parameters:
+    if "num_frames" in parameters and not videos:
         raise InputError(f"{name} makes videos, and `ditmesh generate` saves pictures; call it from Python")
     if job.labels:
         if "class_labels" not in parameters:
@@ -439,8 +410,8 @@ def check_call(job: Job, name: str, parameters: Any) -> None:
 
 
 def call_parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
-    """What the call of a pipeline, or of a class of pipelines, takes."""
-    return inspect.signature((pipe if isinstance(pipe, type) else type(pipe)).__call__).parameters
+    """What a pipeline's call takes."""
+    return inspect.signature(type(pipe).__call__).parameters
 
 
 def _default(parameters: Any, name: str, otherwise: Any) -> Any:
