@@ -231,7 +231,7 @@ class _ProgressBar:
         self._say(("close", None))
 
     def __iter__(self) -> Iterator[Any]:
-        for item in self._iterable or ():
+        for item in () if self._iterable is None else self._iterable:
             yield item
             self.update()
         self.close()
