@@ -1,12 +1,15 @@
-"""Nodes for ComfyUI, in a stand-in for it: real ranks, the embedded model."""
+"""Nodes for ComfyUI, in a stand-in for it and in a real one: real ranks, the embedded model."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import io
 import json
 import os
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +23,9 @@ from PIL import Image
 from ditmesh.cli.main import main
 from ditmesh.errors import ConfigError, InputError, RankFailed
 from ditmesh.generate.receipt import read_receipt
-from support import comfyui
+from support import comfyui, comfyui_server, processes
 from support.comfyui import NODES, WIDGETS, ComfyUI, InterruptProcessingException
+from support.comfyui_server import Server
 
 STEPS = 4
 WORKFLOWS = sorted((NODES / "api_workflows").glob("*.json"))
@@ -359,7 +363,10 @@ def test_unloading_ends_the_ranks_and_the_next_prompt_starts_them(comfy: ComfyUI
     assert ("unloaded", None, None) in comfy.heard
     assert pids(comfy) == []
     assert all(map(gone, ranks))
+    # What is not asked for anew is not made anew.
+    comfy.run(workflow(seed=16))
     (after,) = saved(comfy, comfy.run(workflow(seed=15, filename_prefix="after")))
+    assert len(pids(comfy)) == 2
     assert numpy.array_equal(pixels(before), pixels(after))
 
 
@@ -442,3 +449,108 @@ def test_written_anew_is_loaded_anew(comfy: ComfyUI, tmp_path: Path, lora: Path)
     time.sleep(0.01)
     file.write_bytes(lora.read_bytes())
     assert kind.IS_CHANGED(lora=str(file), scale=1.0) != first
+
+
+# ---- a real ComfyUI
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = os.environ.get("DITMESH_COMFYUI")
+    if folder is None:
+        pytest.skip(
+            "DITMESH_COMFYUI names no folder of a ComfyUI (and DITMESH_COMFYUI_PYTHON no Python with its requirements)"
+        )
+    python = os.environ.get("DITMESH_COMFYUI_PYTHON", sys.executable)
+    with comfyui_server.server(Path(folder), python, tmp_path_factory.mktemp("comfyui") / "base") as made:
+        yield made
+
+
+def test_real_comfyui_makes_the_command_s_picture(
+    server: Server, command: Callable[..., list[Path]], tmp_path: Path
+) -> None:
+    known = server.ask("/object_info")
+    assert {"DitmeshLoadPipeline", "DitmeshGenerate", "DitmeshSave"} <= known.keys()
+    prompt = workflow(seed=5)
+    prompt["9"] = {"class_type": "SaveImage", "inputs": {"images": ["4", 0], "filename_prefix": "plain"}}
+    with server.listening() as listener:
+        number = server.send(prompt, {"workflow": {"nodes": []}})
+        heard = server.heard(listener, number)
+    assert heard[-1][0] == "execution_success", heard[-1]
+    steps = [(one["value"], one["max"]) for kind, one in heard if kind == "progress" and one["node"] == "4"]
+    assert steps == [(n, STEPS) for n in range(1, STEPS + 1)]
+    previews = [content for kind, content in heard if kind == "preview"]
+    assert len(previews) == STEPS
+    with Image.open(io.BytesIO(previews[-1])) as preview:
+        assert preview.format == "JPEG"
+    (wanted,) = command("--seed", "5")
+    ours = sorted(server.pictures(number))
+    assert [one.name.partition("_")[0] for one in ours] == ["ditmesh", "plain"]
+    for one in ours:
+        assert numpy.array_equal(pixels(one), pixels(wanted))
+    got, want = read_receipt(ours[0]), read_receipt(wanted)
+    assert got.model_copy(update={"seconds": 0.0}) == want.model_copy(update={"seconds": 0.0})
+    with Image.open(ours[0]) as image:
+        assert json.loads(image.text["workflow"]) == {"nodes": []}  # type: ignore[attr-defined]
+    assert ditmesh("replay", ours[0], "--threads", "1", "--out", tmp_path) == 0
+    assert numpy.array_equal(pixels(next(tmp_path.glob("*-replayed.png"))), pixels(wanted))
+
+
+def test_real_comfyui_cancels_within_a_step_and_goes_on(server: Server) -> None:
+    (before,) = server.run(workflow(seed=6))
+    ranks = processes.ranks_of(server.process.pid)
+    assert len(ranks) == 2
+
+    def interrupt(progress: Any) -> None:
+        if progress["value"] == 3:
+            server.ask("/interrupt", {})
+
+    with server.listening() as listener:
+        number = server.send(workflow(seed=7, steps=5000))
+        started = time.monotonic()
+        heard = server.heard(listener, number, {"progress": interrupt})
+    assert heard[-1][0] == "execution_interrupted", heard[-1]
+    assert time.monotonic() - started < 60
+    steps = [one["value"] for kind, one in heard if kind == "progress"]
+    assert steps[-1] < 100
+    (after,) = server.run(workflow(seed=6, filename_prefix="after"))
+    assert numpy.array_equal(pixels(before), pixels(after))
+    assert processes.ranks_of(server.process.pid) == ranks
+
+
+def test_real_comfyui_s_unloading_and_other_settings_end_the_ranks(server: Server) -> None:
+    (before,) = server.run(workflow(seed=8))
+    ranks = processes.ranks_of(server.process.pid)
+    server.ask("/free", {"unload_models": True})
+    limit = time.monotonic() + 30
+    while processes.ranks_of(server.process.pid) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert processes.ranks_of(server.process.pid) == []
+    # What is not asked for anew is not made anew.
+    server.run(workflow(seed=9))
+    (after,) = server.run(workflow(seed=8, filename_prefix="after"))
+    assert after != before
+    assert numpy.array_equal(pixels(before), pixels(after))
+    again = processes.ranks_of(server.process.pid)
+    assert len(again) == 2
+    assert not set(again) & set(ranks)
+    server.run(workflow(seed=8, cfg=1, ulysses=2))
+    others = processes.ranks_of(server.process.pid)
+    assert len(others) == 2
+    assert not set(others) & set(again)
+
+
+def test_real_comfyui_begins_with_a_picture(server: Server, command: Callable[..., list[Path]]) -> None:
+    (begin,) = server.run(workflow(seed=9))
+    shutil.copy(begin, server.input / "begin.png")
+    (ours,) = server.run(workflow("image_to_image", seed=10, image="begin.png", strength=0.6))
+    (wanted,) = command("--seed", "10", "--image", begin, "--strength", "0.6")
+    assert numpy.array_equal(pixels(ours), pixels(wanted))
+
+
+def test_real_comfyui_says_what_is_wrong(server: Server) -> None:
+    with server.listening() as listener:
+        heard = server.heard(listener, server.send(workflow(model="no-such-model")))
+    kind, content = heard[-1]
+    assert kind == "execution_error"
+    assert "no such folder" in content["exception_message"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,18 +10,13 @@ from ..errors import InputError
 
 # Schedulers of diffusers that can take the place of a flow-matching one as they are.
 FLOW = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
-# Those that can when they are told that the model predicts a flow.
-FLOW_BY_SETTING = (
-    "DEISMultistepScheduler",
-    "DPMSolverMultistepScheduler",
-    "DPMSolverSinglestepScheduler",
-    "SASolverScheduler",
-    "UniPCMultistepScheduler",
-)
+# Those that can when they are told that the model predicts a flow. Not DEIS and SA: diffusers' end before all noise is
+# gone.
+FLOW_BY_SETTING = ("DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler", "UniPCMultistepScheduler")
 # Those of models that predict noise, or v.
 NOISE = (
     *("DDIMScheduler", "DDPMScheduler", "EulerAncestralDiscreteScheduler", "EulerDiscreteScheduler"),
-    *("HeunDiscreteScheduler", "KDPM2DiscreteScheduler", "LMSDiscreteScheduler", "PNDMScheduler"),
+    *("HeunDiscreteScheduler", "KDPM2DiscreteScheduler", "PNDMScheduler"),
 )
 NAMES = (*FLOW, *FLOW_BY_SETTING, *NOISE)
 
@@ -38,16 +34,18 @@ def scheduler_named(name: str, own: str, config: Mapping[str, Any]) -> Any:
     """
     import diffusers
 
-    kind = getattr(diffusers, name, None) if name in (*NAMES, own) else None
+    kind: Any = getattr(diffusers, name, None) if name in (*NAMES, own) else None
     if not isinstance(kind, type):
         raise InputError(f"scheduler {name!r} is none of {', '.join(NAMES)}")
     if name == own:
-        return kind.from_config(config)  # type: ignore[attr-defined]
+        return kind.from_config(config)
+    known = inspect.signature(kind.__init__).parameters
+    plain = {key: value for key, value in config.items() if key in known}
     flows = own in FLOW or config.get("prediction_type") == "flow_prediction"
     if flows and name in FLOW_BY_SETTING:
         shift = config.get("flow_shift", config.get("shift", 1.0))
         more = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": shift}
-        return kind.from_config(config, **more)  # type: ignore[attr-defined]
+        return kind.from_config(plain, **more)
     fitting = FLOW + FLOW_BY_SETTING if flows else NOISE + FLOW_BY_SETTING
     related = name in FLOW if own in FLOW else name in {one.__name__ for one in _compatible(own)}
     if name not in fitting or not related:
@@ -56,7 +54,7 @@ def scheduler_named(name: str, own: str, config: Mapping[str, Any]) -> Any:
         raise InputError(
             f"scheduler {name} is not for a model that predicts {what}, as {own} is; use {', '.join(others)}"
         )
-    return kind.from_config(config)  # type: ignore[attr-defined]
+    return kind.from_config(plain)
 
 
 def _compatible(own: str) -> list[type[Any]]:
