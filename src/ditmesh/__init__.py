@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from ._moved import MovedFinder
 from ._version import __version__
-from .errors import ConfigError, DitmeshError, InputDifferenceWarning, InputError, LayoutError, RankFailed
+from .errors import ConfigError, DitmeshError, InputDifferenceWarning, InputError, LayoutError, RankFailed, ServerError
 
 if TYPE_CHECKING:
+    from .client import AsyncClient, Client
     from .comm import DesyncError, PeerError
     from .comm.mesh import Mesh
     from .config import ParallelConfig
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 sys.meta_path.append(MovedFinder())  # type: ignore[arg-type]
 
 __all__ = [
+    "AsyncClient",
+    "Client",
     "ConfigError",
     "DesyncError",
     "DitmeshError",
@@ -32,6 +35,7 @@ __all__ = [
     "PeerError",
     "RankFailed",
     "Ranks",
+    "ServerError",
     "TokenLayout",
     "__version__",
     "engine_of",
@@ -46,6 +50,8 @@ __all__ = [
 # Loaded on first use: importing torch takes seconds, and `ditmesh --help` should not wait for it; nor should the first
 # line of the command, from which on it knows what Ctrl-C means.
 _LAZY = {
+    "AsyncClient": "client",
+    "Client": "client",
     "DesyncError": "comm",
     "Mesh": "comm.mesh",
     "ParallelConfig": "config",

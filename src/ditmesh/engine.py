@@ -20,7 +20,7 @@ from .comm.mesh import DEFAULT_DEADLINE, Mesh
 from .config import ParallelConfig
 from .core.clock import CallClock, timestep_of
 from .core.patching import Proceed
-from .core.request import PipelineCall
+from .core.request import PipelineCall, RequestLeft
 from .errors import ConfigError, InputError, LayoutError
 from .first_call import Alone, FirstCall, FirstControl
 from .layout import TokenLayout, layout_of
@@ -215,14 +215,39 @@ class Engine:
 
     def _around_pipeline(self, pipe: Any, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         """One call of a pipeline."""
-        with self._alone(), self._shared.request(f"a call of {type(pipe).__name__}"):
+        result: Any = None
+        with self.request(f"a call of {type(pipe).__name__}"):
+            for strategy in reversed(self.strategies):
+                args, kwargs = strategy.arguments(pipe, args, kwargs)
+            self._begin(Request(pipe))
             try:
-                for strategy in reversed(self.strategies):
-                    args, kwargs = strategy.arguments(pipe, args, kwargs)
-                self._begin(Request(pipe))
                 result = proceed(*args, **kwargs)
                 for strategy in reversed(self.strategies):
                     result = strategy.result(result)
+            except RequestLeft as error:
+                result = error
+        if isinstance(result, RequestLeft):
+            raise result
+        return result
+
+    @contextmanager
+    def request(self, purpose: str) -> Iterator[Callable[[Any], None]]:
+        """A request that its caller keeps open for calls of the transformers, the same ones on every rank.
+
+        Nobody compares their inputs: the caller answers for that. Every rank enters and leaves it. Pipelines do this by
+        themselves.
+
+        Args:
+            purpose: what the ranks meet for; the same on every rank.
+
+        Yields:
+            A function that says whose calls come next, before the first of them and whenever that changes. It takes a
+            pipeline, by whose scheduler steps are told apart. `CallClock.advance` makes the next call a step of its
+            own.
+        """
+        with self._alone(), self._shared.request(purpose):
+            try:
+                yield self._turn_to
                 self.end_request()
             except BaseException:
                 # First: nothing is waited for any more.
@@ -230,7 +255,11 @@ class Engine:
                 with suppress(Exception):
                     self.end_request(failed=True)
                 raise
-        return result
+
+    def _turn_to(self, pipe: Any) -> None:
+        if self._in_request:
+            self.end_request()
+        self._begin(Request(pipe))
 
     def _renewed(self) -> None:
         """Links were renewed after a failure: ranks may remember different things, and all of them begin anew."""

@@ -55,6 +55,19 @@ class RankFailed(DitmeshError, RuntimeError):
         self.pool_open = pool_open
 
 
+class ServerError(DitmeshError, RuntimeError):
+    """The server could not do it, or cannot be reached.
+
+    Attributes:
+        status: of HTTP; None: there was no answer, or a job failed.
+        code: for programs, such as ``"rank_failed"`` or ``"unavailable"``.
+    """
+
+    def __init__(self, message: str, status: int | None = None, code: str = "") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
 class UntestedWarning(UserWarning):
     """A combination of model and strategies that the parity matrix has not run."""
 

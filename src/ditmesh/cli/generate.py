@@ -26,6 +26,7 @@ from .options import (
     check_offload,
     with_groups,
 )
+from .remote import check_options, generate_on
 from .show import bar, count, emit
 from .values import fetched, parallel_config, picture_job, read_prompts
 
@@ -43,6 +44,7 @@ SHARED = ("config", "versions", "environment")
 
 @with_groups
 def generate(
+    context: typer.Context,
     pictures: PictureOptions,
     inputs: InputOptions,
     parallel: ConfigOptions,
@@ -82,6 +84,10 @@ def generate(
     ] = False,
     as_json: AsJson = False,
     json_full: JsonFull = False,
+    server: Annotated[
+        str | None,
+        typer.Option("--server", metavar="URL", help="Let `ditmesh serve` generate; $DITMESH_API_KEY is the key."),
+    ] = None,
 ) -> None:
     """Generate pictures from prompts on N devices. Each PNG holds its metadata: how it was generated.
 
@@ -103,6 +109,11 @@ def generate(
     from ..generate.run import quieten, with_free_names
     from ..launch import torchrun_rank
 
+    if server is not None:
+        check_options(context)
+        result = generate_on(server, prompts, model, pictures, inputs, out, overwrite)
+        emit(result if json_full else short(result) if as_json else result, as_json or json_full, _say)
+        return
     there = torchrun_rank()
     asked = read_prompts(prompts, pictures.prompts_file)
     settings = parallel.settings()
@@ -293,13 +304,14 @@ def _say(result: dict[str, Any]) -> None:
     for picture in result["pictures"]:
         console.print(picture["path"], markup=False)
     config = ParallelConfig(**result["config"]).describe()
-    devices, threads = count(result["devices"], "device"), count(result["threads"], "thread")
-    on_cpu = result["device"] == "cpu"
+    devices, threads = count(result["devices"], "device"), count(result["threads"] or 0, "thread")
+    on_cpu = result["device"] == "cpu" and result["threads"]
     where = f"{config}, {result['device']}{f', {threads} each' if on_cpu else ''}"
     console.print(
         f"{count(len(result['pictures']), 'picture')} in {result['out']}: "
         f"{result['seconds']:.2f} s on {devices} ({where}), "
-        f"{result['load_seconds']:.1f} s to load, {result['total_seconds']:.1f} s in all",
+        f"{result['load_seconds']:.1f} s {'waiting' if 'server' in result else 'to load'}, "
+        f"{result['total_seconds']:.1f} s in all",
         markup=False,
     )
     for past in result.get("restarts", ()):

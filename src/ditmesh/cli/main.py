@@ -11,18 +11,19 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..errors import InputError, LayoutError, RankFailed
+from ..errors import InputError, LayoutError, RankFailed, ServerError
 from ..launch import Terminated, interrupt_behind, interrupts_end, interrupts_raise, leave, torchrun_rank
 from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
 from .replay import replay
+from .serve import serve
 from .study import study
 from .train import train
 from .verify import verify
 
 # Commands that start their own ranks.
-OF_OWN_RANKS = ("verify", "study", "replay", "doctor")
+OF_OWN_RANKS = ("serve", "verify", "study", "replay", "doctor")
 
 
 @contextlib.contextmanager
@@ -58,7 +59,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (generate, train, verify, study, replay, inspect, doctor):
+for command in (generate, serve, train, verify, study, replay, inspect, doctor):
     app.command()(command)
 
 
@@ -115,6 +116,8 @@ def _run(arguments: list[str] | None) -> None:
         # Every rank refuses what rank 0 refuses: that is an answer, not a failure.
         if isinstance(error.__cause__, (InputError, LayoutError)):
             _leave(str(error.__cause__), 2)
+        _leave(str(error), 1)
+    except ServerError as error:
         _leave(str(error), 1)
 
 

@@ -188,7 +188,7 @@ def picture_job(
         guidance=guidance,
         size=size,
         max_sequence_length=text_tokens,
-        seed=_seed(pictures.seed),
+        seed=any_seed(pictures.seed),
         images=pictures.num_images,
         timeout=timeout,
         **{"per_call": max(1, min(PER_CALL, MOST_PIXELS // (width * height))), **more},
@@ -196,7 +196,7 @@ def picture_job(
     return job, info
 
 
-def _seed(seed: int) -> int:
+def any_seed(seed: int) -> int:
     """The seed; a random one for -1."""
     if seed != -1:
         return seed

@@ -7,6 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 
+class RequestLeft(BaseException):
+    """Leaves a pipeline's call between two calls of its transformer, on all ranks alike: its links stay good.
+
+    Passes every ``except Exception``.
+    """
+
+
 class PipelineCall:
     """Something around every call of one pipeline, until `undo`.
 

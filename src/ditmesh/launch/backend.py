@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Report = Callable[[Any], None]
 OnMessage = Callable[[int, Any], None]
+Watch = Callable[[], str | None]
 
 # The launcher of whoever names none.
 VARIABLE = "DITMESH_LAUNCHER"
@@ -27,7 +28,8 @@ class Launcher(Protocol):
     """Ranks with a process group, on which functions run.
 
     A launcher is made as ``make(world_size, device="auto", threads=None, timeout=600.0, **options)``, with the options
-    ``gpus`` and ``preload`` (a hint), all as of `RankPool`. What it cannot do it refuses with a `ConfigError`.
+    ``gpus``, ``stop_limit`` and ``preload`` (a hint), all as of `RankPool`. What it cannot do it refuses with a
+    `ConfigError`.
 
     Attributes:
         world_size: number of ranks.
@@ -48,6 +50,7 @@ class Launcher(Protocol):
         *args: Any,
         deadline: float | None = None,
         on_message: OnMessage | None = None,
+        watch: Watch | None = None,
         **kwargs: Any,
     ) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every rank at once, inside its process group.
@@ -57,6 +60,8 @@ class Launcher(Protocol):
             deadline: seconds within which every rank has to answer; None: no limit but that of collectives.
             on_message: called in this process, in the calling thread, as ``on_message(rank, message)`` for what ranks
                 report. With it ``fn`` gets one more argument by name, ``report``, which takes a picklable message.
+            watch: called in this process about once a second; unless it returns None the call is broken off, and what
+                it returns is what the ranks have failed to do: the rest of "ranks 0, 1 of 2 had not …".
 
         Returns:
             What every rank returned, in rank order: CPU tensors or plain data, as results may be pickled.
@@ -76,6 +81,17 @@ class Launcher(Protocol):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class Conversing(Launcher, Protocol):
+    """A launcher whose ranks take replies in the middle of a call, as the ranks of a server do."""
+
+    def reply(self, content: Any) -> None:
+        """Send all ranks what their function takes by ``report.reply()``, in order; from any thread.
+
+        What a rank has not taken when its call ends is dropped.
+        """
+        ...
 
 
 def launcher(name: str | None, world_size: int, *arguments: Any, **options: Any) -> Launcher:

@@ -59,12 +59,16 @@ class Reply:
 
 
 class OwnerChannel:
-    """The owner's end of a connection: never waits for the rank, not even for the rest of a message."""
+    """The owner's end of a connection: never waits for the rank, not even for the rest of a message.
+
+    Any thread may send; one receives.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._incoming = bytearray()
         self._outgoing = bytearray()
+        self._lock = threading.Lock()
         connection.setblocking(False)
 
     def fileno(self) -> int:
@@ -77,19 +81,26 @@ class OwnerChannel:
 
     def send(self, data: bytes) -> None:
         """Send what the socket takes; `flush` sends the rest."""
-        self._outgoing += HEADER.pack(len(data))
-        self._outgoing += data
-        self.flush()
+        with self._lock:
+            self._outgoing += HEADER.pack(len(data))
+            self._outgoing += data
+            self._flush()
 
     def flush(self) -> None:
         """Send more of what is left. A rank that is gone gets nothing: the end of the connection says so."""
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
         try:
-            while self._outgoing:
+            # A closed connection has no number any more.
+            while self._outgoing and self._connection.fileno() >= 0:
                 del self._outgoing[: self._connection.send(memoryview(self._outgoing)[:CHUNK])]
         except BlockingIOError:
-            pass
+            return
         except (BrokenPipeError, ConnectionResetError):
-            self._outgoing.clear()
+            pass
+        self._outgoing.clear()
 
     def received(self) -> Iterator[bytes]:
         """The messages that are complete by now; after the last, `EOFError` when the rank has closed its end."""
@@ -113,7 +124,8 @@ class OwnerChannel:
             raise EOFError
 
     def close(self) -> None:
-        self._connection.close()
+        with self._lock:
+            self._connection.close()
 
 
 class RankChannel:

@@ -21,10 +21,10 @@ from typing import Any
 from ..errors import ConfigError, RankFailed
 from . import failures
 from . import rank as rank_
-from .backend import Launcher, OnMessage
+from .backend import Launcher, OnMessage, Watch
 from .devices import DeviceChoice, DeviceKind, check_timeout, default_threads, resolve_device
 from .failures import Failure
-from .messages import OwnerChannel, Reply, encode, encode_call
+from .messages import CHUNK, OwnerChannel, Reply, encode, encode_call
 from .processes import ctrl_c_waits, fork_server, guarded_folder, main_left_out, start_fork_server
 from .torchrun import from_torchrun
 
@@ -57,8 +57,8 @@ class RankPool(Launcher):
 
     Attributes:
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
-        timeout: deadline of every collective of the default process group, and for a rank that is stopped (SIGSTOP) to
-            go on, in seconds.
+        timeout: deadline of every collective of the default process group, in seconds.
+        stop_limit: seconds after which a rank that is stopped (SIGSTOP) is given up.
     """
 
     speaks = True
@@ -71,6 +71,7 @@ class RankPool(Launcher):
         timeout: float = 600.0,
         preload: Sequence[str] = PRELOAD,
         gpus: Sequence[int] | None = None,
+        stop_limit: float | None = None,
         import_main: bool = True,
     ) -> None:
         """Start the ranks and wait until all of them have joined.
@@ -83,6 +84,7 @@ class RankPool(Launcher):
             preload: modules that the fork server imports before the first rank starts (CPU only). It counts
                 for the first pool of a process: the server serves them all.
             gpus: numbers of the GPUs of ranks 0, 1, …; default: rank r computes on GPU r.
+            stop_limit: see above; default: ``timeout``.
             import_main: ranks import the program's main module, as `multiprocessing` has it. Without, functions that it
                 defines cannot be called there, and it needs no ``if __name__ == "__main__":``.
 
@@ -104,6 +106,7 @@ class RankPool(Launcher):
             raise ConfigError(f"gpus {list(gpus)} are {len(gpus)} for {world_size} ranks; name one for each")
         self.threads = default_threads(world_size, self.device) if threads is None else threads
         self.timeout = timeout
+        self.stop_limit = timeout if stop_limit is None else stop_limit
         self._closed: str | None = None
         self._lock = threading.Lock()
         self._processes: list[Any] = []
@@ -112,6 +115,9 @@ class RankPool(Launcher):
         # How often the ranks have joined a process group.
         self._meetings = 1
         self._resources = contextlib.ExitStack()
+        # Another thread wakes up the one that collects answers: there is more to send than a rank has taken.
+        self._woken, self._waker = (self._resources.enter_context(end) for end in socket.socketpair())
+        self._waker.setblocking(False)
         self._folder = Path(self._resources.enter_context(guarded_folder("ditmesh-")))
         # Registered after multiprocessing's own exit handler, so it runs before that one waits for the ranks.
         atexit.register(self.close)
@@ -182,6 +188,7 @@ class RankPool(Launcher):
         *args: Any,
         deadline: float | None = None,
         on_message: OnMessage | None = None,
+        watch: Watch | None = None,
         **kwargs: Any,
     ) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every rank at once; see `Launcher.run`. Arguments and results are pickled.
@@ -207,7 +214,8 @@ class RankPool(Launcher):
                     # A rank that is gone is noticed, with its reason, while the answers are collected.
                     channel.send(call)
                 limit = math.inf if deadline is None else time.monotonic() + deadline
-                return self._collect(limit, f"answered within {deadline:g} s" if deadline else "", on_message)
+                expected = f"answered within {deadline:g} s" if deadline else ""
+                return self._collect(limit, expected, on_message, watch=watch)
             except RankFailed as error:
                 if not error.pool_open:
                     self._end(str(error).split("\n", 1)[0])
@@ -222,13 +230,18 @@ class RankPool(Launcher):
                 raise
 
     def reply(self, content: Any) -> None:
-        """Send all ranks a reply in the middle of a call, from its ``on_message``; they take it by ``report.reply()``.
+        """Send all ranks a reply in the middle of a call, from any thread; they take it by ``report.reply()``.
 
-        What a rank has not taken when its call ends is dropped. Raises whatever pickling raises.
+        What a rank has not taken when its call ends is dropped, and so is what a closed pool is given. Raises whatever
+        pickling raises.
         """
         message = encode(Reply(encode(content)))
         for channel in self._channels:
             channel.send(message)
+        if any(channel.sending for channel in self._channels):
+            # When nobody has read the last ones, one more says nothing new; a pool may have been closed meanwhile.
+            with contextlib.suppress(OSError):
+                self._waker.send(b"\0")
 
     def close(self, reason: str = "it was closed") -> None:
         """End the ranks; ``reason`` is what `ConfigError` says to later calls."""
@@ -266,7 +279,12 @@ class RankPool(Launcher):
     # ---- answers and failures
 
     def _collect(
-        self, limit: float, expected: str, on_message: OnMessage | None = None, joining: bool = False
+        self,
+        limit: float,
+        expected: str,
+        on_message: OnMessage | None = None,
+        joining: bool = False,
+        watch: Watch | None = None,
     ) -> list[Any]:
         """Wait for one answer of every rank until a time on the monotonic clock; pass messages on meanwhile.
 
@@ -274,8 +292,9 @@ class RankPool(Launcher):
             limit, expected: the time, and what a rank that misses it has failed to do.
             on_message: receiver of the messages.
             joining: whether the ranks are about to join a process group: without one they can do nothing else.
+            watch: see `Launcher.run`.
         """
-        call, stops, everyone = _Call(on_message), _Stops(self.pids, self.timeout), range(self.world_size)
+        call, stops, everyone = _Call(on_message), _Stops(self.pids, self.stop_limit), range(self.world_size)
         while len(call.answers) < self.world_size and not stops.too_long:
             # Of whoever is gone no more is to be learned. Whoever raised may be followed by the others.
             done = call.failed and (call.causes[0].certain or not call.silent(everyone))
@@ -287,6 +306,8 @@ class RankPool(Launcher):
             if call.failed:
                 # What was seen first may be a consequence; its cause shows up within moments.
                 limit = min(limit, time.monotonic() + GRACE)
+            elif watch is not None and (missed := watch()) is not None:
+                limit, expected = -math.inf, missed
             stops.look()
         if len(call.answers) == self.world_size:
             return [call.answers[rank] for rank in everyone]
@@ -301,7 +322,8 @@ class RankPool(Launcher):
             stay = stay and (failures.alike(causes, self.world_size) or self._join_anew())
             raise failures.rank_failed(causes, stalled, self.world_size, stay)
         if stops.too_long:
-            expected = f"gone on for {self.timeout:g} s, the timeout, after it was stopped by a signal such as SIGSTOP"
+            name = ", the timeout," if self.stop_limit == self.timeout else ""
+            expected = f"gone on for {self.stop_limit:g} s{name} after it was stopped by a signal such as SIGSTOP"
         raise failures.late(self._whereabouts(stops.too_long or call.silent(everyone)), self.world_size, expected)
 
     def _join_anew(self) -> bool:
@@ -324,7 +346,11 @@ class RankPool(Launcher):
                 if rank not in done:
                     selector.register(channel, EVENT_READ | (EVENT_WRITE if channel.sending else 0), rank)
                     selector.register(process.sentinel, EVENT_READ, rank)
-            return sorted({key.data for key, _ in selector.select(timeout)})
+            selector.register(self._woken, EVENT_READ, None)
+            found = {key.data for key, _ in selector.select(timeout)}
+        if None in found:
+            self._woken.recv(CHUNK)
+        return sorted(found - {None})
 
     def _hear(self, rank: int, call: _Call) -> None:
         """Read what a rank has sent so far, or how it has ended."""

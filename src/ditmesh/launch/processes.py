@@ -30,6 +30,10 @@ while os.path.exists(sys.argv[1]) and time.monotonic() < limit:
 LOOK = 0.2
 
 
+# A process has one fork server, whichever of its threads starts ranks first.
+_STARTING = threading.Lock()
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM, where it ends a program as Ctrl-C does."""
 
@@ -200,10 +204,10 @@ def start_fork_server(preload: list[str]) -> None:
     """Start the server that ranks are forked from, unless it runs; it imports the modules ``preload`` first."""
     from multiprocessing import forkserver, util
 
-    forkserver.set_forkserver_preload(preload)
-    before = fork_server()
     # A guard that nobody has noted would take the folder away while this process still uses it.
-    with interrupts_wait():
+    with interrupts_wait(), _STARTING:
+        forkserver.set_forkserver_preload(preload)
+        before = fork_server()
         with ctrl_c_waits():
             forkserver.ensure_running()
         if fork_server() != before:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ConfigError
-from .backend import Launcher, OnMessage
+from .backend import Launcher, OnMessage, Watch
 from .devices import DeviceChoice, DeviceKind, check_timeout, join, resolve_device, stay_on_loopback
 from .failures import lost_peer
 
@@ -128,6 +128,7 @@ class TorchrunRanks(Launcher):
         *args: Any,
         deadline: float | None = None,
         on_message: OnMessage | None = None,
+        watch: Watch | None = None,
         **kwargs: Any,
     ) -> list[Any]:
         """Call ``fn`` in this process; see `Launcher.run`. ``on_message`` takes what this rank alone reports."""
@@ -136,6 +137,8 @@ class TorchrunRanks(Launcher):
         if deadline is not None:
             # Nobody watches the ranks.
             raise ConfigError(f"a deadline of {deadline:g} s is not possible for ranks of torchrun; leave it out")
+        if watch is not None:
+            raise ConfigError("ranks of torchrun cannot be watched; use launcher 'local'")
         rank = dist.get_rank()
         if on_message is not None:
             kwargs["report"] = partial(on_message, rank)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ..errors import DitmeshError
+from ..errors import ServerError
 from .types import Event, Job, JobRequest, ModelCard, ServerState, Status
 
 
-class QueueFull(DitmeshError):
+class QueueFull(ServerError):
     """No more jobs are taken for now.
 
     Attributes:
@@ -23,11 +23,15 @@ class QueueFull(DitmeshError):
         self.retry_after = retry_after
 
 
-class NoSpace(DitmeshError):
+class Stopping(QueueFull):
+    """The server is on its way out."""
+
+
+class NoSpace(ServerError):
     """The disk is full: the job was not taken."""
 
 
-class UnknownJob(DitmeshError, KeyError):
+class UnknownJob(ServerError, KeyError):
     """There is no such job, or it belongs to somebody else, or has expired."""
 
     __str__ = Exception.__str__

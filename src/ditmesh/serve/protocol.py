@@ -20,6 +20,7 @@ class ModelSpec:
         model: folder or hub id.
         config: parallel configuration; ``"auto"``: the engine chooses.
         loras: files or folders of adapters, by name.
+        together: pictures whose steps run as one call, at most; beyond them, less urgent ones wait or are paused.
     """
 
     name: str
@@ -29,6 +30,7 @@ class ModelSpec:
     variant: str | None = None
     offload: Offload = "none"
     loras: Mapping[str, str] = field(default_factory=dict)
+    together: int = 8
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,14 @@ class ModelReady:
     mesh: Mapping[str, int]
     strategy: str
     unloaded: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelFailed:
+    """A model cannot be loaded, for a reason that is the same on every rank: they are well."""
+
+    name: str
+    message: str
 
 
 @dataclass(frozen=True)
@@ -184,4 +194,4 @@ class Beat:
     drift: float | None = None
 
 
-Message = ModelReady | Began | Stepped | Preview | Paused | Finished | TaskFailed | Cancelled | Beat
+Message = ModelReady | ModelFailed | Began | Stepped | Preview | Paused | Finished | TaskFailed | Cancelled | Beat

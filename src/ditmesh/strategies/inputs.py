@@ -147,7 +147,7 @@ class AgreedInputs:
                 doing = f"argument {name}"
                 # Under "strict" functions are compared by name.
                 own.inputs[name] = compared(value) if self.policy == "strict" or not callable(value) else None
-            own.generators = digest(_default_states(self.mesh.device)) if given is not None else ""
+            own.generators = digest(default_states(self.mesh.device)) if given is not None else ""
         except Exception as error:
             own = _Digests(f"{doing} cannot be compared ({_words(error)})")
         every: list[_Digests] = link.all_gather_object(own)
@@ -264,7 +264,7 @@ class AgreedInputs:
             try:
                 for name in names:
                     packed[name] = pickle.dumps(tree_map(_packed, own[name]))
-                message = packed, _default_states(self.mesh.device)
+                message = packed, default_states(self.mesh.device)
             except Exception as error:
                 failed = f"argument {name} cannot be sent to other ranks ({_words(error)})"
         message, refused = link.broadcast_object([message, failed])
@@ -277,8 +277,8 @@ class AgreedInputs:
                 for name in names:
                     received[name] = self._unpacked(pickle.loads(packed[name]), own.get(name))
                 if undo is not None:
-                    undo.callback(_set_default_states, self.mesh.device, _default_states(self.mesh.device))
-                    _set_default_states(self.mesh.device, states)
+                    undo.callback(set_default_states, self.mesh.device, default_states(self.mesh.device))
+                    set_default_states(self.mesh.device, states)
             except Exception as error:
                 failed = f"argument {name} cannot be received ({_words(error)})"
         _refuse_failed(link.all_gather_object(failed), link)
@@ -449,7 +449,7 @@ def _unpacked(value: Any, own: Any, device: torch.device) -> Any:
     return generator.set_state(value.value)
 
 
-def _default_states(device: torch.device) -> dict[str, Tensor]:
+def default_states(device: torch.device) -> dict[str, Tensor]:
     """States of torch's default generators, of the CPU and of a device."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
@@ -457,7 +457,7 @@ def _default_states(device: torch.device) -> dict[str, Tensor]:
     return states
 
 
-def _set_default_states(device: torch.device, states: Mapping[str, Tensor]) -> None:
+def set_default_states(device: torch.device, states: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(states["cpu"])
     if device.type in states and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states[device.type], device)

@@ -30,6 +30,7 @@ from ..core.partition import Partition, even_cut
 from ..core.patching import Patch, Proceed
 from ..core.values import Seen, seen, tracked
 from ..errors import ConfigError, InputError, LayoutError
+from ..layout import TokenLayout
 from ..layout.forms import holds_tensors, kind_of
 from .base import Context, ParallelModel, Request, Strategy
 from .caches import diffusers_hooks
@@ -265,7 +266,7 @@ class BatchParallel:
                 f"samples of this call of {type(self.model).__name__} cannot be run apart: cut out of its arguments, "
                 "one of them comes out otherwise; leave data and cfg at 1"
             )
-        batched = self._batched(arguments, batch)
+        batched = batched_in(arguments, batch, self._hooks.layout)
 
         def run(take: slice) -> Any:
             part = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
@@ -288,33 +289,39 @@ class BatchParallel:
             self._attention = [module for module in self.model.modules() if hasattr(module, "processor")]
         return any(type(module.processor).__name__.startswith("PAG") for module in self._attention)
 
-    def _batched(self, arguments: Arguments, batch: int) -> dict[str, int]:
-        """The arguments that have a row or several per sample, by path with the dimension: lists, and tensors."""
-        layout = self._hooks.layout
-        listed, known = layout.listed, (*layout.unbatched, *layout.listed)
-
-        def has_rows(path: str, value: Any) -> bool:
-            if any(covers(name, path) for name in layout.grouped):
-                return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] % batch == 0
-            return _has_rows(value, batch) and not any(covers(name, path) for name in known)
-
-        paths = [path for path in listed if isinstance(arguments.get(path), list) and len(arguments.get(path)) == batch]
-        paths += [path for path, value in arguments.leaves() if has_rows(path, value)]
-        dims = {path: dim for path, dim in layout.batched if arguments.get(path) is not MISSING}
-        return {**dict.fromkeys(paths, 0), **dims}
-
     def _cut(self, value: Any, take: slice, dim: int, batch: int) -> Any:
         """An argument of some of the samples; the same tensor as in the step before, if the argument is."""
         each = (value.shape[dim] if isinstance(value, Tensor) else len(value)) // batch
         take = slice(each * take.start, each * take.stop)
         if not isinstance(value, Tensor):
-            return _some(value, take)
+            return some_rows(value, take)
         if tracked(value):
             # What was cut without a gradient has none.
-            return _some(value, take, dim)
+            return some_rows(value, take, dim)
         key = ("rows", seen(value).key, take.start, take.stop, dim)
-        part = self._clock.values.found(key, lambda: seen(_some(value, take, dim)), (value,))
-        return part.value if seen(part.value).key == part.key else _some(value, take, dim)
+        part = self._clock.values.found(key, lambda: seen(some_rows(value, take, dim)), (value,))
+        return part.value if seen(part.value).key == part.key else some_rows(value, take, dim)
+
+
+def batched_in(arguments: Arguments, batch: int, layout: TokenLayout) -> dict[str, int]:
+    """The arguments that have a row or several per sample, by path with the dimension: lists, and tensors.
+
+    Args:
+        arguments: of a call of a transformer.
+        batch: its samples.
+        layout: of such calls.
+    """
+    listed, known = layout.listed, (*layout.unbatched, *layout.listed)
+
+    def has_rows(path: str, value: Any) -> bool:
+        if any(covers(name, path) for name in layout.grouped):
+            return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] % batch == 0
+        return _has_rows(value, batch) and not any(covers(name, path) for name in known)
+
+    paths = [path for path in listed if isinstance(arguments.get(path), list) and len(arguments.get(path)) == batch]
+    paths += [path for path, value in arguments.leaves() if has_rows(path, value)]
+    dims = {path: dim for path, dim in layout.batched if arguments.get(path) is not MISSING}
+    return {**dict.fromkeys(paths, 0), **dims}
 
 
 def _share_rows(batch: int, link: Link, one_by_one: bool, run: Callable[[slice], Any], listed: bool = False) -> Any:
@@ -343,7 +350,7 @@ def _has_rows(value: Any, batch: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == batch
 
 
-def _some(value: Any, take: slice, dim: int = 0) -> Any:
+def some_rows(value: Any, take: slice, dim: int = 0) -> Any:
     """Some rows of a tensor or a list. In memory of their own: kernels may look at where a tensor begins."""
     part = value[(slice(None),) * dim + (take,)] if dim else value[take]
     return part.clone() if isinstance(part, Tensor) and part.data_ptr() % ALIGNMENT else part
@@ -470,7 +477,7 @@ class DecodedRows(Strategy):
             def run(take: slice) -> Any:
                 def part(value: Any) -> Any:
                     # Whatever has a row per sample goes with it: the noise level of a decoder that removes noise.
-                    return _some(value, take) if _has_rows(value, batch) else value
+                    return some_rows(value, take) if _has_rows(value, batch) else value
 
                 return patch.original(part(rows), *map(part, args), **{name: part(kwargs[name]) for name in kwargs})
 

@@ -1,0 +1,165 @@
+"""`ditmesh generate --server URL`: the same files and the same answer, generated elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ..errors import DitmeshError, InputError
+from .options import InputOptions, PictureOptions
+from .show import bar, count
+from .values import any_seed, parse_size, read_prompts
+
+if TYPE_CHECKING:
+    from ..client import Client
+    from ..serve.types import Event, Job
+
+# Options of `generate` that a server heeds; all others are its owner's.
+TAKEN = {
+    *("prompts", "prompts_file", "model", "steps", "guidance", "negative", "size", "seed", "num_images"),
+    *("image", "strength", "mask", "control", "ip_image", "lora"),
+    *("out", "overwrite", "as_json", "json_full", "server"),
+}
+# Pictures of a job; jobs that are submitted ahead of the one that is waited for; seconds for which a full server is
+# asked again.
+TOGETHER, AHEAD, PATIENCE = 8, 8, 3600.0
+
+
+def check_options(context: typer.Context) -> None:
+    """Refuse options that would be ignored.
+
+    Raises:
+        InputError: naming them.
+    """
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name not in TAKEN
+        and (source := context.get_parameter_source(parameter.name or "")) is not None
+        and source.name == "COMMANDLINE"
+    ]
+    if given:
+        raise InputError(f"{', '.join(given)}: with --server that is the server's own; say it to ditmesh serve")
+
+
+def generate_on(
+    server: str,
+    prompts: list[str] | None,
+    model: str | None,
+    pictures: PictureOptions,
+    inputs: InputOptions,
+    out: str,
+    overwrite: bool,
+) -> dict[str, Any]:
+    """Let a server generate; the result as `ditmesh generate` prints it.
+
+    ``load_seconds`` is what the first job waited until it began.
+
+    Raises:
+        InputError: the server refuses it, or is not there.
+    """
+    from ..client import Client
+    from ..generate.job import check_folder
+
+    asked = read_prompts(prompts, pictures.prompts_file)
+    check_folder(out)
+    first, total = any_seed(pictures.seed), len(asked) * pictures.num_images
+    fields = _fields(model, pictures, inputs)
+    began = time.perf_counter()
+    # A job for every few pictures: each is what it would be alone.
+    parts = [
+        (prompt * pictures.num_images + start, asked[prompt], min(TOGETHER, pictures.num_images - start))
+        for prompt in range(len(asked))
+        for start in range(0, pictures.num_images, TOGETHER)
+    ]
+    with Client(server, patience=PATIENCE) as client, bar() as progress:
+        task = progress.add_task("waiting", total=None)
+
+        def tell(event: Event) -> None:
+            if event.event == "queued" and event.data["position"]:
+                progress.update(task, description=f"waiting, {count(event.data['position'], 'job')} before")
+            elif event.event == "step":
+                progress.update(task, description="generating", total=event.data["steps"] * total, advance=1)
+
+        written, jobs = _written(client, parts, first, fields, out, overwrite, tell)
+    receipt = written[0][1]
+    starts = [job.started or job.created for job in jobs]
+    return {
+        "pictures": [{"path": path, **one.model_dump(mode="json")} for path, one in written],
+        "out": out,
+        "config": receipt.config,
+        "devices": receipt.devices,
+        "device": receipt.device,
+        "threads": int((receipt.environment or {}).get("threads", 0)) or None,
+        "load_seconds": starts[0] - jobs[0].created,
+        "seconds": max(job.finished or 0.0 for job in jobs) - min(starts),
+        "total_seconds": time.perf_counter() - began,
+        "server": client.url,
+    }
+
+
+def _fields(model: str | None, pictures: PictureOptions, inputs: InputOptions) -> dict[str, Any]:
+    """The options of a job that are the same for all."""
+    loras = {}
+    for text in inputs.lora or ():
+        name, colon, scale = text.rpartition(":")
+        try:
+            loras[name if colon else text] = float(scale) if colon else 1.0
+        except ValueError:
+            raise InputError(f"--lora {text!r}: the scale {scale!r} is not a number; write it as NAME:0.8") from None
+    return {
+        "model": model,
+        "steps": pictures.steps,
+        "guidance": pictures.guidance,
+        "negative_prompt": pictures.negative,
+        "size": parse_size(pictures.size),
+        "strength": inputs.strength,
+        "image": inputs.image,
+        "mask": inputs.mask,
+        "control": inputs.control,
+        "ip_image": inputs.ip_image,
+        "loras": loras or None,
+    }
+
+
+def _written(
+    client: Client,
+    parts: Sequence[tuple[int, str, int]],
+    seed: int,
+    fields: dict[str, Any],
+    out: str,
+    overwrite: bool,
+    tell: Any,
+) -> tuple[list[tuple[str, Any]], list[Job]]:
+    """Submit jobs, a few ahead; paths and receipts of what was written in the end, and the jobs."""
+    from ..generate.receipt import write_free
+    from ..generate.run import file_name
+
+    written: list[tuple[str, Any]] = []
+    waiting: deque[tuple[int, Job]] = deque()
+    done: list[Job] = []
+    left = list(reversed(parts))
+    try:
+        while left or waiting:
+            while left and len(waiting) < AHEAD:
+                index, prompt, images = left.pop()
+                waiting.append((index, client.submit(prompt, n=images, seed=seed + index, **fields)))
+            index, job = waiting[0]
+            done.append(client.wait(job.id, tell))
+            for place, image in enumerate(client.images(done[-1])):
+                receipt = image.receipt.model_copy(update={"index": index + place})  # type: ignore[attr-defined]
+                name = file_name(receipt.index, receipt.prompt, receipt.seed)
+                written.append((str(write_free(image, Path(out) / name, receipt, overwrite)), receipt))
+            waiting.popleft()
+    except BaseException:
+        for _, job in waiting:
+            with contextlib.suppress(DitmeshError):
+                client.cancel(job.id)
+        raise
+    return written, done

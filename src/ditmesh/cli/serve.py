@@ -1,0 +1,349 @@
+"""`ditmesh serve`: an HTTP server with a queue, and ranks that batch its jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import InputError
+from .options import OFFLOADS, ConfigOptions, Devices, RankOptions, at_least, check_offload, one_of, with_groups
+from .values import download, parallel_config
+
+if TYPE_CHECKING:
+    from ..serve.protocol import ModelSpec
+    from ..serve.settings import Settings
+
+LOG_FORMATS, LOG_LEVELS = ("text", "json"), ("debug", "info", "warning", "error")
+
+
+def _option(*flags: str, panel: str, **more: Any) -> Any:
+    return typer.Option(*flags, rich_help_panel=panel, **more)
+
+
+@dataclass(frozen=True)
+class ListenOptions:
+    """Where the server answers, and whom."""
+
+    host: Annotated[str, _option(panel="Network", help="Address to listen at; 0.0.0.0: all of this machine's.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, _option("--port", "-p", panel="Network", help="0: any that is free.", min=0, max=65535)] = 8000
+    allow_host: Annotated[
+        list[str] | None,
+        _option(
+            panel="Network",
+            metavar="NAME",
+            help="A name that clients call the server by; may be given again.",
+            show_default="this machine's at 127.0.0.1, any elsewhere",
+        ),
+    ] = None
+    cors_origin: Annotated[
+        list[str] | None,
+        _option(panel="Network", metavar="URL", help="Another site whose pages may use the API; may be given again."),
+    ] = None
+    keys: Annotated[
+        Path | None, _option(panel="Network", metavar="FILE", help="Answer only who has a key of this file.")
+    ] = None
+    new_key: Annotated[
+        str | None, _option(panel="Network", metavar="NAME", help="Add a key to --keys, print it and leave.")
+    ] = None
+    rate: Annotated[
+        float,
+        _option(panel="Network", help="Jobs a minute of each key (or address); 0: any number.", callback=at_least(0)),
+    ] = 0.0
+
+
+@dataclass(frozen=True)
+class LimitOptions:
+    """What a client may ask for, and how much is kept."""
+
+    max_pixels: Annotated[int, _option(panel="Limits", help="Pixels of a picture.", callback=at_least(1))] = 2048**2
+    max_steps: Annotated[int, _option(panel="Limits", help="Steps of a picture.", callback=at_least(1))] = 200
+    max_images: Annotated[int, _option(panel="Limits", help="Pictures of a job.", callback=at_least(1))] = 16
+    max_frames: Annotated[int, _option(panel="Limits", help="Frames of a video.", callback=at_least(1))] = 257
+    max_prompt: Annotated[int, _option(panel="Limits", help="Characters of a prompt.", callback=at_least(1))] = 10_000
+    max_body: Annotated[
+        int, _option(panel="Limits", metavar="MIB", help="Size of a request.", callback=at_least(1))
+    ] = 32
+    max_queue: Annotated[int, _option(panel="Limits", help="Pictures that may wait.", callback=at_least(1))] = 1000
+    max_batch: Annotated[
+        int, _option(panel="Limits", help="Pictures whose steps run as one call.", callback=at_least(1))
+    ] = 8
+    max_loaded: Annotated[
+        int, _option(panel="Limits", help="Models that a replica holds at a time.", callback=at_least(1))
+    ] = 1
+    keep: Annotated[
+        float, _option(panel="Limits", metavar="HOURS", help="For which results are kept.", callback=at_least(0.001))
+    ] = 24.0
+    max_disk: Annotated[
+        float, _option(panel="Limits", metavar="GIB", help="Of results and inputs.", callback=at_least(0.001))
+    ] = 10.0
+    stall: Annotated[
+        float,
+        _option(panel="Limits", metavar="SECONDS", help="Without a step, after which ranks are started again.",
+                callback=at_least(1)),
+    ] = 60.0  # fmt: skip
+    grace: Annotated[
+        float,
+        _option(panel="Limits", metavar="SECONDS", help="For which a server that stops lets pictures end.",
+                callback=at_least(0)),
+    ] = 30.0  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LogOptions:
+    """What the server says of itself."""
+
+    log_format: Annotated[
+        str,
+        _option(panel="Logs", metavar="|".join(LOG_FORMATS), help="Form of a line.", callback=one_of(LOG_FORMATS, {})),
+    ] = "text"
+    log_level: Annotated[
+        str, _option(panel="Logs", metavar="|".join(LOG_LEVELS), help="What is said.", callback=one_of(LOG_LEVELS, {}))
+    ] = "info"
+    log_prompts: Annotated[bool, _option("--log-prompts", panel="Logs", help="Write prompts into the log.")] = False
+    otel: Annotated[
+        bool, _option("--otel", panel="Logs", help="Send traces where OTEL_EXPORTER_OTLP_ENDPOINT says.")
+    ] = False
+
+
+@with_groups
+def serve(
+    parallel: ConfigOptions,
+    ranks: RankOptions,
+    listen: ListenOptions,
+    limits: LimitOptions,
+    logs: LogOptions,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="[NAME=]MODEL",
+            help="Folder or hub id of a diffusers pipeline, or an embedded model; may be given again.",
+            show_default="emoji-sd3",
+        ),
+    ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=FILE", help="A LoRA that clients may ask for by name; may be given again."),
+    ] = None,
+    variant: Annotated[str | None, typer.Option(help="Variant of the weights' files, such as fp16.")] = None,
+    offload: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(OFFLOADS),
+            help="On GPUs: keep text encoders and VAE in the host's memory while they do not work.",
+            callback=one_of(OFFLOADS, {}),
+        ),
+    ] = "none",
+    devices: Devices = None,
+    replicas: Annotated[
+        int, typer.Option(help="Groups of --devices ranks, each with all models.", callback=at_least(1))
+    ] = 1,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", metavar="FILE.yaml", help="The configuration, as YAML.")
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="For the queue and the results.", show_default="~/.local/state/ditmesh/serve"),
+    ] = None,
+) -> None:
+    """Serve pictures over HTTP: an API as OpenAI's, jobs with progress, and a page, from one parallel engine.
+
+    Ctrl-C or SIGTERM lets what is under way end; what waits is done when the server is started again.
+
+    [bold]Examples[/bold]
+
+    ditmesh serve --devices 2
+
+    ditmesh serve --model flux=./my-flux --model ./my-sd3 --max-loaded 2 --ulysses 4 --host 0.0.0.0 --keys keys
+
+    ditmesh serve --keys keys --new-key alice
+    """
+    _check_installed()
+    from ..serve.keys import new_key
+    from ..serve.listen import bound
+
+    if listen.new_key is not None:
+        if listen.keys is None:
+            raise InputError("--new-key writes into a file of keys; name it with --keys FILE")
+        print(new_key(listen.keys, listen.new_key))
+        return
+    settings = _settings(listen, limits, logs)
+    # All that can be refused is refused before a rank starts.
+    tracer = _tracer(logs.otel)
+    names = _named(model or ["emoji-sd3"], "--model")
+    world_size, specs = _specs(names, _named(lora or [], "--lora"), devices, config, parallel, ranks, limits.max_batch)
+    kind = ranks.kind(world_size * replicas)
+    check_offload(offload, kind)
+    specs = [_loadable(spec, ranks.dtype_on(kind), variant, offload) for spec in specs]
+    folder = folder or state_folder()
+    with bound(listen.host, listen.port) as listening:
+        backend = _service(specs, folder, world_size, replicas, ranks, limits)
+        _serve(backend, settings, tracer, listening, limits.grace, logs)
+
+
+def _check_installed() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import multipart  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise InputError(f"ditmesh serve needs {error.name}; install ditmesh with its extra serve") from None
+
+
+def _tracer(wanted: bool) -> Any:
+    from ..serve.logs import otlp_tracer
+
+    return otlp_tracer() if wanted else None
+
+
+def _settings(listen: ListenOptions, limits: LimitOptions, logs: LogOptions) -> Settings:
+    """The settings of the HTTP side."""
+    from ..serve.settings import LOOPBACK, Settings
+
+    names = tuple(listen.allow_host or ())
+    here = listen.host in LOOPBACK
+    return Settings(
+        keys=listen.keys,
+        # Elsewhere it has names that only its owner knows.
+        hosts=(*LOOPBACK, listen.host, *names) if here or names else (),
+        cors=tuple(listen.cors_origin or ()),
+        rate=listen.rate,
+        max_pixels=limits.max_pixels,
+        max_steps=limits.max_steps,
+        max_images=limits.max_images,
+        max_frames=limits.max_frames,
+        max_prompt=limits.max_prompt,
+        max_body=limits.max_body * 2**20,
+        log_prompts=logs.log_prompts,
+    )
+
+
+def _named(texts: Sequence[str], option: str) -> dict[str, str]:
+    """``NAME=PATH`` by name; without a name that of the file or folder."""
+    found: dict[str, str] = {}
+    for text in texts:
+        # A folder may have an equals sign in its name.
+        name, equals, path = text.partition("=") if not os.path.exists(text) else ("", "", text)
+        if not equals:
+            path = text
+            # Of hub ids and embedded models the whole; of a folder or a file its last name.
+            name = Path(text).expanduser().resolve().name if os.path.exists(Path(text).expanduser()) else text
+            name = name.removesuffix(".safetensors")
+        if not name or not path:
+            raise InputError(f"{option} {text!r} is not NAME=PATH; write it as my-name=./folder")
+        if name in found:
+            raise InputError(f"{option} {text!r}: {name!r} is there twice; give one of them a name: NAME=PATH")
+        found[name] = path
+    return found
+
+
+def _specs(
+    models: dict[str, str],
+    loras: dict[str, str],
+    devices: int | None,
+    config: Path | None,
+    parallel: ConfigOptions,
+    ranks: RankOptions,
+    together: int,
+) -> tuple[int, list[ModelSpec]]:
+    """Number of ranks of a replica, and the models with their configurations, all of them looked at.
+
+    Raises:
+        InputError: there is no such model or LoRA, or the configuration does not fit.
+    """
+    from ..config import ParallelConfig
+    from ..generate.files import adapter
+    from ..generate.job import check_config
+    from ..generate.model_info import find_model
+    from ..launch import torchrun_rank
+    from ..serve.protocol import ModelSpec
+
+    if torchrun_rank() is not None:
+        raise InputError("ditmesh serve starts the ranks it needs; leave torchrun out and say --devices")
+    # The name is ours: a scale is the client's.
+    files = {name: adapter("lora", str(Path(path).expanduser())).path for name, path in loras.items()}
+    world_size, specs = 1, []
+    for name, path in models.items():
+        info = find_model(path)
+        world_size, chosen = parallel_config(devices, config, parallel.settings(), info.heads)
+        check_config(chosen or ParallelConfig(), info, world_size) if chosen is not None else None
+        model = str(info.files) if info.local else info.name
+        specs.append(ModelSpec(name, model, chosen or "auto", loras=files, together=together))
+    return world_size, specs
+
+
+def _loadable(spec: ModelSpec, dtype: Any, variant: str | None, offload: Any) -> ModelSpec:
+    """The model as ranks load it; one of a hub is fetched once, before they ask for it."""
+    from dataclasses import replace
+
+    model = spec.model if os.path.exists(spec.model) else download(spec.model, variant)
+    return replace(spec, model=model, dtype=dtype, variant=variant, offload=offload)
+
+
+def state_folder() -> Path:
+    """Where programs of this user keep what is to outlast them."""
+    base = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "ditmesh" / "serve"
+
+
+def _service(
+    specs: list[ModelSpec], folder: Path, devices: int, replicas: int, ranks: RankOptions, limits: LimitOptions
+) -> Any:
+    from ..serve.replicas import Limits
+    from ..serve.service import Service
+
+    return Service(
+        specs,
+        folder,
+        devices=devices,
+        replicas=replicas,
+        device=ranks.device,
+        threads=ranks.threads,
+        timeout=ranks.timeout,
+        launcher=os.environ.get("DITMESH_LAUNCHER"),
+        most_loaded=limits.max_loaded,
+        most_running=limits.max_batch,
+        limits=Limits(stall=limits.stall),
+        keep=limits.keep * 3600,
+        most_bytes=int(limits.max_disk * 2**30),
+        most_waiting=limits.max_queue,
+        most_per_owner=limits.max_queue,
+    )
+
+
+def _serve(backend: Any, settings: Settings, tracer: Any, listening: Any, grace: float, logs: LogOptions) -> None:
+    """Answer until a signal comes."""
+    from ..launch import leave
+    from ..serve.app import create_app
+    from ..serve.listen import HttpServer, url_of
+    from ..serve.logs import log_config
+    from ..serve.settings import LOOPBACK
+
+    def up() -> None:
+        print(f"ditmesh: serving {', '.join(card.id for card in backend.models())} at {url_of(listening)}", flush=True)
+
+    def at_once(number: int) -> None:
+        print(f"ditmesh: stopped at once by {signal.Signals(number).name}", file=sys.stderr)
+        leave(128 + number)
+
+    if settings.keys is None and listening.getsockname()[0] not in LOOPBACK:
+        print(
+            "ditmesh: everybody who reaches this machine may use the server; let keys decide with --keys FILE",
+            file=sys.stderr,
+        )
+    form: Any = logs.log_format
+    app = create_app(backend, settings, tracer)
+    server = HttpServer(app, grace, log_config(form, logs.log_level.upper()), up, at_once)
+    asyncio.run(server.run_on(listening))

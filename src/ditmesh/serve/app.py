@@ -1,0 +1,387 @@
+"""The HTTP API as an application of FastAPI; ``docs/serving.md`` describes it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import html
+import os
+import re
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+from fastapi import APIRouter, FastAPI, Header, Path, Query
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.staticfiles import StaticFiles
+
+from .._version import __version__
+from ..errors import DitmeshError
+from . import openai
+from .backend import Backend, UnknownJob
+from .errors import Refused, answer_to, described, wait_header
+from .guard import Guard
+from .intake import JobBody, Server, sized, validated
+from .keys import Keys, Limiter
+from .logs import JobWatch
+from .metrics import Metrics
+from .settings import Settings
+from .streams import EventStream, closed_after, event_schema, sse
+from .types import EventName, Job, JobRequest, ModelCard, ServerState, Status
+from .uploads import Uploads
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+JOB_ID = re.compile(r"job_[0-9a-f]{32}")
+JobId = Annotated[str, Path(description="`job_` and 32 hexadecimal digits", max_length=64)]
+# What every endpoint of jobs may answer.
+OF_JOBS = described(401, 404)
+OF_SUBMISSION = described(401, 403, 404, 413, 429, 503, 507)
+
+
+class JobList(BaseModel):
+    """Jobs, the newest first."""
+
+    object: Literal["list"] = "list"
+    data: list[Job]
+
+
+class ModelList(BaseModel):
+    """The models that the server offers."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Alive(BaseModel):
+    """The process answers."""
+
+    status: Literal["ok"] = "ok"
+
+
+def stream_of(*names: str) -> dict[int | str, dict[str, Any]]:
+    """How OpenAPI describes a stream of events of these names."""
+    content = {"text/event-stream": {"schema": event_schema(names)}}
+    return {200: {"description": "Server-sent events; comments say that the stream is alive.", "content": content}}
+
+
+# --- jobs
+
+jobs = APIRouter(prefix="/v1", tags=["jobs"])
+
+
+async def submitted(request: Request, body: JobBody, videos: bool | None) -> Job:
+    """Submit a job from its JSON form."""
+    server: Server = request.app.state.server
+    fields = sized(body.size, body.model_dump(exclude={"size", "inputs"}, exclude_none=True))
+    # What cannot be is refused before a picture is decoded.
+    asked = validated(JobRequest, fields)
+    inputs = await server.inputs(body.inputs) if body.inputs else ()
+    return await server.accept(asked.model_copy(update={"inputs": inputs}), request, videos)
+
+
+@jobs.post("/jobs", status_code=202, responses=OF_SUBMISSION, summary="Submit a job")
+async def post_job(request: Request, body: JobBody) -> Job:
+    """Submit a job and return at once. What is accepted is on disk, and done after a restart too."""
+    return await submitted(request, body, None)
+
+
+@jobs.post("/videos", status_code=202, responses=OF_SUBMISSION, tags=["videos"], summary="Submit a job of videos")
+async def post_video(request: Request, body: JobBody) -> Job:
+    """The same for models that make videos; refused for all others."""
+    return await submitted(request, body, True)
+
+
+@jobs.get("/jobs", responses=described(401), summary="Jobs")
+async def get_jobs(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 50,
+    status: Annotated[Status | None, Query(description="Only jobs of this status")] = None,
+) -> JobList:
+    """The jobs of this key, the newest first."""
+    server: Server = request.app.state.server
+    return JobList(data=await server.backend.jobs(request.state.owner, limit, status))
+
+
+@jobs.get("/jobs/{id}", responses=OF_JOBS, summary="A job")
+async def get_job(request: Request, id: JobId) -> Job:
+    """A job as it is now."""
+    return await request.app.state.server.backend.job(known(id, request), request.state.owner)
+
+
+@jobs.delete("/jobs/{id}", responses=described(401, 403, 404), summary="Cancel a job")
+async def delete_job(request: Request, id: JobId) -> Job:
+    """Cancel a job: it stops at the next step. One that has ended stays as it is."""
+    return await request.app.state.server.backend.cancel(known(id, request), request.state.owner)
+
+
+@jobs.get(
+    "/jobs/{id}/events",
+    response_class=Response,
+    responses={**OF_JOBS, **stream_of(*get_args(EventName), "error")},
+    summary="What happens to a job",
+)
+async def get_events(
+    request: Request,
+    id: JobId,
+    last: Annotated[
+        int,
+        Header(alias="Last-Event-ID", ge=0, lt=2**53, description="Go on after this event, after a lost connection"),
+    ] = 0,
+) -> Response:
+    """Events as they happen, from the first (or the one after `Last-Event-ID`) to the last."""
+    server: Server = request.app.state.server
+    owner = request.state.owner
+    # An unknown job is an answer of its own, which a stream that has begun cannot give.
+    await server.backend.job(known(id, request), owner)
+
+    async def events() -> AsyncIterator[str]:
+        async with closed_after(server.backend.events(id, owner, last)) as found:
+            async for event in found:
+                yield sse(event.data, event.event, event.id)
+
+    return EventStream(events(), server.settings.keep_alive, server.closing)
+
+
+@jobs.get(
+    "/jobs/{id}/images/{index}",
+    response_class=Response,
+    responses={
+        **OF_JOBS,
+        200: {
+            "description": "The file.",
+            "content": {
+                f"image/{kind}": {"schema": {"type": "string", "format": "binary"}} for kind in ("png", "jpeg", "webp")
+            }
+            | {"video/mp4": {"schema": {"type": "string", "format": "binary"}}},
+        },
+    },
+    summary="A result",
+)
+async def get_image(
+    request: Request,
+    id: JobId,
+    index: Annotated[int, Path(ge=0, lt=2**31)],
+    download: Annotated[bool, Query(description="To be saved under a name instead of shown")] = False,
+) -> Response:
+    """The file of a result, with its receipt inside where its format has room for it."""
+    server: Server = request.app.state.server
+    found = await server.backend.result(known(id, request), index, request.state.owner)
+    try:
+        status = await asyncio.to_thread(os.stat, found.path)
+    except FileNotFoundError:
+        raise UnknownJob(f"the results of {id} have expired") from None
+    headers = {"Cache-Control": "private, max-age=86400, immutable", "Accept-Ranges": "none"}
+    if download:
+        headers["Content-Disposition"] = f'attachment; filename="{id}-{index}{found.path.suffix}"'
+    return FileResponse(found.path, media_type=found.media_type, headers=headers, stat_result=status)
+
+
+def known(id: str, request: Request) -> str:
+    """The id, which the log names as well; nothing else is looked up.
+
+    Raises:
+        UnknownJob: it is none.
+    """
+    if JOB_ID.fullmatch(id) is None:
+        raise UnknownJob(f"there is no job {id!r}; ids are job_ and 32 hexadecimal digits")
+    request.state.job = id
+    return id
+
+
+# --- the server
+
+about = APIRouter(tags=["server"])
+
+
+@about.get("/v1/models", responses=described(401), summary="Models")
+async def get_models(request: Request) -> ModelList:
+    """The models that the server offers; the first is the one that answers when none is named."""
+    return ModelList(data=request.app.state.server.backend.models())
+
+
+@about.get("/v1/models/{id:path}", responses=described(401, 404), summary="A model")
+async def get_model(request: Request, id: Annotated[str, Path(max_length=256)]) -> ModelCard:
+    """One model."""
+    return request.app.state.server.model(id)
+
+
+@about.get("/v1/server", responses=described(401), summary="The server's state")
+async def get_server(request: Request) -> ServerState:
+    """Queue, replicas, and what each rank has just done."""
+    return request.app.state.server.backend.state()
+
+
+@about.get(
+    "/v1/server/events",
+    response_class=Response,
+    responses={**described(401), **stream_of("state", "error")},
+    summary="The server's states",
+)
+async def get_server_events(request: Request) -> Response:
+    """The server's state whenever it has changed, without an end."""
+    server: Server = request.app.state.server
+
+    async def states() -> AsyncIterator[str]:
+        before = ""
+        while True:
+            text = sse(server.backend.state().model_dump(mode="json"), "state")
+            if text != before:
+                yield text
+            before = text
+            await asyncio.sleep(server.settings.state_interval)
+
+    return EventStream(states(), server.settings.keep_alive, server.closing)
+
+
+@about.get("/healthz", summary="Alive")
+async def healthz() -> Alive:
+    """The process answers."""
+    return Alive()
+
+
+@about.get("/readyz", responses={503: described(503)[503]}, summary="Ready")
+async def readyz(request: Request) -> Alive:
+    """A replica takes jobs; before, and while the server stops, 503."""
+    server: Server = request.app.state.server
+    if server.stopping or not server.backend.state().ready:
+        why = "the server is about to stop" if server.stopping else "no replica is ready yet"
+        raise Refused(503, f"{why}; ask again", headers=wait_header(server.settings.retry_after))
+    return Alive()
+
+
+@about.get(
+    "/metrics",
+    response_class=Response,
+    responses={
+        **described(401),
+        200: {"description": "Prometheus's text form.", "content": {"text/plain": {"schema": {"type": "string"}}}},
+    },
+    summary="Metrics",
+)
+async def get_metrics(request: Request) -> Response:
+    """What Prometheus reads."""
+    # Its parameter `version` is of Prometheus; it takes plain text, too.
+    return Response(request.app.state.server.metrics.page(), media_type="text/plain; version=1.0.0; charset=utf-8")
+
+
+@about.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> HTMLResponse:
+    """The endpoints as a page, made from /openapi.json without anything from elsewhere."""
+    return HTMLResponse(_as_html(request.app.openapi()))
+
+
+def _as_html(schema: dict[str, Any]) -> str:
+    lines = []
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            said = html.escape(operation.get("description", ""))
+            statuses = ", ".join(sorted(operation["responses"]))
+            lines.append(
+                f"<h2><code>{method.upper()} {html.escape(path)}</code></h2><p>{said}</p><p>Answers: {statuses}</p>"
+            )
+    title = f"ditmesh {html.escape(schema['info']['version'])}"
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><h1>{title}</h1>'
+        f'<p>All of it, with every field: <a href="/openapi.json">/openapi.json</a></p>{"".join(lines)}</html>'
+    )
+
+
+# --- the application
+
+
+def create_app(backend: Backend, settings: Settings | None = None, tracer: Tracer | None = None) -> FastAPI:
+    """The application; ``app.state.server`` is its `Server`.
+
+    It starts the backend when it is started itself, and stops it (without grace) when nobody has done so before.
+
+    Args:
+        backend: the queue.
+        settings: limits and behaviour.
+        tracer: of OpenTelemetry; None: no traces.
+
+    Raises:
+        InputError: the file of keys cannot be read.
+    """
+    settings = settings or Settings()
+    metrics = Metrics(backend.state)
+    watch = JobWatch(backend, metrics, tracer, settings.log_prompts)
+    server = Server(backend, settings, metrics, watch, Limiter(settings.rate), Uploads(settings.max_input_pixels))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await backend.start()
+        try:
+            yield
+        finally:
+            await server.stop(0.0)
+
+    app = FastAPI(
+        title="ditmesh",
+        version=__version__,
+        summary="Pictures from diffusers' Diffusion Transformers on several devices.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        # A redirect would lose the body; there is one spelling of each path.
+        redirect_slashes=False,
+    )
+    app.state.server = server
+    for router in (openai.router, jobs, about):
+        app.include_router(router)
+    for kind in (DitmeshError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, _answer)
+    _mount_page(app, settings)
+    keys = None if settings.keys is None else Keys(settings.keys)
+    app.add_middleware(Guard, settings=settings, keys=keys, metrics=metrics)
+    if settings.cors:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.cors),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["Authorization", "Content-Type", "Last-Event-ID"],
+            expose_headers=["Retry-After"],
+        )
+    app.openapi = lambda: _openapi(app, keys is not None)  # type: ignore[method-assign]
+    return app
+
+
+async def _answer(_: Request, error: Exception) -> Response:
+    return answer_to(error)
+
+
+def _mount_page(app: FastAPI, settings: Settings) -> None:
+    page = settings.page
+    if page is None or not (page / "index.html").is_file():
+        return
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> FileResponse:
+        return FileResponse(page / "index.html", headers={"Cache-Control": "no-cache"})
+
+    app.mount("/static", StaticFiles(directory=page), name="static")
+
+
+def _openapi(app: FastAPI, keys: bool) -> dict[str, Any]:
+    """The description, in which wrong fields are answered as they are here: with 400 in OpenAI's form, not 422."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+        for path, operations in schema["paths"].items():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+                if not keys:
+                    operation["responses"].pop("401", None)
+                elif path.startswith(("/v1/", "/metrics")):
+                    operation["security"] = [{"key": []}]
+        for unused in ("HTTPValidationError", "ValidationError"):
+            schema["components"]["schemas"].pop(unused, None)
+        if keys:
+            schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        app.openapi_schema = schema
+    return app.openapi_schema

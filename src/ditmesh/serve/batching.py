@@ -1,0 +1,761 @@
+"""Continuous batching: pipelines as coroutines, whose transformer calls that wait at the same time run as one call.
+
+Requests join and leave a batch at a step, as in Orca (Yu et al. 2022, OSDI) for language models. No pipeline is
+rewritten: each request's own ``pipe(...)`` runs as a coroutine (a greenlet) on a shallow copy of the pipeline with a
+scheduler of its own. Where it calls a transformer, a text encoder or the autoencoder it stops, and goes on with the
+result. Calls of a transformer that fit together run as one, with a row and a timestep for each. What is joined is found
+out by looking: before calls of a form are joined for the first time, one such call is compared with its rows alone.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..core.arguments import Arguments, covers, parameter_names
+from ..core.clock import timestep_of
+from ..core.patching import Patch
+from ..core.request import RequestLeft
+from ..core.values import Values, seen
+from ..engine import DENOISERS, Engine, engine_of
+from ..errors import InputError, LayoutError
+from ..layout import TokenLayout
+from ..layout.forms import form_of, holds_tensors
+from ..layout.influence import off_by, tolerance
+from ..layout.types import CallForm
+from ..strategies.base import ParallelModel
+from ..strategies.caches import diffusers_hooks
+from ..strategies.hooks import ModelHooks
+from ..strategies.inputs import default_states, set_default_states
+from ..strategies.rows import batched_in, some_rows
+
+# Largest difference, relative to the largest value, of a row in a batch from the row alone.
+SAME = 1e-4
+# Plain values of a call: equal ones mean the same.
+_PLAIN = (int, float, complex, str, bytes, torch.Size, type(None), torch.dtype, torch.device)
+
+
+@dataclass
+class Asked:
+    """A component's call that a coroutine has handed over and waits for.
+
+    Attributes:
+        name: of the component and, but for its forward, the method: ``"transformer"``, ``"vae.decode"``.
+        component: the module.
+        call: what is to be called.
+        args, kwargs: its arguments.
+        alone: it is not to be joined with others.
+    """
+
+    name: str
+    component: nn.Module
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    alone: bool = False
+
+
+class Run(greenlet):
+    """A pipeline's call as a coroutine, which is resumed until it asks for something or ends.
+
+    torch's default generators are its own: seeded with its seed, and put aside while others run.
+
+    Args:
+        pipe: the pipeline, a copy of its own (`copied`) if it delegates.
+        arguments: of its call.
+        seed: of torch's default generators.
+        device: of the pipeline.
+        adapters: LoRA adapters that are on in its calls, with their scales.
+        delegates: it hands over its components' calls; else it is left at the end of a step only.
+
+    Attributes:
+        asked: what it waits for; None before it begins, at the end of a step, and when it has ended.
+        begun, ended: whether it was resumed at all, and whether there is nothing left of it.
+        output, error: what the pipeline returned, or raised.
+        batch: rows of the latest call of a transformer that it took part in.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        arguments: Mapping[str, Any],
+        seed: int,
+        device: torch.device,
+        adapters: tuple[tuple[str, float], ...] = (),
+        delegates: bool = True,
+    ) -> None:
+        super().__init__()
+        # A coroutine starts with an empty context otherwise.
+        self.gr_context = contextvars.copy_context()
+        self.asked: Asked | None = None
+        self.pipe, self.adapters, self.delegates = pipe, adapters, delegates
+        self.begun = self.ended = False
+        self.output: Any = None
+        self.error: Exception | None = None
+        self.batch = 0
+        self._arguments: Mapping[str, Any] = arguments
+        self._seed, self._device = seed, device
+        self._random: Mapping[str, Tensor] | None = None
+
+    def run(self) -> None:
+        try:
+            self.output = self.pipe(**self._arguments)
+        except RequestLeft:
+            pass
+        except Exception as error:
+            self.error = bare(error)
+        finally:
+            self._arguments = {}
+
+    def resume(self, answer: Any = None, error: BaseException | None = None) -> None:
+        """Go on with the answer to what was asked, or with an error in its place."""
+        with self.random():
+            if error is not None:
+                self.asked = self.throw(error)
+            elif self.begun:
+                self.asked = self.switch(answer)
+            else:
+                self.begun = True
+                self.asked = self.switch()
+        self.ended = self.dead
+
+    def leave(self) -> None:
+        """End it where it stands."""
+        if self.begun and not self.ended:
+            self.resume(error=RequestLeft())
+        self.ended = True
+
+    def ask(self, asked: Asked | None) -> Any:
+        """Within it: stop until it is resumed; the answer."""
+        assert self.parent is not None
+        return self.parent.switch(asked)
+
+    @contextmanager
+    def random(self) -> Iterator[None]:
+        """torch's default generators are this coroutine's."""
+        outside = default_states(self._device)
+        if self._random is None:
+            torch.manual_seed(self._seed)
+        else:
+            set_default_states(self._device, self._random)
+        try:
+            yield
+        finally:
+            self._random = default_states(self._device)
+            set_default_states(self._device, outside)
+
+    @property
+    def generators(self) -> Mapping[str, Tensor]:
+        """States of its default generators."""
+        return self._random or {}
+
+    @generators.setter
+    def generators(self, states: Mapping[str, Tensor]) -> None:
+        self._random = states
+
+
+def bare(error: Exception) -> Exception:
+    """An error without the frames it came from, which hold every tensor there."""
+    error.__traceback__ = error.__context__ = None
+    return error
+
+
+def copied(pipe: Any) -> Any:
+    """A pipeline with the same weights, and with schedulers and other objects that change from step to step of its own.
+
+    Args:
+        pipe: not parallelised itself; its transformers may be.
+    """
+    own = copy.copy(pipe)
+    for name, component in pipe.components.items():
+        # Tokenizers and processors keep nothing between two calls.
+        if hasattr(component, "set_timesteps") or type(component).__name__.endswith("Guidance"):
+            vars(own)[name] = copy.deepcopy(component)
+    return own
+
+
+class Handover:
+    """Lets every `Run` hand over the calls of a pipeline's components; calls by others are as they were.
+
+    A ControlNet's call is part of a step, and stays where it is.
+
+    Args:
+        pipe: the pipeline, parallelised.
+    """
+
+    def __init__(self, pipe: Any) -> None:
+        self._undo = ExitStack()
+        known: set[int] = set()
+        for name, component in pipe.components.items():
+            if not isinstance(component, nn.Module) or id(component) in known or "controlnet" in name:
+                continue
+            known.add(id(component))
+            if hasattr(component, "decode") and name not in DENOISERS:
+                for method in ("encode", "decode"):
+                    if hasattr(component, method):
+                        self._add(f"{name}.{method}", component, method)
+            else:
+                # Around torch's hooks: they belong to the call that runs.
+                self._add(name, component, "_call_impl")
+
+    def _add(self, name: str, component: nn.Module, method: str) -> None:
+        dtype = _dtype_of(component)
+
+        def around(*args: Any, **kwargs: Any) -> Any:
+            run = getcurrent()
+            # A pipeline that has changed a component for a call of its own (to float32) changes it back behind it.
+            if not isinstance(run, Run) or not run.delegates or _dtype_of(component) != dtype:
+                return patch.original(*args, **kwargs)
+            return run.ask(Asked(name, component, patch.original, args, kwargs))
+
+        patch = Patch(component, method, around)
+        self._undo.callback(patch.undo)
+
+    def close(self) -> None:
+        """Put everything back."""
+        self._undo.close()
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype | None:
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+
+
+# --- joining -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rows:
+    """A transformer's call, seen as rows.
+
+    Attributes:
+        arguments: of the call.
+        count: number of rows.
+        batched: arguments with rows, by path with the dimension.
+        times: paths of timesteps that are one number for all rows.
+        shared: tensors without rows, by path: calls that are joined have equal ones.
+        listed: whether lists have an item for each row.
+        key: equal in calls that can be joined.
+    """
+
+    arguments: Arguments
+    count: int
+    batched: dict[str, int]
+    times: tuple[str, ...]
+    shared: dict[str, Tensor]
+    listed: bool
+    key: Hashable
+
+
+def rows_of(model: nn.Module, layout: TokenLayout, asked: Asked) -> Rows | str:
+    """A call's rows, or why it has none that could run with those of others, a clause.
+
+    Args:
+        model: the transformer.
+        layout: of the call.
+        asked: the call.
+    """
+    names, time_path = parameter_names(type(model).forward), timestep_of(model, layout)
+    arguments = Arguments(names, asked.args, asked.kwargs)
+    main, name = arguments.get(names[0]), type(model).__name__
+    if time_path is None:
+        return f"{name} takes no timestep, and requests stand at different ones"
+    if not isinstance(main, (Tensor, list)):
+        return f"{name} is not called with tensors of latents"
+    count = main.shape[0] if isinstance(main, Tensor) else len(main)
+    batched = batched_in(arguments, count, layout)
+    lists = [path for path in batched if not isinstance(arguments.get(path), Tensor)]
+    times: list[str] = []
+    shared: dict[str, Tensor] = {}
+    key: list[Hashable] = [id(model), len(arguments.args)]
+    for path, value in (*arguments.leaves(), *arguments.others()):
+        if any(covers(known, path) for known in lists):
+            continue
+        if covers(time_path, path) and path not in batched and value is not None:
+            if isinstance(value, Tensor) and value.numel() != 1:
+                return f"{name} takes a timestep for all rows together"
+            times.append(path)
+            key.append((path, value.dtype if isinstance(value, Tensor) else type(value)))
+        elif isinstance(value, Tensor):
+            shape, dim = list(value.shape), batched.get(path)
+            if dim is None:
+                shared[path] = value
+            else:
+                shape[dim] = -(shape[dim] // count)
+            key.append((path, tuple(shape), value.dtype, value.device))
+        elif isinstance(value, _PLAIN):
+            key.append((path, type(value), value))
+        elif callable(value) or holds_tensors(value):
+            return f"{name} is given a {type(value).__name__} ({path!r}), which may remember other calls"
+        else:
+            key.append((path, id(value)))
+    # Lists of samples of one shape only.
+    key += [(path, frozenset(_form(item) for item in arguments.get(path))) for path in lists]
+    return Rows(arguments, count, batched, tuple(times), shared, isinstance(main, list), tuple(key))
+
+
+def _form(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return (value.shape, value.dtype, value.device)
+    if isinstance(value, (list, tuple)):
+        return tuple(_form(item) for item in value)
+    return (type(value), value if isinstance(value, _PLAIN) else id(value))
+
+
+def joined(calls: Sequence[Rows]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of one call with the rows of several, in order."""
+    first = calls[0].arguments
+    together = Arguments(first.names, tuple(first.args), first.kwargs)
+    for path, dim in calls[0].batched.items():
+        values = [call.arguments.get(path) for call in calls]
+        if isinstance(values[0], Tensor):
+            together.set(path, torch.cat(values, dim))
+        else:
+            together.set(path, [item for value in values for item in value])
+    device = next((value.device for _, value in first.leaves() if isinstance(value, Tensor)), None)
+    for path in calls[0].times:
+        times = [torch.as_tensor(call.arguments.get(path), device=device).reshape(1) for call in calls]
+        together.set(path, torch.cat([one.expand(call.count) for one, call in zip(times, calls, strict=True)]))
+    return tuple(together.args), together.kwargs
+
+
+def parted(output: Any, counts: Sequence[int], listed: bool) -> list[Any]:
+    """The result of a call with the rows of several, taken apart: one for each.
+
+    Raises:
+        LayoutError: it has no row for each.
+    """
+    leaves, form = tree_flatten(output, is_leaf=(lambda value: isinstance(value, list)) if listed else None)
+    stops = [sum(counts[: place + 1]) for place in range(len(counts))]
+    parts: list[list[Any]] = [[] for _ in counts]
+    for leaf in leaves:
+        rows = leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else None
+        rows = len(leaf) if isinstance(leaf, list) else rows
+        if rows not in (None, stops[-1]) or (rows is None and isinstance(leaf, Tensor)):
+            raise LayoutError(f"the result has {rows} rows for {stops[-1]} samples")
+        for part, stop, count in zip(parts, stops, counts, strict=True):
+            part.append(leaf if rows is None else some_rows(leaf, slice(stop - count, stop)))
+    return [tree_unflatten(part, form) for part in parts]
+
+
+def _another(rows: Rows, model: nn.Module, layout: TokenLayout) -> Rows:
+    """A call of the same form with other latents, embeddings and timestep."""
+    time_path = timestep_of(model, layout) or ""
+    other = Arguments(rows.arguments.names, tuple(rows.arguments.args), rows.arguments.kwargs)
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            # A mask of numbers stays one of rows that are as long.
+            return value.flip(-1) if value.dim() > 2 else value * 0.5
+        return [changed(item) for item in value] if isinstance(value, list) else value
+
+    for path in (*rows.batched, *rows.times):
+        value = other.get(path)
+        if covers(time_path, path):
+            value = value // 2 if isinstance(value, int) or not _floating(value) else value * 0.5
+        else:
+            value = changed(value)
+        other.set(path, value)
+    return Rows(other, rows.count, rows.batched, rows.times, rows.shared, rows.listed, rows.key)
+
+
+def _floating(value: Any) -> bool:
+    return value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, float)
+
+
+# --- the hub -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trouble:
+    """Calls that have failed on this rank, and why.
+
+    Attributes:
+        stuck: runs that wait for the result, with those that were not begun because of it.
+        error: the reason.
+    """
+
+    stuck: list[Run]
+    error: Exception
+
+
+@dataclass
+class Counts:
+    """Calls of transformers so far, and of the latest step its rows and seconds."""
+
+    calls: int = 0
+    rows: int = 0
+    batch: int = 0
+    seconds: float = 0.0
+    seen: dict[str, float] = field(default_factory=dict)
+
+
+class Batcher:
+    """Runs the calls that coroutines of one pipeline's copies ask for. Every rank does the same, in the same order.
+
+    Args:
+        pipe: parallelised, with an engine that knows its layouts.
+        template: the same pipeline as it was before; every `Run` calls a copy of it (`copied`).
+        exchange: gives every rank's value, in rank order. A collective call.
+        rank: this rank; size: their number.
+
+    Attributes:
+        why: why its requests run one after the other, a sentence; empty: their steps run together.
+        most: rows of how many requests run as one call, at most.
+        counts: what has been called.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        template: Any,
+        exchange: Callable[[Any], list[Any]] = lambda value: [value],
+        rank: int = 0,
+        size: int = 1,
+        most: int = 8,
+    ) -> None:
+        self.engine: Engine = engine_of(pipe)
+        self.most = most
+        self.counts = Counts()
+        self.why = _why_alone(pipe, self.engine)
+        self._template, self._exchange, self._rank, self._size = template, exchange, rank, size
+        self._handover = Handover(pipe)
+        self._models = {id(model.model): model for model in self.engine.models}
+        self._request = ExitStack()
+        self._turn: Callable[[Any], None] | None = None
+        self._whose: Any = None
+        self._adapters: tuple[tuple[str, float], ...] | None = None
+        self._values = Values()
+        # Forms of calls that were looked at: why their rows cannot run together, or nothing.
+        self._forms: dict[tuple[int, CallForm], str] = {}
+        # The run whose branches of guidance ranks foresee.
+        self._lone: Run | None = None
+        # Seconds of other components' calls since the latest step.
+        self._spent = 0.0
+
+    def close(self) -> None:
+        """Leave the pipeline as it was."""
+        self.rest()
+        self._handover.close()
+
+    # --- the engine's request ----------------------------------------------------------------------------------
+
+    def rest(self, failed: BaseException | None = None) -> None:
+        """Close the engine's request until there is another call to make; ``failed``: of a call in it.
+
+        Every rank does; where one has failed, all of them renew their links when the next request is opened.
+        """
+        turn, self._turn, self._whose = self._turn, None, None
+        request = self._request.pop_all()
+        if turn is None:
+            return
+        if failed is not None:
+            self._lone = None
+            request.__exit__(type(failed), failed, failed.__traceback__)
+        else:
+            self._turn = turn
+            self._settle()
+            # It is not the last request's copy that is held.
+            turn(self._template)
+            self._turn = None
+            request.close()
+        self._values.forget()
+
+    def _turn_to(self, pipe: Any) -> None:
+        """Transformer calls are of ``pipe``'s from here on; the template's: of many."""
+        if self._turn is None:
+            name = type(self._template).__name__
+            self._turn = self._request.enter_context(self.engine.request(f"calls of {name} of many requests"))
+        if self._whose is not pipe:
+            self._settle()
+            self._turn(pipe)
+            self._whose = pipe
+
+    def _settle(self) -> None:
+        """Calls of the lone run are over for now. If a branch was not as foreseen, it fails."""
+        run, self._lone = self._lone, None
+        if run is None or self._turn is None:
+            return
+        self._whose = None
+        try:
+            self._turn(self._template)
+        except InputError as error:
+            run.leave()
+            run.output, run.error = None, bare(error)
+
+    def adapt(self, adapters: tuple[tuple[str, float], ...]) -> None:
+        """Let these LoRA adapters be on, and no others."""
+        if adapters == self._adapters:
+            return
+        if adapters:
+            self._template.enable_lora()
+            self._template.set_adapters([name for name, _ in adapters], [scale for _, scale in adapters])
+        elif self._adapters is not None or getattr(self._template, "get_list_adapters", dict)():
+            self._template.disable_lora()
+        self._adapters = adapters
+
+    # --- a round -----------------------------------------------------------------------------------------------
+
+    def round(self, runs: Sequence[Run], seconds: Mapping[str, float]) -> Trouble | None:
+        """Resume the runs that have an answer coming: those that wait for a step, or a few that wait for less.
+
+        Text encoders and autoencoders do not hold up the steps of others: between two steps their calls take as long as
+        a step at most, or are one.
+
+        Args:
+            runs: in order; the same on every rank, as are their states.
+            seconds: what a call of every component takes, ``""``: a step; the same on every rank.
+
+        Returns:
+            What has failed here. Runs that are stuck were not resumed.
+        """
+        trouble = self._round(runs, seconds)
+        if self._lone is not None and self._lone.ended:
+            self._settle()
+        return trouble
+
+    def _round(self, runs: Sequence[Run], seconds: Mapping[str, float]) -> Trouble | None:
+        for run in runs:
+            if not run.begun:
+                run.resume()
+        waiting = [run for run in runs if run.asked is not None]
+        steps = [run for run in waiting if self.steps(run)]
+        asides = [run for run in waiting if not self.steps(run)]
+        chosen = self._chosen(asides, seconds, bool(steps))
+        if chosen:
+            return self._run_asides(chosen, seconds)
+        self._spent = 0.0
+        return self._run_steps(steps) if steps else None
+
+    def _chosen(self, asides: list[Run], seconds: Mapping[str, float], others: bool) -> list[Run]:
+        """Those of the calls beside the steps that are next."""
+        chosen: list[Run] = []
+        limit = seconds.get("", 0.0)
+        for run in asides:
+            assert run.asked is not None
+            cost = seconds.get(run.asked.name, limit)
+            if others and self._spent and self._spent + cost > limit:
+                break
+            if chosen and not others and len(chosen) >= self._size:
+                break
+            self._spent += max(cost, 1e-9)
+            chosen.append(run)
+        return chosen
+
+    def _run_asides(self, runs: list[Run], seconds: Mapping[str, float]) -> Trouble | None:
+        """Calls of text encoders, autoencoders and the like. Several are shared out over the ranks of a CPU."""
+        self._turn_to(self._whose or self._template)
+        shared = self._size > 1 and len(runs) > 1 and self.engine.mesh.device.type == "cpu"
+        answers: dict[int, tuple[Any, Exception | None, Any]] = {}
+        for place, run in enumerate(runs):
+            if shared and place % self._size != self._rank:
+                continue
+            asked = run.asked
+            assert asked is not None
+            started, answer, error = time.perf_counter(), None, None
+            self.adapt(run.adapters)
+            with run.random():
+                try:
+                    answer = asked.call(*asked.args, **asked.kwargs)
+                except Exception as raised:
+                    error = bare(raised)
+            self.counts.seen[asked.name] = time.perf_counter() - started
+            answers[place] = (answer, error, run.generators)
+        if shared:
+            for others in self._exchange(answers):
+                answers.update(others)
+        for place, run in enumerate(runs):
+            answer, error, states = answers[place]
+            run.generators = states
+            run.resume(answer, error)
+        return None
+
+    def _run_steps(self, runs: list[Run]) -> Trouble | None:
+        """Calls of transformers: those that fit together as one."""
+        started = time.perf_counter()
+        alone = len(runs) == 1 and self.engine.config.cfg > 1
+        answers: dict[Run, Any] = {}
+        failed: Exception | None = None
+        for group in self._groups(runs):
+            try:
+                # Ranks that share branches of guidance know those of one pipeline by its scheduler.
+                self._turn_to(runs[0].pipe if alone else self._template)
+                self._lone = runs[0] if alone else None
+                outputs = self._call([rows for _, rows in group], group[0][0], alone)
+            except Exception as error:
+                failed = error
+                break
+            for (run, _), output in zip(group, outputs, strict=True):
+                answers[run], run.batch = output, self.counts.batch
+        self.counts.seconds = time.perf_counter() - started
+        for run in runs:
+            if run in answers:
+                run.resume(answers[run])
+        if failed is None:
+            self._values.turn()
+            return None
+        return Trouble([run for run in runs if run not in answers], failed)
+
+    def _groups(self, runs: list[Run]) -> list[list[tuple[Run, Rows | None]]]:
+        """Calls that run as one, in the order of their first."""
+        groups: list[list[tuple[Run, Rows | None]]] = []
+        places: dict[Hashable, list[int]] = {}
+        for run in runs:
+            asked = run.asked
+            assert asked is not None
+            rows = None if asked.alone else self._rows(asked)
+            known = places.setdefault((rows.key, run.adapters), []) if rows is not None else []
+            for place in known:
+                first = groups[place][0][1]
+                room = len(groups[place]) < self.most
+                if room and first and rows and self._same(first, rows) and self._joins(run, rows):
+                    groups[place].append((run, rows))
+                    break
+            else:
+                known.append(len(groups))
+                groups.append([(run, rows)])
+        return groups
+
+    def _layout(self, model: ParallelModel) -> TokenLayout:
+        hooks = model.find(ModelHooks)
+        return model.layout if hooks is None else hooks.layout
+
+    def _rows(self, asked: Asked) -> Rows | None:
+        model = self._models[id(asked.component)]
+        rows = rows_of(model.model, self._layout(model), asked)
+        return None if isinstance(rows, str) else rows
+
+    def _same(self, one: Rows, other: Rows) -> bool:
+        """Whether two calls have equal tensors beside their rows."""
+        return all(self._values.same(seen(value), seen(other.shared[path])) for path, value in one.shared.items())
+
+    def steps(self, run: Run) -> bool:
+        """Whether a run waits for a transformer."""
+        return run.asked is not None and run.asked.name in DENOISERS
+
+    # --- one call ----------------------------------------------------------------------------------------------
+
+    def _call(self, calls: list[Rows | None], run: Run, alone: bool) -> list[Any]:
+        """The results of calls that are joined; the first one is ``run``'s."""
+        asked = run.asked
+        assert asked is not None
+        self.adapt(run.adapters)
+        if not alone:
+            self.engine.clock.advance()
+        self.counts.calls += 1
+        if len(calls) == 1:
+            self.counts.batch = self._count(asked)
+            self.counts.rows += self.counts.batch
+            return [asked.call(*asked.args, **asked.kwargs)]
+        rows = [call for call in calls if call is not None]
+        args, kwargs = joined(rows)
+        self.counts.batch = sum(call.count for call in rows)
+        self.counts.rows += self.counts.batch
+        return parted(asked.call(*args, **kwargs), [call.count for call in rows], rows[0].listed)
+
+    def _count(self, asked: Asked) -> int:
+        main = Arguments(parameter_names(type(asked.component).forward), asked.args, asked.kwargs)
+        value = main.get(main.names[0])
+        return value.shape[0] if isinstance(value, Tensor) and value.dim() else len(value)
+
+    # --- looking -----------------------------------------------------------------------------------------------
+
+    def _joins(self, run: Run, rows: Rows) -> bool:
+        return not self._why(run, rows)
+
+    def _why(self, run: Run, rows: Rows) -> str:
+        form = id(run.asked.component) if run.asked is not None else 0, form_of(rows.arguments)
+        if form not in self._forms:
+            self._forms[form] = self._look(run, rows)
+        return self._forms[form]
+
+    def look(self, run: Run) -> None:
+        """Find out whether calls such as a run waits for can be joined, and set `why` if not. Collective."""
+        asked = run.asked
+        assert asked is not None
+        model = self._models[id(asked.component)]
+        rows = rows_of(model.model, self._layout(model), asked)
+        if why := rows if isinstance(rows, str) else self._why(run, rows):
+            self.why = f"{why}; requests run one after the other"
+
+    def _look(self, run: Run, rows: Rows) -> str:
+        """Why a call's rows are others beside those of another call, a clause; empty: they are the same.
+
+        The call runs alone, another one with other latents, embeddings and timestep runs alone, then both as one.
+        """
+        asked = run.asked
+        assert asked is not None
+        model = self._models[id(asked.component)]
+        name = type(model.model).__name__
+        other = _another(rows, model.model, self._layout(model))
+        failed: Exception | None = None
+        try:
+            self._turn_to(self._template)
+            self.adapt(run.adapters)
+            alone: list[Any] = []
+            for one in (rows, other):
+                self.engine.clock.advance()
+                alone.append(asked.call(*one.arguments.args, **one.arguments.kwargs))
+            self.engine.clock.advance()
+            args, kwargs = joined([rows, other])
+            together = parted(asked.call(*args, **kwargs), [rows.count, other.count], rows.listed)
+            answer = self._compared(name, alone, together)
+        except Exception as error:
+            failed, answer = error, f"{name} cannot take rows of two requests at a time ({_short(error)})"
+        every = self._exchange(answer)
+        if failed is not None or any(every):
+            self.rest(failed)
+        return next(filter(None, every), "")
+
+    def _compared(self, name: str, alone: Sequence[Any], together: Sequence[Any]) -> str:
+        allowed = 0.0 if self.engine.config.reproducible else None
+        one, two = (tensors_of(value) for value in alone)
+        for expected, found in zip(alone, together, strict=True):
+            for value, part in zip(tensors_of(expected), tensors_of(found), strict=True):
+                error = off_by(part, value)
+                most = (SAME if value.dtype.itemsize >= 4 else tolerance(value)) if allowed is None else allowed
+                if not error <= most:
+                    return f"a row of {name} beside another request's is off by {error:.2g} of the largest value"
+        if all(a.shape == b.shape and off_by(a, b) < 100 * SAME for a, b in zip(one, two, strict=True)):
+            return f"two calls of {name} with other latents and timesteps give the same, so that nothing was learned"
+        return ""
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of a transformer's result, in order."""
+    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
+
+
+def _short(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def _why_alone(pipe: Any, engine: Engine) -> str:
+    """Why steps of several requests cannot run together with a configuration or a pipeline, a sentence."""
+    config, end = engine.config, "; requests run one after the other"
+    if config.stages_or_patches:
+        return f"{config.describe()} keeps keys and values of patches from step to step of one request{end}"
+    if engine.control is not None or config.exchange != "exact":
+        return f"exchange={config.exchange!r} uses keys and values of the step before, of one request{end}"
+    for model in engine.models:
+        name = type(model.model).__name__
+        if getattr(model.model, "is_cache_enabled", False):
+            return f"{name} has a cache, which remembers one request's step before{end}"
+        for module in model.model.modules():
+            for hook in diffusers_hooks(module).values():
+                if getattr(hook, "_is_stateful", False):
+                    return f"{name} has a hook that remembers calls ({type(hook).__name__}){end}"
+            if type(getattr(module, "processor", None)).__name__.startswith("PAG"):
+                return f"{name} has attention that takes the batch apart{end}"
+    if not any(hasattr(pipe, name) for name in ("scheduler", "guider")):
+        return f"{type(pipe).__name__} has no scheduler of its own that could be copied{end}"
+    return ""

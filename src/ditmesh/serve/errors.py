@@ -1,0 +1,135 @@
+"""Errors of the HTTP API in OpenAI's form: ``{"error": {"message", "type", "code", "param"}}``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+
+from ..errors import DitmeshError, InputError
+from .backend import NoSpace, QueueFull, Stopping, UnknownJob
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong: a sentence, a class of errors, a code for programs, and the field that is wrong."""
+
+    message: str
+    type: str
+    code: str | None = None
+    param: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+class Refused(DitmeshError):
+    """A request that is answered with an error.
+
+    Args:
+        status: of HTTP.
+        message: one sentence.
+        code, param: for programs.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        unknown = ("", "server_error" if status >= 500 else "invalid_request_error", "error")
+        _, self.type, usual = MEANINGS.get(status, unknown)
+        self.status, self.code, self.headers = status, code or usual, dict(headers or {})
+        self.param = param and _text(param)
+
+
+# What each status is for, its class of errors, and its code when nothing says it better.
+MEANINGS: dict[int, tuple[str, str, str]] = {
+    400: ("What is asked for cannot be done; the message says what can", "invalid_request_error", "invalid_value"),
+    401: ("The key is missing or wrong", "authentication_error", "invalid_api_key"),
+    403: ("A page of another site asks", "permission_error", "foreign_origin"),
+    404: ("There is no such thing, or no longer", "not_found_error", "not_found"),
+    405: ("Not with this method", "invalid_request_error", "method_not_allowed"),
+    409: ("The job was cancelled", "conflict_error", "cancelled"),
+    413: ("The request's body is too large", "invalid_request_error", "body_too_large"),
+    429: ("Too many jobs; Retry-After says when to ask again", "rate_limit_error", "rate_limit_exceeded"),
+    500: ("The server has failed, or the job has; the code says of what", "server_error", "internal"),
+    503: ("Not ready, or about to stop; Retry-After says when to ask again", "server_error", "unavailable"),
+    507: ("The disk is full", "server_error", "no_space"),
+}
+RETRY_AFTER = {"Retry-After": {"description": "Seconds to wait", "schema": {"type": "integer", "minimum": 1}}}
+
+
+def described(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Answers of these statuses, as FastAPI documents them; with those that every endpoint may give."""
+    return {
+        status: {
+            "model": ErrorBody,
+            "description": MEANINGS[status][0] + ".",
+            **({"headers": RETRY_AFTER} if status in (429, 503) else {}),
+        }
+        for status in sorted({400, 500, *statuses})
+    }
+
+
+def as_refused(error: Exception) -> Refused:
+    """What was raised on purpose, as the refusal that a client is told of."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, (RequestValidationError, ValidationError)):
+        return _invalid(error.errors())
+    if isinstance(error, HTTPException):
+        what = "the body cannot be read; send what /openapi.json describes" if error.status_code == 400 else None
+        return Refused(error.status_code, what or f"{error.detail}".lower(), headers=error.headers)
+    if isinstance(error, UnknownJob):
+        return Refused(404, str(error), "job_not_found")
+    if isinstance(error, Stopping):
+        return Refused(503, str(error), headers=wait_header(error.retry_after))
+    if isinstance(error, QueueFull):
+        return Refused(429, str(error), "queue_full", headers=wait_header(error.retry_after))
+    if isinstance(error, (NoSpace, InputError)):
+        return Refused(507 if isinstance(error, NoSpace) else 400, str(error))
+    # Anything else of ours is a state of the server that passes.
+    return Refused(503, str(error), headers=wait_header(5))
+
+
+def answer_to(error: Exception) -> JSONResponse:
+    """The answer to what was raised on purpose."""
+    refused = as_refused(error)
+    detail = {"message": _text(str(refused)), "type": refused.type, "code": refused.code, "param": refused.param}
+    return JSONResponse({"error": detail}, refused.status, refused.headers)
+
+
+def _text(words: str) -> str:
+    """What is quoted from a client may hold halves of characters, which no answer can."""
+    return words.encode("utf-8", "replace").decode()
+
+
+def wait_header(seconds: float) -> dict[str, str]:
+    """``Retry-After``, in whole seconds."""
+    return {"Retry-After": str(max(1, math.ceil(seconds)))}
+
+
+def _invalid(problems: Sequence[Any]) -> Refused:
+    """The first of what is wrong with a request's fields."""
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        return Refused(400, "the body is not JSON; send one JSON object", "invalid_json")
+    # Where it came from, and which alternative of a union was tried, say nothing to a client.
+    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
+    param = ".".join(part for part in place if not part.startswith(("tuple[", "Input")))[:200]
+    said = first["msg"].removeprefix("Value error, ")
+    said = f"{said[:1].lower()}{said[1:]}"[:1000]
+    return Refused(400, f"{param}: {said}" if param else said, param=param or None)

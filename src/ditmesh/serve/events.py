@@ -1,0 +1,79 @@
+"""Events of a job in memory: numbered, bounded, for any number of readers that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from .types import ENDED, Event, EventName
+
+# Events kept of a job. Beyond that the oldest go of which later ones say more.
+MOST = 512
+PASSING = frozenset({"queued", "step", "paused"})
+
+
+class EventLog:
+    """Events of one job.
+
+    Readers that are late get what they missed, except for previews of which there is a newer one, and, of jobs with
+    very many, steps of long ago.
+
+    Attributes:
+        events: those kept.
+        ended: no more will come.
+        readers: number of readers that wait for more.
+    """
+
+    def __init__(self, first: int = 1) -> None:
+        """``first``: number of the first event."""
+        self.events: list[Event] = []
+        self.ended = False
+        self.readers = 0
+        self._next = first
+        self._more = asyncio.Event()
+
+    def publish(self, name: EventName, data: dict[str, Any]) -> None:
+        """Add an event; one that is named as a status in which jobs end is the last."""
+        if self.ended:
+            return
+        if name == "preview":
+            old = (one for one in self.events if one.event == name and one.data["image"] == data["image"])
+            if (last := next(old, None)) is not None:
+                self.events.remove(last)
+        self.events.append(Event(id=self._next, event=name, data=data))
+        self._next += 1
+        if len(self.events) > MOST:
+            past = [one for one in self.events if one.event in PASSING][: MOST // 4]
+            gone = {one.id for one in past}
+            self.events = [one for one in self.events if one.id not in gone]
+        if name in ENDED:
+            self.events = [one for one in self.events if one.event != "preview"]
+            self.close()
+        self._wake()
+
+    def close(self) -> None:
+        """Let readers end."""
+        self.ended = True
+        self._wake()
+
+    async def follow(self, after: int) -> AsyncIterator[Event]:
+        """Events behind number ``after``, those to come too, until there are no more."""
+        self.readers += 1
+        try:
+            while True:
+                # Before looking: what comes while events are handed out is not missed.
+                more = self._more
+                for event in [one for one in self.events if one.id > after]:
+                    after = event.id
+                    yield event
+                if more is self._more:
+                    if self.ended:
+                        return
+                    await more.wait()
+        finally:
+            self.readers -= 1
+
+    def _wake(self) -> None:
+        more, self._more = self._more, asyncio.Event()
+        more.set()

@@ -1,0 +1,162 @@
+"""What every request passes first: host, origin, key and size; and what every answer carries."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import Refused, answer_to
+from .keys import Keys
+from .metrics import Metrics
+from .settings import Settings
+
+logger = logging.getLogger("ditmesh.serve.access")
+
+# Everything comes from this server, but for pictures that scripts hold in memory.
+POLICY = (
+    "default-src 'self'; img-src 'self' data: blob:; object-src 'none'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'"
+)
+HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Content-Security-Policy": POLICY,
+}
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+
+
+@dataclass
+class Guard:
+    """Middleware around the whole application.
+
+    The owner that it finds out, the hash of the request's key, is ``request.state.owner``; empty without keys.
+    """
+
+    app: ASGIApp
+    settings: Settings
+    keys: Keys | None
+    metrics: Metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            # There are no web sockets here: the application refuses them.
+            await self.app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 0
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        try:
+            with self.metrics.under_way():
+                await self._answered(scope, receive, answer)
+        except Exception as error:
+            logger.error("%s %s failed", scope["method"], _route(scope), exc_info=error)
+            if status:
+                # Half an answer is out: only closing the connection says that the rest does not come.
+                raise
+            await answer_to(Refused(500, "the server has failed; its log says more"))(scope, receive, answer)
+        finally:
+            seconds = time.perf_counter() - began
+            self.metrics.answered(scope["method"], _route(scope), status, seconds)
+            facts = {"method": scope["method"], "route": _route(scope), "status": status, "seconds": round(seconds, 4)}
+            if job := scope.get("state", {}).get("job"):
+                facts["job"] = job
+            if owner := scope.get("state", {}).get("owner"):
+                facts["owner"] = owner[:8]
+            logger.info("request", extra={"facts": facts})
+
+    async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            headers = Headers(scope=scope)
+            self._check_host(headers)
+            self._check_origin(scope["method"], headers)
+            scope.setdefault("state", {})["owner"] = self._owner(scope, headers)
+            self._check_length(headers)
+        except Refused as refused:
+            await answer_to(refused)(scope, receive, send)
+            return
+        await self.app(scope, self._counted(receive), send)
+
+    def _check_host(self, headers: Headers) -> None:
+        """Names of others may be made to lead here by a page that wants to read what it should not."""
+        name = _host(headers.get("host", ""))
+        if self.settings.hosts and name not in self.settings.hosts:
+            raise Refused(
+                400,
+                f"this server does not answer as {name[:200]!r}; start it with --allow-host {name[:200]}",
+                "wrong_host",
+            )
+
+    def _check_origin(self, method: str, headers: Headers) -> None:
+        """A page of another site may send forms here; a browser says whose they are."""
+        origin = headers.get("origin")
+        if origin is None or method in SAFE_METHODS or origin in self.settings.cors:
+            return
+        if urlsplit(origin).netloc != headers.get("host"):
+            raise Refused(
+                403,
+                f"pages of {origin[:200]!r} may not ask this server; start it with --cors-origin for those that may",
+            )
+
+    def _owner(self, scope: Scope, headers: Headers) -> str:
+        path = scope["path"]
+        # CORS's own questions come without a key.
+        if self.keys is None or not path.startswith(("/v1/", "/metrics")) or scope["method"] == "OPTIONS":
+            return ""
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        owner = self.keys.owner(key.strip()) if kind.lower() == "bearer" and len(key) <= 1024 else None
+        if owner is None:
+            said = "the key is unknown" if key else "a key is needed"
+            raise Refused(
+                401, f"{said}; send the header Authorization: Bearer KEY", headers={"WWW-Authenticate": "Bearer"}
+            )
+        return owner
+
+    def _check_length(self, headers: Headers) -> None:
+        length = headers.get("content-length", "0")
+        if not length.isascii() or not length.isdecimal() or len(length) > 18 or int(length) > self.settings.max_body:
+            raise self._too_large()
+
+    def _too_large(self) -> Refused:
+        return Refused(413, f"the request's body has more than {self.settings.max_body} bytes; send a smaller one")
+
+    def _counted(self, receive: Receive) -> Receive:
+        """Bodies may come in pieces without their length being said before."""
+        so_far = 0
+
+        async def counted() -> Message:
+            nonlocal so_far
+            message = await receive()
+            so_far += len(message.get("body", b""))
+            if so_far > self.settings.max_body:
+                # Who reads the body turns every other exception into "cannot be read".
+                raise HTTPException(413, str(self._too_large()))
+            return message
+
+        return counted
+
+
+def _host(header: str) -> str:
+    """A ``Host`` header without its port."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0].lower()
+    return header.rpartition(":")[0].lower() if header.count(":") == 1 else header.lower()
+
+
+def _route(scope: Scope) -> str:
+    """The path as it was declared, which has no ids; of unknown ones nothing, as there may be any number."""
+    return getattr(scope.get("route"), "path", "") or "other"

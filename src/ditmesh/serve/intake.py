@@ -1,0 +1,197 @@
+"""From a request of HTTP to a job: what is allowed, and what the server is made of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from starlette.requests import Request
+
+from ..errors import DitmeshError, InputError
+from .backend import Backend
+from .errors import Refused, as_refused, wait_header
+from .keys import Limiter
+from .logs import JobWatch
+from .metrics import Metrics
+from .settings import Settings
+from .types import Input, InputRole, Job, JobRequest, ModelCard
+from .uploads import Uploads, from_data_url
+
+Model = TypeVar("Model", bound=BaseModel)
+
+# "auto": the pipeline's own.
+Size = Annotated[str, Field(pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$", examples=["1024x1024"])]
+
+
+class InputData(BaseModel):
+    """An input picture that comes with the request."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    role: InputRole
+    data: str = Field(description="A data URL: `data:image/png;base64,…` (or jpeg, webp)")
+    scale: FiniteFloat = 1.0
+
+
+class JobBody(JobRequest):
+    """A `JobRequest`; the size also as ``"1024x768"``, and pictures also as data URLs."""
+
+    size: Size | None = Field(default=None, description="WIDTHxHEIGHT, in the place of `width` and `height`")
+    inputs: tuple[Input | InputData, ...] = Field(default=(), max_length=8)  # type: ignore[assignment]
+
+
+@dataclass
+class Server:
+    """What the endpoints work with.
+
+    Attributes:
+        closing: set when the server stops and has done what it could.
+    """
+
+    backend: Backend
+    settings: Settings
+    metrics: Metrics
+    watch: JobWatch
+    limiter: Limiter
+    uploads: Uploads
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    stopping: bool = False
+
+    async def stop(self, grace: float) -> None:
+        """Take no more jobs, end those under way within ``grace`` seconds, and end all streams. Once."""
+        if not self.stopping:
+            self.stopping = True
+            try:
+                await self.backend.stop(grace)
+            finally:
+                self.closing.set()
+                await self.watch.close()
+
+    def model(self, name: str) -> ModelCard:
+        """A model by its name; the first for an empty one.
+
+        Raises:
+            Refused: there is none of that name.
+        """
+        cards = self.backend.models()
+        found = next((card for card in cards if name in (card.id, "")), None)
+        if found is None:
+            names = ", ".join(repr(card.id) for card in cards) or "none"
+            raise Refused(
+                404, f"model {name!r} is none of this server's; use one of: {names}", "model_not_found", "model"
+            )
+        return found
+
+    async def accept(self, request: JobRequest, caller: Request, videos: bool | None = None) -> Job:
+        """Submit a job.
+
+        Args:
+            request: what is asked for.
+            caller: whose it is.
+            videos: the endpoint is for videos alone, for pictures alone, or (None) for both.
+
+        Raises:
+            Refused: it is not allowed.
+            DitmeshError: as `Backend.submit`.
+        """
+        owner: str = caller.state.owner
+        try:
+            if self.stopping:
+                raise Refused(
+                    503, "the server is about to stop; ask again", headers=wait_header(self.settings.retry_after)
+                )
+            card = self.model(request.model)
+            _check_kind(card, videos)
+            self._check(request, card)
+            who = owner or (caller.client.host if caller.client else "")
+            if wait := self.limiter.wait(who):
+                raise Refused(
+                    429,
+                    f"more than {self.settings.rate:g} jobs a minute; ask again in {wait:.0f} seconds",
+                    headers=wait_header(wait),
+                )
+            # The receipt, the metrics and the log name the model that it was.
+            job = await self.backend.submit(request.model_copy(update={"model": card.id}), owner)
+        except DitmeshError as error:
+            self.metrics.refused(as_refused(error).code)
+            raise
+        caller.state.job = job.id
+        self.watch.follow(job, owner)
+        return job
+
+    def _check(self, request: JobRequest, card: ModelCard) -> None:
+        limits = self.settings
+        size = request.width or card.width or 0, request.height or card.height or 0
+        longest = max(len(request.prompt), len(request.negative_prompt or ""))
+        checks: Mapping[str, tuple[int, int, str]] = {
+            "n": (request.n, limits.max_images, "results"),
+            "steps": (request.steps or 0, limits.max_steps, "steps"),
+            "frames": (request.frames or 0, limits.max_frames, "frames"),
+            "prompt": (longest, limits.max_prompt, "characters"),
+        }
+        for name, (asked, most, what) in checks.items():
+            if asked > most:
+                raise Refused(400, f"{name}: {asked} {what} are more than this server's {most}; use fewer", param=name)
+        # The pipeline's own size is the operator's choice.
+        if (request.width or request.height) and prod(size) > limits.max_pixels:
+            raise Refused(
+                400,
+                f"size {size[0]}x{size[1]} has more than this server's {limits.max_pixels} pixels; use a smaller one",
+                param="size",
+            )
+
+    async def inputs(self, given: Sequence[Input | InputData]) -> tuple[Input, ...]:
+        """Input pictures as jobs have them; those that came with the request are kept.
+
+        Raises:
+            Refused: one of them is no picture.
+        """
+        found = []
+        for number, one in enumerate(given):
+            if isinstance(one, InputData):
+                name = f"inputs.{number}.data"
+                one = await self.keep(from_data_url(one.data, name), name, one.role, one.scale)
+            found.append(one)
+        return tuple(found)
+
+    async def keep(self, data: bytes, param: str, role: InputRole, scale: float = 1.0) -> Input:
+        """A picture that a client has sent, kept as an input of a job."""
+        png, _ = await self.uploads.png(data, param, role == "mask")
+        return Input(role=role, digest=await self.backend.put_input(png), scale=scale)
+
+
+def _check_kind(card: ModelCard, videos: bool | None) -> None:
+    if videos is not None and videos != card.video:
+        made, other = ("videos", "/v1/videos") if card.video else ("pictures", "/v1/images/generations")
+        raise Refused(400, f"model {card.id!r} makes {made}; use POST {other} or /v1/jobs", "wrong_model", "model")
+
+
+def sized(size: str | None, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a request with the width and height of ``"1024x768"``.
+
+    Raises:
+        InputError: it says something else than these fields.
+    """
+    found = dict(request)
+    if size in (None, "auto"):
+        return found
+    width, height = (int(side) for side in size.split("x"))
+    if found.get("width", width) != width or found.get("height", height) != height:
+        raise InputError(f"size {size!r} contradicts width and height; leave one of them out")
+    return found | {"width": width, "height": height}
+
+
+def validated(kind: type[Model], fields: Mapping[str, Any]) -> Model:
+    """A model from those fields that are not None.
+
+    Raises:
+        Refused: a field is wrong.
+    """
+    try:
+        return kind.model_validate({name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        raise as_refused(error) from None

@@ -1,0 +1,164 @@
+"""API keys: who may ask, and how often."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import threading
+import time
+from pathlib import Path
+
+from ..core.files import written_whole
+from ..errors import InputError
+
+# Keys are 256 random bits, which nobody can try out: one round of SHA-256 hides them as well as a slow hash would.
+PREFIX = "dm-"
+LINE = re.compile(r"(?P<hash>[0-9a-f]{64})(?:\s+(?P<name>\S.*))?")
+# Seconds between two looks at whether the file has changed.
+LOOK = 1.0
+
+
+def digest_of_key(key: str) -> str:
+    """SHA-256 of a key, in hexadecimal: what the file holds, and what jobs know their owner by."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def new_key(file: str | Path, name: str = "") -> str:
+    """Make a key, and write its hash to the end of a file of keys, which is made if it is not there.
+
+    Args:
+        file: where the hash goes; readable to its owner alone when it is made.
+        name: whose key it is, for those who read the file.
+
+    Returns:
+        The key, which nobody can find out from the file.
+
+    Raises:
+        InputError: the file holds something else, or cannot be written.
+    """
+    path, key = Path(file), PREFIX + secrets.token_urlsafe(32)
+    if "\n" in name or "\r" in name:
+        raise InputError(f"the key's name {name!r} has several lines; use one")
+    if path.exists():
+        read_keys(path)
+    try:
+        lines = path.read_text(encoding="utf-8") if path.exists() else "# SHA-256 of each key, and whose it is.\n"
+        with written_whole(path) as temporary:
+            temporary.touch(mode=0o600)
+            line = f"{digest_of_key(key)} {name}".rstrip()
+            temporary.write_text(f"{lines.rstrip()}\n{line}\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"cannot write the keys {str(path)!r} ({error.strerror or error}); choose another file"
+        ) from None
+    return key
+
+
+def read_keys(file: str | Path) -> dict[str, str]:
+    """Names by hashes.
+
+    Raises:
+        InputError: the file cannot be read, or a line is no hash.
+    """
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"cannot read the keys {str(file)!r} ({reason}); make one with ditmesh serve --new-key --keys FILE"
+        ) from None
+    found: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = LINE.fullmatch(line.strip())
+        if match is None:
+            # The line itself may be a key that somebody has put there as it is.
+            raise InputError(
+                f"line {number} of the keys {str(file)!r} is not a SHA-256 in hexadecimal; write keys there with "
+                "ditmesh serve --new-key --keys FILE"
+            )
+        found[match["hash"]] = match["name"] or ""
+    return found
+
+
+class Keys:
+    """The keys of a file. Lines that are added or taken away count from the next second on.
+
+    Raises:
+        InputError: the file cannot be read, or holds no key.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._hashes = [value.encode() for value in read_keys(file)]
+        self._stamp, self._looked = self._look(), time.monotonic()
+        if not self._hashes:
+            raise InputError(f"the keys {str(file)!r} hold none; make one with ditmesh serve --new-key --keys FILE")
+
+    def owner(self, key: str) -> str | None:
+        """The owner's hash; None: there is no such key. Takes as long whether or not, and whichever it is."""
+        self._refresh()
+        given, found = digest_of_key(key).encode(), None
+        for known in self._hashes:
+            if hmac.compare_digest(given, known):
+                found = known
+        return found and found.decode()
+
+    def _look(self) -> tuple[int, int] | None:
+        try:
+            status = os.stat(self._file)
+        except OSError:
+            return None
+        return status.st_mtime_ns, status.st_size
+
+    def _refresh(self) -> None:
+        now = time.monotonic()
+        if now < self._looked + LOOK:
+            return
+        self._looked = now
+        if (stamp := self._look()) == self._stamp:
+            return
+        try:
+            self._hashes = [value.encode() for value in read_keys(self._file)]
+        except InputError:
+            # In the middle of being written, or gone: those that were good stay so until it can be read.
+            return
+        self._stamp = stamp
+
+
+class Limiter:
+    """So many jobs a minute for everyone: a bucket that fills evenly and holds one minute's.
+
+    Args:
+        rate: jobs a minute; 0: any number.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._capacity = max(1.0, rate)
+        # What is left, and when that was so.
+        self._buckets: dict[str, tuple[float, float]] = {}
+        self._lock = threading.Lock()
+
+    def wait(self, who: str) -> float:
+        """Take one; 0 when there was one, else the seconds until there is."""
+        if not self._rate:
+            return 0.0
+        now = time.monotonic()
+        with self._lock:
+            left = self._left(who, now)
+            if len(self._buckets) > 10_000:
+                # A bucket that is full again says nothing.
+                self._buckets = {one: b for one, b in self._buckets.items() if self._left(one, now) < self._capacity}
+            if left < 1:
+                return (1 - left) * 60 / self._rate
+            self._buckets[who] = left - 1, now
+            return 0.0
+
+    def _left(self, who: str, now: float) -> float:
+        left, when = self._buckets.get(who, (self._capacity, now))
+        return min(self._capacity, left + (now - when) * self._rate / 60)

@@ -1,0 +1,114 @@
+"""The process of the server: its socket, its signals, its start and its end."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from ..errors import InputError
+from .intake import Server
+
+# Seconds that answers have to get out in the end; connections under way at a time.
+LAST = 5
+MOST_CONNECTIONS = 1024
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that nobody else has, and that listens later.
+
+    Raises:
+        InputError: the port is taken, or the host is none of this machine's.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError):
+        raise InputError(
+            f"--host {host!r} is no address; use 127.0.0.1, or 0.0.0.0 for all of this machine's"
+        ) from None
+    listening = socket.socket(family, kind, protocol)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        listening.close()
+        raise InputError(
+            f"cannot listen at {host} on port {port} ({error.strerror or error}); use another with --port"
+        ) from None
+    return listening
+
+
+def url_of(listening: socket.socket) -> str:
+    """Where a browser on this machine finds it."""
+    host, port = listening.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an application of `create_app` until a signal comes.
+
+    The first SIGINT or SIGTERM lets what is under way end, while new jobs are refused; the second ends at once.
+
+    Args:
+        app: the application.
+        grace: seconds that jobs under way have to end.
+        log_config: as `logging.config.dictConfig` takes it; None: logging stays as it is.
+        up: called when the server answers.
+        leave: called by the second signal with its number; does not return.
+    """
+
+    def __init__(
+        self,
+        app: FastAPI,
+        grace: float,
+        log_config: dict[str, Any] | None = None,
+        up: Callable[[], None] = lambda: None,
+        leave: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                # Below: an error of the backend's start is its own, and it stops before connections are closed.
+                lifespan="off",
+                log_config=log_config,
+                access_log=False,
+                server_header=False,
+                limit_concurrency=MOST_CONNECTIONS,
+                timeout_graceful_shutdown=LAST,
+            )
+        )
+        self._server: Server = app.state.server
+        self._grace, self._up, self._leave = grace, up, leave
+
+    async def run_on(self, listening: socket.socket) -> None:
+        """Start the backend, answer on a socket that is bound, and stop.
+
+        Raises:
+            DitmeshError: the backend cannot start.
+        """
+        await self._server.backend.start()
+        try:
+            await self.serve(sockets=[listening])
+        finally:
+            await self._server.stop(0.0)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's."""
+        await super().startup(sockets)
+        self._up()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, when the jobs under way have ended: until then clients are answered."""
+        await self._server.stop(self._grace)
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal has come. It is not raised again in the end, as uvicorn would: this was what it asked for."""
+        if self.should_exit and self._leave is not None:
+            self._leave(sig)
+        self.should_exit = True

@@ -1,0 +1,340 @@
+"""A model on the ranks of a server: loaded, parallelised, looked at, and what its tasks are called with."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..comm.mesh import Mesh
+from ..core.digests import WeightDigests, digest
+from ..engine import Engine, engine_of, parallelize
+from ..errors import InputError
+from ..first_call import FirstCall
+from ..generate.files import PICTURES, InputFile, adapter, load_adapters, pictures_of, pipeline_for
+from ..generate.job import Job, check_config, check_content, check_layout, job_for
+from ..generate.loading import why_whole
+from ..generate.model_info import ModelInfo, find_model
+from ..generate.offload import offload
+from ..generate.run import call_arguments, call_parameters, check_call, denoising_steps, facts_of, load_pipeline
+from .batching import Batcher, Run, copied
+from .previews import Latents, Projection, watch_steps
+from .protocol import ModelSpec, Task
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# Of the picture that a model is tried with when it is loaded: tokens along a side, at most, steps and frames.
+TRIED_SIDE, TRIED_STEPS, TRIED_FRAMES = 16, 4, 9
+
+
+@dataclass
+class Prepared:
+    """A task as its pipeline is called.
+
+    Attributes:
+        job: what a receipt is written from.
+        pipe: the pipeline, a copy of its own where steps of several tasks run together.
+        arguments: of the call.
+        steps: denoising steps that are taken.
+        adapters: LoRA adapters that are on, with their scales.
+    """
+
+    job: Job
+    pipe: Any
+    arguments: dict[str, Any]
+    steps: int
+    adapters: tuple[tuple[str, float], ...]
+
+
+class LoadedModel:
+    """A model of a server. Every rank makes one at the same time, with the same arguments.
+
+    Args:
+        spec: what to load.
+        device: where this rank computes.
+        timeout: deadline of collectives, in seconds.
+        exchange, rank, size: as for `Batcher`.
+
+    Attributes:
+        batcher: runs its calls.
+        projection: for previews.
+        card: the fields of its `ModelCard` that loading shows.
+
+    Raises:
+        InputError: it cannot be loaded. LayoutError: nobody can place its tokens.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        device: torch.device,
+        exchange: Callable[[Any], list[Any]],
+        rank: int,
+        size: int,
+    ) -> None:
+        self.spec, self.device = spec, device
+        self.info: ModelInfo = find_model(spec.model)
+        self.projection = Projection()
+        self._files = [replace(adapter("lora", path), scale=1.0) for path in spec.loras.values()]
+        self._size = size
+        self._pipes: dict[str, tuple[Any, Any]] = {}
+        if size > 1:
+            check_layout(self.info)
+        if not isinstance(spec.config, str):
+            check_config(spec.config, self.info, size)
+        pipe = self._load(rank)
+        self.kind = type(pipe).__name__
+        template = copy.copy(pipe)
+        parallelize(pipe, spec.config, mesh=self._mesh)
+        self._pipes[self.kind] = pipe, template
+        if isinstance(engine_of(pipe), FirstCall):
+            # Its layout is found out by a call.
+            prepared = self._trial(pipe)
+            with torch.no_grad():
+                pipe(**prepared.arguments)
+        self.batcher = Batcher(pipe, template, exchange, rank, size, spec.together)
+        if spec.offload != "none" and not self.batcher.why:
+            self.batcher.why = (
+                f"offload={spec.offload!r} moves components between the calls of one request; requests run one after "
+                "the other"
+            )
+        self.batcher.adapt(())
+        self._try(template)
+        self.card = self._card(type(template))
+
+    @property
+    def engine(self) -> Engine:
+        """What `parallelize` has made of it."""
+        return self.batcher.engine
+
+    def close(self) -> None:
+        """Let go of everything. Every rank does at the same time."""
+        self.batcher.close()
+        self._pipes.clear()
+        del self.batcher, self._mesh
+        # Its mesh gives its groups back; weights are not put together again.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _load(self, rank: int) -> Any:
+        spec, config = self.spec, self.spec.config
+        self._mesh = None if isinstance(config, str) else Mesh(config, device=self.device)
+        whole = self._mesh is None or self._mesh.config.tensor * self._mesh.config.pipe == 1 or bool(self._files)
+        share = None if whole or why_whole(self.info, spec.variant) is not None else self._mesh
+        model = str(self.info.files) if self.info.local else self.info.name
+        pipe = load_pipeline(model, self.info.name, spec.dtype, None, spec.variant, None, share)
+        if spec.offload == "none":
+            pipe.to(self.device)
+        self._facts = facts_of(config, pipe, self.device, share, rank)
+        before = {name: value for name, (value, _) in WeightDigests(pipe).look().items()} if self._files else {}
+        load_adapters(pipe, self._files)
+        after = {name: value for name, (value, _) in WeightDigests(pipe).look().items()} if self._files else {}
+        self._weights = before, after
+        if spec.offload != "none":
+            offload(pipe, spec.offload, self.device)
+        return pipe
+
+    # --- looking at it -----------------------------------------------------------------------------------------
+
+    def _trial(self, pipe: Any) -> Prepared:
+        """A small call, to look at the model with."""
+        info, parameters = self.info, call_parameters(pipe)
+        prompt = next(iter(info.labels), "a picture")
+        job = job_for(info, (prompt,), "", config=self.spec.config, dtype=self.spec.dtype)
+        size, most = info.default_size, TRIED_SIDE * info.size_multiple
+        if size is not None and not info.labels:
+            job = replace(job, size=(min(size[0], most), min(size[1], most)))
+        arguments = self._arguments(job, pipe, {}) | {"num_inference_steps": TRIED_STEPS}
+        if "num_frames" in parameters:
+            arguments["num_frames"] = TRIED_FRAMES
+        for role, name in PICTURES.items():
+            if name in parameters and parameters[name].default is inspect.Parameter.empty:
+                raise InputError(f"{type(pipe).__name__} needs an input picture ({role}); it cannot be served yet")
+        return Prepared(job, pipe, arguments, TRIED_STEPS, ())
+
+    def _try(self, template: Any) -> None:
+        """Find out whether calls of several requests can be joined, with a small picture."""
+        batcher = self.batcher
+        if batcher.why:
+            return
+        own = copied(template)
+        prepared = self._trial(own)
+        run = Run(own, prepared.arguments, 0, self.device)
+        latents: list[Latents | None] = [None]
+        undo = watch_steps(own.scheduler, lambda made: latents.__setitem__(0, made()))
+        with torch.no_grad():
+            while not run.ended:
+                if run.asked is not None and batcher.steps(run) and not batcher.why:
+                    batcher.look(run)
+                if batcher.why:
+                    run.leave()
+                    break
+                if (trouble := batcher.round([run], {})) is not None:
+                    run.leave()
+                    batcher.rest(trouble.error)
+                    raise trouble.error
+        batcher.rest()
+        undo()
+        if run.error is not None:
+            raise run.error
+        if run.output is not None and latents[0] is not None:
+            frames = images_of(run.output)
+            self.projection.learn_from(latents[0], frames[len(frames) // 2])
+
+    def _card(self, kind: type[Any]) -> dict[str, Any]:
+        info, parameters = self.info, inspect.signature(kind.__call__).parameters
+        size, defaults = info.default_size, {name: one.default for name, one in parameters.items()}
+        guidance, steps = defaults.get("guidance_scale"), defaults.get("num_inference_steps")
+        return {
+            "pipeline": self.kind,
+            "width": size[0] if size else None,
+            "height": size[1] if size else None,
+            "size_multiple": info.size_multiple,
+            "steps": steps if isinstance(steps, int) else None,
+            "guidance": guidance if isinstance(guidance, (int, float)) else None,
+            "video": "num_frames" in parameters,
+            "inputs": [role for role in ("image", "mask", "control") if self._takes(role)],
+            "loras": list(self.spec.loras),
+            "labels": list(info.labels),
+            "loaded": True,
+            "batching": not self.batcher.why,
+            "why": self.batcher.why,
+        }
+
+    def _takes(self, role: Any) -> bool:
+        files = [InputFile(role, "", "0" * 64)]
+        if role == "mask":
+            files.append(InputFile("image", "", "0" * 64))
+        try:
+            return bool(pipeline_for(self.kind, files))
+        except InputError:
+            return False
+
+    # --- tasks -------------------------------------------------------------------------------------------------
+
+    def prepare(self, task: Task) -> Prepared:
+        """A task's call.
+
+        Raises:
+            InputError: the model cannot do it.
+        """
+        request, loras = task.request, list(self.spec.loras)
+        for one in request.loras:
+            if one.name not in loras:
+                known = ", ".join(map(repr, loras)) or "none"
+                raise InputError(f"model {self.spec.name!r} has no LoRA {one.name!r}; it has {known}")
+        files = [replace(self._files[loras.index(one.name)], scale=one.scale) for one in request.loras]
+        for one in request.inputs:
+            if one.digest not in task.files:
+                raise InputError(f"the input picture {one.digest[:16]}… ({one.role}) is not there; send it again")
+            files.append(InputFile(one.role, task.files[one.digest], one.digest, one.scale))
+        # A seed is the picture's own: it does not matter which of a job's it is.
+        job = job_for(
+            self.info,
+            (request.prompt,),
+            "",
+            config=self.engine.config,
+            negative=request.negative_prompt,
+            steps=request.steps,
+            guidance=request.guidance,
+            size=self._asked_size(task),
+            seed=(request.seed or 0) + task.index,
+            dtype=self.spec.dtype,
+            files=tuple(files),
+            strength=request.strength,
+            variant=self.spec.variant,
+            offload=self.spec.offload,
+        )
+        check_content(job, self.info, self._size)
+        pipe, template = self._pipe_for(job)
+        parameters = call_parameters(pipe)
+        check_call(job, type(pipe).__name__, parameters, videos=True)
+        if request.frames is not None and "num_frames" not in parameters:
+            raise InputError(f"frames={request.frames}: {self.kind} makes pictures; leave frames out")
+        own = pipe if self.batcher.why else copied(template)
+        arguments = self._arguments(job, own, pictures_of(job.files))
+        if request.frames is not None:
+            arguments["num_frames"] = request.frames
+        adapters = tuple((f"lora{loras.index(one.name)}", one.scale) for one in request.loras)
+        return Prepared(job, own, arguments, denoising_steps(job, parameters), adapters)
+
+    def _asked_size(self, task: Task) -> tuple[int, int] | None:
+        request, default = task.request, self.info.default_size
+        if request.width is None and request.height is None:
+            return None
+        if default is None and (request.width is None or request.height is None):
+            raise InputError("width and height are given together or not at all; give both")
+        width, height = default or (0, 0)
+        return request.width or width, request.height or height
+
+    def _arguments(self, job: Job, pipe: Any, pictures: Mapping[str, Image]) -> dict[str, Any]:
+        arguments, parameters = call_arguments(job, pipe, 0, pictures), call_parameters(pipe)
+        if "num_images_per_prompt" not in parameters:
+            arguments.pop("num_images_per_prompt", None)
+        return arguments | ({"output_type": "pil"} if "output_type" in parameters else {})
+
+    def _pipe_for(self, job: Job) -> tuple[Any, Any]:
+        """The parallel pipeline of the class that takes a job's input pictures, and its template."""
+        name = pipeline_for(self.kind, job.files, job.strength)
+        if name not in self._pipes:
+            import diffusers
+
+            kind: Any = getattr(diffusers, name)
+            _, template = self._pipes[self.kind]
+            modules, options = kind._get_signature_keys(kind)
+            config = {key: value for key, value in dict(template.config).items() if key in options}
+            parts = {key: value for key, value in template.components.items() if key in modules}
+            other = kind(**parts, **config)
+            other.set_progress_bar_config(disable=True)
+            own = copy.copy(other)
+            if self.batcher.why:
+                parallelize(other, self.engine.config)
+            self._pipes[name] = other, own
+        return self._pipes[name]
+
+    def facts(self, prepared: Prepared, seconds: float) -> dict[str, Any]:
+        """What a receipt says of a task beside its job; on rank 0."""
+        config = self.engine.config
+        facts = self._facts | {"config": config.model_dump(), "devices": self._size, "seconds": seconds}
+        if prepared.adapters:
+            numbers = [int(name.removeprefix("lora")) for name, _ in prepared.adapters]
+            facts["weights_digest"] = adapted_digest(*self._weights, numbers)
+        return facts | {"pipeline": type(prepared.pipe).__name__}
+
+
+def images_of(output: Any) -> list[Image]:
+    """The pictures of a pipeline's output: one, or a video's frames."""
+    if hasattr(output, "images"):
+        return [output.images[0]]
+    return list(output.frames[0])
+
+
+def adapted_digest(before: Mapping[str, str], after: Mapping[str, str], numbers: list[int]) -> str:
+    """The digest of a pipeline's weights as if some adapters alone had been loaded, in this order.
+
+    Args:
+        before, after: digests of the weights by name, without adapters and with all of them.
+        numbers: of the adapters, as in their names ``lora0``, ``lora1``, …
+    """
+    found, adapted = {}, set()
+    for name, value in after.items():
+        parts = name.split(".")
+        place = next((place for place, part in enumerate(parts) if part.startswith("lora_")), None)
+        if place is None:
+            continue
+        for position, number in enumerate(numbers):
+            if f"lora{number}" in parts[place:]:
+                adapted.add(".".join(parts[:place]))
+                renamed = [f"lora{position}" if part == f"lora{number}" else part for part in parts[place:]]
+                found[".".join([*parts[:place], *renamed])] = value
+    for name, value in before.items():
+        layer, _, weight = name.rpartition(".")
+        found[f"{layer}.base_layer.{weight}" if layer in adapted else name] = value
+    return digest(found)

@@ -1,0 +1,170 @@
+"""Logs of one line a record, as JSON or text; and a watch that tells log, metrics and traces what happens to jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..core.files import finite
+from ..errors import DitmeshError, InputError
+from .backend import Backend
+from .metrics import Metrics
+from .streams import closed_after, ended
+from .types import ENDED, Event, Job
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer
+
+LogFormat = Literal["json", "text"]
+
+logger = logging.getLogger("ditmesh.serve")
+
+
+class Lines(logging.Formatter):
+    """One line a record; facts that are passed as ``extra={"facts": {...}}`` are fields of it.
+
+    Args:
+        form: ``"json"`` or ``"text"``.
+    """
+
+    def __init__(self, form: LogFormat) -> None:
+        super().__init__()
+        self._form = form
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        facts: Mapping[str, Any] = getattr(record, "facts", {})
+        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+        error = self.formatException(record.exc_info) if record.exc_info else None
+        if self._form == "json":
+            line = {"time": when, "level": record.levelname.lower(), "logger": record.name}
+            line |= {"message": record.getMessage(), **facts, **({"exception": error} if error else {})}
+            return json.dumps(finite(line), allow_nan=False)
+        # A line break in a name would make somebody's text look like a line of ours.
+        words = [when, record.levelname.lower(), _one_line(record.getMessage())]
+        words += [f"{name}={_one_line(str(value))}" for name, value in facts.items()]
+        return " ".join(words) + (f"\n{error}" if error else "")
+
+
+def _one_line(text: str) -> str:
+    return text.encode("unicode_escape").decode() if not text.isprintable() else text
+
+
+def log_config(form: LogFormat, level: str) -> dict[str, Any]:
+    """What `logging.config.dictConfig` and uvicorn take: this format for the server's and uvicorn's own loggers."""
+    names = ("ditmesh", "uvicorn", "uvicorn.error")
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"lines": {"()": Lines, "form": form}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines"}},
+        "loggers": {
+            name: {
+                "handlers": ["stderr"],
+                "level": "WARNING" if name.startswith("uvicorn") else level,
+                "propagate": False,
+            }
+            for name in names
+        },
+    }
+
+
+def otlp_tracer() -> Tracer:
+    """Traces that go where OpenTelemetry's environment variables say (``OTEL_EXPORTER_OTLP_ENDPOINT`` …).
+
+    Raises:
+        InputError: OpenTelemetry is not installed.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise InputError(
+            f"--otel needs OpenTelemetry ({error.name} is missing); install the extra otel, or leave --otel out"
+        ) from None
+    provider = TracerProvider(resource=Resource.create({"service.name": "ditmesh"}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider.get_tracer("ditmesh.serve")
+
+
+class JobWatch:
+    """Follows every job that was accepted, and tells log, metrics and traces what happens to it.
+
+    Args:
+        backend, metrics: of the server.
+        tracer: None: no traces.
+        log_prompts: prompts are part of what is logged.
+    """
+
+    def __init__(self, backend: Backend, metrics: Metrics, tracer: Tracer | None, log_prompts: bool) -> None:
+        self._backend, self._metrics, self._tracer, self._log_prompts = backend, metrics, tracer, log_prompts
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def follow(self, job: Job, owner: str) -> None:
+        """A job was accepted."""
+        self._metrics.submitted(job.request.model)
+        facts = {"job": job.id, "model": job.request.model, "images": job.request.n, "owner": owner[:8]}
+        if self._log_prompts:
+            facts["prompt"] = job.request.prompt
+        logger.info("job accepted", extra={"facts": facts})
+        task = asyncio.create_task(self._follow(job, owner), name=f"watch {job.id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Follow nothing any more."""
+        for task in list(self._tasks):
+            await ended(task)
+
+    async def _follow(self, job: Job, owner: str) -> None:
+        span = self._begin(job)
+        try:
+            async with closed_after(self._backend.events(job.id, owner)) as events:
+                async for event in events:
+                    self._tell(job, event, span)
+        except DitmeshError as error:
+            logger.warning("job is followed no more: %s", error, extra={"facts": {"job": job.id}})
+        finally:
+            if span is not None:
+                span.end()
+
+    def _said(self, error: Mapping[str, Any]) -> dict[str, Any]:
+        # What says that a request cannot be done may quote it.
+        quotes = error.get("code") == "invalid_request" and not self._log_prompts
+        return {
+            f"error_{name}": error[name]
+            for name in ("code", "message")
+            if name in error and (name == "code" or not quotes)
+        }
+
+    def _begin(self, job: Job) -> Span | None:
+        if self._tracer is None:
+            return None
+        facts = {"ditmesh.job": job.id, "ditmesh.model": job.request.model, "ditmesh.images": job.request.n}
+        return self._tracer.start_span("job", attributes=facts)
+
+    def _tell(self, job: Job, event: Event, span: Span | None) -> None:
+        facts: dict[str, Any] = {"job": job.id}
+        seconds = max(0.0, time.time() - job.created)
+        if event.event == "started" and event.data.get("attempt", 1) == 1:
+            self._metrics.started(seconds)
+            facts["waited"] = round(seconds, 4)
+        elif event.event == "restarted":
+            self._metrics.restarted()
+            facts |= event.data
+        elif event.event in ENDED:
+            error = event.data.get("error") or {}
+            self._metrics.ended(event.event, error.get("code"), seconds)
+            facts |= {"seconds": round(seconds, 4), **self._said(error)}
+        if span is not None and event.event != "preview":
+            plain = {name: value for name, value in event.data.items() if isinstance(value, (int, float, str))}
+            span.add_event(event.event, plain if event.event not in ENDED else {})
+        if event.event not in ("queued", "step", "preview", "image"):
+            level = logging.WARNING if event.event in ("failed", "restarted") else logging.INFO
+            logger.log(level, "job %s", event.event, extra={"facts": facts})

@@ -1,0 +1,122 @@
+"""Models that a server offers: their cards, and what may be asked of them, known before they are loaded."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InputError, did_you_mean
+from ..generate.files import InputFile, check_roles
+from ..generate.job import check_content, job_for
+from ..generate.model_info import ModelInfo, find_model
+from .protocol import ModelSpec
+from .types import JobRequest, ModelCard
+
+# What the JSON fields are called that the command line calls otherwise.
+FIELDS = {"num-images": "n", "batch": "n", "negative": "negative_prompt"}
+# Of models that do not say: for a guess at the work.
+STEPS, SIDE = 28, 1024
+
+
+@dataclass
+class Offer:
+    """A model that the server offers.
+
+    Attributes:
+        info: what its files say.
+        card: what clients are told; filled in when the model is loaded.
+        known: the card has been filled in.
+    """
+
+    spec: ModelSpec
+    info: ModelInfo
+    card: ModelCard
+    known: bool = False
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> Offer:
+        """Look at a model's files.
+
+        Raises:
+            InputError: there is no such model.
+        """
+        info = find_model(spec.model)
+        width, height = info.default_size or (None, None)
+        card = ModelCard(
+            id=spec.name,
+            created=int(time.time()),
+            pipeline=info.pipeline_class,
+            width=width,
+            height=height,
+            size_multiple=info.size_multiple,
+            loras=list(spec.loras),
+            labels=list(info.labels),
+        )
+        return cls(spec, info, card)
+
+    def loaded(self, card: Mapping[str, Any]) -> None:
+        """Fill in the card with what ranks have found."""
+        own = {"id": self.card.id, "created": self.card.created, "loras": self.card.loras, "loaded": True}
+        self.card = ModelCard.model_validate({**self.card.model_dump(), **card, **own})
+        self.known = True
+
+    def check(self, request: JobRequest, devices: int) -> None:
+        """Refuse what the model cannot do, as far as its files and its card say.
+
+        Raises:
+            InputError: one sentence with the names of the request's fields.
+        """
+        try:
+            self._check(request, devices)
+        except InputError as error:
+            # The same checks serve the command line.
+            said = re.sub(
+                r"--([a-z]+(?:-[a-z]+)*)", lambda name: FIELDS.get(name[1], name[1].replace("-", "_")), str(error)
+            )
+            raise InputError(said) from None
+
+    def _check(self, request: JobRequest, devices: int) -> None:
+        if (request.width is None) != (request.height is None):
+            raise InputError("width and height belong together; give both, or none for the model's own")
+        size = None if request.width is None or request.height is None else (request.width, request.height)
+        # Without the files: whether its pipeline takes them is not known before the model is loaded.
+        check_roles([InputFile(one.role, "", one.digest) for one in request.inputs], request.strength)
+        job = job_for(
+            self.info,
+            [request.prompt],
+            "",
+            images=request.n,
+            per_call=1,
+            size=size,
+            steps=request.steps,
+            guidance=request.guidance,
+            negative=request.negative_prompt,
+            seed=request.seed or 0,
+            config=self.spec.config,
+        )
+        check_content(job, self.info, devices)
+        for one in request.loras:
+            if one.name not in self.spec.loras:
+                there = ", ".join(self.spec.loras) or "none"
+                raise InputError(
+                    f"lora {one.name!r} is none of those that the server offers for {self.spec.name} ({there})"
+                    f"{did_you_mean(one.name, self.spec.loras)}"
+                )
+        if not self.known:
+            return
+        for one in request.inputs:
+            if one.role not in self.card.inputs:
+                takes = ", ".join(self.card.inputs) or "none"
+                raise InputError(
+                    f"{self.spec.name} takes no input of role {one.role!r} (it takes {takes}); leave it out"
+                )
+        if (request.frames or request.fps) and not self.card.video:
+            raise InputError(f"{self.spec.name} makes pictures, not videos; leave frames and fps out")
+
+    def work(self, request: JobRequest) -> float:
+        """Work of one picture, in steps × megapixels × frames, as far as that can be told."""
+        side = request.width or self.card.width or SIDE, request.height or self.card.height or SIDE
+        return (request.steps or self.card.steps or STEPS) * side[0] * side[1] / 1e6 * (request.frames or 1)

@@ -1,0 +1,418 @@
+"""The images API as OpenAI's clients speak it: one request, one answer, and streams with partial images."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator
+from math import ceil
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator
+from starlette.datastructures import FormData, UploadFile
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from .errors import ErrorDetail, Refused, described, wait_header
+from .intake import Server, Size, sized, validated
+from .streams import EventStream, closed_after, ended, event_schema, gone, sse
+from .types import ENDED, Adapter, Event, Format, Job, JobImage, JobRequest, ModelCard
+
+router = APIRouter(prefix="/v1/images", tags=["images"])
+
+# Steps of a pipeline whose card does not say.
+USUAL_STEPS = 50
+# What a job's error is for HTTP; all others are the server's.
+STATUSES = {"invalid_request": 400, "no_space": 507}
+
+# What the clients may send and no diffusers pipeline has: the value that changes nothing is taken, others are refused.
+NOT_HERE = {
+    "quality": (("auto", "standard", "medium"), "say steps"),
+    "background": (("auto", "opaque"), "pictures have no transparency"),
+    "moderation": (("auto", "low"), "nothing is moderated here"),
+    "input_fidelity": ((), "say strength"),
+    "style": ((), "say it in the prompt"),
+}
+
+
+class ImageRequest(BaseModel):
+    """Pictures from a prompt.
+
+    OpenAI's API does not have: seed, steps, guidance_scale, negative_prompt, loras, priority.
+
+    Attributes:
+        quality, background, moderation, style: only values that change nothing are taken; others are refused.
+        user, safety_identifier: taken, and not used.
+        output_compression: refused: files are written in one quality.
+        partial_images: of a stream: how many previews there are before each picture, at most.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: str = Field(min_length=1)
+    model: str | None = Field(default=None, max_length=256)
+    n: int | None = Field(default=None, ge=1)
+    size: Size | None = None
+    response_format: Literal["b64_json", "url"] | None = None
+    output_format: Format | None = None
+    stream: bool | None = None
+    partial_images: int | None = Field(default=None, ge=0, le=3)
+    seed: int | None = Field(default=None, ge=0)
+    steps: int | None = Field(default=None, ge=1)
+    guidance_scale: FiniteFloat | None = None
+    negative_prompt: str | None = None
+    loras: list[Adapter] | None = Field(default=None, max_length=8)
+    priority: int | None = Field(default=None, ge=-10, le=10)
+    quality: str | None = Field(default=None, max_length=32)
+    background: str | None = Field(default=None, max_length=32)
+    moderation: str | None = Field(default=None, max_length=32)
+    style: str | None = Field(default=None, max_length=32)
+    output_compression: int | None = None
+    user: str | None = Field(default=None, max_length=512)
+    safety_identifier: str | None = Field(default=None, max_length=512)
+
+    def check(self) -> None:
+        """Refuse what would be ignored otherwise.
+
+        Raises:
+            Refused: naming the field.
+        """
+        for name, (taken, instead) in NOT_HERE.items():
+            value = getattr(self, name, None)
+            if value is not None and value not in taken:
+                usual = f"; use {taken[0]!r} or leave it out" if taken else "; leave it out"
+                raise Refused(400, f"{name}={value!r} means nothing to this server{usual} ({instead})", param=name)
+        if self.output_compression is not None:
+            raise Refused(
+                400, "output_compression: files are written in one quality; leave it out", param="output_compression"
+            )
+        if self.partial_images and not self.stream:
+            raise Refused(400, "partial_images needs stream=true", param="partial_images")
+
+    def fields(self, card: ModelCard) -> dict[str, Any]:
+        """The fields of a `JobRequest`, those that were given."""
+        steps = self.steps or card.steps or USUAL_STEPS
+        found = {
+            "model": self.model,
+            "prompt": self.prompt,
+            "negative_prompt": self.negative_prompt,
+            "n": self.n,
+            "steps": self.steps,
+            "guidance": self.guidance_scale,
+            "seed": self.seed,
+            "loras": self.loras and tuple(self.loras),
+            "priority": self.priority,
+            "format": self.output_format,
+            "previews": ceil(steps / (self.partial_images + 1)) if self.partial_images else None,
+        }
+        return sized(self.size, {name: value for name, value in found.items() if value is not None})
+
+
+class EditRequest(ImageRequest):
+    """Pictures from a prompt and a picture; strength (0 to 1): how much of it is generated anew."""
+
+    strength: Annotated[float, Field(gt=0, le=1)] | None = None
+    input_fidelity: str | None = Field(default=None, max_length=32)
+
+    @field_validator("loras", mode="before")
+    @classmethod
+    def _from_json(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            raise ValueError('no JSON; write it as [{"name": "oil", "scale": 0.8}]') from None
+
+
+class ImageData(BaseModel):
+    """One picture: its file in base64, or where it is; and its seed."""
+
+    b64_json: str | None = None
+    url: str | None = None
+    revised_prompt: str | None = None
+    seed: int
+
+
+class Tokens(BaseModel):
+    """Images and text, in tokens."""
+
+    image_tokens: int = 0
+    text_tokens: int = 0
+
+
+class Usage(BaseModel):
+    """What OpenAI's clients expect of every stream: nothing is counted here, and all of it is 0."""
+
+    input_tokens: int = 0
+    input_tokens_details: Tokens = Field(default_factory=Tokens)
+    output_tokens: int = 0
+    total_tokens: int = 0
+
+
+class ImagesResponse(BaseModel):
+    """The pictures, and the job that made them."""
+
+    created: int
+    data: list[ImageData]
+    background: Literal["opaque"] = "opaque"
+    output_format: Format = "png"
+    size: str | None = None
+    job: str
+
+
+class StreamedImage(BaseModel):
+    """An event of a stream: a preview, or a picture that is done. ``index`` is the picture's among ``n``."""
+
+    type: str
+    b64_json: str
+    background: Literal["opaque"] = "opaque"
+    created_at: int
+    output_format: Format
+    quality: Literal["auto"] = "auto"
+    size: str
+    index: int
+    partial_image_index: int | None = None
+    seed: int | None = None
+    usage: Usage | None = None
+
+
+NAMES = [f"image_{kind}.{what}" for kind in ("generation", "edit") for what in ("partial_image", "completed")]
+ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": ImagesResponse,
+        "description": "The pictures; with `stream` events.",
+        "content": {"text/event-stream": {"schema": event_schema([*NAMES, "error"])}},
+    },
+    **described(401, 403, 404, 409, 413, 429, 503, 507),
+}
+
+
+@router.post("/generations", response_model=ImagesResponse, responses=ANSWERS, summary="Pictures from a prompt")
+async def generations(request: Request, body: ImageRequest) -> Response:
+    """Generate pictures and wait for them. A client that goes away cancels its job."""
+    server: Server = request.app.state.server
+    body.check()
+    fields = body.fields(server.model(body.model or ""))
+    job = await server.accept(validated(JobRequest, fields), request, videos=False)
+    return await _answered(server, request, body, job, "image_generation")
+
+
+def _edit_form() -> dict[str, Any]:
+    """The form of an edit as OpenAPI has it: the request's fields, and two files."""
+    schema = EditRequest.model_json_schema()
+    schema.pop("$defs", None)
+    file = {"type": "string", "format": "binary"}
+    adapters = {"type": "string", "description": 'JSON: `[{"name": "oil", "scale": 0.8}]`'}
+    schema["properties"] |= {"image": file, "mask": file, "loras": adapters}
+    schema["required"] = ["image", "prompt"]
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}
+
+
+@router.post(
+    "/edits",
+    response_model=ImagesResponse,
+    responses=ANSWERS,
+    summary="Pictures from a prompt and a picture",
+    openapi_extra=_edit_form(),
+)
+async def edits(request: Request) -> Response:
+    """Generate a picture anew, wholly or where a mask says: white, or (as OpenAI has it) transparent throughout."""
+    server: Server = request.app.state.server
+    async with request.form(max_files=4, max_fields=64, max_part_size=server.settings.max_body) as form:
+        body, files = _parts(form)
+        data = {name: await file.read() for name, file in files.items()}
+    body.check()
+    fields = body.fields(server.model(body.model or ""))
+    if "image" not in data:
+        raise Refused(400, "image: an edit needs a picture; send it as the file `image`", param="image")
+    sizes, inputs = {}, []
+    for name in data:
+        png, sizes[name] = await server.uploads.png(data[name], name, name == "mask")
+        inputs.append({"role": name, "digest": await server.backend.put_input(png)})
+    if len(set(sizes.values())) > 1:
+        raise Refused(
+            400, f"mask: it is {sizes['mask']} pixels and the image {sizes['image']}; use one size", param="mask"
+        )
+    more = {"inputs": tuple(inputs), "strength": body.strength}
+    job = await server.accept(validated(JobRequest, fields | more), request, videos=False)
+    return await _answered(server, request, body, job, "image_edit")
+
+
+def _parts(form: FormData) -> tuple[EditRequest, dict[str, UploadFile]]:
+    """The fields of a form, and its files by name.
+
+    Raises:
+        Refused: a field is wrong or there twice, or a file is none of an edit's.
+    """
+    fields: dict[str, Any] = {}
+    files: dict[str, UploadFile] = {}
+    for name, value in form.multi_items():
+        name = name.removesuffix("[]")
+        if (name in files) or (name in fields):
+            raise Refused(400, f"{name}: it is there twice; send one", param=name)
+        if not isinstance(value, UploadFile):
+            fields[name] = value
+        elif name in ("image", "mask"):
+            files[name] = value
+        else:
+            raise Refused(400, f"{name}: an edit takes the files image and mask; leave it out", param=name)
+    return validated(EditRequest, fields), files
+
+
+# --- answers
+
+
+async def _answered(server: Server, request: Request, body: ImageRequest, job: Job, kind: str) -> Response:
+    """The answer to a request whose job was accepted; ``kind`` is what names of its events begin with."""
+    owner: str = request.state.owner
+    if body.stream:
+        source = _events(server, job, owner, kind, body.partial_images or 0)
+        return EventStream(source, server.settings.keep_alive, server.closing)
+    done = await _ended(server, request, job, owner)
+    if done is None:
+        # Nobody reads it.
+        return Response(status_code=499)
+    _check_success(done)
+    base = str(request.base_url).rstrip("/")
+    data = []
+    for image in done.images:
+        if body.response_format == "url":
+            data.append(ImageData(url=f"{base}{image.url}", seed=image.seed))
+        else:
+            data.append(ImageData(b64_json=await _base64(server, done, image.index, owner), seed=image.seed))
+    first = done.images[0]
+    answer = ImagesResponse(
+        created=int(done.finished or done.created),
+        data=data,
+        output_format=done.request.format,
+        size=_size(first),
+        job=done.id,
+    )
+    return JSONResponse(answer.model_dump(exclude_none=True))
+
+
+async def _ended(server: Server, request: Request, job: Job, owner: str) -> Job | None:
+    """The job when it has ended; None: the client has gone away."""
+    tasks = {
+        "end": asyncio.ensure_future(_last(server, job, owner)),
+        "gone": asyncio.ensure_future(gone(request.receive)),
+        "closing": asyncio.ensure_future(server.closing.wait()),
+    }
+    try:
+        await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
+        if tasks["end"].done():
+            return tasks["end"].result()
+    finally:
+        for task in tasks.values():
+            await ended(task)
+    if tasks["gone"].cancelled():
+        raise _stops(server, job)
+    if server.settings.cancel_on_disconnect:
+        await server.backend.cancel(job.id, owner)
+    return None
+
+
+async def _last(server: Server, job: Job, owner: str) -> Job:
+    """The job as its last event has it."""
+    async with closed_after(server.backend.events(job.id, owner)) as events:
+        async for event in events:
+            if event.event in ENDED:
+                return Job.model_validate(event.data)
+    raise _stops(server, job)
+
+
+def _stops(server: Server, job: Job) -> Refused:
+    return Refused(
+        503,
+        f"the server stops; it goes on with {job.id} when it is back",
+        # A client that asked anew would have the same picture made twice.
+        headers={**wait_header(server.settings.retry_after), "x-should-retry": "false"},
+    )
+
+
+async def _events(server: Server, job: Job, owner: str, kind: str, partial: int) -> AsyncIterator[str]:
+    """The events of a stream: for each picture at most ``partial`` previews, then itself."""
+    over, seen = False, dict.fromkeys(range(job.request.n), 0)
+    try:
+        async with closed_after(server.backend.events(job.id, owner)) as events:
+            async for event in events:
+                if event.event == "preview" and seen[event.data["image"]] < partial:
+                    yield _streamed(_partial(job, event, kind, seen[event.data["image"]]))
+                    seen[event.data["image"]] += 1
+                elif event.event == "image":
+                    image = JobImage.model_validate(event.data)
+                    data = await _base64(server, job, image.index, owner)
+                    yield _streamed(_completed(job, image, kind, data))
+                elif event.event in ENDED:
+                    over = True
+                    if (refused := _failure(Job.model_validate(event.data))) is not None:
+                        yield _error(refused)
+        if not over:
+            yield _error(_stops(server, job))
+    finally:
+        # The client has gone away, or the server stops; that has taken back what it could.
+        if not over and server.settings.cancel_on_disconnect and not server.stopping:
+            await server.backend.cancel(job.id, owner)
+
+
+def _partial(job: Job, event: Event, kind: str, number: int) -> StreamedImage:
+    return StreamedImage(
+        type=f"{kind}.partial_image",
+        b64_json=event.data["b64_json"],
+        created_at=int(job.created),
+        output_format="jpeg",
+        size=f"{event.data['width']}x{event.data['height']}",
+        index=event.data["image"],
+        partial_image_index=number,
+    )
+
+
+def _completed(job: Job, image: JobImage, kind: str, data: str) -> StreamedImage:
+    return StreamedImage(
+        type=f"{kind}.completed",
+        b64_json=data,
+        created_at=int(job.created),
+        output_format=job.request.format,
+        size=_size(image) or "auto",
+        index=image.index,
+        seed=image.seed,
+        usage=Usage(),
+    )
+
+
+def _streamed(image: StreamedImage) -> str:
+    return sse(image.model_dump(exclude_none=True), image.type)
+
+
+def _error(refused: Refused) -> str:
+    detail = ErrorDetail(message=str(refused), type=refused.type, code=refused.code, param=refused.param)
+    return sse({"error": detail.model_dump()}, "error")
+
+
+def _check_success(job: Job) -> None:
+    if (refused := _failure(job)) is not None:
+        raise refused
+
+
+def _failure(job: Job) -> Refused | None:
+    """What a client is told of a job that did not succeed."""
+    # It was begun twice already.
+    never = {"x-should-retry": "false"}
+    if job.status == "cancelled":
+        return Refused(409, f"{job.id} was cancelled", headers=never)
+    if job.error is not None:
+        return Refused(STATUSES.get(job.error.code, 500), job.error.message, job.error.code, headers=never)
+    return None
+
+
+async def _base64(server: Server, job: Job, index: int, owner: str) -> str:
+    file = await server.backend.result(job.id, index, owner)
+    data = await asyncio.to_thread(file.path.read_bytes)
+    return base64.b64encode(data).decode()
+
+
+def _size(image: JobImage) -> str | None:
+    return f"{image.width}x{image.height}" if image.width and image.height else None

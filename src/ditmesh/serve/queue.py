@@ -1,0 +1,587 @@
+"""The queue of jobs: an SQLite file, in which a job is written down before it is accepted, and every step of its life.
+
+Fair over owners by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with pictures as packets: an owner's
+picture begins at the virtual time up to which the owner has used the ranks, and the earliest one goes first. One owner
+with a thousand jobs delays another one's first picture by one picture, not by a thousand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import json
+import os
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core.files import free_names
+from ..errors import ConfigError, InputError
+from .backend import NoSpace, QueueFull, UnknownJob
+from .results import INPUTS, RESULTS
+from .types import Job, JobError, JobImage, JobRequest, Status
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
+
+FILE, LOCK = "queue.sqlite", "lock"
+# Of the file's tables; and what says that the file is ours: "dmsh".
+VERSION, APPLICATION = 1, 0x646D7368
+# Seconds after which it is worth asking again, while nothing has been measured, and at least.
+UNMEASURED, SOONEST = 5.0, 1.0
+
+TABLES = """
+CREATE TABLE jobs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    owner TEXT NOT NULL,
+    status TEXT NOT NULL,
+    model TEXT NOT NULL,
+    priority INTEGER NOT NULL,
+    request TEXT NOT NULL,
+    n INTEGER NOT NULL,
+    work REAL NOT NULL,
+    waiting INTEGER NOT NULL,
+    attempt INTEGER NOT NULL DEFAULT 1,
+    created REAL NOT NULL,
+    started REAL,
+    finished REAL,
+    expires REAL,
+    error TEXT
+);
+CREATE INDEX jobs_waiting ON jobs (priority) WHERE waiting > 0;
+CREATE INDEX jobs_status ON jobs (status);
+CREATE INDEX jobs_owner ON jobs (owner, number);
+CREATE INDEX jobs_expires ON jobs (expires);
+CREATE TABLE pictures (
+    job INTEGER NOT NULL REFERENCES jobs (number) ON DELETE CASCADE,
+    picture INTEGER NOT NULL,
+    file TEXT,
+    image TEXT,
+    PRIMARY KEY (job, picture)
+) WITHOUT ROWID;
+CREATE TABLE inputs (
+    digest TEXT NOT NULL,
+    job INTEGER NOT NULL REFERENCES jobs (number) ON DELETE CASCADE,
+    PRIMARY KEY (digest, job)
+) WITHOUT ROWID;
+CREATE INDEX inputs_job ON inputs (job);
+CREATE TABLE owners (owner TEXT PRIMARY KEY, used REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE facts (name TEXT PRIMARY KEY, value REAL NOT NULL) WITHOUT ROWID;
+INSERT INTO facts VALUES ('clock', 0), ('runs', 0);
+"""
+
+# Which picture is next: the most urgent; then those of jobs that ranks have failed under; then the fairest; then the
+# oldest.
+ORDER = "j.priority DESC, j.attempt > 1 DESC, max(coalesce(o.used, 0), c.value), j.number"
+WAITING = (
+    "FROM jobs j LEFT JOIN owners o ON o.owner = j.owner JOIN facts c ON c.name = 'clock' "
+    "WHERE j.waiting > 0 AND j.status IN ('queued', 'running')"
+)
+
+
+@dataclass(frozen=True)
+class Head:
+    """The job whose picture is next.
+
+    Attributes:
+        again: ranks have failed under it.
+        since: when it was accepted, in seconds since 1970.
+    """
+
+    id: str
+    model: str
+    priority: int
+    again: bool
+    since: float
+
+
+@dataclass(frozen=True)
+class Place:
+    """A queued job's place: number of queued jobs that begin before it, and work of all that goes before it."""
+
+    position: int
+    work: float
+
+
+class Queue:
+    """Jobs and what has become of them, in a folder that one process at a time may use.
+
+    Every method that changes something is one transaction, on disk (``synchronous=FULL``) when it returns, so that the
+    process may be killed at any moment: pictures that were under way wait again at the next start, their jobs' attempts
+    not counted. Any thread may call.
+
+    Attributes:
+        aside: where a queue that could not be read was moved, with its results; None: all was well.
+        run: how often the folder has been opened.
+        queued, running: numbers of jobs.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep: float = 86400.0,
+        most: int = 1000,
+        most_per_owner: int = 250,
+        weights: Mapping[str, float] | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """Open the folder, and put back into the queue what was under way.
+
+        Args:
+            folder: made if it is not there.
+            keep: seconds for which a job is remembered after its end.
+            most: pictures that are neither done nor given up, at most.
+            most_per_owner: of one owner, unless that is the one without a name.
+            weights: shares of owners; default: 1 each.
+            now: seconds since 1970.
+
+        Raises:
+            ConfigError: another server uses the folder, or the queue in it is of another version.
+            NoSpace: it cannot be written.
+        """
+        self.folder, self.path = Path(folder), Path(folder) / FILE
+        self.keep, self.most, self.most_per_owner = keep, most, most_per_owner
+        self._weights, self._now = weights or {}, now
+        self._lock = threading.RLock()
+        self.aside: Path | None = None
+        self.queued = self.running = 0
+        with contextlib.ExitStack() as stack:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(_locked(self.folder))
+            except OSError as error:
+                raise NoSpace(f"cannot write to folder {str(folder)!r} ({error.strerror}); give another one") from None
+            try:
+                self._db = self._open()
+            except sqlite3.DatabaseError as error:
+                if not _broken(error):
+                    raise NoSpace(f"cannot open {self.path} ({error}); make room, or give another folder") from error
+                self.aside = self._move_aside()
+                self._db = self._open()
+            stack.callback(self._db.close)
+            with self._change() as db:
+                db.execute("UPDATE facts SET value = value + 1 WHERE name = 'runs'")
+                self.run = int(db.execute("SELECT value FROM facts WHERE name = 'runs'").fetchone()[0])
+                _give_back(db, "job IN (SELECT number FROM jobs)")
+            self._resources = stack.pop_all()
+
+    def close(self) -> None:
+        """Leave the folder to another process."""
+        with self._lock:
+            self._resources.close()
+
+    def _open(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        try:
+            db.row_factory = sqlite3.Row
+            db.execute("PRAGMA foreign_keys = ON")
+            db.execute("PRAGMA synchronous = FULL")
+            version, ours = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("user_version", "application_id"))
+            tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            if tables and (ours, version) != (APPLICATION, VERSION):
+                whose = f"version {version}" if ours == APPLICATION else "another program"
+                raise ConfigError(
+                    f"{self.path} is of {whose}, and this ditmesh keeps its queue in version {VERSION}; move it away, "
+                    "or give another folder"
+                )
+            (state,) = db.execute("PRAGMA quick_check(1)").fetchone()
+            if state != "ok":
+                raise sqlite3.DatabaseError(f"malformed: {state}")
+            db.execute("PRAGMA journal_mode = WAL")
+            if not tables:
+                stamp = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
+                db.executescript(f"BEGIN; {TABLES} {stamp} COMMIT;")
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _move_aside(self) -> Path:
+        """Move a queue that cannot be read, and all results, which nobody else knows of, into a folder of their own."""
+        stamp = time.strftime("broken-%Y%m%d-%H%M%S", time.gmtime(self._now()))
+        aside = next(path for path in free_names(self.folder / stamp) if not path.exists())
+        aside.mkdir()
+        for name in (FILE, f"{FILE}-wal", f"{FILE}-shm", RESULTS, INPUTS):
+            if (path := self.folder / name).exists():
+                path.rename(aside / name)
+        return aside
+
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[sqlite3.Connection]:
+        """A transaction: all of it is on disk at its end, or none of it."""
+        with self._lock:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                try:
+                    yield self._db
+                    counts = self._counts()
+                    self._db.execute("COMMIT")
+                except BaseException:
+                    if self._db.in_transaction:
+                        self._db.execute("ROLLBACK")
+                    raise
+                self.queued, self.running = counts
+            except sqlite3.OperationalError as error:
+                raise NoSpace(f"cannot write to {self.path} ({error}); make room on the disk") from error
+
+    def _counts(self) -> tuple[int, int]:
+        query = "SELECT count(*) FROM jobs WHERE status = ?"
+        queued, running = (self._db.execute(query, (status,)).fetchone()[0] for status in ("queued", "running"))
+        return queued, running
+
+    # ---- the life of a job
+
+    def submit(self, id: str, request: JobRequest, owner: str, work: float, rate: float | None = None) -> Job:
+        """Accept a job: it is on disk when this returns.
+
+        Args:
+            id: of the job.
+            request: with its model and seed.
+            owner: who asks.
+            work: of one picture, in any unit.
+            rate: of all ranks together, in work per second, as far as it has been measured.
+
+        Raises:
+            InputError: it asks for more pictures than may ever wait.
+            QueueFull: too many pictures wait.
+            NoSpace: it cannot be written down.
+        """
+        most = min(self.most, self.most_per_owner) if owner else self.most
+        if request.n > most:
+            raise InputError(f"n {request.n} is more than the {most} pictures that may wait; use n {most} at most")
+        with self._change() as db:
+            self._check_bounds(db, request.n, owner, rate)
+            number = db.execute(
+                "INSERT INTO jobs (id, owner, status, model, priority, request, n, work, waiting, created) "
+                "VALUES (?, ?, 'queued', ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    *(id, owner, request.model, request.priority, request.model_dump_json()),
+                    *(request.n, work, request.n, self._now()),
+                ),
+            ).lastrowid
+            digests = {given.digest for given in request.inputs}
+            db.executemany("INSERT INTO inputs VALUES (?, ?)", [(digest, number) for digest in digests])
+            job = self._job(db, id)
+        assert job is not None
+        return job
+
+    def _check_bounds(self, db: sqlite3.Connection, n: int, owner: str, rate: float | None) -> None:
+        live = (
+            "SELECT coalesce(sum(n), 0) - (SELECT count(*) FROM pictures p JOIN jobs q ON q.number = p.job WHERE "
+            "p.file IS NOT NULL AND q.status IN ('queued', 'running') {also}) AS pictures, coalesce(avg(work), 0) AS "
+            "work, count(DISTINCT owner) AS owners FROM jobs q WHERE q.status IN ('queued', 'running') {also}"
+        )
+        everyone = db.execute(live.format(also="")).fetchone()
+        mine = db.execute(live.format(also="AND q.owner = ?"), (owner, owner)).fetchone()
+        over = everyone["pictures"] + n - self.most
+        over_mine = mine["pictures"] + n - self.most_per_owner if owner else 0
+        if over <= 0 and over_mine <= 0:
+            return
+        # Until enough of them are done: of all at the speed of all, of the owner's at the speed of a share.
+        work = max(over * everyone["work"], over_mine * mine["work"] * everyone["owners"])
+        after = max(SOONEST, work / rate) if rate else UNMEASURED
+        whose, number, bound = (
+            ("", everyone["pictures"], self.most) if over > 0 else (" of yours", mine["pictures"], self.most_per_owner)
+        )
+        raise QueueFull(
+            f"{number} pictures{whose} wait already, and {bound} may; ask again in {after:.0f} s", round(after, 1)
+        )
+
+    def head(self, models: Collection[str] | None = None, job: str | None = None, again: bool = True) -> Head | None:
+        """The job whose picture is to begin next.
+
+        Args:
+            models: only jobs of these.
+            job: only this one.
+            again: also those that ranks have failed under.
+        """
+        query, values = f"SELECT j.id, j.model, j.priority, j.attempt, j.created {WAITING}", []
+        if models is not None:
+            query += f" AND j.model IN ({', '.join('?' * len(models))})"
+            values += models
+        if job is not None:
+            query, values = f"{query} AND j.id = ?", [*values, job]
+        if not again:
+            query += " AND j.attempt = 1"
+        with self._lock:
+            row = self._db.execute(f"{query} ORDER BY {ORDER} LIMIT 1", values).fetchone()
+        return row and Head(row["id"], row["model"], row["priority"], row["attempt"] > 1, row["created"])
+
+    def begin(self, id: str) -> int | None:
+        """Begin a job's next picture, and charge its owner for it; its number, or None when none waits."""
+        with self._change() as db:
+            job = self._row(db, id)
+            if job is None or not job["waiting"]:
+                return None
+            # Of those who wait the one that has used least: whoever comes now has no more credit than that.
+            (clock,) = db.execute(f"SELECT min(max(coalesce(o.used, 0), c.value)) {WAITING}").fetchone()
+            begun = {row[0] for row in db.execute("SELECT picture FROM pictures WHERE job = ?", (job["number"],))}
+            picture = next(one for one in range(job["n"]) if one not in begun)
+            db.execute("INSERT INTO pictures (job, picture) VALUES (?, ?)", (job["number"], picture))
+            db.execute(
+                "UPDATE jobs SET waiting = waiting - 1, status = 'running', started = coalesce(started, ?) "
+                "WHERE number = ?",
+                (self._now(), job["number"]),
+            )
+            db.execute("UPDATE facts SET value = ? WHERE name = 'clock'", (clock,))
+            used = db.execute("SELECT used FROM owners WHERE owner = ?", (job["owner"],)).fetchone()
+            self._charge(db, job, max(clock, used[0] if used else 0.0), 1.0)
+        return picture
+
+    def _charge(self, db: sqlite3.Connection, job: sqlite3.Row, start: float, pictures: float) -> None:
+        used = start + pictures * job["work"] / self._weights.get(job["owner"], 1.0)
+        db.execute(
+            "INSERT INTO owners VALUES (?, ?) ON CONFLICT DO UPDATE SET used = excluded.used", (job["owner"], used)
+        )
+
+    def _refund(self, db: sqlite3.Connection, job: sqlite3.Row, pictures: float) -> None:
+        """Give an owner the part of pictures back that was not generated."""
+        used = db.execute("SELECT used FROM owners WHERE owner = ?", (job["owner"],)).fetchone()
+        if used is not None and pictures:
+            self._charge(db, job, used[0], -pictures)
+
+    def finish(self, id: str, picture: int, file: str, image: JobImage) -> Job | None:
+        """A picture is done, and its file is there; the job, or None when the picture is not wanted any more."""
+        with self._change() as db:
+            job = self._row(db, id)
+            if job is None or job["status"] != "running":
+                return None
+            changed = db.execute(
+                "UPDATE pictures SET file = ?, image = ? WHERE job = ? AND picture = ? AND file IS NULL",
+                (file, image.model_dump_json(), job["number"], picture),
+            ).rowcount
+            if not changed:
+                return None
+            done = "SELECT count(*) FROM pictures WHERE job = ? AND file IS NOT NULL"
+            if db.execute(done, (job["number"],)).fetchone()[0] == job["n"]:
+                self._end(db, job, "succeeded")
+            return self._job(db, id)
+
+    def fail(self, id: str, error: JobError) -> Job | None:
+        """A job cannot be done; None when it has ended already."""
+        with self._change() as db:
+            job = self._row(db, id)
+            if job is None or job["status"] not in ("queued", "running"):
+                return None
+            db.execute("UPDATE jobs SET error = ? WHERE number = ?", (error.model_dump_json(), job["number"]))
+            self._end(db, job, "failed")
+            return self._job(db, id)
+
+    def cancel(self, id: str, done: Sequence[float] = ()) -> Job | None:
+        """A job is not wanted any more; None when it has ended already.
+
+        Args:
+            id: of the job.
+            done: of each of its pictures under way the part that is done, from 0 to 1.
+        """
+        with self._change() as db:
+            job = self._row(db, id)
+            if job is None or job["status"] not in ("queued", "running"):
+                return None
+            self._refund(db, job, sum(1 - part for part in done))
+            self._end(db, job, "cancelled")
+            return self._job(db, id)
+
+    def interrupt(self, id: str, pictures: Collection[int], counts: bool = True) -> Job | None:
+        """Pictures under way were lost and wait again; None when the job has ended already.
+
+        Args:
+            id: of the job.
+            pictures: their numbers.
+            counts: this is another attempt.
+        """
+        with self._change() as db:
+            job = self._row(db, id)
+            if job is None or job["status"] != "running":
+                return None
+            numbers = ", ".join(str(int(picture)) for picture in pictures)
+            back = _give_back(db, f"job = {job['number']} AND picture IN ({numbers})")
+            self._refund(db, job, back)
+            if counts:
+                db.execute("UPDATE jobs SET attempt = attempt + 1 WHERE number = ?", (job["number"],))
+            return self._job(db, id)
+
+    def _end(self, db: sqlite3.Connection, job: sqlite3.Row, status: Status) -> None:
+        now = self._now()
+        db.execute(
+            "UPDATE jobs SET status = ?, waiting = 0, finished = ?, expires = ? WHERE number = ?",
+            (status, now, now + self.keep, job["number"]),
+        )
+        db.execute("DELETE FROM pictures WHERE job = ? AND file IS NULL", (job["number"],))
+
+    # ---- what there is
+
+    def job(self, id: str, owner: str | None = None) -> Job:
+        """A job; ``owner``: it has to be theirs.
+
+        Raises:
+            UnknownJob: there is none.
+        """
+        with self._lock:
+            row = self._row(self._db, id)
+            if row is None or owner not in (None, row["owner"]):
+                raise UnknownJob(f"there is no job {id[:80]!r}, or it has expired")
+            return self._as_job(self._db, row)
+
+    def jobs(self, owner: str, limit: int = 50, status: Status | None = None) -> list[Job]:
+        """An owner's jobs, the newest first."""
+        query, values = "SELECT * FROM jobs WHERE owner = ?", [owner]
+        if status is not None:
+            query, values = f"{query} AND status = ?", [owner, status]
+        with self._lock:
+            rows = self._db.execute(f"{query} ORDER BY number DESC LIMIT ?", (*values, limit)).fetchall()
+            return [self._as_job(self._db, row) for row in rows]
+
+    def live(self) -> list[tuple[Job, str]]:
+        """Jobs that have not ended, and their owners, the oldest first."""
+        query = "SELECT * FROM jobs WHERE status IN ('queued', 'running') ORDER BY number"
+        with self._lock:
+            return [(self._as_job(self._db, row), row["owner"]) for row in self._db.execute(query).fetchall()]
+
+    def file(self, id: str, picture: int) -> str | None:
+        """Name of a picture's file."""
+        query = "SELECT p.file FROM pictures p JOIN jobs j ON j.number = p.job WHERE j.id = ? AND p.picture = ?"
+        with self._lock:
+            row = self._db.execute(query, (id, picture)).fetchone()
+        return row and row["file"]
+
+    def places(self) -> dict[str, Place]:
+        """Places of the queued jobs, as they will begin if nobody else comes."""
+        query = (
+            "SELECT j.id, j.owner, j.status, j.priority, j.attempt > 1 AS again, j.work, j.waiting, "
+            f"max(coalesce(o.used, 0), c.value) AS used {WAITING} "
+            "ORDER BY j.priority DESC, j.attempt > 1 DESC, j.number"
+        )
+        with self._lock:
+            rows = self._db.execute(query).fetchall()
+        used = {row["owner"]: row["used"] for row in rows}
+        lines: dict[tuple[int, int], dict[str, deque[Any]]] = {}
+        for number, row in enumerate(rows):
+            line = lines.setdefault((-row["priority"], -row["again"]), {}).setdefault(row["owner"], deque())
+            line.append([number, row["waiting"], row])
+        places: dict[str, Place] = {}
+        before = 0.0
+        for _, owners in sorted(lines.items()):
+            heap = [(used[owner], line[0][0], owner) for owner, line in owners.items()]
+            heapq.heapify(heap)
+            while heap:
+                _, _, owner = heapq.heappop(heap)
+                line = owners[owner]
+                row = line[0][2]
+                if row["status"] == "queued" and row["id"] not in places:
+                    places[row["id"]] = Place(len(places), before)
+                before += row["work"]
+                used[owner] += row["work"] / self._weights.get(owner, 1.0)
+                line[0][1] -= 1
+                if not line[0][1]:
+                    line.popleft()
+                if line:
+                    heapq.heappush(heap, (used[owner], line[0][0], owner))
+        return places
+
+    # ---- expiry
+
+    def expired(self) -> list[str]:
+        """Jobs whose time is over."""
+        with self._lock:
+            return [row[0] for row in self._db.execute("SELECT id FROM jobs WHERE expires <= ?", (self._now(),))]
+
+    def oldest(self, number: int) -> list[str]:
+        """The jobs with results that ended first."""
+        query = (
+            "SELECT id FROM jobs WHERE expires IS NOT NULL AND EXISTS (SELECT 1 FROM pictures WHERE job = number) "
+            "ORDER BY expires LIMIT ?"
+        )
+        with self._lock:
+            return [row[0] for row in self._db.execute(query, (number,))]
+
+    def forget(self, ids: Collection[str]) -> None:
+        """Forget jobs that have ended, and owners that have nothing more coming or owing."""
+        with self._change() as db:
+            db.executemany("DELETE FROM jobs WHERE id = ? AND expires IS NOT NULL", [(id,) for id in ids])
+            db.execute(
+                "DELETE FROM owners WHERE used <= (SELECT value FROM facts WHERE name = 'clock') "
+                "AND owner NOT IN (SELECT owner FROM jobs WHERE status IN ('queued', 'running'))"
+            )
+
+    def ids(self) -> set[str]:
+        """Of all jobs."""
+        with self._lock:
+            return {row[0] for row in self._db.execute("SELECT id FROM jobs")}
+
+    def inputs(self) -> set[str]:
+        """Digests of the inputs of all jobs."""
+        with self._lock:
+            return {row[0] for row in self._db.execute("SELECT DISTINCT digest FROM inputs")}
+
+    # ---- rows
+
+    @staticmethod
+    def _row(db: sqlite3.Connection, id: str) -> sqlite3.Row | None:
+        return db.execute("SELECT * FROM jobs WHERE id = ?", (id,)).fetchone()
+
+    def _job(self, db: sqlite3.Connection, id: str) -> Job:
+        row = self._row(db, id)
+        assert row is not None
+        return self._as_job(db, row)
+
+    @staticmethod
+    def _as_job(db: sqlite3.Connection, row: sqlite3.Row) -> Job:
+        request = JobRequest.model_validate_json(row["request"])
+        images = [JobImage(index=index, seed=(request.seed or 0) + index) for index in range(row["n"])]
+        done = "SELECT picture, image FROM pictures WHERE job = ? AND file IS NOT NULL"
+        for picture in db.execute(done, (row["number"],)):
+            images[picture["picture"]] = JobImage.model_validate_json(picture["image"])
+        return Job(
+            request=request,
+            images=images,
+            error=row["error"] and JobError(**json.loads(row["error"])),
+            **{name: row[name] for name in ("id", "status", "created", "started", "finished", "expires", "attempt")},
+        )
+
+
+def _give_back(db: sqlite3.Connection, which: str) -> int:
+    """Let pictures that have begun and are not done wait again; how many."""
+    which = f"file IS NULL AND {which}"
+    waiting = f"SELECT count(*) FROM pictures WHERE job = jobs.number AND {which}"
+    db.execute(f"UPDATE jobs SET waiting = waiting + ({waiting}) WHERE status = 'running'")
+    back = db.execute(f"DELETE FROM pictures WHERE {which}").rowcount
+    db.execute(
+        "UPDATE jobs SET status = 'queued' WHERE status = 'running' "
+        "AND NOT EXISTS (SELECT 1 FROM pictures WHERE job = jobs.number)"
+    )
+    return back
+
+
+def _broken(error: sqlite3.DatabaseError) -> bool:
+    """Whether the file itself cannot be read, and not the disk, or rights to it."""
+    return not isinstance(error, sqlite3.OperationalError) or "malformed" in str(error)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder for this process, however that ends."""
+    with (folder / LOCK).open("a+", encoding="utf-8") as file:
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise ConfigError(
+                    f"folder {str(folder)!r} is used by another server (process {file.read(20).strip() or 'unknown'}); "
+                    "end that, or give another folder"
+                ) from None
+        file.seek(0)
+        file.truncate()
+        file.write(str(os.getpid()))
+        file.flush()
+        yield

@@ -1,0 +1,216 @@
+"""Replicas: groups of ranks that serve tasks, watched, and started again when they fail."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, cast
+
+from ..errors import ConfigError, RankFailed
+from ..launch import Launcher
+from ..launch.backend import Conversing
+from .protocol import Beat, Command, Load, Message, ModelFailed, ModelReady, Stop
+
+# Seconds between attempts to start ranks, the first and the longest.
+BACKOFF, LONGEST_BACKOFF = 0.2, 10.0
+# Seconds for ranks to obey `Stop`, and for their thread to end after that.
+STOP_LIMIT = 5.0
+
+# Where each rank was, in the text of a `RankFailed`: of its stack the innermost place, without folders.
+WHERE = re.compile(
+    r"^(rank \d+) was here: (?:it is ([^\n]*)|[^\n]*\n\s*File \"(?:[^\"\n]*[/\\])?([^\"\n]*)\", (line [^\n]*))",
+    re.MULTILINE,
+)
+
+MakeRanks = Callable[[], Launcher]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds after which ranks are given up.
+
+    Attributes:
+        stall: without a message while they are idle, without a step or anything else done while they work.
+        load: without a message while they start or load a model.
+        stopped: for which a rank may be stopped by a signal such as SIGSTOP.
+    """
+
+    stall: float = 60.0
+    load: float = 1800.0
+    stopped: float = 5.0
+
+
+@dataclass(frozen=True)
+class Up:
+    """Ranks take commands from now on."""
+
+
+@dataclass(frozen=True)
+class Down:
+    """Ranks are gone: nothing that was given to them will be answered.
+
+    Attributes:
+        code: what jobs that failed with them are told.
+        why: a sentence that names the rank and the cause; empty: they have stopped as they were told.
+        final: they are not started again.
+        cause: what the rank raised, where it raised.
+    """
+
+    code: Literal["rank_failed", "stalled"] = "rank_failed"
+    why: str = ""
+    final: bool = False
+    cause: BaseException | None = field(default=None, compare=False)
+
+
+Said = Message | Up | Down
+
+
+def serve(function: Callable[..., None] | None, *, report: Any) -> None:
+    """Serve tasks on this rank until `Stop` comes. Every rank of a replica calls this."""
+    report(Up())
+    if function is None:
+        # Imports torch, which the owner does not need.
+        from .worker import serve_rank as function
+    function((), report=report)
+
+
+class Replica:
+    """A group of ranks, in a thread that starts them, listens to them, and starts them again when they fail.
+
+    A rank that dies or raises, a rank that is stopped, a step that takes longer than `Limits.stall`: all ranks are
+    killed, since those left wait for the one that is gone, and new ones started, at once the first time and after up to
+    ten seconds when that keeps failing.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: MakeRanks,
+        say: Callable[[Replica, Said], None],
+        limits: Limits | None = None,
+        function: Callable[..., None] | None = None,
+    ) -> None:
+        """Prepare; `start` starts.
+
+        Args:
+            name: of the replica.
+            make: starts ranks of a launcher that takes replies (`launch.backend.Conversing`).
+            say: called in the replica's thread with what rank 0 reports, and `Up` and `Down` around it.
+            limits: when ranks are given up.
+            function: what every rank calls in the place of `worker.serve_rank`.
+        """
+        self.name, self.limits = name, limits or Limits()
+        self._make, self._say, self._function = make, say, function
+        self._thread = threading.Thread(target=self._run, name=f"ditmesh-{name}", daemon=True)
+        self._pool: Conversing | None = None
+        self._stopping = threading.Event()
+        self._killed = False
+        # Times of the monotonic clock: of the last message, and of the last that says that work has been done.
+        self._heard = self._worked = 0.0
+        self._calls = 0
+        self._starting, self._loading, self._useful = True, False, False
+        self._stalled = ""
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def send(self, command: Command) -> None:
+        """Send the ranks a command, from any thread; dropped when they are gone, which `Down` tells."""
+        pool = self._pool
+        if pool is None:
+            return
+        if isinstance(command, Load):
+            self._loading = True
+        # Work that begins now has its whole time.
+        self._worked = time.monotonic()
+        pool.reply(command)
+
+    def stop(self) -> None:
+        """Tell the ranks to return at once, and do not start them again; see `join`."""
+        self._stopping.set()
+        self.send(Stop())
+
+    def join(self, seconds: float = STOP_LIMIT) -> None:
+        """Wait until the ranks have stopped; kill them if they do not."""
+        self._thread.join(seconds)
+        self._killed = True
+        self._thread.join(STOP_LIMIT)
+
+    def _run(self) -> None:
+        pause = BACKOFF
+        while not self._stopping.is_set():
+            down = self._lives()
+            self._say(self, down)
+            if down.final:
+                return
+            # Ranks that have come as far as to load a model do not fail because they are started.
+            pause = BACKOFF if self._useful else min(2 * pause, LONGEST_BACKOFF)
+            self._stopping.wait(pause)
+
+    def _lives(self) -> Down:
+        """Start ranks and let them serve; how that ended."""
+        self._stalled, self._calls = "", -1
+        self._starting, self._loading, self._useful = True, False, False
+        try:
+            with self._make() as pool:
+                if not hasattr(pool, "reply"):
+                    raise ConfigError(
+                        f"{type(pool).__name__} takes no replies during a call, which a server's ranks need; use "
+                        "launcher 'local'"
+                    )
+                self._heard = self._worked = time.monotonic()
+                hear = partial(self._hear, cast("Conversing", pool))
+                pool.run(serve, self._function, on_message=hear, watch=self._missed)
+        except RankFailed as error:
+            return self._failed(error)
+        except Exception as error:
+            # What a launcher refuses it would refuse again; a full disk, or too many processes, may pass.
+            final = isinstance(error, ConfigError) or self._stopping.is_set()
+            return Down(why=f"ranks cannot be started: {error}", final=final, cause=error)
+        finally:
+            self._pool = None
+        return Down(final=self._stopping.is_set(), why="" if self._stopping.is_set() else "the ranks have returned")
+
+    def _hear(self, pool: Conversing, rank: int, message: Message | Up) -> None:
+        if rank > 0:
+            return
+        self._heard = time.monotonic()
+        if isinstance(message, Up):
+            # A command that was sent before would have come before the call that takes it.
+            self._pool = pool
+            if self._stopping.is_set():
+                self.send(Stop())
+        else:
+            self._starting = False
+        if not isinstance(message, Beat):
+            self._worked = self._heard
+            self._loading = self._loading and not isinstance(message, (ModelReady, ModelFailed))
+            self._useful = self._useful or isinstance(message, ModelReady)
+        elif not message.running or message.calls != self._calls:
+            self._worked, self._calls = self._heard, message.calls
+        self._say(self, message)
+
+    def _missed(self) -> str | None:
+        """What the ranks have failed to do in time, if anything."""
+        if self._killed or (self._stopping.is_set() and self._pool is None):
+            return "stopped when they were told to"
+        now, slow = time.monotonic(), self._starting or self._loading
+        limit = self.limits.load if slow else self.limits.stall
+        if now - self._heard > limit:
+            self._stalled = f"said anything for {limit:g} s"
+        elif now - self._worked > limit:
+            self._stalled = f"done a step for {limit:g} s"
+        return self._stalled or None
+
+    def _failed(self, error: RankFailed) -> Down:
+        text = str(error)
+        first = text.splitlines()[0].strip()
+        where = [f"{rank}: {how or f'{file} {line}'}" for rank, how, file, line in WHERE.findall(text)]
+        stalled = bool(self._stalled) or " stalled" in first or "had not" in first
+        why = f"{first} ({'; '.join(where)})" if where else first
+        return Down("stalled" if stalled else "rank_failed", why, self._stopping.is_set(), error.__cause__)

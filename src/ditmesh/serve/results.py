@@ -1,0 +1,184 @@
+"""Results and input pictures as files in the server's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from ..core.files import written_whole
+from .backend import NoSpace
+
+RESULTS, INPUTS = "results", "inputs"
+
+# How files begin, what follows their names' dot, and what a browser calls them.
+KINDS = (
+    (0, b"\x89PNG", "png", "image/png"),
+    (0, b"\xff\xd8\xff", "jpg", "image/jpeg"),
+    (8, b"WEBP", "webp", "image/webp"),
+    (4, b"ftyp", "mp4", "video/mp4"),
+    (0, b"GIF8", "gif", "image/gif"),
+)
+MEDIA = {suffix: media for *_, suffix, media in KINDS}
+OTHER = "application/octet-stream"
+
+
+class Results:
+    """Files of jobs, ``results/<job>/<picture>.<kind>``, and input pictures, ``inputs/<SHA-256>``.
+
+    A file is on disk, whole and under its name, when the method that writes it returns. Any thread may call.
+
+    Attributes:
+        bytes: of all files.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep: float = 86400.0,
+        most_bytes: int = 10 * 2**30,
+        reserve: int = 64 * 2**20,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """Look at what is there, and remove what was never finished.
+
+        Args:
+            folder: of the server, which nobody else uses.
+            keep: seconds for which an input picture is kept that no job needs.
+            most_bytes: of all files.
+            reserve: bytes of the disk that new jobs leave alone, for the results of those that have been accepted.
+            now: seconds since 1970.
+
+        Raises:
+            NoSpace: the folders cannot be made.
+        """
+        self._results, self._inputs = Path(folder) / RESULTS, Path(folder) / INPUTS
+        self._keep, self._most, self._reserve, self._now = keep, most_bytes, reserve, now
+        self._lock = threading.Lock()
+        try:
+            for parent in (self._results, self._inputs):
+                parent.mkdir(parents=True, exist_ok=True)
+            self.bytes = 0
+            for path in (*self._results.glob("*/*"), *self._inputs.glob("*"), *self._results.glob(".*")):
+                if path.name.endswith(".tmp"):
+                    path.unlink()
+                elif path.is_file():
+                    self.bytes += path.stat().st_size
+        except OSError as error:
+            raise NoSpace(f"cannot use folder {str(folder)!r} ({error.strerror}); give another one") from None
+
+    @property
+    def over(self) -> int:
+        """Bytes beyond the bound."""
+        return max(0, self.bytes - self._most)
+
+    def check_space(self) -> None:
+        """Refuse what would not find room.
+
+        Raises:
+            NoSpace: the disk is nearly full.
+        """
+        free = shutil.disk_usage(self._results).free
+        if free < self._reserve:
+            raise NoSpace(f"the server's disk has {free >> 20} MiB left; ask again when room has been made")
+
+    def write(self, job: str, picture: int, data: bytes) -> str:
+        """Write a result; the file's name.
+
+        Raises:
+            NoSpace: it cannot be written.
+        """
+        kind = next((kind for at, mark, kind, _ in KINDS if data[at : at + len(mark)] == mark), "bin")
+        path = self._results / job / f"{picture}.{kind}"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            self._write(path, data)
+        except OSError as error:
+            raise NoSpace(f"cannot write {path} ({error.strerror}); make room on the disk") from error
+        return path.name
+
+    def path(self, job: str, file: str) -> tuple[Path, str]:
+        """Where a result is, and its media type."""
+        return self._results / job / file, MEDIA.get(file.rpartition(".")[2], OTHER)
+
+    def remove(self, job: str, file: str | None = None) -> None:
+        """Remove a result, or all of a job; what is not there any more is no error."""
+        folder = self._results / job
+        files = [folder / file] if file is not None else [*folder.glob("*")]
+        for path in files:
+            with contextlib.suppress(OSError):
+                size = path.stat().st_size
+                path.unlink()
+                self._count(-size)
+        # Unless there are others.
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+    def put_input(self, data: bytes) -> str:
+        """Keep an input picture; its digest.
+
+        Raises:
+            NoSpace: it cannot be written, or there is no room for it.
+        """
+        digest = hashlib.sha256(data).hexdigest()
+        path = self._inputs / digest
+        try:
+            if path.exists():
+                # As if it had come now.
+                os.utime(path, (self._now(), self._now()))
+                return digest
+            self.check_space()
+            if self.bytes + len(data) > self._most:
+                raise NoSpace(f"the server keeps {self._most >> 20} MiB at most and is full; ask again later")
+            self._write(path, data)
+            os.utime(path, (self._now(), self._now()))
+        except OSError as error:
+            raise NoSpace(f"cannot write {path} ({error.strerror}); make room on the disk") from error
+        return digest
+
+    def input(self, digest: str) -> Path | None:
+        """Where an input picture is, if it is there."""
+        path = self._inputs / digest
+        return path if path.is_file() else None
+
+    def sweep(self, jobs: Collection[str], inputs: Collection[str]) -> None:
+        """Remove the results of jobs that are no more, and inputs that no job needs, when their time is over."""
+        for folder in self._results.iterdir():
+            if folder.name not in jobs:
+                self.remove(folder.name)
+        for path in self._inputs.iterdir():
+            with contextlib.suppress(OSError):
+                if path.name not in inputs and path.stat().st_mtime <= self._now() - self._keep:
+                    size = path.stat().st_size
+                    path.unlink()
+                    self._count(-size)
+
+    def _write(self, path: Path, data: bytes) -> None:
+        before = path.stat().st_size if path.exists() else 0
+        with written_whole(path) as temporary, temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync(path.parent)
+        _sync(path.parent.parent)
+        self._count(len(data) - before)
+
+    def _count(self, more: int) -> None:
+        with self._lock:
+            self.bytes += more
+
+
+def _sync(folder: Path) -> None:
+    """Let the names in a folder survive a loss of power."""
+    if hasattr(os, "O_DIRECTORY"):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

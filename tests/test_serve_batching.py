@@ -1,0 +1,298 @@
+"""Steps of several requests as one batch: every picture is the one that is drawn alone, on unmodified pipelines."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ditmesh import zoo
+from ditmesh.config import ParallelConfig
+from ditmesh.generate.receipt import read_receipt
+from ditmesh.serve.protocol import (
+    Beat,
+    Began,
+    Cancel,
+    Cancelled,
+    Finished,
+    Load,
+    ModelFailed,
+    ModelReady,
+    ModelSpec,
+    Paused,
+    Preview,
+    Stepped,
+    TaskFailed,
+)
+from support.batching import STEPS, Owner, alone, at_once, of, picture, pipeline, pixels, save_lora, staggered, task
+
+TOLERANCE = 1e-4  # after some steps; float32
+EMOJI = ModelSpec("emoji", str(zoo.path()))
+PROMPTS = ["a red apple", "a green frog", "a yellow star", "a blue fish"]
+
+
+def spec(**config: Any) -> ModelSpec:
+    more = {name: config.pop(name) for name in ("together", "loras") if name in config}
+    return ModelSpec("emoji", str(zoo.path()), ParallelConfig(**config), **more)
+
+
+# --- calls that are joined ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [{}, {"ulysses": 2}, {"cfg": 2}, {"data": 2}], ids=str)
+@pytest.mark.parametrize(("name", "branches"), [("wan", 2), ("dit", 1)])
+def test_requests_that_join_at_a_step_are_drawn_as_alone(ranks, name, branches, config):
+    """A call a branch and step for all that run, not for each; Wan calls its transformer for every branch."""
+    for found in ranks(2 if config else 1).run(staggered, name, config, [6, 4, 5]):
+        assert found["why"] == []
+        assert max(found["errors"]) < TOLERANCE
+        assert found["others"] > 100 * TOLERANCE
+        assert found["calls"] <= branches * 9
+        assert found["restored"] == 0
+
+
+def test_requests_have_the_same_bits_as_alone_in_reproducible_mode(ranks):
+    for found in ranks(2).run(staggered, "dit", {"ulysses": 2, "reproducible": True}, [4, 3], "parallel"):
+        assert found["why"] == []
+        assert found["same"] == [True, True]
+        assert found["others"] > 100 * TOLERANCE
+        assert found["calls"] <= 5
+
+
+# --- the loop of a server's ranks --------------------------------------------------------------------------------
+
+
+def busy(previews: int = 0) -> Any:
+    """A script: a request, and another one after each of its steps."""
+
+    def script(message: Any, send: Any) -> None:
+        if isinstance(message, ModelReady):
+            send(task("0", PROMPTS[0], seed=0, previews=previews))
+        if isinstance(message, Stepped) and message.id == "0" and message.step < len(PROMPTS):
+            send(task(str(message.step), PROMPTS[message.step], seed=message.step, previews=previews))
+
+    return script
+
+
+def first_steps(said: list[Any]) -> list[int]:
+    """For every task but the first: steps that others had done since it was begun, before its first was done."""
+    waited = []
+    for began in of(said, Began)[1:]:
+        since = said[said.index(began) :]
+        first = next(n for n, one in enumerate(since) if isinstance(one, Stepped) and one.id == began.id)
+        others = [one.id for one in since[:first] if isinstance(one, Stepped)]
+        waited.append(max((others.count(id) for id in set(others)), default=0))
+    return waited
+
+
+@pytest.mark.parametrize("config", [{}, {"ulysses": 2}, {"cfg": 2}], ids=str)
+def test_pictures_of_a_busy_server_are_those_of_one_device(ranks, config, tmp_path):
+    pool = ranks(2 if config else 1)
+    said = Owner(busy(previews=2), 4).serve(pool, [spec(**config)])
+    (ready,) = of(said, ModelReady)
+    assert ready.card["batching"]
+    assert ready.card["why"] == ""
+    assert ready.mesh == config
+    for n, prompt in enumerate(PROMPTS):
+        assert abs(picture(said, str(n)) - alone(prompt, n)).max() <= 1
+        assert [one.step for one in of(said, Stepped, str(n))] == [1, 2, 3, 4, 5]
+    # One after the other would be 20 calls; those of the first picture, when the model was tried, count too.
+    tried = next(one for one in said if isinstance(one, Beat)).calls
+    assert of(said, Beat)[-1].calls - tried <= 9
+    assert max(first_steps(said)) <= 2
+    assert max(one.batch for one in of(said, Stepped)) >= 6
+    previews = of(said, Preview)
+    assert {one.step for one in previews} == {2, 4}
+    assert Image.open(io.BytesIO(previews[0].jpeg)).size == (previews[0].width, previews[0].height)
+    (finished,) = of(said, Finished, "2")
+    (tmp_path / "2.png").write_bytes(finished.data)
+    receipt = read_receipt(tmp_path / "2.png")
+    assert (receipt.seed, receipt.prompt, receipt.steps, receipt.together) == (2, PROMPTS[2], STEPS, 1)
+    assert len(of(said, Beat)[-1].ranks) == pool.world_size
+
+
+def test_a_preview_shows_the_picture(ranks):
+    said = Owner(at_once(task("0", PROMPTS[0], previews=1)), 1).serve(ranks(1), [EMOJI])
+    last = of(said, Preview)[-1]
+    small = Image.fromarray(picture(said, "0").astype(np.uint8)).resize((last.width, last.height))
+    shown = Image.open(io.BytesIO(last.jpeg))
+
+    def likeness(one: Any, other: Any) -> float:
+        return float(np.corrcoef(pixels(one).ravel(), pixels(other).ravel())[0, 1])
+
+    other = Image.fromarray(alone(PROMPTS[3], 3).astype(np.uint8)).resize(shown.size)
+    assert likeness(shown, small) > max(0.8, likeness(shown, other) + 0.1)
+
+
+def test_a_task_is_cancelled_at_the_next_step(ranks):
+    def script(message: Any, send: Any) -> None:
+        at_once(task("0", PROMPTS[0]), task("1", PROMPTS[1], seed=1), task("2", PROMPTS[2], seed=2))(message, send)
+        if isinstance(message, Stepped) and (message.id, message.step) == ("1", 2):
+            send(Cancel("1"))
+
+    said = Owner(script, 3).serve(ranks(2), [spec(ulysses=2)])
+    (cancelled,) = of(said, Cancelled)
+    assert 2 <= cancelled.step <= 3
+    assert len(of(said, Stepped, "1")) == cancelled.step
+    for n in (0, 2):
+        assert abs(picture(said, str(n)) - alone(PROMPTS[n], n)).max() <= 1
+
+
+def test_a_task_is_paused_for_a_more_urgent_one_and_goes_on_where_it_was(ranks):
+    def script(message: Any, send: Any) -> None:
+        at_once(task("0", PROMPTS[0]))(message, send)
+        if isinstance(message, Stepped) and (message.id, message.step) == ("0", 2):
+            send(task("1", PROMPTS[1], seed=1, priority=3))
+
+    said = Owner(script, 2).serve(ranks(1), [spec(together=1)])
+    (paused,) = of(said, Paused)
+    assert paused.id == "0"
+    steps = [(one.id, one.step) for one in of(said, Stepped)]
+    urgent = steps.index(("1", 1))
+    assert steps[urgent : urgent + STEPS] == [("1", n + 1) for n in range(STEPS)]
+    assert [step for id, step in steps if id == "0"] == [1, 2, 3, 4, 5]
+    for n in (0, 1):
+        assert abs(picture(said, str(n)) - alone(PROMPTS[n], n)).max() <= 1
+
+
+def test_adapters_are_on_for_their_own_requests_alone(ranks, tmp_path):
+    loras = {"one": str(save_lora(tmp_path, 1)), "two": str(save_lora(tmp_path, 2))}
+    asked = {"0": [], "1": [{"name": "two", "scale": 0.7}], "2": [{"name": "two"}, {"name": "one", "scale": 0.5}]}
+    starts = [task(id, PROMPTS[0], loras=tuple(names)) for id, names in asked.items()]
+    said = Owner(at_once(*starts), 3).serve(ranks(2), [spec(ulysses=2, loras=loras)])
+    truths: dict[str, Any] = {"0": alone(PROMPTS[0], 0)}
+    pipe = pipeline()
+    digests = {}
+    for id in ("1", "2"):
+        for n, lora in enumerate(asked[id]):
+            pipe.load_lora_weights(
+                tmp_path, weight_name=loras[lora["name"]].rpartition("/")[2], adapter_name=f"lora{n}"
+            )
+        pipe.set_adapters([f"lora{n}" for n in range(len(asked[id]))], [one.get("scale", 1.0) for one in asked[id]])
+        alone.cache_clear()
+        truths[id] = alone(PROMPTS[0], 0)
+        digests[id] = fingerprint(pipe)
+        pipe.unload_lora_weights()
+    alone.cache_clear()
+    digests["0"] = fingerprint(pipe)
+    for id, truth in truths.items():
+        assert abs(picture(said, id) - truth).max() <= 1
+        (finished,) = of(said, Finished, id)
+        assert [(file["path"], file["scale"]) for file in finished.receipt["files"]] == [
+            (loras[one["name"]], one.get("scale", 1.0)) for one in asked[id]
+        ]
+        # As `ditmesh generate` would have it.
+        assert finished.receipt["weights_digest"] == digests[id]
+    assert min(abs(truths[a] - truths[b]).max() for a, b in (("0", "1"), ("0", "2"), ("1", "2"))) > 20
+
+
+def fingerprint(pipe: Any) -> str:
+    from ditmesh.core.digests import weights_fingerprint
+
+    return weights_fingerprint(pipe)
+
+
+def test_a_task_that_cannot_be_done_fails_alone(ranks):
+    wrong = [
+        task("lora", PROMPTS[1], loras=({"name": "none"},)),
+        task("size", PROMPTS[1], width=66, height=64),
+        task("model", PROMPTS[1], model="other"),
+        task("input", PROMPTS[1], inputs=({"role": "image", "digest": "0" * 64},)),
+        task("frames", PROMPTS[1], frames=5),
+    ]
+    said = Owner(at_once(task("0", PROMPTS[0]), *wrong), 6).serve(ranks(2), [spec(ulysses=2)])
+    failed = {one.id: one for one in of(said, TaskFailed)}
+    assert failed.keys() == {"lora", "size", "model", "input", "frames"}
+    assert {one.code for one in failed.values()} == {"invalid_request"}
+    assert "66x64" in failed["size"].message
+    assert abs(picture(said, "0") - alone(PROMPTS[0], 0)).max() <= 1
+
+
+def serve_broken(specs: Any, *, report: Any, rows: int, rank: int) -> None:
+    """As `serve_rank`, with a transformer that fails on one rank (-1: all) with so many rows, as without memory."""
+    import torch.distributed as dist
+    from diffusers import SD3Transformer2DModel
+
+    from ditmesh.serve.worker import serve_rank
+
+    whole = SD3Transformer2DModel.forward
+
+    def forward(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if hidden_states.shape[0] >= rows and rank in (-1, dist.get_rank()):
+            raise MemoryError(f"no room for {hidden_states.shape[0]} rows")
+        return whole(self, hidden_states, *args, **kwargs)
+
+    forward.__signature__ = __import__("inspect").signature(whole)
+    SD3Transformer2DModel.forward = forward
+    try:
+        serve_rank(specs, report=report)
+    finally:
+        SD3Transformer2DModel.forward = whole
+
+
+@pytest.mark.parametrize("rank", [-1, 1])
+def test_a_batch_for_which_there_is_no_memory_is_made_smaller(ranks, rank):
+    """Looking at the model takes 4 rows; 3 requests have 6."""
+    from functools import partial
+
+    starts = [task(str(n), PROMPTS[n], seed=n) for n in range(3)]
+    said = Owner(at_once(*starts), 3).serve(ranks(2), [spec(ulysses=2)], partial(serve_broken, rows=6, rank=rank))
+    assert not of(said, TaskFailed)
+    for n in range(3):
+        assert abs(picture(said, str(n)) - alone(PROMPTS[n], n)).max() <= 1
+        assert [one.step for one in of(said, Stepped, str(n))] == [1, 2, 3, 4, 5]
+
+
+def test_stale_strategies_run_one_after_the_other_and_say_why(ranks):
+    def script(message: Any, send: Any) -> None:
+        at_once(task("0", PROMPTS[0]), task("1", PROMPTS[1], seed=1))(message, send)
+        if isinstance(message, Stepped) and (message.id, message.step) == ("0", 2):
+            send(Cancel("0"))
+
+    said = Owner(script, 2).serve(ranks(2), [spec(ring=2, exchange="displaced", warmup="fixed(5)")])
+    (ready,) = of(said, ModelReady)
+    assert not ready.card["batching"]
+    assert "displaced" in ready.card["why"]
+    (cancelled,) = of(said, Cancelled)
+    assert cancelled.step <= 3
+    assert [one.step for one in of(said, Stepped, "1")] == [1, 2, 3, 4, 5]
+    # All of its steps are synchronous.
+    assert abs(picture(said, "1") - alone(PROMPTS[1], 1)).max() <= 1
+
+
+def test_classes_and_several_models(ranks):
+    names = list(zoo_labels("fashion-dit"))
+    fashion = ModelSpec("fashion", str(zoo.path("fashion-dit")), ParallelConfig(ulysses=2))
+
+    def script(message: Any, send: Any) -> None:
+        if isinstance(message, ModelReady) and message.name == "emoji":
+            send(task("0", PROMPTS[0]))
+            send(Load(fashion, most=1))
+            send(task("1", names[3], model="fashion", seed=4))
+            send(task("2", names[5], model="fashion", seed=5))
+            send(task("3", "no such class", model="fashion"))
+            send(Load(ModelSpec("missing", "/nowhere"), most=1))
+
+    said = Owner(script, 5).serve(ranks(2), [spec(ulysses=2)])
+    assert abs(picture(said, "0") - alone(PROMPTS[0], 0)).max() <= 1
+    ready = {one.name: one for one in of(said, ModelReady)}
+    assert ready["fashion"].unloaded == ("emoji",)
+    assert ready["fashion"].card["labels"] == names
+    assert ready["fashion"].card["batching"]
+    for id, label in (("1", 3), ("2", 5)):
+        call = {"class_labels": [label], "guidance_scale": 2.0, "num_inference_steps": STEPS}
+        generator = [torch.Generator().manual_seed(int(id) + 3)]
+        truth = pixels(pipeline("fashion-dit")(**call, generator=generator).images[0])
+        assert abs(picture(said, id) - truth).max() <= 1
+    assert [one.id for one in of(said, TaskFailed)] == ["3"]
+    assert "/nowhere" in of(said, ModelFailed)[0].message
+
+
+def zoo_labels(name: str) -> dict[str, int]:
+    from ditmesh.generate.model_info import find_model
+
+    return find_model(zoo.path(name)).labels

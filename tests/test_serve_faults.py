@@ -1,0 +1,275 @@
+"""Ranks of a server that die, raise, stop or hang, and a server that is killed: nothing accepted is lost or wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ditmesh.errors import ConfigError, RankFailed
+from ditmesh.launch import RankPool
+from ditmesh.serve.replicas import Limits
+from ditmesh.serve.service import Service
+from ditmesh.serve.types import Job, JobRequest
+from support import rank_functions as on_rank
+from support.processes import family, marked, wait_until_gone
+from support.serve import ThreadRanks, assert_right, ended, picture, serving, until
+from support.train import importing_tests
+
+# Seconds within which a server has ranks again.
+BACK = 30.0
+LIMITS = Limits(stall=4.0, load=60.0, stopped=1.5)
+REAL: dict[str, Any] = {"launcher": "local", "threads": 1, "limits": LIMITS}
+
+SAID = {
+    "raise": ("rank_failed", "rank 1 of 2 raised ArithmeticError: on purpose"),
+    "kill": ("rank_failed", "rank 1 of 2 was killed by SIGKILL"),
+    "stop": ("stalled", "rank 1 of 2 had not gone on for 1.5 s after it was stopped by a signal such as SIGSTOP"),
+    "hang": ("stalled", "ranks 0, 1 of 2 had not said anything for 4 s"),
+}
+
+
+async def done(service: Service, asked: list[JobRequest]) -> list[Job]:
+    """Jobs that are accepted at once, when all have ended."""
+    jobs = [await service.submit(one, "") for one in asked]
+    return [await ended(service, job) for job in jobs]
+
+
+def test_a_rank_that_fails_costs_nobody_a_picture(tmp_path: Path) -> None:
+    """Once: the job that was under way and its company are done by new ranks, the same pictures."""
+
+    async def main() -> None:
+        async with serving(tmp_path / "server", devices=2, **REAL) as service:
+            for how, (_, said) in SAID.items():
+                guilty = JobRequest(prompt=f"! {how} rank=1 step=5 once={tmp_path / how}", steps=8)
+                asked = [guilty, *(JobRequest(prompt=f"{how} {number}", n=2, steps=8) for number in range(4))]
+                began = time.monotonic()
+                jobs = await done(service, asked)
+                for job in jobs:
+                    await assert_right(service, job)
+                assert (tmp_path / how).exists()
+                assert jobs[0].attempt == 2
+                assert time.monotonic() - began < BACK
+                restarted = [one for one in service._lives[jobs[0].id].log.events if one.event == "restarted"]
+                assert [one.data["attempt"] for one in restarted] == [2]
+                assert restarted[0].data["reason"].startswith(said)
+                # A second attempt has no company but the same job's.
+                alone = [image.receipt["company"] for job in jobs if job.attempt == 2 for image in job.images]
+                assert max(alone[:1]) == 1
+            state = service.state().replicas[0]
+            assert state.restarts == len(SAID)
+            assert state.message.startswith(SAID["hang"][1])
+            # Where each rank was, without folders.
+            assert "rank 1: serve.py line" in state.message
+            assert "/" not in state.message
+
+    asyncio.run(main())
+
+
+def test_the_job_under_which_ranks_fail_twice_fails_and_its_company_does_not(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path / "server", devices=2, replicas=2, **REAL) as service:
+            asked = [JobRequest(prompt=f"! {how} rank=1 step=3") for how in ("raise", "kill")]
+            asked += [JobRequest(prompt=f"fox {number}", n=3, steps=6) for number in range(6)]
+            jobs = await done(service, asked)
+            for job, how in zip(jobs, ("raise", "kill"), strict=False):
+                assert (job.status, job.attempt) == ("failed", 2)
+                assert job.error.code == SAID[how][0]
+                assert job.error.message.startswith(SAID[how][1])
+                assert job.error.message.endswith("; it was the second time for this job")
+            for job in jobs[2:]:
+                await assert_right(service, job)
+            assert sum(one.restarts for one in service.state().replicas) <= 4
+
+            # Somebody kills ranks while jobs run.
+            generator, killing = random.Random(0), True
+
+            async def killer() -> None:
+                while killing:
+                    await asyncio.sleep(1.0)
+                    group = generator.choice(service._groups)
+                    if group.running and (pool := group.replica._pool) is not None:
+                        os.kill(generator.choice(pool.pids), signal.SIGKILL)
+                        await until(lambda group=group: not group.up)
+
+            task = asyncio.create_task(killer())
+            jobs = await done(service, [JobRequest(prompt=f"hen {number}", steps=15) for number in range(60)])
+            killing = False
+            await task
+            kinds = Counter(job.status for job in jobs)
+            for job in jobs:
+                if job.status == "failed":
+                    # Twice, and the second time alone.
+                    assert (job.attempt, job.error.code) == (2, "rank_failed")
+                else:
+                    await assert_right(service, job)
+            assert kinds["succeeded"] > 50
+
+            began = time.monotonic()
+            await until(lambda: all(one.state == "ready" for one in service.state().replicas), BACK)
+            assert time.monotonic() - began < BACK
+
+    asyncio.run(main())
+
+
+SERVER = """
+import asyncio, sys
+from pathlib import Path
+from ditmesh.serve.types import JobRequest
+from support.serve import serving, until
+from test_serve_faults import REAL
+
+async def main():
+    async with serving(Path(sys.argv[1]), devices=2, **REAL) as service:
+        await until(lambda: service.state().ready, 60.0)
+        for number in range(12):
+            job = await service.submit(JobRequest(prompt=f"fox {number}", steps=30, n=2), "")
+            print(job.id, job.request.seed, flush=True)
+        await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_kill_9_of_the_server_ends_its_ranks_and_loses_no_job(tmp_path: Path) -> None:
+    mark, environment = marked(importing_tests())
+    (tmp_path / "server.py").write_text(SERVER)
+    command = [sys.executable, "-P", str(tmp_path / "server.py"), str(tmp_path / "server")]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        accepted = [process.stdout.readline().split() for _ in range(12)]
+        # In the middle of the first ones.
+        time.sleep(0.5)
+        assert len(family(mark)) >= 3
+        process.kill()
+    assert wait_until_gone(mark, 10.0) == []
+
+    async def main() -> None:
+        async with serving(tmp_path / "server") as service:
+            for id, seed in accepted:
+                job = await ended(service, await service.job(id, ""))
+                assert (job.status, job.attempt, job.request.seed) == ("succeeded", 1, int(seed))
+                await assert_right(service, job)
+
+    asyncio.run(main())
+
+
+# ---- replicas whose ranks cannot be started
+
+
+class Refused(ThreadRanks):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        raise ConfigError("there is no GPU")
+
+
+class Mute:
+    """A launcher that takes no replies."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None: ...
+
+    def __enter__(self) -> Mute:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+class Slow(ThreadRanks):
+    failures: list[float] = []  # noqa: RUF012
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if len(self.failures) < 3:
+            self.failures.append(time.monotonic())
+            raise RankFailed("rank 0 of 1 ended without an answer (exit code 1)", 0)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "said"), [("Refused", "there is no GPU"), ("Mute", "Mute takes no replies during a call")]
+)
+def test_what_a_launcher_refuses_is_said_and_jobs_wait(tmp_path: Path, launcher: str, said: str) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, launcher=f"test_serve_faults:{launcher}") as service:
+            await until(lambda: service.state().replicas[0].state == "stopped")
+            assert said in service.state().replicas[0].message
+            assert not service.state().ready
+            job = await service.submit(JobRequest(prompt="fox"), "")
+        async with serving(tmp_path) as service:
+            await assert_right(service, await ended(service, job))
+
+    asyncio.run(main())
+
+
+def test_ranks_that_do_not_start_are_started_again_after_a_while(tmp_path: Path) -> None:
+    async def main() -> None:
+        Slow.failures.clear()
+        async with serving(tmp_path, launcher="test_serve_faults:Slow") as service:
+            job = await ended(service, await service.submit(JobRequest(prompt="fox"), ""))
+            await assert_right(service, job)
+            # No attempt of the job's: it had not begun.
+            assert job.attempt == 1
+            assert service.state().replicas[0].restarts == 3
+            first, second, third = Slow.failures
+            assert 2 * (second - first) > third - second > 1.5 * (second - first) > 0.4
+
+    asyncio.run(main())
+
+
+# ---- what a server needs of a pool
+
+
+def test_replies_come_from_any_thread(ranks: Callable[[int], RankPool]) -> None:
+    """Also when a rank does not read for a while, and nothing else happens meanwhile that would wake up the pool."""
+    pool, size = ranks(2), 3_000_000
+    started = threading.Event()
+
+    def send(thread: int) -> None:
+        started.wait()
+        for number in range(5):
+            pool.reply((thread, number, b"x" * size))
+
+    threads = [threading.Thread(target=send, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    answers = pool.run(on_rank.take_replies, 20, on_message=lambda rank, message: started.set())
+    for thread in threads:
+        thread.join()
+    for heard in answers:
+        assert sorted(heard) == [(thread, number, size) for thread in range(4) for number in range(5)]
+        for thread in range(4):
+            # Each thread's in its order.
+            assert [number for one, number, _ in heard if one == thread] == [0, 1, 2, 3, 4]
+    # To no call: dropped.
+    pool.reply("late")
+    assert pool.run(on_rank.identity) == [(0, 2, None), (1, 2, None)]
+
+
+def test_a_watch_breaks_a_call_off_and_says_what_was_missed() -> None:
+    with RankPool(2, threads=1) as pool:
+        began = time.monotonic()
+
+        def late() -> str | None:
+            return "done what they should" if time.monotonic() - began > 2 else None
+
+        with pytest.raises(RankFailed, match=r"ranks 0, 1 of 2 had not done what they should") as caught:
+            pool.run(on_rank.stay_away, 1, watch=late)
+        assert "in stay_away" in str(caught.value)
+        assert time.monotonic() - began < 10
+        assert pool.closed
+        # A pool that is closed takes replies as a rank that is gone does.
+        pool.reply("nobody hears this")
+
+
+def test_the_fake_pictures_differ() -> None:
+    assert len({picture(prompt, seed, steps) for prompt in "ab" for seed in (1, 2) for steps in (4, 5)}) == 8

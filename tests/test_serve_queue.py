@@ -1,0 +1,830 @@
+"""The server's queue and results on disk, and the service that shares tasks out, on ranks that are threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import hashlib
+import os
+import random
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ditmesh.errors import ConfigError, InputError
+from ditmesh.serve.backend import NoSpace, QueueFull, Stopping, UnknownJob
+from ditmesh.serve.protocol import ModelSpec
+from ditmesh.serve.queue import FILE, Queue
+from ditmesh.serve.results import Results
+from ditmesh.serve.service import Service
+from ditmesh.serve.types import Input, JobError, JobImage, JobRequest
+from support.faults import held, more_than
+from support.serve import PNG, assert_right, ended, picture, serving, until
+from support.train import importing_tests
+
+DIGEST = "0" * 64
+SHARED = "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def request(n: int = 1, **more: Any) -> JobRequest:
+    return JobRequest(**{"model": "m", "prompt": "a fox", "seed": 7, **more}, n=n)
+
+
+def image(index: int) -> JobImage:
+    return JobImage(index=index, seed=7 + index, url=f"/{index}")
+
+
+@pytest.fixture
+def quick() -> Iterator[Path]:
+    """A folder in memory, where a commit costs nothing: for what kills processes and not machines."""
+    with tempfile.TemporaryDirectory(dir=SHARED) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Any]:
+    """``opened(...)``: the queue of one folder, the one before closed."""
+    queues: list[Queue] = []
+
+    def open_again(**options: Any) -> Queue:
+        for queue in queues:
+            queue.close()
+        queues[:] = [Queue(tmp_path / "server", **options)]
+        return queues[0]
+
+    yield open_again
+    for queue in queues:
+        queue.close()
+
+
+def begun(queue: Queue, most: int = 10**6) -> list[str]:
+    """Begins pictures until none waits; the jobs in order."""
+    order = []
+    while len(order) < most and (head := queue.head()) is not None:
+        assert queue.begin(head.id) is not None
+        order.append(head.id)
+    return order
+
+
+# ---- the queue
+
+
+def test_a_job_lives_and_is_there_after_a_restart(opened: Any) -> None:
+    queue = opened()
+    asked = request(2, inputs=(Input(role="image", digest=DIGEST),), priority=3)
+    queue.submit("a", asked, "me", 1.0)
+    queue = opened()
+    job = queue.job("a", "me")
+    assert (job.status, job.request, job.attempt, len(job.images)) == ("queued", asked, 1, 2)
+    assert [one.seed for one in job.images] == [7, 8]
+    assert queue.inputs() == {DIGEST}
+    with pytest.raises(UnknownJob, match="no job 'a'"):
+        queue.job("a", "somebody else")
+    assert (queue.begin("a"), queue.begin("a"), queue.begin("a")) == (0, 1, None)
+    assert queue.finish("a", 1, "1.png", image(1)).status == "running"
+    # The ranks were at picture 0 when the server ended: it waits again, and nothing is held against the job.
+    queue = opened()
+    job = queue.job("a")
+    assert (job.status, job.attempt, job.images[1].url) == ("running", 1, "/1")
+    assert (queue.begin("a"), queue.begin("a")) == (0, None)
+    job = queue.finish("a", 0, "0.png", image(0))
+    assert job.status == "succeeded"
+    assert job.expires == job.finished + queue.keep
+    assert queue.finish("a", 0, "0.png", image(0)) is None
+    assert queue.cancel("a") is None
+    assert (queue.queued, queue.running, queue.run) == (0, 0, 3)
+    assert queue.file("a", 0) == "0.png"
+
+
+@pytest.mark.parametrize("first", ["heavy", "light"])
+def test_one_owner_with_many_jobs_does_not_hold_up_another(opened: Any, first: str) -> None:
+    queue = opened()
+    for number in range(40):
+        queue.submit(f"heavy{number}", request(), "heavy", 1.0)
+    begun(queue, 10)
+    for number in range(5):
+        queue.submit(f"light{number}", request(), "light", 1.0)
+    places = queue.places()
+    order = begun(queue)
+    # No credit for having been away, and no punishment for the others: they take turns.
+    assert [one[:5] for one in order[:10]].count("light") == 5
+    assert [id for id in order if id.startswith("light")] == [f"light{number}" for number in range(5)]
+    # Places are what then happens.
+    assert sorted(places, key=lambda id: places[id].position) == order
+
+
+def test_shares_are_of_work_and_by_weight(opened: Any) -> None:
+    queue = opened(weights={"double": 2.0}, most=10_000, most_per_owner=10_000)
+    for number in range(120):
+        queue.submit(f"double{number}", request(), "double", 1.0)
+        queue.submit(f"single{number}", request(), "single", 1.0)
+        queue.submit(f"large{number}", request(), "large", 4.0)
+    counts = Counter(id.rstrip("0123456789") for id in begun(queue, 130))
+    # Of work 2 : 1 : 1, of pictures so many:
+    assert counts["double"] == pytest.approx(130 * 2 / 3.25, abs=4)
+    assert counts["single"] == pytest.approx(130 / 3.25, abs=4)
+    assert counts["large"] == pytest.approx(130 * 0.25 / 3.25, abs=4)
+
+
+def test_priorities_go_first_and_cost_nobody_else_their_share(opened: Any) -> None:
+    queue = opened()
+    for number in range(10):
+        queue.submit(f"urgent{number}", request(priority=5), "a", 1.0)
+        queue.submit(f"usual{number}", request(), "b", 1.0)
+    queue.submit("late", request(priority=-1), "c", 1.0)
+    order = begun(queue, 10)
+    assert order == [f"urgent{number}" for number in range(10)]
+    queue.submit("after", request(), "a", 1.0)
+    order = begun(queue)
+    assert order[-2:] == ["after", "late"]
+
+
+def test_what_was_not_generated_is_not_charged(opened: Any) -> None:
+    queue = opened()
+    for owner in "ab":
+        for number in range(4):
+            queue.submit(f"{owner}{number}", request(), owner, 1.0)
+    assert begun(queue, 2) == ["a0", "b0"]
+    assert queue.cancel("a0", [0.0]).status == "cancelled"
+    assert begun(queue, 3) == ["a1", "a2", "b1"]
+
+
+def test_attempts_are_counted_and_second_ones_go_first(opened: Any) -> None:
+    queue = opened()
+    for id in "abc":
+        queue.submit(id, request(2), "", 1.0)
+    assert begun(queue, 4) == ["a", "a", "b", "b"]
+    assert queue.interrupt("b", [0, 1]).attempt == 2
+    assert queue.job("b").status == "queued"
+    head = queue.head()
+    assert (head.id, head.again) == ("b", True)
+    assert queue.head(again=False).id == "c"
+    assert queue.interrupt("a", [1], counts=False).attempt == 1
+    assert queue.fail("b", JobError(code="stalled", message="rank 1")).error.code == "stalled"
+    assert queue.job("b").error.message == "rank 1"
+    assert queue.interrupt("b", [0]) is None
+    assert begun(queue) == ["a", "c", "c"]
+
+
+def test_bounds_and_an_honest_time_to_ask_again(opened: Any) -> None:
+    queue = opened(most=10, most_per_owner=4)
+    queue.submit("a", request(3), "a", 2.0)
+    with pytest.raises(QueueFull, match="3 pictures of yours wait already, and 4 may") as caught:
+        queue.submit("b", request(3), "a", 2.0, rate=0.5)
+    # Two pictures of work 2 have to be done first, by ranks that do half a unit in a second.
+    assert caught.value.retry_after == 8.0
+    with pytest.raises(InputError, match="n 5 is more than the 4 pictures that may wait; use n 4 at most"):
+        queue.submit("b", request(5), "a", 1.0)
+    # Nobody's name is everybody's.
+    queue.submit("c", request(6), "", 2.0)
+    with pytest.raises(QueueFull, match="9 pictures wait already, and 10 may") as caught:
+        queue.submit("d", request(2), "", 2.0, rate=0.5)
+    assert caught.value.retry_after == 4.0
+    with pytest.raises(QueueFull) as caught:
+        queue.submit("d", request(2), "b", 2.0)
+    assert caught.value.retry_after == 5.0
+    # What is done makes room.
+    queue.begin("c")
+    queue.finish("c", 0, "0.png", image(0))
+    queue.submit("d", request(2), "", 1.0)
+    assert queue.jobs("a") == [queue.job("a")]
+    assert [job.id for job in queue.jobs("")] == ["d", "c"]
+    assert [job.id for job in queue.jobs("", 1)] == ["d"]
+    assert [job.id for job in queue.jobs("", status="running")] == ["c"]
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["submit", "begin", "finish", "interrupt", "cancel", "fail", "forget", "open"]),
+        st.integers(0, 2**16),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(OPERATIONS)
+def test_no_order_of_events_loses_or_repeats_a_picture(operations: list[tuple[str, int]]) -> None:
+    """Against a model of what a queue is, in a few lines."""
+    under_way: dict[str, set[int]] = {}
+    done: dict[str, set[int]] = {}
+    size: dict[str, int] = {}
+    status: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(dir=SHARED) as folder:
+        queue = Queue(folder, keep=0.0, most=12, most_per_owner=6)
+        for what, number in operations:
+            live = [id for id in status if status[id] in ("queued", "running")]
+            id = live[number % len(live)] if live else ""
+            if what == "submit":
+                new, n, owner = f"j{len(size)}", 1 + number % 3, "ab"[number % 2]
+                waiting = sum(size[one] - len(done[one]) for one in live)
+                with contextlib.suppress(QueueFull):
+                    queue.submit(new, request(n, priority=number % 3 - 1), owner, 1.0 + number % 5)
+                    assert waiting + n <= 12
+                    size[new], status[new], under_way[new], done[new] = n, "queued", set(), set()
+            elif what == "begin":
+                head = queue.head()
+                if head is None:
+                    assert all(len(under_way[one] | done[one]) == size[one] for one in live)
+                else:
+                    index = queue.begin(head.id)
+                    assert index not in under_way[head.id] | done[head.id]
+                    assert index in range(size[head.id])
+                    under_way[head.id].add(index)
+                    status[head.id] = "running"
+            elif what == "finish" and id and under_way[id]:
+                index = min(under_way[id])
+                under_way[id].discard(index)
+                done[id].add(index)
+                status[id] = queue.finish(id, index, f"{index}.png", image(index)).status
+                assert (status[id] == "succeeded") == (len(done[id]) == size[id])
+            elif what == "interrupt" and id and under_way[id]:
+                lost, under_way[id] = under_way[id], set()
+                status[id] = queue.interrupt(id, lost).status
+            elif what == "cancel" and id:
+                status[id] = queue.cancel(id).status
+            elif what == "fail" and id:
+                status[id] = queue.fail(id, JobError(code="internal", message="")).status
+            elif what == "forget":
+                for one in queue.expired():
+                    queue.forget([one])
+                    for book in (size, status, under_way, done):
+                        book.pop(one)
+            elif what == "open":
+                queue.close()
+                queue = Queue(folder, keep=0.0, most=12, most_per_owner=6)
+                for one in live:
+                    under_way[one].clear()
+                    status[one] = "running" if done[one] else "queued"
+            assert queue.ids() == status.keys()
+            for one, expected in status.items():
+                job = queue.job(one)
+                assert job.status == expected
+                assert {got.index for got in job.images if got.url is not None} == done[one]
+            assert queue.queued == sum(one == "queued" for one in status.values())
+            assert queue.running == sum(one == "running" for one in status.values())
+            assert queue.places().keys() == {one for one in status if status[one] == "queued"}
+        queue.close()
+
+
+DRILL = """
+import json, os, signal, sys
+from pathlib import Path
+from ditmesh.serve import queue, results
+from ditmesh.serve.types import JobImage, JobRequest
+
+FILES = {queue.__file__, results.__file__}
+folder, counts = Path(sys.argv[1]), []
+
+def image(index):
+    return JobImage(index=index, seed=index, url=f"/{index}")
+
+def life(say):
+    jobs, files = queue.Queue(folder / "server"), results.Results(folder / "server")
+    for number in range(2):
+        id = f"{os.getpid()}-{number}"
+        jobs.submit(id, JobRequest(model="m", prompt="x", n=2, seed=0), "me", 1.0)
+        say("accepted", id)
+        for index in (jobs.begin(id), jobs.begin(id)):
+            jobs.finish(id, index, files.write(id, index, f"{id} {index}".encode()), image(index))
+            say("done", id, index)
+        if number:
+            jobs.forget([id])
+            files.remove(id)
+            say("forgotten", id)
+    jobs.close()
+
+def child(at, out):
+    lines = 0
+    def trace(frame, event, argument):
+        nonlocal lines
+        if frame.f_code.co_filename not in FILES:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+    sys.settrace(trace)
+    life(lambda *said: os.write(out, (json.dumps(said) + "\\n").encode()))
+    os._exit(0)
+
+at, step, kills = 1, int(sys.argv[2]), 0
+while True:
+    ours, theirs = os.pipe()
+    if (pid := os.fork()) == 0:
+        child(at, theirs)
+    os.close(theirs)
+    said = [json.loads(line) for line in os.fdopen(ours).read().splitlines()]
+    ended = os.waitpid(pid, 0)[1] == 0
+    # The next server.
+    jobs, files = queue.Queue(folder / "server"), results.Results(folder / "server")
+    assert jobs.aside is None
+    files.sweep(jobs.ids(), jobs.inputs())
+    gone = {one[1] for one in said if one[0] == "forgotten"}
+    for what, id, *rest in said:
+        if id in gone:
+            continue
+        # The kill may have come when the job was forgotten already, and not said so.
+        if id not in jobs.ids():
+            assert id.endswith("-1") and said[-1][:2] == ["done", id], said
+            continue
+        job = jobs.job(id)
+        assert job.status != "failed"
+        if what == "done":
+            path, _ = files.path(id, jobs.file(id, rest[0]))
+            assert path.read_bytes() == f"{id} {rest[0]}".encode()
+    # Accepted jobs can be done to their ends, whatever they were at.
+    while (head := jobs.head()) is not None:
+        index = jobs.begin(head.id)
+        jobs.finish(head.id, index, files.write(head.id, index, f"{head.id} {index}".encode()), image(index))
+    assert not jobs.live()
+    for id in jobs.ids():
+        assert jobs.job(id).status == "succeeded"
+    jobs.forget(jobs.ids())
+    files.sweep(jobs.ids(), jobs.inputs())
+    assert not [path for path in (folder / "server" / "results").rglob("*")], "left behind"
+    assert files.bytes == 0
+    jobs.close()
+    if ended:
+        break
+    kills, at = kills + 1, at + step
+print(kills)
+"""
+
+
+def test_kill_9_between_any_two_statements(quick: Path) -> None:
+    """What was accepted is there, what was said to be done is on disk, and nothing else is left."""
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", DRILL, str(quick), "3"],
+        env=importing_tests(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert int(run.stdout) > 100
+
+
+def test_another_version_is_refused_and_a_broken_file_moved_aside(opened: Any, tmp_path: Path) -> None:
+    queue = opened()
+    queue.submit("a", request(), "", 1.0)
+    folder = tmp_path / "server"
+    with pytest.raises(ConfigError, match=rf"is used by another server \(process {os.getpid()}\); end that, or give"):
+        Queue(folder)
+    queue.close()
+    with sqlite3.connect(folder / FILE) as db:
+        db.execute("PRAGMA user_version = 7")
+    db.close()
+    with pytest.raises(ConfigError, match="is of version 7, and this ditmesh keeps its queue in version 1; move it"):
+        Queue(folder)
+    # Nor did it keep the lock, or touch anything.
+    with sqlite3.connect(folder / FILE) as db:
+        assert db.execute("SELECT id FROM jobs").fetchall() == [("a",)]
+        db.execute("PRAGMA user_version = 1")
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    db.close()
+    (folder / "results" / "a").mkdir(parents=True)
+    (folder / "results" / "a" / "0.png").write_bytes(PNG)
+    (folder / "keys.json").write_text("{}")
+    broken = (folder / FILE).read_bytes()[:5000]
+    (folder / FILE).write_bytes(broken)
+    queue = opened()
+    assert queue.ids() == set()
+    assert queue.aside is not None
+    assert queue.aside.parent == folder
+    assert (queue.aside / FILE).read_bytes() == broken
+    assert (queue.aside / "results" / "a" / "0.png").read_bytes() == PNG
+    assert (folder / "keys.json").exists()
+    queue.close()
+    (folder / FILE).write_bytes(b"no database at all" * 100)
+    assert opened().aside is not None
+    assert len([*folder.glob("broken-*")]) == 2
+
+
+# ---- results
+
+
+def test_results_and_inputs_expire_and_leave_nothing(opened: Any, tmp_path: Path) -> None:
+    now = [1e9]
+    queue = opened(keep=100.0, now=lambda: now[0])
+    results = Results(queue.folder, keep=100.0, now=lambda: now[0])
+    digest, other = results.put_input(b"fox"), results.put_input(b"hen")
+    assert digest == hashlib.sha256(b"fox").hexdigest()
+    queue.submit("a", request(2, inputs=(Input(role="image", digest=digest),)), "", 1.0)
+    queue.begin("a")
+    assert results.write("a", 0, PNG + b"0") == "0.png"
+    assert results.write("a", 1, b"RIFF....WEBP") == "1.webp"
+    assert results.path("a", "0.png") == (queue.folder / "results" / "a" / "0.png", "image/png")
+    queue.finish("a", 0, "0.png", image(0))
+    now[0] += 101
+    # The job is not done, and needs its input; nobody needs the other one.
+    assert queue.expired() == []
+    results.sweep(queue.ids(), queue.inputs())
+    assert results.input(digest) is not None
+    assert results.input(other) is None
+    queue.begin("a")
+    queue.finish("a", 1, "1.webp", image(1))
+    now[0] += 99
+    assert queue.expired() == []
+    now[0] += 2
+    assert queue.expired() == ["a"]
+    # As after a kill: a beginning of a file, and the results of a job that nobody knows.
+    (queue.folder / "results" / "a" / ".1-abc.tmp").write_bytes(b"half")
+    results.write("unknown", 0, b"x")
+    results = Results(queue.folder, keep=100.0, now=lambda: now[0])
+    assert results.bytes == len(PNG) + 1 + 12 + 3 + 1
+    queue.forget(["a"])
+    results.sweep(queue.ids(), queue.inputs())
+    assert [path.name for path in queue.folder.rglob("*") if path.parent.name in ("results", "inputs", "a")] == []
+    assert results.bytes == 0
+    with pytest.raises(UnknownJob):
+        queue.job("a")
+
+
+# ---- the service, on ranks that are threads
+
+
+def test_jobs_are_done_side_by_side_and_each_is_what_it_is_alone(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, replicas=2, most_running=3) as service:
+            assert not service.state().ready
+            asked = [JobRequest(prompt=f"fox {number}", n=1 + number % 4, priority=number % 2) for number in range(16)]
+            jobs = [await service.submit(one, "abc"[number % 3]) for number, one in enumerate(asked)]
+            assert {job.status for job in jobs} == {"queued"}
+            for number, job in enumerate(jobs):
+                await assert_right(service, await ended(service, job, "abc"[number % 3]), "abc"[number % 3])
+            state = service.state()
+            assert state.ready
+            assert (state.queued, state.running) == (0, 0)
+            assert [one.restarts for one in state.replicas] == [0, 0]
+            assert all(one.calls for one in state.replicas)
+            # Steps of several ran as one.
+            assert max(image.receipt["company"] for job in await service.jobs("a") for image in job.images) > 1
+            # Nobody else's.
+            with pytest.raises(UnknownJob):
+                await service.job(jobs[0].id, "b")
+            with pytest.raises(UnknownJob):
+                await service.result(jobs[0].id, 0, "b")
+            with pytest.raises(UnknownJob):
+                await anext(service.events(jobs[0].id, "b"))
+            with pytest.raises(UnknownJob, match="no picture 99"):
+                await service.result(jobs[0].id, 99, "a")
+
+    asyncio.run(main())
+
+
+def test_events_are_numbered_and_told_to_whoever_comes_late(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as service:
+            job = await service.submit(JobRequest(prompt="fox", n=2, steps=30, previews=10), "me")
+            seen = []
+            async for event in service.events(job.id, "me"):
+                seen.append(event)
+                if event.event == "step" and event.data["step"] == 5:
+                    break
+            # The connection was lost; meanwhile there is more.
+            await until(lambda: service._lives[job.id].progress.get(0, 0) >= 20)
+            now = await service.job(job.id, "me")
+            assert now.steps == 60
+            assert 20 <= now.step < 60
+            assert now.eta is not None
+            assert 0 < now.eta < 5
+            async for event in service.events(job.id, "me", after=seen[-1].id):
+                seen.append(event)
+            assert [event.id for event in seen] == sorted({event.id for event in seen})
+            names = Counter(event.event for event in seen)
+            assert (names["queued"], names["started"], names["step"], names["image"]) == (1, 1, 60, 2)
+            assert seen[-1].event == "succeeded"
+            assert seen[-1].data == (await service.job(job.id, "me")).model_dump(mode="json")
+            steps = [event.data["step"] for event in seen if event.event == "step" and event.data["image"] == 1]
+            assert steps == [*range(1, 31)]
+            whole = [event async for event in service.events(job.id, "me")]
+            assert [event.id for event in whole if event.event != "preview"] == [
+                event.id for event in seen if event.event != "preview"
+            ]
+            assert [event async for event in service.events(job.id, "me", after=seen[-1].id)] == []
+        async with serving(tmp_path) as service:
+            # Of an earlier run what the state says; numbers go on behind whatever that run had.
+            told = [event async for event in service.events(job.id, "me", after=seen[-1].id)]
+            assert [event.event for event in told] == ["started", "image", "image", "succeeded"]
+            assert told[0].id > seen[-1].id
+            assert told[-1].data["id"] == job.id
+
+    asyncio.run(main())
+
+
+def test_cancel(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, most_running=2) as service:
+            running = await service.submit(JobRequest(prompt="one", steps=10_000, n=2), "")
+            waiting = await service.submit(JobRequest(prompt="two"), "")
+            await until(lambda: service._lives[running.id].progress.get(1, 0) > 3)
+            first = await service.submit(JobRequest(prompt="three", priority=-1), "")
+            assert (await service.job(first.id, "")).position == 1
+            job = await service.cancel(first.id, "")
+            assert (job.status, job.position) == ("cancelled", None)
+            assert [event.event async for event in service.events(first.id, "")] == ["queued", "cancelled"]
+            with pytest.raises(UnknownJob):
+                await service.cancel(running.id, "somebody")
+            job = await service.cancel(running.id, "")
+            assert job.status == "cancelled"
+            # Its ranks stop at the next step, and are there for the next.
+            group = service._groups[0]
+            await until(lambda: not any(live.id == running.id for live, _ in group.running.values()), 1.0)
+            await assert_right(service, await ended(service, waiting))
+            assert (await service.cancel(waiting.id, "")).status == "succeeded"
+
+    asyncio.run(main())
+
+
+def test_urgent_jobs_do_not_wait_for_a_place(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, most_running=2) as service:
+            slow = await service.submit(JobRequest(prompt="slow", steps=400, n=3), "")
+            await until(lambda: service._lives[slow.id].progress.get(1, 0) > 3)
+            assert len(service._groups[0].running) == 2
+            urgent = await service.submit(JobRequest(prompt="urgent", priority=1), "")
+            await assert_right(service, await ended(service, urgent))
+            assert (await service.job(slow.id, "")).status == "running"
+            await service.cancel(slow.id, "")
+
+    asyncio.run(main())
+
+
+def test_models_are_loaded_on_demand(tmp_path: Path) -> None:
+    models = [ModelSpec("a", "emoji-sd3"), ModelSpec("b", "emoji-dit-s"), ModelSpec("c", "emoji-sd3")]
+
+    async def main() -> None:
+        async with serving(tmp_path, models=models, most_loaded=2) as service:
+            assert [card.id for card in service.models()] == ["a", "b", "c"]
+            assert [card.loaded for card in service.models()] == [False] * 3
+            for names, loaded in (("aba", "ab"), ("cc", "bc"), ("ab", "ab")):
+                jobs = [
+                    await service.submit(JobRequest(prompt="lion", model=name if name != "a" else ""), "")
+                    for name in names
+                ]
+                for job, name in zip(jobs, names, strict=True):
+                    assert job.request.model == name
+                    await assert_right(service, await ended(service, job))
+                if names != "ab":
+                    assert "".join(card.id for card in service.models() if card.loaded) == loaded
+            assert service.models()[0].pipeline == "Fake"
+
+    asyncio.run(main())
+
+
+def test_a_model_that_does_not_load_fails_its_jobs_and_no_others(tmp_path: Path) -> None:
+    models = [
+        ModelSpec("well", "emoji-sd3"),
+        ModelSpec("breaks", "emoji-sd3", dtype="float16"),
+        ModelSpec("refuses", "emoji-sd3", dtype="bfloat16"),
+    ]
+
+    async def main() -> None:
+        async with serving(tmp_path, models=models, most_loaded=2) as service:
+            jobs = [
+                await service.submit(JobRequest(prompt="fox", model=name, steps=40), "")
+                for name in ("well", "breaks", "refuses", "well", "breaks")
+            ]
+            done = [await ended(service, job) for job in jobs]
+            assert [job.status for job in done] == ["succeeded", "failed", "failed", "succeeded", "failed"]
+            assert [job.attempt for job in done] == [1] * 5
+            assert "model breaks could not be loaded: rank 0 of 1 raised ArithmeticError" in done[1].error.message
+            assert done[1].error.code == "rank_failed"
+            assert done[2].error.message == "model refuses could not be loaded: this model is broken"
+
+    asyncio.run(main())
+
+
+def test_what_cannot_be_done_is_refused_with_the_names_of_the_fields(tmp_path: Path) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"model": "sd4"}, r"model 'sd4' is none of the server's \(sd3, dit\); did you mean 'sd3'\?"),
+        ({"width": 64}, "width and height belong together"),
+        ({"width": 66, "height": 64}, "size 66x64: the model needs multiples of 4; use 64x64 or 68x64"),
+        ({"prompt": " "}, "prompt 1 is empty"),
+        ({"strength": 0.5}, "strength needs image as well"),
+        ({"loras": [{"name": "oil"}]}, r"lora 'oil' is none of those that the server offers for sd3 \(none\)"),
+        ({"inputs": [{"role": "image", "digest": DIGEST}]}, "input 0000000000000000… is not here, or no longer"),
+        ({"inputs": [{"role": "mask", "digest": DIGEST}]}, "mask needs image as well"),
+        ({"model": "dit", "prompt": "lio"}, "takes classes and has none of that name; .* such as 'lion'"),
+        ({"model": "dit", "prompt": "lion", "width": 32, "height": 32}, "one size only, 64x64; leave size out"),
+    ]
+
+    async def main() -> None:
+        models = [ModelSpec("sd3", "emoji-sd3"), ModelSpec("dit", "emoji-dit-s")]
+        async with serving(tmp_path, models=models) as service:
+            for more, said in wrong:
+                with pytest.raises(InputError, match=said) as caught:
+                    await service.submit(JobRequest(**{"prompt": "fox", **more}), "")
+                assert "--" not in str(caught.value)
+            # What only the ranks find out.
+            job = await ended(service, await service.submit(JobRequest(prompt="! refuse"), ""))
+            assert job.error == JobError(code="invalid_request", message="the pipeline cannot do that")
+            with pytest.raises(InputError, match="sd3 makes pictures, not videos; leave frames and fps out"):
+                await service.submit(JobRequest(prompt="fox", frames=8), "")
+            digest = await service.put_input(PNG)
+            asked = JobRequest(prompt="fox", strength=0.5, inputs=(Input(role="image", digest=digest),))
+            await assert_right(service, await ended(service, await service.submit(asked, "")))
+            assert await service.jobs("", status="queued") == []
+        with pytest.raises(Stopping):
+            await service.submit(JobRequest(prompt="fox"), "")
+
+    asyncio.run(main())
+    with pytest.raises(InputError, match="2 models have 1 names"):
+        Service([ModelSpec("a", "emoji-sd3")] * 2, tmp_path)
+
+
+def test_a_stop_ends_what_is_under_way_and_leaves_the_rest(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, most_running=1) as service:
+            jobs = [await service.submit(JobRequest(prompt=f"fox {number}", steps=20), "") for number in range(3)]
+            await until(lambda: service._lives[jobs[0].id].progress.get(0, 0) > 2)
+            follower = asyncio.create_task(ended(service, jobs[2]))
+        # Its events have ended as well.
+        with contextlib.suppress(RuntimeError):
+            await asyncio.wait_for(follower, 1.0)
+        async with serving(tmp_path, most_running=1, grace=0.0) as service:
+            assert [(await service.job(job.id, "")).status for job in jobs] == ["succeeded", "queued", "queued"]
+            await until(lambda: service._lives[jobs[1].id].progress.get(0, 0) > 2)
+        async with serving(tmp_path) as service:
+            for job in jobs:
+                job = await ended(service, job)
+                await assert_right(service, job)
+                assert job.attempt == 1
+
+    asyncio.run(main())
+
+
+def test_bounds_of_the_service(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, most_waiting=6, most_per_owner=4) as service:
+            await ended(service, await service.submit(JobRequest(prompt="fox"), ""))
+            jobs = [await service.submit(JobRequest(prompt="slow", steps=200, n=2), "a") for _ in range(2)]
+            with pytest.raises(QueueFull) as caught:
+                await service.submit(JobRequest(prompt="one too many"), "a")
+            after = caught.value.retry_after
+            assert 1.0 <= after < 60
+            began = time.monotonic()
+            for job in jobs:
+                await ended(service, job, "a")
+            # It said so.
+            assert after / 8 < time.monotonic() - began + 1 < 8 * after
+            await ended(service, await service.submit(JobRequest(prompt="now"), "a"), "a")
+
+    asyncio.run(main())
+
+
+FULL = """
+import asyncio, contextlib, json, resource, sys
+from pathlib import Path
+from support.serve import assert_right, ended, serving, until
+from ditmesh.serve.backend import NoSpace
+from ditmesh.serve.types import JobRequest
+
+async def main():
+    async with serving(Path(sys.argv[1])) as service:
+        jobs = [await service.submit(JobRequest(prompt=f"fox {n}", steps=100), "") for n in range(3)]
+        await until(lambda: service._lives[jobs[2].id].progress.get(0, 0) > 2)
+        # Files may not grow, as on a disk that is full.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+        submit, put = service.submit(JobRequest(prompt="more"), ""), service.put_input(b"hen")
+        for what in (submit, put, service.cancel(jobs[2].id, "")):
+            try:
+                await what
+            except NoSpace as error:
+                print(error)
+        await until(lambda: not service._groups[0].running)
+        print([(await service.job(job.id, "")).status for job in jobs])
+        print([event.event for event in service._lives[jobs[0].id].log.events if event.event not in ("step", "queued")])
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        for job in jobs:
+            await assert_right(service, await ended(service, job))
+        await assert_right(service, await ended(service, await service.submit(JobRequest(prompt="more"), "")))
+        print("right")
+
+asyncio.run(main())
+"""
+
+
+def test_a_full_disk_refuses_jobs_and_loses_none(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", FULL, str(tmp_path)],
+        env=importing_tests(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    submit, put, cancel, statuses, events, right = run.stdout.splitlines()
+    assert "cannot write to" in submit
+    assert "make room on the disk" in submit
+    assert "inputs" in put
+    assert "cannot write to" in cancel
+    assert statuses == "['running', 'running', 'running']"
+    assert events == "['started', 'paused']"
+    assert right == "right"
+
+
+def test_the_oldest_results_go_when_there_are_too_many(tmp_path: Path) -> None:
+    async def main() -> None:
+        size = len(picture("", 0))
+        async with serving(tmp_path, most_bytes=20 * size) as service:
+            jobs = []
+            for number in range(30):
+                jobs.append(await ended(service, await service.submit(JobRequest(prompt=f"fox {number}"), "")))
+            async with service._change:
+                for id in await service._on_disk(service._sweep_files):
+                    service._lives.pop(id, None)
+            assert len([*tmp_path.glob("results/*/*.png")]) <= 20
+            with pytest.raises(UnknownJob):
+                await service.job(jobs[0].id, "")
+            await assert_right(service, await service.job(jobs[-1].id, ""))
+            with pytest.raises(NoSpace, match="keeps 0 MiB at most and is full"):
+                await service.put_input(b"x" * 20 * size)
+
+        async with serving(tmp_path, reserve=2**60) as service:
+            with pytest.raises(NoSpace, match="MiB left; ask again when room has been made"):
+                await service.submit(JobRequest(prompt="fox"), "")
+
+    asyncio.run(main())
+
+
+def test_hundreds_of_cancelled_and_refused_jobs_leave_nothing(quick: Path) -> None:
+    generator = random.Random(0)
+
+    async def some(service: Service, number: int) -> None:
+        """Cancelled before, while and after it runs, or refused; some are followed."""
+        for _ in range(number):
+            job = await service.submit(JobRequest(prompt="fox", n=generator.randint(1, 3), steps=5), "")
+            events = service.events(job.id, "")
+            if generator.random() < 0.3:
+                await anext(events)
+            await asyncio.sleep(generator.choice([0, 0, 0.01, 0.04]))
+            await service.cancel(job.id, "")
+            await events.aclose()
+            with pytest.raises(InputError):
+                await service.submit(JobRequest(prompt="fox", width=66, height=64), "")
+
+    async def main() -> None:
+        async with serving(quick, keep=0.5) as service:
+            await some(service, 150)
+            await until(lambda: not service._groups[0].running)
+            gc.collect()
+            before, threads = held(), threading.active_count()
+            tracemalloc.start()
+            await some(service, 20)
+            grown = []
+            for _ in range(2):
+                gc.collect()
+                start = tracemalloc.get_traced_memory()[0]
+                await some(service, 140)
+                await until(lambda: not service._groups[0].running)
+                gc.collect()
+                grown.append(tracemalloc.get_traced_memory()[0] - start)
+            tracemalloc.stop()
+            # Bytes: what is kept for those who come late is bounded.
+            assert grown[-1] < 200_000, grown
+            await asyncio.sleep(0.6)
+            await service._on_disk(service._sweep_files)
+            assert service._queue.ids() == set()
+            assert [*quick.glob("results/*")] == []
+            assert threading.active_count() == threads
+            assert more_than(before) == {}
+
+    asyncio.run(main())
+
+
+def test_the_process_of_the_queue_does_without_torch(tmp_path: Path) -> None:
+    code = (
+        "import asyncio, sys, pathlib\nfrom support import serve as t\n"
+        "from ditmesh.serve.types import JobRequest\n"
+        "async def main():\n"
+        "    async with t.serving(pathlib.Path(sys.argv[1])) as service:\n"
+        "        job = await service.submit(JobRequest(prompt='x'), '')\n"
+        "        await t.assert_right(service, await t.ended(service, job))\n"
+        "asyncio.run(main()); print('torch' in sys.modules)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", code, str(tmp_path)],
+        env=importing_tests(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stdout.split()[-1:] == ["False"], run.stderr
