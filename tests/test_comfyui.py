@@ -7,9 +7,12 @@ import inspect
 import io
 import json
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,12 +23,18 @@ import pytest
 import torch
 from PIL import Image
 
+from ditmesh import Client
 from ditmesh.cli.main import main
+from ditmesh.client import ServerError
 from ditmesh.errors import ConfigError, InputError, RankFailed
 from ditmesh.generate.receipt import read_receipt
+from ditmesh.serve.keys import new_key
+from ditmesh.serve.settings import Settings
+from ditmesh.serve.types import ENDED
 from support import comfyui, comfyui_server, processes
 from support.comfyui import NODES, WIDGETS, ComfyUI, InterruptProcessingException
 from support.comfyui_server import Server
+from support.serving import FakeBackend, drawn, serving
 
 STEPS = 4
 WORKFLOWS = sorted((NODES / "api_workflows").glob("*.json"))
@@ -449,6 +458,129 @@ def test_written_anew_is_loaded_anew(comfy: ComfyUI, tmp_path: Path, lora: Path)
     time.sleep(0.01)
     file.write_bytes(lora.read_bytes())
     assert kind.IS_CHANGED(lora=str(file), scale=1.0) != first
+
+
+# ---- a server
+
+
+@pytest.fixture(scope="module")
+def backend() -> FakeBackend:
+    return FakeBackend(step_seconds=0.01)
+
+
+@pytest.fixture(scope="module")
+def url(backend: FakeBackend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server without ranks, which wants a key."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KEY_OF_A_TEST", new_key(keys, "comfyui"))
+        with serving(backend, Settings(keys=keys, keep_alive=0.2, max_steps=10_000)) as url:
+            yield url
+
+
+def at_server(url: str, name: str = "server", **inputs: Any) -> dict[str, Any]:
+    found = workflow(name, **inputs)
+    more = {"url": url, "model": "", "key_variable": "KEY_OF_A_TEST", "priority": 0}
+    found["1"] = {"class_type": "DitmeshConnect", "inputs": more}
+    return found
+
+
+def test_a_server_s_pictures_with_progress_and_receipts(comfy: ComfyUI, url: str) -> None:
+    prompt = at_server(url, seed=5, images=2, width=32, height=16)
+    ours = saved(comfy, comfy.run(prompt))
+    for seed, path in zip((5, 6), ours, strict=True):
+        assert numpy.array_equal(pixels(path), numpy.asarray(drawn("a red fox", seed, (32, 16))))
+        assert (read_receipt(path).seed, read_receipt(path).steps) == (seed, STEPS)
+        assert os.environ["KEY_OF_A_TEST"].encode() not in path.read_bytes()
+    told = [content for kind, node, content in comfy.heard if kind == "progress" and node == "4"]
+    assert told[-1][:2] == (2 * STEPS, 2 * STEPS)
+    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+    assert any(preview is not None for _, _, preview in told)
+
+
+def test_what_a_server_is_sent(comfy: ComfyUI, url: str, tmp_path: Path) -> None:
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "begin.png")
+    prompt = at_server(
+        url, "image_to_image", image=str(tmp_path / "begin.png"), strength=0.5, guidance=3.5, negative="blur", seed=7
+    )
+    prompt["7"] = {"class_type": "DitmeshLoRA", "inputs": {"lora": "oil", "scale": 0.5}}
+    prompt["4"]["inputs"]["loras"] = ["7", 0]
+    (path,) = saved(comfy, comfy.run(prompt))
+    with Client(url, os.environ["KEY_OF_A_TEST"]) as client:
+        request = client.jobs(limit=1)[0].request
+    assert (request.seed, request.steps, request.guidance, request.strength) == (7, STEPS, 3.5, 0.5)
+    assert request.negative_prompt == "blur"
+    assert [(one.name, one.scale) for one in request.loras] == [("oil", 0.5)]
+    assert [one.role for one in request.inputs] == ["image"]
+    assert path.is_file()
+    prompt["8"] = {"class_type": "DitmeshLoRA", "inputs": {"lora": "oil", "scale": 1.0, "loras": ["7", 0]}}
+    prompt["4"]["inputs"]["loras"] = ["8", 0]
+    with pytest.raises(InputError, match="LoRA 'oil' stands twice on the stack"):
+        comfy.run(prompt)
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["running", "queued"])
+def test_cancel_cancels_the_server_s_job(comfy: ComfyUI, url: str, queued: bool) -> None:
+    with Client(url, os.environ["KEY_OF_A_TEST"]) as client:
+        first = client.submit("a cactus", steps=10_000) if queued else None
+        comfy.on_progress = lambda done, total: comfy.interrupt() if done == 3 else None
+        if queued:
+            threading.Timer(0.5, comfy.interrupt).start()
+        started = time.monotonic()
+        with pytest.raises(InterruptProcessingException):
+            comfy.run(at_server(url, seed=20 + queued, steps=10_000))
+        assert time.monotonic() - started < 10
+        job = client.jobs(limit=1)[0]
+        assert job.request.prompt == "a red fox"
+        if first is not None:
+            client.cancel(first.id)
+        limit = time.monotonic() + 10
+        while (job := client.job(job.id)).status not in ENDED and time.monotonic() < limit:
+            time.sleep(0.02)
+    assert job.status == "cancelled"
+    assert job.step == 0 if queued else 3 <= job.step < 100
+
+
+def test_what_a_server_cannot_do_is_said(comfy: ComfyUI, url: str) -> None:
+    with pytest.raises(InputError, match="scheduler UniPCMultistepScheduler: a server uses its models' own"):
+        comfy.run(at_server(url, scheduler="UniPCMultistepScheduler"))
+    with pytest.raises(InputError, match="no multiple of 8"):
+        comfy.run(at_server(url, width=33, height=33))
+    with pytest.raises(ServerError, match="it failed of internal"):
+        comfy.run(at_server(url, prompt="fail:internal"))
+    with pytest.raises(InputError, match="key"):
+        comfy.run(
+            {
+                **(prompt := at_server(url)),
+                "1": {**prompt["1"], "inputs": {**prompt["1"]["inputs"], "key_variable": ""}},
+            }
+        )
+    with pytest.raises(InputError, match=r"no server answers at http://127\.0\.0\.1:9"):
+        comfy.run(at_server("http://127.0.0.1:9"))
+
+
+def test_ditmesh_serve_makes_the_command_s_picture(
+    comfy: ComfyUI, command: Callable[..., list[Path]], tmp_path: Path
+) -> None:
+    options = ["--devices", "2", "--cfg", "2", "--threads", "1", "--device", "cpu", "--port", "0"]
+    program = [sys.executable, "-m", "ditmesh", "serve", *options, "--folder", str(tmp_path / "serve")]
+    mark, environment = processes.marked({})
+    server = subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert server.stdout is not None
+        said = next(line for line in server.stdout if "http://" in line)
+        url = re.search(r"http://[\w.:]+", said)
+        assert url is not None
+        (ours,) = saved(comfy, comfy.run(at_server(url[0], seed=5)))
+        (wanted,) = command("--seed", "5")
+        assert numpy.array_equal(pixels(ours), pixels(wanted))
+        told = [content[:2] for kind, node, content in comfy.heard if kind == "progress" and node == "4"]
+        assert told[-1] == (STEPS, STEPS)
+        assert ditmesh("replay", ours, "--threads", "1", "--out", tmp_path / "replayed") == 0
+    finally:
+        server.terminate()
+        server.communicate(timeout=60)
+    assert not processes.wait_until_gone(mark, 10)
 
 
 # ---- a real ComfyUI

@@ -105,7 +105,7 @@ def _followed(client: Client, job: Job, watch: Watch) -> Job:
 
     listener = threading.Thread(target=listen, name="ditmesh-events", daemon=True)
     listener.start()
-    steps, totals, picture = [0] * job.request.n, 0, None
+    steps, total, picture = [0] * job.request.n, 0, None
     while True:
         watch.check()
         try:
@@ -116,13 +116,14 @@ def _followed(client: Client, job: Job, watch: Watch) -> Job:
             raise said
         if isinstance(said, type(job)):
             return said
-        if said.event == "preview":
+        if said.event == "step":
+            steps[said.data["image"]], total = said.data["step"], said.data["steps"] * len(steps)
+        elif said.event == "preview":
             picture = _preview(said.data)
-        elif said.event == "step":
-            steps[said.data["image"]], totals = said.data["step"], said.data["steps"]
-            watch.step(sum(steps), max(totals * len(steps), 1), picture)
         elif said.event == "restarted":
             steps = [0] * len(steps)
+        if total and said.event in ("step", "preview"):
+            watch.step(sum(steps), total, picture)
 
 
 def _preview(data: Mapping[str, Any]) -> Any:
