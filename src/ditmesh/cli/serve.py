@@ -15,7 +15,7 @@ import typer
 
 from ..errors import InputError
 from .options import OFFLOADS, ConfigOptions, Devices, RankOptions, at_least, check_offload, one_of, with_groups
-from .values import download, parallel_config
+from .values import download, embedded_or, parallel_config
 
 if TYPE_CHECKING:
     from ..serve.protocol import ModelSpec
@@ -193,13 +193,14 @@ def serve(
 
 
 def _check_installed() -> None:
-    try:
-        import fastapi  # noqa: F401
-        import multipart  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise InputError(f"ditmesh serve needs {error.name}; install ditmesh with its extra serve") from None
+    from importlib.util import find_spec
+
+    # The last has had two names.
+    needed = {name: (name,) for name in ("fastapi", "uvicorn", "prometheus_client")}
+    needed["python-multipart"] = "python_multipart", "multipart"
+    for package, names in needed.items():
+        if not any(map(find_spec, names)):
+            raise InputError(f"ditmesh serve needs {package}; install ditmesh with its extra serve")
 
 
 def _tracer(wanted: bool) -> Any:
@@ -263,10 +264,8 @@ def _specs(
     Raises:
         InputError: there is no such model or LoRA, or the configuration does not fit.
     """
-    from ..config import ParallelConfig
     from ..generate.files import adapter
     from ..generate.job import check_config
-    from ..generate.model_info import find_model
     from ..launch import torchrun_rank
     from ..serve.protocol import ModelSpec
 
@@ -276,11 +275,13 @@ def _specs(
     files = {name: adapter("lora", str(Path(path).expanduser())).path for name, path in loras.items()}
     world_size, specs = 1, []
     for name, path in models.items():
-        info = find_model(path)
+        info, steps, guidance, text_tokens = embedded_or(path, None, None)
         world_size, chosen = parallel_config(devices, config, parallel.settings(), info.heads)
-        check_config(chosen or ParallelConfig(), info, world_size) if chosen is not None else None
+        if chosen is not None:
+            check_config(chosen, info, world_size)
         model = str(info.files) if info.local else info.name
-        specs.append(ModelSpec(name, model, chosen or "auto", loras=files, together=together))
+        own: dict[str, Any] = {"steps": steps, "guidance": guidance, "text_tokens": text_tokens}
+        specs.append(ModelSpec(name, model, chosen or "auto", loras=files, together=together, **own))
     return world_size, specs
 
 

@@ -31,6 +31,9 @@ def resolve_device(device: DeviceChoice, world_size: int) -> DeviceKind:
         raise ConfigError(f"device {device!r} is unknown; use auto, cpu or cuda")
     if device == "cpu":
         return "cpu"
+    if device == "auto" and "torch" not in sys.modules and not _gpu_files():
+        # torch would find none, and takes seconds to be imported, which not every owner of ranks does otherwise.
+        return "cpu"
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -45,6 +48,13 @@ def resolve_device(device: DeviceChoice, world_size: int) -> DeviceKind:
             f"use at most {gpus} devices, or --device cpu"
         )
     return "cuda"
+
+
+def _gpu_files() -> bool:
+    """Whether a driver of GPUs has made its files; elsewhere than on Linux, where that cannot be seen: yes."""
+    if sys.platform != "linux":
+        return True
+    return any(Path(f"/dev/{name}").exists() for name in ("nvidiactl", "nvidia0", "dxg", "kfd"))
 
 
 def physical_cores() -> int:

@@ -29,6 +29,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Content-Security-Policy": POLICY,
 }
+PROBES = ("/healthz", "/readyz", "/metrics", "/v1/server")
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
@@ -77,7 +78,9 @@ class Guard:
                 facts["job"] = job
             if owner := scope.get("state", {}).get("owner"):
                 facts["owner"] = owner[:8]
-            logger.info("request", extra={"facts": facts})
+            # What asks all the time says little.
+            level = logging.DEBUG if facts["route"] in PROBES and status in (200, 503) else logging.INFO
+            logger.log(level, "request", extra={"facts": facts})
 
     async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -191,7 +191,8 @@ class LoadedModel:
     def _card(self, kind: type[Any]) -> dict[str, Any]:
         info, parameters = self.info, inspect.signature(kind.__call__).parameters
         size, defaults = info.default_size, {name: one.default for name, one in parameters.items()}
-        guidance, steps = defaults.get("guidance_scale"), defaults.get("num_inference_steps")
+        guidance = defaults.get("guidance_scale") if self.spec.guidance is None else self.spec.guidance
+        steps = self.spec.steps or defaults.get("num_inference_steps")
         return {
             "pipeline": self.kind,
             "width": size[0] if size else None,
@@ -242,8 +243,9 @@ class LoadedModel:
             "",
             config=self.engine.config,
             negative=request.negative_prompt,
-            steps=request.steps,
-            guidance=request.guidance,
+            steps=request.steps or self.spec.steps,
+            guidance=self.spec.guidance if request.guidance is None else request.guidance,
+            max_sequence_length=self.spec.text_tokens,
             size=self._asked_size(task),
             seed=(request.seed or 0) + task.index,
             dtype=self.spec.dtype,

@@ -109,7 +109,9 @@ class JobWatch:
     def follow(self, job: Job, owner: str) -> None:
         """A job was accepted."""
         self._metrics.submitted(job.request.model)
-        facts = {"job": job.id, "model": job.request.model, "images": job.request.n, "owner": owner[:8]}
+        facts = {"job": job.id, "model": job.request.model, "images": job.request.n}
+        if owner:
+            facts["owner"] = owner[:8]
         if self._log_prompts:
             facts["prompt"] = job.request.prompt
         logger.info("job accepted", extra={"facts": facts})

@@ -52,6 +52,8 @@ class Offer:
             width=width,
             height=height,
             size_multiple=info.size_multiple,
+            steps=spec.steps,
+            guidance=spec.guidance,
             loras=list(spec.loras),
             labels=list(info.labels),
         )

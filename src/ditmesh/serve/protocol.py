@@ -20,6 +20,8 @@ class ModelSpec:
         model: folder or hub id.
         config: parallel configuration; ``"auto"``: the engine chooses.
         loras: files or folders of adapters, by name.
+        steps, guidance: of requests that do not say; None: the pipeline's own.
+        text_tokens: longest prompt in tokens; None: the pipeline's own.
         together: pictures whose steps run as one call, at most; beyond them, less urgent ones wait or are paused.
     """
 
@@ -31,6 +33,9 @@ class ModelSpec:
     offload: Offload = "none"
     loras: Mapping[str, str] = field(default_factory=dict)
     together: int = 8
+    steps: int | None = None
+    guidance: float | None = None
+    text_tokens: int | None = None
 
 
 @dataclass(frozen=True)

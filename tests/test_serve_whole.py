@@ -1,0 +1,232 @@
+"""``ditmesh serve`` as a whole: the command, its queue, two ranks, the embedded model, and clients."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+import httpx
+import numpy
+import openai
+import pytest
+from PIL import Image
+
+import ditmesh
+from ditmesh.cli.main import main
+from ditmesh.generate.receipt import read_receipt
+from ditmesh.serve.types import Event
+from support import processes
+
+pytestmark = pytest.mark.timeout(300)
+
+TEST_PATH = os.pathsep.join(path for path in sys.path if path)
+
+
+@dataclass
+class Command:
+    """A server that runs: its process, where it answers, its folder, and the mark of all its processes."""
+
+    process: subprocess.Popen[str]
+    url: str
+    folder: Path
+    mark: str
+
+
+def started(*arguments: str | Path) -> tuple[subprocess.Popen[str], str]:
+    """``ditmesh serve`` with these arguments, and the mark of its processes."""
+    mark, environment = processes.marked({"PYTHONPATH": TEST_PATH})
+    command = [sys.executable, "-m", "ditmesh", "serve", *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True), mark
+
+
+def run(*arguments: str | Path) -> int:
+    with pytest.raises(SystemExit) as left:
+        main([str(argument) for argument in arguments])
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    folder = tmp_path_factory.mktemp("serve")
+    process, mark = started("--devices", "2", "--threads", "1", "--port", "0", "--folder", folder / "state")
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert said.startswith("ditmesh: serving emoji-sd3 at http://127.0.0.1:"), process.communicate()
+        url = said.split()[-1]
+        limit = time.monotonic() + 200
+        while httpx.get(f"{url}/readyz").status_code != 200:
+            assert time.monotonic() < limit
+            time.sleep(0.2)
+        yield Command(process, url, folder / "state", mark)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert processes.wait_until_gone(mark, 20) == []
+    finally:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def client(server: Command) -> Iterator[ditmesh.Client]:
+    with ditmesh.Client(server.url) as client:
+        yield client
+
+
+def pixels(image: Image.Image) -> numpy.ndarray:
+    return numpy.asarray(image.convert("RGB")).astype(int)
+
+
+def test_clients_get_what_generate_gives(
+    server: Command, kept_ranks: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    """The official client, and generate with --server: the picture of the prompt and the seed on as many devices."""
+    common = ["generate", "a red fox", "--seed", "3", "--num-images", "2", "--json-full"]
+    assert run(*common, "--devices", "2", "--threads", "1", "--batch", "1", "--out", tmp_path / "local") == 0
+    local = json.loads(capfd.readouterr().out)
+    assert run(*common, "--server", server.url, "--out", tmp_path / "remote") == 0
+    remote = json.loads(capfd.readouterr().out)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        made = client.images.generate(prompt="a red fox", n=2, extra_body={"seed": 3}).data or []
+    for one, other, third in zip(local["pictures"], remote["pictures"], made, strict=True):
+        assert Path(one["path"]).name == Path(other["path"]).name
+        with Image.open(one["path"]) as here, Image.open(other["path"]) as there:
+            assert (pixels(here) == pixels(there)).all()
+            assert (pixels(here) == pixels(Image.open(BytesIO(base64.b64decode(third.b64_json or ""))))).all()
+        ours, theirs = read_receipt(one["path"]), read_receipt(other["path"])
+        assert ours.model_copy(update={"seconds": 0.0}) == theirs.model_copy(update={"seconds": 0.0})
+    # What is printed is alike, but for times and folders.
+    assert set(remote) == {*local, "server"}
+    for name in ("config", "devices", "device", "threads"):
+        assert remote[name] == local[name], name
+
+
+def test_progress_previews_and_batches(client: ditmesh.Client):
+    """Four at a time: each is the one it is alone."""
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(lambda seed: client.generate("a cactus", seed=seed)[0], range(4)))
+    seen: list[Event] = []
+    alone = client.generate("a cactus", seed=2, previews=3, on_event=seen.append)[0]
+    assert abs(pixels(alone) - pixels(together[2])).max() <= 1
+    assert abs(pixels(alone) - pixels(together[1])).max() > 1
+    steps = [event.data["step"] for event in seen if event.event == "step"]
+    assert steps == list(range(1, 13))
+    assert [event.data["step"] for event in seen if event.event == "preview"] == [3, 6, 9]
+    (replica,) = client.server().replicas
+    assert replica.rows > replica.calls
+    assert replica.mesh == {"ulysses": 2}
+
+
+def test_cancelling_takes_a_step(client: ditmesh.Client):
+    job = client.submit("a pizza", steps=200)
+    steps = 0
+    for event in client.events(job.id):
+        if event.event == "step":
+            steps = event.data["step"]
+            if steps == 3:
+                client.cancel(job.id)
+    assert event.event == "cancelled"
+    assert steps <= 5
+    assert client.server().running == 0
+
+
+def test_the_official_client_streams(server: Command):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        events = list(client.images.generate(prompt="a pizza", stream=True, partial_images=2, extra_body={"steps": 6}))
+        assert [event.type.rpartition(".")[2] for event in events] == ["partial_image", "partial_image", "completed"]
+        assert Image.open(BytesIO(base64.b64decode(events[-1].b64_json))).size == (64, 64)
+        with pytest.raises(openai.BadRequestError, match="multiple"):
+            client.images.generate(prompt="a pizza", size="63x64")
+
+
+def test_an_edit_is_generates(server: Command, kept_ranks: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    Image.effect_noise((64, 64), 90).convert("RGB").save(tmp_path / "a.png")
+    common = ["generate", "a red fox", "--image", tmp_path / "a.png", "--strength", "0.5", "--json"]
+    assert run(*common, "--devices", "2", "--threads", "1", "--out", tmp_path / "local") == 0
+    (local,) = json.loads(capfd.readouterr().out)["pictures"]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        made = client.images.edit(
+            image=(tmp_path / "a.png").read_bytes(), prompt="a red fox", extra_body={"seed": 0, "strength": 0.5}
+        )
+    assert made.data is not None
+    with Image.open(local["path"]) as here:
+        assert (pixels(here) == pixels(Image.open(BytesIO(base64.b64decode(made.data[0].b64_json or ""))))).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_the_process_that_answers_has_no_torch(server: Command):
+    assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+
+
+def test_metrics_of_ranks(server: Command):
+    text = httpx.get(f"{server.url}/metrics").text
+    for name in ("step_seconds", "waiting_seconds", "memory_bytes"):
+        (line,) = [
+            line for line in text.splitlines() if line.startswith(f"ditmesh_rank_{name}{{") and 'rank="1"' in line
+        ]
+        assert float(line.split()[-1]) > 0
+
+
+# --- what is refused before a rank is started
+
+
+def refused(*arguments: str | Path) -> str:
+    """What a server says that does not start."""
+    process, mark = started(*arguments)
+    out, said = process.communicate(timeout=60)
+    assert process.returncode == 2, said
+    assert out == ""
+    assert "Traceback" not in said
+    assert processes.wait_until_gone(mark, 5) == []
+    return said.strip().splitlines()[-1]
+
+
+def test_a_folder_has_one_server(server: Command):
+    said = refused("--port", "0", "--folder", server.folder)
+    assert str(server.folder) in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (lambda port: ["--port", str(port)], "use another with --port"),
+        (lambda port: ["--host", "no.such.host.invalid"], "--host 'no.such.host.invalid' is no address"),
+        (lambda port: ["--model", "emoji-sd4"], "emoji-sd4"),
+        (lambda port: ["--model", "a=emoji-sd3", "--model", "a=emoji-dit-s"], "'a' is there twice"),
+        (lambda port: ["--model", "="], "write it as my-name=./folder"),
+        (lambda port: ["--lora", "x=none.safetensors"], "none.safetensors"),
+        (lambda port: ["--devices", "2", "--ulysses", "3"], "3"),
+        (lambda port: ["--keys", "none"], "cannot read the keys 'none'"),
+        (lambda port: ["--new-key", "a"], "name it with --keys FILE"),
+        (lambda port: ["--log-format", "jsn"], "did you mean 'json'"),
+        (lambda port: ["--max-steps", "0"], "use --max-steps 1 or more"),
+    ],
+)
+def test_what_serve_refuses(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: Callable[[int], list[str]], words: str
+):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = arguments(taken.getsockname()[1])
+        assert run("serve", "--folder", tmp_path, *given) == 2
+    said = capfd.readouterr().err
+    assert words in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_new_keys_are_printed_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert run("serve", "--keys", tmp_path / "keys", "--new-key", "alice") == 0
+    key = capfd.readouterr().out.strip()
+    assert key.startswith("dm-")
+    assert key not in (tmp_path / "keys").read_text()
+    assert "alice" in (tmp_path / "keys").read_text()
