@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -125,6 +127,58 @@ def test_the_progress_bar_is_here(pipe: RemotePipeline, capfd: pytest.CaptureFix
     assert "fox: 100%" in shown.getvalue()
     assert f"{STEPS}/{STEPS}" in shown.getvalue()
     assert "%" not in capfd.readouterr().err
+
+
+def test_every_step_is_told_and_can_be_the_last(pipe: RemotePipeline, local: Any) -> None:
+    told: list[tuple[int, int | None]] = []
+
+    def update(done: int, total: int | None) -> None:
+        told.append((done, total))
+        if stop and done == 2:
+            raise InterruptedError("enough")
+
+    stop = False
+    pipe.set_progress_bar_config(disable=True, on_update=update)
+    latents(pipe)
+    assert told == [(n, STEPS) for n in range(1, STEPS + 1)]
+    told.clear()
+    stop = True
+    with pytest.raises(InterruptedError, match="enough"):
+        latents(pipe)
+    assert [done for done, _ in told] == [1, 2]
+    pipe.set_progress_bar_config(disable=True)
+    assert_works(pipe, local)
+
+
+def test_steps_of_a_pipeline_without_a_callback(ranks2: ditmesh.Ranks) -> None:
+    # Its bar goes over a tensor.
+    pipe = ranks2.load("emoji-dit-s", {"ulysses": 2})
+    told: list[tuple[int, int | None]] = []
+    pipe.set_progress_bar_config(disable=True, on_update=lambda *steps: told.append(steps))
+    pipe([0], num_inference_steps=STEPS, generator=torch.Generator().manual_seed(0))
+    assert told == [(n, STEPS) for n in range(1, STEPS + 1)]
+    pipe.close()
+
+
+def test_another_class_on_the_same_components(pipe: RemotePipeline, local: Any, ranks2: ditmesh.Ranks) -> None:
+    from diffusers import StableDiffusion3Img2ImgPipeline
+
+    other = pipe.as_class("StableDiffusion3Img2ImgPipeline")
+    other.set_progress_bar_config(disable=True)
+    theirs = StableDiffusion3Img2ImgPipeline.from_pipe(local)
+    theirs.set_progress_bar_config(disable=True)
+    more = {"image": torch.linspace(0, 1, 3 * 32 * 32).reshape(1, 3, 32, 32), "strength": 0.7}
+    torch.testing.assert_close(latents(other, **more), latents(theirs, **more), rtol=0, atol=TOLERANCE)
+    assert all(ranks2.run(lambda one, another: one.transformer is another.transformer, pipe, other))
+    other.close()
+    assert_works(pipe, local)
+    with pytest.raises(InputError, match="NoSuchPipeline is no pipeline of diffusers"):
+        pipe.as_class("NoSuchPipeline")
+    with pytest.raises(
+        InputError, match="StableDiffusion3ControlNetPipeline cannot be made of a StableDiffusion3Pipeline's components"
+    ):
+        pipe.as_class("StableDiffusion3ControlNetPipeline")
+    assert_works(pipe, local)
 
 
 # ---- callbacks
@@ -428,6 +482,43 @@ def test_a_rank_that_dies_closes_the_ranks_with_a_sentence() -> None:
             ranks.run(lambda: os.kill(os.getpid(), signal.SIGKILL))
         with pytest.raises(ConfigError, match=r"these Ranks are closed \(rank 0 of 1 was killed by SIGKILL.*make new"):
             ranks.run(time.time)
+
+
+# ---- inside an application
+
+APPLICATION = """
+import sys, threading
+import ditmesh
+
+print("the application starts", flush=True)
+failed = []
+
+def work():
+    try:
+        with ditmesh.Ranks(2, device="cpu", threads=1, import_main=False) as ranks:
+            pipe = ranks.load(sys.argv[1], {"cfg": 2})
+            pipe("a red fox", num_inference_steps=1)
+            print(ranks.run(abs, -1), flush=True)
+    except BaseException as error:
+        failed.append(error)
+
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+sys.exit(bool(failed) and f"{failed[0]!r}")
+"""
+
+
+def test_ranks_of_an_application_s_thread_do_not_start_it_again(folder: Path, tmp_path: Path) -> None:
+    program = tmp_path / "application.py"
+    program.write_text(APPLICATION)
+    mark, environment = processes.marked({})
+    done = subprocess.run(
+        [sys.executable, str(program), str(folder)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["the application starts", "[1, 1]"]
+    assert not processes.wait_until_gone(mark, 10)
 
 
 # ---- a notebook

@@ -157,6 +157,14 @@ class InputOptions:
         str | None, input_option(metavar="NAME[:SCALE]", help="An IP-Adapter: file, folder or hub id.")
     ] = None
     ip_image: Annotated[str | None, input_option(metavar="FILE", help="The IP-Adapter's picture.")] = None
+    scheduler: Annotated[
+        str | None,
+        input_option(
+            metavar="CLASS",
+            help="Another scheduler of diffusers, such as UniPCMultistepScheduler.",
+            show_default=PIPELINES,
+        ),
+    ] = None
     variant: Annotated[str | None, input_option(help="Variant of the weights' files, such as fp16.")] = None
     offload: Annotated[
         str,
@@ -176,7 +184,10 @@ class InputOptions:
         """
         from ..generate.files import adapter, input_picture
         from ..generate.receipt import VARIANT
+        from ..generate.schedulers import NAMES
 
+        if self.scheduler is not None and self.scheduler not in NAMES:
+            raise InputError(f"--scheduler {self.scheduler!r} is none of {', '.join(NAMES)}")
         if self.variant is not None and not re.match(VARIANT, self.variant):
             raise InputError(f"--variant {self.variant!r} is no part of a file's name; write it as fp16")
         pictures: dict[Any, str | None] = {
@@ -189,7 +200,8 @@ class InputOptions:
         files += [adapter("lora", text) for text in self.lora or ()]
         files += [adapter("ip-adapter", self.ip_adapter)] if self.ip_adapter is not None else []
         files += [adapter("controlnet", self.controlnet)] if self.controlnet is not None else []
-        return {"files": tuple(files), "strength": self.strength, "variant": self.variant, "offload": self.offload}
+        names = ("strength", "scheduler", "variant", "offload")
+        return {"files": tuple(files)} | {name: getattr(self, name) for name in names}
 
 
 def check_offload(how: str, device: str) -> None:

@@ -105,13 +105,22 @@ def config_of(text: str) -> ParallelConfig:
     Raises:
         ConfigError: it is neither, or not possible.
     """
-    words = re.findall(r"(?:[^\s(]|\([^)]*\))+", text)
+    words = _words(text)
     if not words:
         raise ConfigError(f"the configuration {text!r} says nothing; write words such as 'ulysses=2 ring=2'")
     if len(words) == 1 and "=" not in words[0] and (words[0].endswith((".yaml", ".yml")) or Path(words[0]).is_file()):
         return ParallelConfig.read(words[0])
+    return ParallelConfig(**settings_of(text))
+
+
+def settings_of(text: str) -> dict[str, Any]:
+    """Settings of a configuration by name, from words such as ``"ulysses=2 reproducible"``; none, from no words.
+
+    Raises:
+        ConfigError: a word is no setting.
+    """
     settings: dict[str, Any] = {}
-    for word in words:
+    for word in _words(text):
         name, equals, value = word.partition("=")
         field = ParallelConfig.model_fields.get(name)
         if not equals and not (field is not None and field.annotation is bool):
@@ -122,7 +131,11 @@ def config_of(text: str) -> ParallelConfig:
         if name in settings:
             raise ConfigError(f"{name!r} stands twice in the configuration {text!r}; leave one out")
         settings[name] = _value(value) if equals else True
-    return ParallelConfig(**settings)
+    return settings
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"(?:[^\s(]|\([^)]*\))+", text)
 
 
 def configs_of(texts: Sequence[str]) -> list[ParallelConfig]:

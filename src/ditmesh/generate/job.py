@@ -49,6 +49,7 @@ class Job:
         strength: how much of the input picture is generated anew, from 0 to 1; None: the pipeline's own.
         variant: of the weights' files, such as ``"fp16"``.
         offload: which components are on the device only while they work, see `offload.offload`.
+        scheduler: class of the scheduler that takes the place of the pipeline's own; None: that one stays.
         sampled: `Loaded` is to hold the weights' `sampled_fingerprint`, for a receipt of an earlier version.
         number: from 2 up, part of all the files' names: files of these names without it are there already.
     """
@@ -75,6 +76,7 @@ class Job:
     strength: float | None = None
     variant: str | None = None
     offload: Offload = "none"
+    scheduler: str | None = None
     sampled: bool = False
     number: int = 1
 

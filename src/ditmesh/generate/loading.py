@@ -141,6 +141,33 @@ def read_pipeline(
     )
 
 
+def pipeline_on(pipe: Any, name: str) -> Any:
+    """A pipeline of another class on the components of one that is parallelised, with which it shares the ranks.
+
+    Args:
+        pipe: the pipeline.
+        name: the class's name in diffusers.
+
+    Raises:
+        InputError: diffusers has no such pipeline, or it needs other components.
+    """
+    import diffusers
+
+    kind = getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, diffusers.DiffusionPipeline)):
+        raise InputError(f"{name} is no pipeline of diffusers {diffusers.__version__}")
+    # Not its `from_pipe`, which casts the components.
+    needed, options = kind._get_signature_keys(kind)
+    has = {part: value for part, value in pipe.components.items() if part in needed}
+    settings = {key: value for key, value in pipe.config.items() if key in options}
+    try:
+        made = kind(**has, **settings)
+    except TypeError as error:
+        raise InputError(f"{name} cannot be made of a {type(pipe).__name__}'s components ({error})") from None
+    made.set_progress_bar_config(**getattr(pipe, "_progress_bar_config", {}))
+    return parallelize(made, engine_of(pipe).config)
+
+
 def dtype_option(torch_dtype: Dtypes) -> dict[str, Any]:
     """The argument of diffusers' ``from_pretrained`` for the weights' dtype."""
     if torch_dtype is None:

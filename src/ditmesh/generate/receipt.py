@@ -79,6 +79,7 @@ class Receipt(BaseModel):
         strength: how much of the input picture was generated anew, when it was given.
         variant: of the weights' files, when one was given.
         offload: which components were on the device only while they worked.
+        scheduler: class of the scheduler that took the place of the pipeline's own, if one did.
         weights_digest: of all weights, adapters included (`digests.weights_fingerprint`); None in receipts of earlier
             versions, as may be the environment.
         environment: what else decides the last bits, by name (`hardware.environment`).
@@ -112,6 +113,7 @@ class Receipt(BaseModel):
     strength: FiniteFloat | None = Field(default=None, gt=0, le=1)
     variant: str | None = Field(default=None, pattern=VARIANT)
     offload: Offload = "none"
+    scheduler: str | None = Field(default=None, pattern=r"^[A-Za-z0-9]{1,64}$")
     weights_digest: str | None = None
     environment: dict[str, str] | None = None
     weights: str | None = None

@@ -142,6 +142,7 @@ def job_of(
         strength=receipt.strength,
         variant=receipt.variant,
         offload=receipt.offload if receipt.device == "cuda" else "none",
+        scheduler=receipt.scheduler,
         sampled=receipt.weights_digest is None and receipt.weights is not None,
     )
 
@@ -205,8 +206,8 @@ def changes_of(was: Receipt, now: Receipt, sampled: str | None = None) -> list[C
     for name in dict.fromkeys([*before, *after]):
         compare(name, before.get(name), after.get(name), text=known)
     compare("model", Path(was.model).name, Path(now.model).name, False)
-    for name in ("pipeline", "dtype"):
-        compare(name, getattr(was, name), getattr(now, name))
+    for name in ("pipeline", "dtype", "scheduler"):
+        compare(name, getattr(was, name), getattr(now, name), text=known)
     for name in ("prompt", "negative_prompt", "label", "seed", "steps", "guidance", "max_sequence_length"):
         compare(name.replace("_", " "), getattr(was, name), getattr(now, name), text=repr)
     compare("size", f"{was.width}x{was.height}", f"{now.width}x{now.height}")

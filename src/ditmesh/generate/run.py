@@ -152,6 +152,19 @@ def facts_of(
         return {"weights_digest": weights, "environment": environment(device), "device": device.type}
 
 
+def facts_on_rank(pipe: Any) -> dict[str, Any]:
+    """What a receipt says of a parallelised pipeline: weights, environment, ranks. Collective; rank 0's, else empty."""
+    import torch.distributed as dist
+
+    from ..engine import engine_of
+
+    engine = engine_of(pipe)
+    mesh, config = engine.mesh, engine.config
+    share, rank = mesh if config.tensor * config.pipe > 1 else None, dist.get_rank() if dist.is_initialized() else 0
+    facts = facts_of(config, pipe, mesh.device, share, rank)
+    return facts | {"config": config.model_dump(), "devices": config.world_size} if facts else {}
+
+
 def _save(
     job: Job,
     number: int,
@@ -208,6 +221,7 @@ def receipt_of(job: Job, index: int, image: Image, arguments: Mapping[str, Any],
         strength=job.strength,
         variant=job.variant,
         offload=job.offload,
+        scheduler=job.scheduler,
         **facts,
     )
 
@@ -248,6 +262,7 @@ def load(job: Job, device: torch.device, mesh: Mesh | None = None) -> Any:
 
     from .files import load_adapters, load_controlnet, pipeline_for
     from .loading import dtype_option, whole_shapes
+    from .schedulers import scheduler_named
 
     # Before the class is imported, which says what optional packages are missing.
     quieten()
@@ -262,6 +277,8 @@ def load(job: Job, device: torch.device, mesh: Mesh | None = None) -> Any:
     check_call(job, type(pipe).__name__, call_parameters(pipe))
     with whole_shapes(pipe, mesh) if mesh is not None else contextlib.nullcontext():
         load_adapters(pipe, job.files)
+    if job.scheduler is not None:
+        pipe.scheduler = scheduler_named(job.scheduler, type(pipe.scheduler).__name__, pipe.scheduler.config)
     return pipe.to(device) if job.offload == "none" else pipe
 
 
@@ -330,6 +347,7 @@ def call_arguments(job: Job, pipe: Any, number: int, pictures: Mapping[str, Imag
     """The arguments of call ``number`` of the pipeline, but for the form of its result.
 
     Args:
+        pipe: the pipeline, or its class.
         pictures: the job's input pictures, by the argument that takes each.
     """
     import torch
@@ -410,8 +428,8 @@ def check_call(job: Job, name: str, parameters: Any, videos: bool = False) -> No
 
 
 def call_parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
-    """What a pipeline's call takes."""
-    return inspect.signature(type(pipe).__call__).parameters
+    """What the call of a pipeline, or of a class of pipelines, takes."""
+    return inspect.signature((pipe if isinstance(pipe, type) else type(pipe)).__call__).parameters
 
 
 def _default(parameters: Any, name: str, otherwise: Any) -> Any:

@@ -25,7 +25,7 @@ from .backend import Launcher, OnMessage, Watch
 from .devices import DeviceChoice, DeviceKind, check_timeout, default_threads, resolve_device
 from .failures import Failure
 from .messages import CHUNK, OwnerChannel, Reply, encode, encode_call
-from .processes import ctrl_c_waits, fork_server, guarded_folder, start_fork_server
+from .processes import ctrl_c_waits, fork_server, guarded_folder, main_left_out, start_fork_server
 from .torchrun import from_torchrun
 
 # Imported once in the fork server, so that every rank on the CPU starts with them: seconds instead of
@@ -72,6 +72,7 @@ class RankPool(Launcher):
         preload: Sequence[str] = PRELOAD,
         gpus: Sequence[int] | None = None,
         stop_limit: float | None = None,
+        import_main: bool = True,
     ) -> None:
         """Start the ranks and wait until all of them have joined.
 
@@ -84,6 +85,8 @@ class RankPool(Launcher):
                 for the first pool of a process: the server serves them all.
             gpus: numbers of the GPUs of ranks 0, 1, …; default: rank r computes on GPU r.
             stop_limit: see above; default: ``timeout``.
+            import_main: ranks import the program's main module, as `multiprocessing` has it. Without, functions that it
+                defines cannot be called there, and it needs no ``if __name__ == "__main__":``.
 
         Raises:
             ConfigError: the device is not there, a number is out of range, or this process is itself a rank.
@@ -119,7 +122,7 @@ class RankPool(Launcher):
         # Registered after multiprocessing's own exit handler, so it runs before that one waits for the ranks.
         atexit.register(self.close)
         try:
-            self._start(preload, gpus)
+            self._start(preload, gpus, import_main)
             limit = time.monotonic() + START_LIMIT
             self._collect(limit, f"started within {START_LIMIT:g} s", joining=True)
         except BaseException as error:
@@ -127,7 +130,7 @@ class RankPool(Launcher):
             self._end(f"a rank could not start: {error}" if failed else "the start was broken off")
             raise
 
-    def _start(self, preload: Sequence[str], gpus: Sequence[int]) -> None:
+    def _start(self, preload: Sequence[str], gpus: Sequence[int], import_main: bool) -> None:
         server = None
         if self.device == "cuda":
             # CUDA does not survive a fork, and a fork server that had touched it would pass a broken copy on:
@@ -149,7 +152,11 @@ class RankPool(Launcher):
             self._settings.append(settings)
             self._channels.append(OwnerChannel(ours))
             # The fork server is deaf already, and may take long while it imports: waiting for it can be broken off.
-            with ctrl_c_waits() if self.device == "cuda" else contextlib.nullcontext():
+            with contextlib.ExitStack() as around:
+                if self.device == "cuda":
+                    around.enter_context(ctrl_c_waits())
+                if not import_main:
+                    around.enter_context(main_left_out(process.name))
                 process.start()
             self._processes.append(process)
             # Otherwise the end of the rank would not be seen as the end of its connection.

@@ -117,6 +117,31 @@ def interrupts_wait() -> Iterator[None]:
             signal.raise_signal(came[0])
 
 
+# Held while `multiprocessing` is told not to pass the main module on.
+_without_main = threading.Lock()
+
+
+@contextlib.contextmanager
+def main_left_out(name: str) -> Iterator[None]:
+    """Let the processes of that name which are started meanwhile not import this program's main module.
+
+    `multiprocessing` has every process run it again. The main module of an application that does more than to define
+    functions would start the application's parts once more, in every rank.
+    """
+    with _without_main:
+        whole = spawn.get_preparation_data
+
+        def part(process: str, *more: Any) -> dict[str, Any]:
+            data = whole(process, *more)
+            return data if process != name else {k: v for k, v in data.items() if not k.startswith("init_main_from")}
+
+        spawn.get_preparation_data = part
+        try:
+            yield
+        finally:
+            spawn.get_preparation_data = whole
+
+
 @contextlib.contextmanager
 def ctrl_c_waits() -> Iterator[None]:
     """Block SIGINT: programs started meanwhile never hear Ctrl-C, which the terminal sends to all of them.

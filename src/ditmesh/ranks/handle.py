@@ -39,7 +39,13 @@ class Ranks:
     """
 
     def __init__(
-        self, devices: int, device: DeviceChoice = "auto", threads: int | None = None, timeout: float = 600.0
+        self,
+        devices: int,
+        device: DeviceChoice = "auto",
+        threads: int | None = None,
+        timeout: float = 600.0,
+        *,
+        import_main: bool = True,
     ) -> None:
         """Start the ranks.
 
@@ -48,12 +54,14 @@ class Ranks:
             device: ``"auto"`` takes CUDA when a GPU is there, else the CPU.
             threads: of each rank; default: the physical cores shared out (at most 8 on CUDA).
             timeout: deadline of every collective, in seconds.
+            import_main: ranks import the program's main module, so that its functions can be sent there. False is for
+                ranks inside an application, whose main module starts the application.
 
         Raises:
             ConfigError: the devices are not there, a number is out of range, or this process is itself a rank.
             RankFailed: a rank could not start.
         """
-        self._pool = RankPool(devices, device, threads, timeout)
+        self._pool = RankPool(devices, device, threads, timeout, import_main=import_main)
         self._lock = threading.Lock()
         # The thread whose call is under way.
         self._caller: int | None = None
@@ -122,6 +130,11 @@ class Ranks:
         """
         with self._alone():
             return self._outcomes(encode_call(fn, args, kwargs))
+
+    @property
+    def closed(self) -> bool:
+        """Whether the ranks are gone: they were closed, or one was lost."""
+        return self._pool.closed
 
     def close(self) -> None:
         """End the ranks, after a call that is under way in another thread. Harmless when they are gone."""

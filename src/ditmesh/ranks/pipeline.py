@@ -7,6 +7,7 @@ import inspect
 import signal
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -14,10 +15,24 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ..errors import ConfigError, InputError
 from ..launch import RankPool
 from ..launch.messages import encode_call
-from .rank import CALLBACK, Arguments, call_method, free, generate, loaded, on_cpu, scheduler_of, set_scheduler
+from .rank import (
+    CALLBACK,
+    Arguments,
+    call_method,
+    derive,
+    free,
+    generate,
+    loaded,
+    on_cpu,
+    scheduler_of,
+    set_scheduler,
+)
 
 if TYPE_CHECKING:
     from .handle import Ranks
+
+# Takes the steps that are done and how many there are, None where that is not known.
+OnUpdate = Callable[[int, "int | None"], Any]
 
 # Methods of a `RemotePipeline`, and where a rank's pipeline has them.
 METHODS = {
@@ -39,7 +54,7 @@ class RemotePipeline:
     """
 
     def __init__(self, ranks: Ranks, key: str, name: str, parameters: tuple[str, ...]) -> None:
-        vars(self).update(_ranks=ranks, _key=key, _name=name, _parameters=parameters, _bar={})
+        vars(self).update(_ranks=ranks, _key=key, _name=name, _parameters=parameters, _bar={}, _on_update=None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the pipeline on all ranks, with its own arguments; the output of rank 0.
@@ -69,7 +84,7 @@ class RemotePipeline:
         sent = Arguments((args, kwargs))
         with self._ranks._alone():
             self._check_open()
-            owner = Call(self._ranks._pool, self._bar, self._name, callback)
+            owner = Call(self._ranks._pool, self._bar, self._name, callback, self._on_update)
             call = encode_call(generate, (self, sent, callback is not None), {})
             with owner.interruptible():
                 output, states = self._ranks._outcomes(call, owner)[0]
@@ -77,9 +92,34 @@ class RemotePipeline:
                 generator.set_state(state)
             return output
 
-    def set_progress_bar_config(self, **options: Any) -> None:
-        """Options of the progress bars in this process, as of tqdm."""
-        vars(self)["_bar"] = options
+    def set_progress_bar_config(self, *, on_update: OnUpdate | None = None, **options: Any) -> None:
+        """Options of the progress bars in this process, as of tqdm.
+
+        Args:
+            on_update: is called with the steps that are done and the bar's total (None: unknown) after every step, by
+                pipelines without a callback too. What it raises stops the ranks, as what a callback raises does.
+            options: of tqdm.
+        """
+        vars(self).update(_bar=options, _on_update=on_update)
+
+    def as_class(self, name: str) -> RemotePipeline:
+        """Another pipeline of diffusers on the same components, such as the one that begins with a picture.
+
+        Args:
+            name: its class.
+
+        Raises:
+            InputError: diffusers has no such pipeline, or it needs components that this one has not.
+        """
+        key = uuid.uuid4().hex
+        made, parameters = self._run(derive, key, name)
+        self._ranks._loaded.add(key)
+        return RemotePipeline(self._ranks, key, made, parameters)
+
+    @property
+    def class_name(self) -> str:
+        """Name of its class."""
+        return self._name
 
     def close(self) -> None:
         """Free the pipeline on all ranks, which stay. Harmless twice."""
@@ -157,9 +197,19 @@ class SchedulerConfig:
 class Call:
     """The owner's side of a call of a pipeline: progress bars, the callback, Ctrl-C."""
 
-    def __init__(self, pool: RankPool, bar: Mapping[str, Any], name: str, callback: Callable[..., Any] | None) -> None:
+    def __init__(
+        self,
+        pool: RankPool,
+        bar: Mapping[str, Any],
+        name: str,
+        callback: Callable[..., Any] | None,
+        on_update: OnUpdate | None = None,
+    ) -> None:
         self._pool, self._options, self._name, self._callback = pool, bar, name, callback
+        self._on_update = on_update
         self._bars: list[Any] = []
+        # Steps done of each bar, and its total: tqdm's own count stands still in a bar that is not shown.
+        self._counts: list[tuple[int, int | None]] = []
         self._interrupted = self._in_callback = False
         # What the callback has raised, or an interrupt; the ranks are told to stop.
         self.error: BaseException | None = None
@@ -171,13 +221,14 @@ class Call:
             from tqdm.auto import tqdm
 
             self._bars.append(tqdm(total=content, **self._options))
+            self._counts.append((0, content))
         elif kind == "close" and self._bars:
             self._bars.pop().close()
+            self._counts.pop()
         elif kind == "describe":
             self._bars[-1].set_description(content)
         elif kind == "update":
-            self._bars[-1].update(content)
-            self._reply(({}, {}))
+            self._update(content)
         elif kind == "step":
             self._step(*content)
         elif kind == "failed":
@@ -207,6 +258,20 @@ class Call:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             for bar in self._bars:
                 bar.close()
+
+    def _update(self, steps: int) -> None:
+        self._bars[-1].update(steps)
+        done, total = self._counts[-1]
+        self._counts[-1] = done + steps, total
+        try:
+            self._in_callback = True
+            if self._on_update is not None and not self._interrupted:
+                self._on_update(done + steps, total)
+            self._in_callback = False
+            self._reply(({}, {}))
+        except BaseException as error:
+            self._in_callback, self.error = False, error
+            self._pool.reply(None)
 
     def _step(self, index: int, timestep: Any, tensors: dict[str, Any], properties: dict[str, Any]) -> None:
         assert self._callback is not None

@@ -21,7 +21,7 @@ from ..comm import PeerError
 from ..core.arguments import parameter_names
 from ..engine import engine_of
 from ..errors import ConfigError
-from ..generate.loading import load
+from ..generate.loading import load, pipeline_on
 from ..generate.run import quieten
 from ..launch.failures import Failure, of_exception
 from ..launch.messages import RankChannel, encode
@@ -127,6 +127,12 @@ def load_pipeline(
     return type(pipe).__name__, parameter_names(type(pipe).__call__)
 
 
+def derive(pipe: Any, key: str, name: str) -> tuple[str, tuple[str, ...]]:
+    """Make a pipeline of another class from the components of one; its class's name and the parameters of its call."""
+    made = _pipelines[key] = pipeline_on(pipe, name)
+    return name, parameter_names(type(made).__call__)
+
+
 def loaded(key: str) -> Any:
     """The pipeline of this rank that a `RemotePipeline` stands for."""
     if key not in _pipelines:
@@ -225,7 +231,7 @@ class _ProgressBar:
         self._say(("close", None))
 
     def __iter__(self) -> Iterator[Any]:
-        for item in self._iterable or ():
+        for item in () if self._iterable is None else self._iterable:
             yield item
             self.update()
         self.close()

@@ -1,0 +1,90 @@
+"""What the nodes use of ComfyUI, in one place."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import comfy.utils
+import folder_paths
+from comfy.cli_args import args
+
+
+class Progress:
+    """ComfyUI's bar of the node that runs, and its word that the prompt is to stop.
+
+    Attributes:
+        previews: whether ComfyUI is set to show what is being made.
+    """
+
+    def __init__(self) -> None:
+        self._bar = comfy.utils.ProgressBar(1)
+        method = getattr(args, "preview_method", None)
+        self.previews = method is not None and getattr(method, "value", method) != "none"
+        self._largest = getattr(args, "preview_size", 512)
+
+    def check(self) -> None:
+        """Raise ComfyUI's own exception when the prompt is to stop."""
+        comfy.model_management.throw_exception_if_processing_interrupted()
+
+    def step(self, done: int, total: int, picture: Any = None) -> None:
+        """Show how far the node is.
+
+        Args:
+            done, total: denoising steps.
+            picture: a preview (PIL), or None.
+
+        Raises:
+            comfy.model_management.InterruptProcessingException: the prompt is to stop.
+        """
+        self.check()
+        self._bar.update_absolute(done, total, None if picture is None else ("JPEG", picture, self._largest))
+
+
+def when_unloaded(action: Callable[[], Any]) -> None:
+    """Call ``action`` whenever ComfyUI unloads all models: by its button, its API, or when memory has run out."""
+    unload = comfy.model_management.unload_all_models
+
+    @functools.wraps(unload)
+    def unload_all_models(*given: Any, **named: Any) -> Any:
+        action()
+        return unload(*given, **named)
+
+    comfy.model_management.unload_all_models = unload_all_models
+
+
+def model_folder(name: str) -> str:
+    """A model's folder where its name is one in ComfyUI's ``models/diffusers``; else the name."""
+    return _within("diffusers", name, os.path.isdir)
+
+
+def lora_file(name: str) -> str:
+    """An adapter's file where its name is one in ComfyUI's ``models/loras``; else the name."""
+    return _within("loras", name, os.path.isfile)
+
+
+def _within(kind: str, name: str, fits: Callable[[str], bool]) -> str:
+    if name and not os.path.exists(name):
+        for folder in folder_paths.get_folder_paths(kind):
+            path = os.path.normpath(os.path.join(folder, name))
+            # Not out of the folder, but for links that are in there.
+            if Path(path).is_relative_to(os.path.normpath(folder)) and fits(path):
+                return path
+    return name
+
+
+def output_place(prefix: str, width: int, height: int) -> tuple[str, str, int, str]:
+    """Where a picture is saved: folder, beginning of the file's name, its number, folder below the output's."""
+    folder, name, number, below, _ = folder_paths.get_save_image_path(
+        prefix, folder_paths.get_output_directory(), width, height
+    )
+    return folder, name, number, below
+
+
+def metadata_allowed() -> bool:
+    """Whether ComfyUI may write metadata into files."""
+    return not getattr(args, "disable_metadata", False)

@@ -1,0 +1,311 @@
+"""A diffusers pipeline on ranks of this machine, which stay between prompts."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .host import lora_file
+from .request import Made, Request, Watch
+
+if TYPE_CHECKING:
+    from ditmesh.generate.files import InputFile
+    from ditmesh.generate.job import Job
+    from ditmesh.generate.preview import LatentColours
+    from ditmesh.ranks import RemotePipeline
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MeshSettings:
+    """What is loaded, and on how many ranks.
+
+    Attributes:
+        model: folder, hub id, or an embedded model.
+        devices: number of ranks; None: what the degrees multiply to.
+        config: settings of `ParallelConfig` that were given.
+        device: ``"auto"``, ``"cuda"`` or ``"cpu"``.
+        dtype: of the weights, by name; None: as the command line has it.
+        threads: of each rank; None: the cores shared out.
+        variant: of the weights' files.
+        stamp: another one when the model's files were written anew.
+    """
+
+    model: str
+    devices: int | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    device: str = "auto"
+    dtype: str | None = None
+    threads: int | None = None
+    variant: str | None = None
+    stamp: str = ""
+
+
+@dataclass
+class _Opened:
+    """Ranks with a pipeline, and what was changed in it since it was loaded."""
+
+    ranks: Any
+    pipe: RemotePipeline
+    # Class, and settings, of its own scheduler.
+    scheduler: tuple[str, Mapping[str, Any]]
+    colours: LatentColours | None
+    # Other classes on the same components; which scheduler each has, None: its own.
+    kinds: dict[str, RemotePipeline] = field(default_factory=dict)
+    schedulers: dict[str, str | None] = field(default_factory=dict)
+    # None: nobody knows.
+    adapters: tuple[InputFile, ...] | None = ()
+    # Of receipts; None: to be asked for.
+    facts: dict[str, Any] | None = None
+
+
+class MeshPipeline:
+    """Generates on ranks of this machine. They are started when they are needed, and again after `close`.
+
+    Attributes:
+        settings: what is loaded.
+        owner: the node that made it; without it nobody else is likely to ask for these ranks.
+    """
+
+    def __init__(self, settings: MeshSettings, owner: Any) -> None:
+        self.settings = settings
+        self.owner = weakref.ref(owner)
+        self._lock = threading.RLock()
+        self._opened: _Opened | None = None
+        self._release: Any = None
+
+    @property
+    def opened(self) -> bool:
+        """Whether there are ranks."""
+        return self._opened is not None and not self._opened.ranks.closed
+
+    def open(self) -> None:
+        """Start the ranks and load the pipeline, unless that is done.
+
+        Raises:
+            DitmeshError: the model, the configuration or the machine cannot do it; see `ditmesh.Ranks`.
+        """
+        with self._lock:
+            self._ready()
+
+    def close(self) -> None:
+        """End the ranks, after a request that is under way."""
+        with self._lock:
+            self._opened, release, self._release = None, self._release, None
+            if release is not None:
+                release()
+
+    def generate(self, request: Request, watch: Watch) -> list[Made]:
+        """The pictures of a request.
+
+        Raises:
+            DitmeshError: it cannot be done; the ranks stay, unless one was lost.
+            Exception: what ``watch`` raises, once all ranks have stopped at the end of a step.
+        """
+        import torch
+
+        from ditmesh.generate.files import PICTURES
+        from ditmesh.generate.run import call_arguments, receipt_of
+
+        given = {"image": request.image, "mask": request.mask}
+        pictures = {PICTURES[role]: picture.image for role, picture in given.items() if picture is not None}
+        with self._lock:
+            job, kind, size = self._job(request)
+            opened = self._ready()
+            pipe, facts = self._prepared(opened, job, kind)
+            made: list[Made] = []
+            steps = _Steps(watch, job, kind, opened.colours, size)
+            for number in range(job.calls):
+                call = job.call(number)
+                arguments = call_arguments(job, kind, number, pictures)
+                shown = {} if steps.callback is None else {"callback_on_step_end": steps.callback}
+                pipe.set_progress_bar_config(disable=True, on_update=steps.update)
+                started = time.perf_counter()
+                with torch.random.fork_rng(devices=[]):
+                    # Some pipelines take noise from the process's own generator.
+                    torch.default_generator.manual_seed(job.seed + call.first)
+                    images = pipe(**arguments, **shown).images
+                facts["seconds"] = time.perf_counter() - started
+                made += [
+                    Made(image, receipt_of(job, index, image, arguments, {**facts, "place": place}))
+                    for place, (index, image) in enumerate(zip(call.indices, images, strict=True))
+                ]
+                steps.behind += 1
+            return made
+
+    def _ready(self) -> _Opened:
+        """The ranks and the pipeline. Those of before may have lost one."""
+        if self._opened is not None and self._opened.ranks.closed:
+            log.warning("the ranks of %s are gone; they are started again", self.settings.model)
+            self.close()
+        if self._opened is None:
+            self._opened = self._open()
+        return self._opened
+
+    def _open(self) -> _Opened:
+        import torch
+
+        import ditmesh
+        from ditmesh.generate.preview import latent_colours
+
+        settings = self.settings
+        world_size, config, kind = self._mesh()
+        make_room(self)
+        # ComfyUI's main module starts ComfyUI.
+        ranks = ditmesh.Ranks(world_size, kind, settings.threads, import_main=False)
+        try:
+            dtype = getattr(torch, self._dtype(kind))
+            pipe = ranks.load(settings.model, config or "auto", dtype=dtype, variant=settings.variant)
+            own, colours = pipe.scheduler, ranks.run(latent_colours, pipe)[0]
+        except BaseException:
+            ranks.close()
+            raise
+        # Also when nobody holds this any more.
+        self._release = weakref.finalize(self, ranks.close)
+        return _Opened(ranks, pipe, (own.name, own.config), colours)
+
+    def _mesh(self) -> tuple[int, Any, str]:
+        """Number of ranks, their configuration (None: the engine chooses), and the type of device."""
+        from ditmesh.cli.values import parallel_config
+        from ditmesh.generate.model_info import find_model
+        from ditmesh.launch import resolve_device
+
+        heads = find_model(self.settings.model).heads
+        world_size, config = parallel_config(self.settings.devices, None, self.settings.config, heads)
+        return world_size, config, resolve_device(self.settings.device, world_size)  # type: ignore[arg-type]
+
+    def _dtype(self, kind: str) -> str:
+        return self.settings.dtype or ("bfloat16" if kind == "cuda" else "float32")
+
+    def _job(self, request: Request) -> tuple[Job, type[Any], tuple[int, int]]:
+        """The request as a job that was looked at, the class of pipeline that does it, and the pictures' size."""
+        import diffusers
+
+        from ditmesh import InputError
+        from ditmesh.cli.values import embedded_or
+        from ditmesh.generate.files import InputFile, adapter, pipeline_for
+        from ditmesh.generate.job import PER_CALL, check_content, job_for
+        from ditmesh.generate.receipt import MOST_PIXELS
+        from ditmesh.generate.run import call_parameters, check_call
+
+        sampling, settings = request.sampling, self.settings
+        world_size, config, device = self._mesh()
+        info, steps, guidance, tokens = embedded_or(settings.model, sampling.steps, sampling.guidance)
+        width, height = sampling.size or info.default_size or (1, 1)
+        files = [
+            InputFile(role, picture.name, picture.digest)
+            for role, picture in (("image", request.image), ("mask", request.mask))
+            if picture is not None
+        ]
+        files += [adapter("lora", f"{lora_file(one.name)}:{one.scale!r}") for one in request.loras]
+        job = job_for(
+            info,
+            (request.text.prompt,),
+            "",
+            config=config or "auto",
+            negative=request.text.negative,
+            steps=steps,
+            guidance=guidance,
+            size=sampling.size,
+            max_sequence_length=tokens,
+            seed=sampling.seed,
+            images=sampling.images,
+            per_call=max(1, min(PER_CALL, MOST_PIXELS // (width * height))),
+            dtype=self._dtype(device),
+            files=tuple(files),
+            strength=request.strength,
+            variant=settings.variant,
+            scheduler=sampling.scheduler,
+        )
+        check_content(job, info, world_size)
+        name = pipeline_for(job.pipeline_class, job.files, job.strength)
+        kind = getattr(diffusers, name, None)
+        if not isinstance(kind, type):
+            raise InputError(f"{name} is no pipeline of diffusers {diffusers.__version__}; call it from Python")
+        check_call(job, name, call_parameters(kind))
+        return job, kind, (width, height)
+
+    def _prepared(self, opened: _Opened, job: Job, kind: type[Any]) -> tuple[RemotePipeline, dict[str, Any]]:
+        """The pipeline of a class with the job's adapters and scheduler alone; what receipts say of it."""
+        from ditmesh.generate.files import ADAPTERS, load_adapters
+        from ditmesh.generate.run import facts_on_rank
+        from ditmesh.generate.schedulers import scheduler_named
+
+        name = kind.__name__
+        if name == opened.pipe.class_name:
+            pipe = opened.pipe
+        elif name in opened.kinds:
+            pipe = opened.kinds[name]
+        else:
+            pipe = opened.kinds[name] = opened.pipe.as_class(name)
+        adapters = tuple(file for file in job.files if file.role in ADAPTERS)
+        if adapters != opened.adapters:
+            before, opened.adapters, opened.facts = opened.adapters, None, None
+            if before != ():
+                opened.pipe.unload_lora_weights()
+            if adapters:
+                opened.ranks.run(load_adapters, opened.pipe, adapters)
+            opened.adapters = adapters
+        if job.scheduler != opened.schedulers.get(name):
+            opened.schedulers.pop(name, None)
+            pipe.scheduler = scheduler_named(job.scheduler or opened.scheduler[0], *opened.scheduler)
+            opened.schedulers[name] = job.scheduler
+        if opened.facts is None:
+            opened.facts = opened.ranks.run(facts_on_rank, opened.pipe)[0]
+        return pipe, {**opened.facts, "pipeline": name}
+
+
+class _Steps:
+    """Tells who watches how far the pipeline is, and shows the latents.
+
+    Attributes:
+        callback: of the pipeline's call; None: it takes none.
+        behind: calls of the pipeline that are done.
+    """
+
+    def __init__(
+        self, watch: Watch, job: Job, kind: type[Any], colours: LatentColours | None, size: tuple[int, int]
+    ) -> None:
+        from ditmesh.generate.run import call_parameters
+
+        self._watch, self._job, self._kind, self._colours, self._size = watch, job, kind, colours, size
+        self._picture: Any = None
+        self.behind = 0
+        shown = colours is not None and watch.previews
+        self.callback = self._step if shown and "callback_on_step_end" in call_parameters(kind) else None
+
+    def _step(self, pipe: Any, index: int, timestep: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        self._watch.check()
+        latents = tensors.get("latents")
+        if latents is not None and self._colours is not None:
+            self._picture = self._colours.picture(latents, self._kind, *self._size)
+        return {}
+
+    def update(self, done: int, total: int | None) -> None:
+        """A step is done."""
+        total = max(total or done, 1)
+        self._watch.step(self.behind * total + done, self._job.calls * total, self._picture)
+
+
+# Pipelines that may have ranks. ComfyUI says to all nodes together that memory is to be freed.
+_pipelines: weakref.WeakSet[MeshPipeline] = weakref.WeakSet()
+
+
+def make_room(newcomer: MeshPipeline) -> None:
+    """End the ranks whose node is gone before ``newcomer`` starts its own."""
+    for pipeline in list(_pipelines):
+        if pipeline is not newcomer and pipeline.opened and pipeline.owner() is None:
+            pipeline.close()
+    _pipelines.add(newcomer)
+
+
+def close_all() -> None:
+    """End all ranks; the next prompt that needs some starts them again."""
+    for pipeline in list(_pipelines):
+        pipeline.close()

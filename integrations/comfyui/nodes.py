@@ -1,0 +1,419 @@
+"""The nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+from . import host
+from .mesh import MeshPipeline, MeshSettings, close_all
+from .remote import ServerPipeline
+from .request import (
+    Lora,
+    Made,
+    Pipeline,
+    Receipts,
+    Request,
+    Sampling,
+    Text,
+    as_picture,
+    as_tensor,
+    input_picture,
+    pixels_digest,
+    stamp,
+)
+
+PIPELINE, LORAS, TEXT, SAMPLING, RECEIPTS = (
+    *("DITMESH_PIPELINE", "DITMESH_LORAS", "DITMESH_TEXT", "DITMESH_SAMPLING", "DITMESH_RECEIPTS"),
+)
+CATEGORY = "ditmesh"
+OWN = "the model's own"
+DTYPES = ["auto", "float32", "bfloat16", "float16"]
+# Degrees of a mesh, in the order of the widgets.
+DEGREES = {
+    "ulysses": "Ranks that share the tokens and swap attention heads.",
+    "ring": "Ranks that share the tokens and pass keys and values on.",
+    "cfg": "2: one rank (or group) for each branch of guidance.",
+    "data": "Ranks that share the pictures of a batch.",
+    "tensor": "Ranks that share the transformer's weights.",
+    "pipe": "Stages of blocks (PipeFusion): approximate, keys are a step old.",
+}
+# Numbers above are not kept exactly by a browser's page.
+LARGEST_SEED = 2**53 - 1
+
+
+def _number(default: int, least: int, most: int, tooltip: str, **more: Any) -> tuple[str, dict[str, Any]]:
+    return "INT", {"default": default, "min": least, "max": most, "tooltip": tooltip, **more}
+
+
+def _scheduler_names() -> list[str]:
+    from ditmesh.generate.schedulers import NAMES
+
+    return [OWN, *NAMES]
+
+
+class LoadPipeline:
+    """Loads a diffusers pipeline on ranks of this machine; they stay until the settings change."""
+
+    CATEGORY, FUNCTION = CATEGORY, "load"
+    RETURN_TYPES, RETURN_NAMES = (PIPELINE,), ("pipeline",)
+    DESCRIPTION = (
+        "Loads a diffusers pipeline on several devices of this machine. They keep it between prompts, until a setting "
+        "changes here or ComfyUI unloads its models."
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        degrees = {name: _number(1, 1, 3 if name == "cfg" else 64, text) for name, text in DEGREES.items()}
+        return {
+            "required": {
+                "model": (
+                    "STRING",
+                    {
+                        "default": "emoji-sd3",
+                        "tooltip": "A folder that save_pretrained wrote (also one in models/diffusers), a hub id, or a "
+                        "model embedded in ditmesh.",
+                    },
+                ),
+                **degrees,
+                "dtype": (DTYPES, {"default": "auto", "tooltip": "auto: bfloat16 on GPUs, float32 on the CPU."}),
+            },
+            "optional": {
+                "devices": _number(
+                    0,
+                    0,
+                    512,
+                    "Number of ranks. 0: as many as the degrees multiply to. With all degrees at 1 ditmesh "
+                    "chooses how the ranks work together.",
+                ),
+                "device": (["auto", "cuda", "cpu"], {"default": "auto", "tooltip": "auto: GPUs if there are any."}),
+                "threads": _number(0, 0, 512, "Threads of each rank. 0: the cores shared out."),
+                "settings": (
+                    "STRING",
+                    {
+                        "default": "",
+                        "tooltip": 'More of the parallel configuration, such as "reproducible" or "patches=4 '
+                        'exchange=displaced".',
+                    },
+                ),
+                "variant": ("STRING", {"default": "", "tooltip": "Variant of the weights' files, such as fp16."}),
+            },
+        }
+
+    @classmethod
+    def IS_CHANGED(cls, model: str = "", **settings: Any) -> str:  # noqa: N802
+        """Another value when the model's files have been written anew."""
+        return stamp(host.model_folder(model))
+
+    def __init__(self) -> None:
+        self._pipeline: MeshPipeline | None = None
+
+    def load(
+        self,
+        model: str,
+        dtype: str,
+        devices: int = 0,
+        device: str = "auto",
+        threads: int = 0,
+        settings: str = "",
+        variant: str = "",
+        **degrees: int,
+    ) -> tuple[Pipeline]:
+        from ditmesh.cli.values import settings_of
+
+        config = {name: degree for name, degree in degrees.items() if degree != 1}
+        given = settings_of(settings)
+        if twice := given.keys() & config.keys():
+            from ditmesh import ConfigError
+
+            raise ConfigError(f"{min(twice)} stands in a widget and in settings; leave one out")
+        found = host.model_folder(model.strip())
+        made = MeshSettings(
+            found,
+            devices or None,
+            config | given,
+            device,
+            None if dtype == "auto" else dtype,
+            threads or None,
+            variant.strip() or None,
+            stamp(found),
+        )
+        if self._pipeline is not None and self._pipeline.settings != made:
+            self._pipeline.close()
+            self._pipeline = None
+        if self._pipeline is None:
+            self._pipeline = MeshPipeline(made, self)
+        self._pipeline.open()
+        return (self._pipeline,)
+
+
+class Connect:
+    """Connects to a ditmesh server, which has devices of its own."""
+
+    CATEGORY, FUNCTION = CATEGORY, "connect"
+    RETURN_TYPES, RETURN_NAMES = (PIPELINE,), ("pipeline",)
+    DESCRIPTION = "Connects to a ditmesh server (ditmesh serve), which generates on devices of its own."
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {
+            "required": {
+                "url": ("STRING", {"default": "http://127.0.0.1:8000", "tooltip": "Address of the server."}),
+                "model": ("STRING", {"default": "", "tooltip": "One of the server's models. Empty: its first."}),
+            },
+            "optional": {
+                "key_variable": (
+                    "STRING",
+                    {
+                        "default": "DITMESH_API_KEY",
+                        "tooltip": "Environment variable of ComfyUI that holds the server's key, if it wants one. Not "
+                        "the key itself: ComfyUI writes what stands here into every picture.",
+                    },
+                ),
+                "priority": _number(0, -10, 10, "Requests of a higher one go first."),
+            },
+        }
+
+    def connect(
+        self, url: str, model: str, key_variable: str = "DITMESH_API_KEY", priority: int = 0
+    ) -> tuple[Pipeline]:
+        key = os.environ.get(key_variable.strip()) if key_variable.strip() else None
+        return (ServerPipeline(url.strip(), key, model.strip(), priority),)
+
+
+class AddLora:
+    """Puts an adapter onto a stack of adapters."""
+
+    CATEGORY, FUNCTION = CATEGORY, "add"
+    RETURN_TYPES, RETURN_NAMES = (LORAS,), ("loras",)
+    DESCRIPTION = "Puts a LoRA onto a stack of LoRAs."
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {
+            "required": {
+                "lora": (
+                    "STRING",
+                    {
+                        "default": "",
+                        "tooltip": "A file of models/loras, another file or folder, or a hub id; for a server one of "
+                        "its LoRAs. Empty: none.",
+                    },
+                ),
+                "scale": ("FLOAT", {"default": 1.0, "min": -10.0, "max": 10.0, "step": 0.05}),
+            },
+            "optional": {"loras": (LORAS, {"tooltip": "The LoRAs so far."})},
+        }
+
+    @classmethod
+    def IS_CHANGED(cls, lora: str = "", **others: Any) -> str:  # noqa: N802
+        """Another value when the adapter's file has been written anew."""
+        return stamp(host.lora_file(lora.strip())) if lora.strip() else ""
+
+    def add(self, lora: str, scale: float, loras: tuple[Lora, ...] = ()) -> tuple[tuple[Lora, ...]]:
+        return ((*loras, Lora(lora.strip(), scale)) if lora.strip() else loras,)
+
+
+class WriteText:
+    """What is to be shown, and what is not."""
+
+    CATEGORY, FUNCTION = CATEGORY, "write"
+    RETURN_TYPES, RETURN_NAMES = (TEXT,), ("text",)
+    DESCRIPTION = "The prompt, and what the pictures should not show."
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {
+            "required": {
+                "prompt": ("STRING", {"default": "a red fox", "multiline": True, "dynamicPrompts": True}),
+                "negative": (
+                    "STRING",
+                    {"default": "", "multiline": True, "dynamicPrompts": True, "tooltip": "Empty: none is given."},
+                ),
+            }
+        }
+
+    def write(self, prompt: str, negative: str) -> tuple[Text]:
+        return (Text(prompt, negative or None),)
+
+
+class SetSampling:
+    """Steps, guidance, seed, size, number of pictures, scheduler."""
+
+    CATEGORY, FUNCTION = CATEGORY, "set"
+    RETURN_TYPES, RETURN_NAMES = (SAMPLING,), ("sampling",)
+    DESCRIPTION = "How it is sampled. Picture i of a batch has seed + i, and is the one that this seed gives alone."
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {
+            "required": {
+                "seed": _number(
+                    0,
+                    0,
+                    LARGEST_SEED,
+                    "The same seed gives the picture of `ditmesh generate --seed`.",
+                    control_after_generate=True,
+                ),
+                "steps": _number(0, 0, 10_000, "Denoising steps. 0: the model's own."),
+                "guidance": (
+                    "FLOAT",
+                    {"default": -1.0, "min": -1.0, "max": 100.0, "step": 0.1, "tooltip": "-1: the model's own."},
+                ),
+                "width": _number(0, 0, 16384, "In pixels. 0: the model's own.", step=8),
+                "height": _number(0, 0, 16384, "In pixels. 0: the model's own.", step=8),
+                "images": _number(1, 1, 1024, "Number of pictures."),
+                "scheduler": (_scheduler_names(), {"default": OWN, "tooltip": "A class of diffusers."}),
+            }
+        }
+
+    def set(
+        self, seed: int, steps: int, guidance: float, width: int, height: int, images: int, scheduler: str
+    ) -> tuple[Sampling]:
+        from ditmesh import InputError
+
+        if (width == 0) != (height == 0):
+            raise InputError(f"width {width} and height {height}: give both, or 0 for both")
+        return (
+            Sampling(
+                steps or None,
+                None if guidance < 0 else guidance,
+                seed,
+                (width, height) if width else None,
+                images,
+                None if scheduler == OWN else scheduler,
+            ),
+        )
+
+
+class Generate:
+    """Generates pictures, with ComfyUI's bar and its previews; ComfyUI's cancel stops all ranks at the next step."""
+
+    CATEGORY, FUNCTION = CATEGORY, "generate"
+    RETURN_TYPES, RETURN_NAMES = ("IMAGE", RECEIPTS), ("images", "receipts")
+    DESCRIPTION = "Generates pictures on the mesh or the server."
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {
+            "required": {"pipeline": (PIPELINE,), "text": (TEXT,), "sampling": (SAMPLING,)},
+            "optional": {
+                "loras": (LORAS,),
+                "image": ("IMAGE", {"tooltip": "A picture to begin with, where the model's pipeline can."}),
+                "mask": ("MASK", {"tooltip": "White is generated anew (inpainting), where the pipeline can."}),
+                "strength": (
+                    "FLOAT",
+                    {
+                        "default": 0.0,
+                        "min": 0.0,
+                        "max": 1.0,
+                        "step": 0.01,
+                        "tooltip": "How much of the picture is generated anew. 0: as the pipeline has it.",
+                    },
+                ),
+            },
+        }
+
+    def generate(
+        self,
+        pipeline: Pipeline,
+        text: Text,
+        sampling: Sampling,
+        loras: tuple[Lora, ...] = (),
+        image: Any = None,
+        mask: Any = None,
+        strength: float = 0.0,
+    ) -> tuple[Any, Receipts]:
+        request = Request(
+            text, sampling, loras, input_picture(image, "image"), input_picture(mask, "mask"), strength or None
+        )
+        made: list[Made] = pipeline.generate(request, host.Progress())
+        receipts = tuple(one.receipt for one in made)
+        digests = tuple(pixels_digest(one.image) for one in made)
+        inputs = tuple(one for one in (request.image, request.mask) if one is not None)
+        return as_tensor([one.image for one in made]), Receipts(receipts, digests, inputs)
+
+
+class SavePictures:
+    """Saves pictures with their receipts, from which `ditmesh replay` makes them again, and with the workflow."""
+
+    CATEGORY, FUNCTION = CATEGORY, "save"
+    RETURN_TYPES: ClassVar[tuple[str, ...]] = ()
+    OUTPUT_NODE = True
+    DESCRIPTION = (
+        "Saves pictures as PNGs with their receipts, from which `ditmesh replay` makes them again, and with the "
+        "workflow, as ComfyUI's own node does."
+    )
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        return {
+            "required": {
+                "images": ("IMAGE",),
+                "receipts": (RECEIPTS,),
+                "filename_prefix": ("STRING", {"default": "ditmesh", "tooltip": "As in ComfyUI's SaveImage."}),
+            },
+            "hidden": {"prompt": "PROMPT", "extra_pnginfo": "EXTRA_PNGINFO"},
+        }
+
+    def save(
+        self,
+        images: Any,
+        receipts: Receipts,
+        filename_prefix: str,
+        prompt: Any = None,
+        extra_pnginfo: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        from ditmesh.core.files import written_whole
+        from ditmesh.generate.receipt import text_chunk
+
+        pictures = [as_picture(image) for image in images]
+        if [pixels_digest(picture) for picture in pictures] != [*receipts.digests]:
+            from ditmesh import InputError
+
+            raise InputError(
+                "these pictures are not those that the receipts tell of: something between has changed, dropped or "
+                "reordered them; save them with ComfyUI's SaveImage"
+            )
+        height, width = images.shape[1:3]
+        folder, name, number, below = host.output_place(filename_prefix, width, height)
+        texts = {"prompt": prompt, **(extra_pnginfo or {})} if host.metadata_allowed() else {}
+        notes = {key: json.dumps(value) for key, value in texts.items() if value is not None}
+        if host.metadata_allowed():
+            for one in receipts.inputs:
+                # Beside the picture: there it is looked for.
+                Path(folder, one.name).write_bytes(one.png)
+        saved = []
+        for place, (picture, receipt) in enumerate(zip(pictures, receipts.receipts, strict=True)):
+            file = f"{name.replace('%batch_num%', str(place))}_{number + place:05}_.png"
+            chunks = text_chunk(receipt) if host.metadata_allowed() else None
+            for key, text in notes.items():
+                chunks.add_text(key, text)
+            with written_whole(Path(folder, file)) as temporary:
+                picture.save(temporary, "PNG", pnginfo=chunks)
+            saved.append({"filename": file, "subfolder": below, "type": "output"})
+        return {"ui": {"images": saved}}
+
+
+host.when_unloaded(close_all)
+
+NODE_CLASS_MAPPINGS = {
+    "DitmeshLoadPipeline": LoadPipeline,
+    "DitmeshConnect": Connect,
+    "DitmeshLoRA": AddLora,
+    "DitmeshText": WriteText,
+    "DitmeshSampling": SetSampling,
+    "DitmeshGenerate": Generate,
+    "DitmeshSave": SavePictures,
+}
+NODE_DISPLAY_NAME_MAPPINGS = {
+    "DitmeshLoadPipeline": "Load pipeline on a mesh (ditmesh)",
+    "DitmeshConnect": "Connect to a server (ditmesh)",
+    "DitmeshLoRA": "LoRA (ditmesh)",
+    "DitmeshText": "Text (ditmesh)",
+    "DitmeshSampling": "Sampling (ditmesh)",
+    "DitmeshGenerate": "Generate (ditmesh)",
+    "DitmeshSave": "Save with receipts (ditmesh)",
+}

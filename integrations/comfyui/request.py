@@ -1,0 +1,162 @@
+"""What the nodes hand one another: a request, and the pictures it has led to."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+    from ditmesh.generate.receipt import Receipt
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is to be shown, and what is not."""
+
+    prompt: str
+    negative: str | None = None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How it is sampled; None: as the model has it. Picture ``i`` of ``images`` has ``seed + i``."""
+
+    steps: int | None = None
+    guidance: float | None = None
+    seed: int = 0
+    size: tuple[int, int] | None = None
+    images: int = 1
+    scheduler: str | None = None
+
+
+@dataclass(frozen=True)
+class Lora:
+    """An adapter: its name as the user wrote it, and its scale."""
+
+    name: str
+    scale: float
+
+
+@dataclass(frozen=True)
+class InputPicture:
+    """A picture to begin with, or a mask of what of it is generated anew: as a PNG's bytes."""
+
+    png: bytes
+    image: Image
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the PNG, in hexadecimal."""
+        return hashlib.sha256(self.png).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """Name of the file in which it is kept."""
+        return f"ditmesh-input-{self.digest[:16]}.png"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that decides the pictures but for the pipeline."""
+
+    text: Text
+    sampling: Sampling
+    loras: tuple[Lora, ...] = ()
+    image: InputPicture | None = None
+    mask: InputPicture | None = None
+    strength: float | None = None
+
+
+class Watch(Protocol):
+    """Who watches a request; what its methods raise stops it at the end of a step."""
+
+    previews: bool
+
+    def check(self) -> None: ...
+
+    def step(self, done: int, total: int, picture: Any = None) -> None: ...
+
+
+class Pipeline(Protocol):
+    """What generates: ranks of this machine, or a server."""
+
+    def generate(self, request: Request, watch: Watch) -> list[Made]: ...
+
+
+@dataclass(frozen=True)
+class Made:
+    """A picture, and how it was made."""
+
+    image: Image
+    receipt: Receipt
+
+
+@dataclass(frozen=True)
+class Receipts:
+    """Receipts of a batch of pictures, with what is needed to tell that they are still these pictures.
+
+    Attributes:
+        receipts: one for each picture.
+        digests: of the pictures' pixels.
+        inputs: the input pictures that the receipts name.
+    """
+
+    receipts: tuple[Receipt, ...]
+    digests: tuple[str, ...]
+    inputs: tuple[InputPicture, ...] = ()
+
+
+def as_tensor(images: list[Image]) -> torch.Tensor:
+    """Pictures of one size as ComfyUI's IMAGE: (batch, height, width, 3) float32 from 0 to 1, on the CPU."""
+    import numpy
+    import torch
+
+    # Exactly n / 255: SaveImage makes n of it again.
+    return torch.from_numpy(numpy.stack([numpy.asarray(image.convert("RGB")) for image in images])).float() / 255
+
+
+def as_picture(image: torch.Tensor) -> Image:
+    """One picture of an IMAGE, (height, width, 3), or of a MASK, (height, width), rounded to 8 bits."""
+    import torch
+    from PIL import Image
+
+    return Image.fromarray((image.detach().cpu().float().clamp(0, 1) * 255).round().to(torch.uint8).numpy())
+
+
+def input_picture(image: torch.Tensor | None, what: str) -> InputPicture | None:
+    """The only picture of an IMAGE or MASK; None stays None.
+
+    Raises:
+        InputError: there are several.
+    """
+    from ditmesh import InputError
+
+    if image is None:
+        return None
+    if image.shape[0] != 1:
+        raise InputError(f"{what} holds {image.shape[0]} pictures; give one, such as by ImageFromBatch")
+    picture, file = as_picture(image[0]), io.BytesIO()
+    picture = picture.convert("L" if image.ndim == 3 else "RGB")
+    picture.save(file, "PNG")
+    return InputPicture(file.getvalue(), picture)
+
+
+def pixels_digest(image: Image) -> str:
+    """SHA-256 of a picture's size and pixels, in hexadecimal."""
+    image = image.convert("RGB")
+    return hashlib.sha256(f"{image.size}".encode() + image.tobytes()).hexdigest()
+
+
+def stamp(path: str) -> str:
+    """What changes when a file, or a file in a folder, is written anew; empty for what is not there."""
+    place = Path(path)
+    inside = (f"{below}*{ending}" for below in ("", "*/") for ending in (".json", ".safetensors", ".bin"))
+    files = [place] if place.is_file() else sorted(file for pattern in inside for file in place.glob(pattern))
+    facts = [(str(file), found.st_size, found.st_mtime_ns) for file in files if (found := file.stat())]
+    return hashlib.sha256(repr(facts).encode()).hexdigest() if facts else ""

@@ -1,0 +1,65 @@
+"""Another scheduler in the place of a pipeline's own, where it solves the same equation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import InputError
+
+# Schedulers of diffusers that can take the place of a flow-matching one as they are.
+FLOW = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
+# Those that can when they are told that the model predicts a flow. Not DEIS and SA: diffusers' end before all noise is
+# gone.
+FLOW_BY_SETTING = ("DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler", "UniPCMultistepScheduler")
+# Those of models that predict noise, or v.
+NOISE = (
+    *("DDIMScheduler", "DDPMScheduler", "EulerAncestralDiscreteScheduler", "EulerDiscreteScheduler"),
+    *("HeunDiscreteScheduler", "KDPM2DiscreteScheduler", "PNDMScheduler"),
+)
+NAMES = (*FLOW, *FLOW_BY_SETTING, *NOISE)
+
+
+def scheduler_named(name: str, own: str, config: Mapping[str, Any]) -> Any:
+    """A diffusers scheduler with the settings of a pipeline's own.
+
+    Args:
+        name: its class.
+        own: class of the pipeline's own.
+        config: settings of the pipeline's own.
+
+    Raises:
+        InputError: it is none of `NAMES`, or solves another equation than the model was trained for.
+    """
+    import diffusers
+
+    kind: Any = getattr(diffusers, name, None) if name in (*NAMES, own) else None
+    if not isinstance(kind, type):
+        raise InputError(f"scheduler {name!r} is none of {', '.join(NAMES)}")
+    if name == own:
+        return kind.from_config(config)
+    known = inspect.signature(kind.__init__).parameters
+    plain = {key: value for key, value in config.items() if key in known}
+    flows = own in FLOW or config.get("prediction_type") == "flow_prediction"
+    if flows and name in FLOW_BY_SETTING:
+        shift = config.get("flow_shift", config.get("shift", 1.0))
+        more = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": shift}
+        return kind.from_config(plain, **more)
+    fitting = FLOW + FLOW_BY_SETTING if flows else NOISE + FLOW_BY_SETTING
+    related = name in FLOW if own in FLOW else name in {one.__name__ for one in _compatible(own)}
+    if name not in fitting or not related:
+        others = [one for one in fitting if one != own]
+        what = "a flow" if flows else "noise"
+        raise InputError(
+            f"scheduler {name} is not for a model that predicts {what}, as {own} is; use {', '.join(others)}"
+        )
+    return kind.from_config(plain)
+
+
+def _compatible(own: str) -> list[type[Any]]:
+    """Schedulers of diffusers that one of them says it can be exchanged for."""
+    import diffusers
+
+    kind = getattr(diffusers, own, None)
+    return kind._get_compatibles() if hasattr(kind, "_get_compatibles") else []

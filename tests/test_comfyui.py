@@ -1,0 +1,688 @@
+"""Nodes for ComfyUI, in a stand-in for it and in a real one: real ranks, the embedded model."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from ditmesh import Client
+from ditmesh.cli.main import main
+from ditmesh.client import ServerError
+from ditmesh.errors import ConfigError, InputError, RankFailed
+from ditmesh.generate.receipt import read_receipt
+from ditmesh.serve.keys import new_key
+from ditmesh.serve.settings import Settings
+from ditmesh.serve.types import ENDED
+from support import comfyui, comfyui_server, processes
+from support.comfyui import NODES, WIDGETS, ComfyUI, InterruptProcessingException
+from support.comfyui_server import Server
+from support.serving import FakeBackend, drawn, serving
+
+STEPS = 4
+WORKFLOWS = sorted((NODES / "api_workflows").glob("*.json"))
+
+
+def workflow(name: str = "text_to_image", **inputs: Any) -> dict[str, Any]:
+    """One of the shipped workflows, on one thread per rank; ``inputs`` by the names that they have there."""
+    found = json.loads((NODES / "api_workflows" / f"{name}.json").read_text(encoding="utf-8"))
+    given = {"threads": 1, "device": "cpu", "steps": STEPS, **inputs}
+    for node in found.values():
+        plain = {key for key, value in node["inputs"].items() if not isinstance(value, list)}
+        node["inputs"] |= {key: value for key, value in given.items() if key in plain}
+    return found
+
+
+@pytest.fixture(scope="module")
+def comfy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComfyUI]:
+    with comfyui.comfyui(tmp_path_factory.mktemp("comfy")) as host:
+        yield host
+
+
+@pytest.fixture(autouse=True)
+def quiet(comfy: ComfyUI) -> None:
+    comfy.on_progress = lambda done, total: None
+    comfy.heard.clear()
+
+
+def pixels(path: str | Path) -> numpy.ndarray:
+    with Image.open(path) as image:
+        return numpy.asarray(image.convert("RGB"))
+
+
+def saved(comfy: ComfyUI, shown: dict[str, Any], node: str = "5") -> list[Path]:
+    return [comfy.output / one["subfolder"] / one["filename"] for one in shown[node]["images"]]
+
+
+def ditmesh(*arguments: str | Path) -> int:
+    with pytest.raises(SystemExit) as left:
+        main([str(argument) for argument in arguments])
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+@pytest.fixture
+def command(kept_ranks: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., list[Path]]:
+    """``command("--seed", 5)``: the pictures of ``ditmesh generate``, with two ranks of one thread."""
+
+    def generate(*more: str | Path) -> list[Path]:
+        given = ("--devices", "2", "--cfg", "2", "--threads", "1", "--steps", str(STEPS), "--device", "cpu", *more)
+        assert ditmesh("generate", "a red fox", *given, "--out", tmp_path / "command", "--json") == 0
+        return [Path(one["path"]) for one in json.loads(capfd.readouterr().out)["pictures"]]
+
+    return generate
+
+
+def pids(comfy: ComfyUI) -> list[int]:
+    """Processes of all ranks that the nodes have started and not ended."""
+    opened = [one._opened for one in comfy.package.mesh._pipelines if one.opened]
+    return [pid for one in opened for pid in one.ranks._pool.pids]
+
+
+def gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return True
+    return state.rpartition(")")[2].split()[0] == "Z"
+
+
+# ---- definitions
+
+
+def test_every_node_is_defined_as_comfyui_wants_it(comfy: ComfyUI) -> None:
+    package = comfy.package
+    assert package.NODE_CLASS_MAPPINGS.keys() == package.NODE_DISPLAY_NAME_MAPPINGS.keys()
+    for name, kind in package.NODE_CLASS_MAPPINGS.items():
+        inputs = kind.INPUT_TYPES()
+        assert inputs.keys() <= {"required", "optional", "hidden"}, name
+        assert kind.CATEGORY == "ditmesh"
+        assert kind.DESCRIPTION
+        assert isinstance(kind.RETURN_TYPES, tuple)
+        assert all(isinstance(one, str) for one in kind.RETURN_TYPES)
+        assert len(getattr(kind, "RETURN_NAMES", kind.RETURN_TYPES)) == len(kind.RETURN_TYPES)
+        # A node without outputs would never run.
+        assert kind.RETURN_TYPES or kind.OUTPUT_NODE
+        taken = inspect.signature(getattr(kind, kind.FUNCTION)).parameters
+        by_name = any(one.kind is one.VAR_KEYWORD for one in taken.values())
+        for group, entries in inputs.items():
+            for key, entry in entries.items():
+                assert key in taken or by_name, (name, key)
+                if group == "optional" and key in taken:
+                    assert taken[key].default is not inspect.Parameter.empty, (name, key)
+                if group != "hidden":
+                    check_input(entry)
+
+
+def check_input(entry: Any) -> None:
+    """A widget's default is one of its values; what has no widget is of a type that some node makes."""
+    assert isinstance(entry, tuple)
+    kind, options = entry[0], entry[1] if len(entry) > 1 else {}
+    if isinstance(kind, list):
+        assert options["default"] in kind
+    elif kind in WIDGETS:
+        assert type(options["default"]) is WIDGETS[kind]
+        if kind in ("INT", "FLOAT"):
+            assert options["min"] <= options["default"] <= options["max"]
+    else:
+        assert kind in {"IMAGE", "MASK"} or kind.startswith("DITMESH_")
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_shipped_workflows_are_valid(comfy: ComfyUI, path: Path) -> None:
+    assert comfy.errors(json.loads(path.read_text(encoding="utf-8"))) == []
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_the_page_s_workflows_are_the_same(comfy: ComfyUI, path: Path) -> None:
+    page = json.loads((NODES / "example_workflows" / path.name).read_text(encoding="utf-8"))
+    assert as_api(comfy, page) == json.loads(path.read_text(encoding="utf-8"))
+
+
+def as_api(comfy: ComfyUI, page: dict[str, Any]) -> dict[str, Any]:
+    """What ComfyUI's page makes of its own form of a workflow when it runs it."""
+    links = {link[0]: link for link in page["links"]}
+    found: dict[str, Any] = {}
+    for node in page["nodes"]:
+        inputs = comfy.classes[node["type"]].INPUT_TYPES()
+        entries = {**inputs.get("required", {}), **inputs.get("optional", {})}
+        values, given = list(node["widgets_values"]), {}
+        for name, entry in entries.items():
+            if isinstance(entry[0], list) or entry[0] in WIDGETS:
+                given[name] = values.pop(0)
+                if len(entry) > 1 and entry[1].get("control_after_generate"):
+                    assert values.pop(0) in ("fixed", "randomize", "increment", "decrement")
+        assert not values
+        for socket in node["inputs"]:
+            if socket["link"] is not None:
+                number, source, place, target, slot, kind = links[socket["link"]]
+                assert (number, target, kind) == (socket["link"], node["id"], socket["type"])
+                assert node["inputs"][slot] is socket
+                given[socket["name"]] = [str(source), place]
+                origin = next(one for one in page["nodes"] if one["id"] == source)
+                assert socket["link"] in origin["outputs"][place]["links"]
+        found[str(node["id"])] = {"class_type": node["type"], "inputs": given}
+    return found
+
+
+# ---- pictures
+
+
+def test_the_picture_is_the_command_s_and_can_be_replayed(
+    comfy: ComfyUI, command: Callable[..., list[Path]], tmp_path: Path
+) -> None:
+    prompt = workflow(seed=5, images=2)
+    plain = {"class_type": "SaveImage", "inputs": {"images": ["4", 0], "filename_prefix": "plain"}}
+    shown = comfy.run({**prompt, "9": plain}, {"workflow": {"nodes": []}})
+    wanted = command("--seed", "5", "--num-images", "2")
+    ours = saved(comfy, shown)
+    assert len(ours) == len(wanted) == 2
+    for mine, other, one in zip(ours, saved(comfy, shown, "9"), wanted, strict=True):
+        assert numpy.array_equal(pixels(mine), pixels(one))
+        # As it comes through ComfyUI's own floats and its own node.
+        assert numpy.array_equal(pixels(other), pixels(one))
+        got, want = read_receipt(mine), read_receipt(one)
+        assert got.model_copy(update={"seconds": 0.0}) == want.model_copy(update={"seconds": 0.0})
+    with Image.open(ours[0]) as image:
+        texts = dict(image.text)  # type: ignore[attr-defined]
+    assert json.loads(texts["prompt"]) == {**prompt, "9": plain}
+    assert json.loads(texts["workflow"]) == {"nodes": []}
+    replayed = tmp_path / "replayed"
+    assert ditmesh("replay", ours[1], "--threads", "1", "--out", replayed) == 0
+    assert numpy.array_equal(pixels(next(replayed.glob("*.png"))), pixels(ours[1]))
+
+
+def test_every_step_is_shown_with_a_preview(comfy: ComfyUI) -> None:
+    shown = comfy.run(workflow(seed=6, images=2))
+    steps = [content for kind, node, content in comfy.heard if kind == "progress" and node == "4"]
+    assert [(done, total) for done, total, _ in steps] == [(n, STEPS) for n in range(1, STEPS + 1)]
+    assert all(preview[0] == "JPEG" for _, _, preview in steps)
+    # The last latents are the picture's.
+    last = numpy.asarray(steps[-1][2][1]).astype(float)
+    with Image.open(saved(comfy, shown)[0]) as image:
+        small = numpy.asarray(image.convert("RGB").resize(steps[-1][2][1].size, Image.Resampling.BOX)).astype(float)
+    unrelated = abs(small.mean(axis=(0, 1)) - small).mean()
+    assert abs(last - small).mean() < 0.5 * unrelated
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of the embedded model, with random weights."""
+    import diffusers
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    from ditmesh import zoo
+
+    folder = tmp_path_factory.mktemp("lora")
+    model = diffusers.SD3Transformer2DModel.from_pretrained(zoo.path(), subfolder="transformer")
+    torch.manual_seed(0)
+    targets = ["to_q", "to_k", "to_out.0", "net.2"]
+    model.add_adapter(LoraConfig(r=4, lora_alpha=4, target_modules=targets, init_lora_weights=False))
+    layers = get_peft_model_state_dict(model)
+    diffusers.StableDiffusion3Pipeline.save_lora_weights(folder, transformer_lora_layers=layers)
+    return folder / "pytorch_lora_weights.safetensors"
+
+
+def test_a_stack_of_adapters_is_on_for_its_prompt_alone(
+    comfy: ComfyUI, command: Callable[..., list[Path]], lora: Path
+) -> None:
+    (comfy.models / "loras" / "mine.safetensors").write_bytes(lora.read_bytes())
+    prompt = workflow("loras", seed=7)
+    (plain,) = saved(comfy, comfy.run(prompt))
+    prompt["6"]["inputs"] |= {"lora": "mine.safetensors", "scale": 0.5}
+    prompt["7"]["inputs"] |= {"lora": str(lora), "scale": 0.25}
+    (adapted,) = saved(comfy, comfy.run(prompt))
+    (wanted,) = command("--seed", "7", "--lora", f"{lora}:0.5", "--lora", f"{lora}:0.25")
+    assert numpy.array_equal(pixels(adapted), pixels(wanted))
+    assert not numpy.array_equal(pixels(adapted), pixels(plain))
+    assert read_receipt(adapted).weights_digest == read_receipt(wanted).weights_digest
+    assert [one.scale for one in read_receipt(adapted).files] == [0.5, 0.25]
+    before = pids(comfy)
+    prompt["6"]["inputs"]["lora"] = prompt["7"]["inputs"]["lora"] = ""
+    prompt["3"]["inputs"]["seed"] = 7
+    prompt["5"]["inputs"]["filename_prefix"] = "again"
+    (again,) = saved(comfy, comfy.run(prompt))
+    assert numpy.array_equal(pixels(again), pixels(plain))
+    assert read_receipt(again).weights_digest == read_receipt(plain).weights_digest
+    assert pids(comfy) == before
+
+
+def test_an_adapter_that_does_not_fit_leaves_the_pipeline_as_it_was(comfy: ComfyUI, tmp_path: Path, lora: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    (plain,) = saved(comfy, comfy.run(workflow(seed=7)))
+    wrong = {name: torch.cat([value, value]) for name, value in load_file(lora).items()}
+    save_file(wrong, tmp_path / "wrong.safetensors")
+    prompt = workflow("loras", seed=7)
+    prompt["6"]["inputs"]["lora"] = str(tmp_path / "wrong.safetensors")
+    with pytest.raises(InputError, match="cannot be loaded"):
+        comfy.run(prompt)
+    (again,) = saved(comfy, comfy.run(workflow(seed=7, filename_prefix="after")))
+    assert numpy.array_equal(pixels(again), pixels(plain))
+    assert read_receipt(again).weights_digest == read_receipt(plain).weights_digest
+
+
+def test_a_picture_to_begin_with(comfy: ComfyUI, command: Callable[..., list[Path]], tmp_path: Path) -> None:
+    (begin,) = saved(comfy, comfy.run(workflow(seed=8)))
+    prompt = workflow("image_to_image", seed=9, image=str(begin), strength=0.6)
+    (ours,) = saved(comfy, comfy.run(prompt))
+    (wanted,) = command("--seed", "9", "--image", begin, "--strength", "0.6")
+    assert numpy.array_equal(pixels(ours), pixels(wanted))
+    receipt = read_receipt(ours)
+    assert receipt.pipeline == "StableDiffusion3Img2ImgPipeline"
+    # The picture that it began with lies beside it.
+    assert numpy.array_equal(pixels(ours.with_name(receipt.files[0].path)), pixels(begin))
+    replayed = tmp_path / "replayed"
+    assert ditmesh("replay", ours, "--threads", "1", "--out", replayed) == 0
+    assert numpy.array_equal(pixels(next(replayed.glob("*.png"))), pixels(ours))
+
+
+def test_another_scheduler_and_back(comfy: ComfyUI, command: Callable[..., list[Path]], tmp_path: Path) -> None:
+    name = "UniPCMultistepScheduler"
+    (plain,) = saved(comfy, comfy.run(workflow(seed=10)))
+    (ours,) = saved(comfy, comfy.run(workflow(seed=10, scheduler=name)))
+    (wanted,) = command("--seed", "10", "--scheduler", name)
+    assert numpy.array_equal(pixels(ours), pixels(wanted))
+    assert not numpy.array_equal(pixels(ours), pixels(plain))
+    assert read_receipt(ours).scheduler == name
+    replayed = tmp_path / "replayed"
+    assert ditmesh("replay", ours, "--threads", "1", "--out", replayed) == 0
+    assert numpy.array_equal(pixels(next(replayed.glob("*.png"))), pixels(ours))
+    (again,) = saved(comfy, comfy.run(workflow(seed=10, filename_prefix="again")))
+    assert numpy.array_equal(pixels(again), pixels(plain))
+    with pytest.raises(InputError, match="DDIMScheduler is not for a model that predicts a flow"):
+        comfy.run(workflow(seed=10, scheduler="DDIMScheduler"))
+
+
+def test_pictures_that_were_changed_get_no_receipt(comfy: ComfyUI) -> None:
+    class Brighter:
+        CATEGORY, FUNCTION, RETURN_TYPES = "image", "run", ("IMAGE",)
+
+        @classmethod
+        def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+            return {"required": {"images": ("IMAGE",)}}
+
+        def run(self, images: torch.Tensor) -> tuple[torch.Tensor]:
+            return ((images + 0.1).clamp(0, 1),)
+
+    comfy.classes["Brighter"] = Brighter
+    prompt = workflow(seed=5)
+    prompt["8"] = {"class_type": "Brighter", "inputs": {"images": ["4", 0]}}
+    prompt["5"]["inputs"]["images"] = ["8", 0]
+    with pytest.raises(InputError, match="not those that the receipts tell of"):
+        comfy.run(prompt)
+
+
+# ---- what stays, and what ends
+
+
+def test_only_what_has_changed_runs_again_and_the_ranks_stay(comfy: ComfyUI) -> None:
+    comfy.run(workflow(seed=11))
+    ranks = pids(comfy)
+    assert len(ranks) == 2
+    comfy.executed()
+    comfy.run(workflow(seed=11))
+    assert comfy.executed() == []
+    comfy.run(workflow(seed=12))
+    assert comfy.executed() == ["3", "4", "5"]
+    assert pids(comfy) == ranks
+    comfy.run(workflow(seed=12, cfg=1, ulysses=2))
+    assert comfy.executed() == ["1", "4", "5"]
+    assert all(map(gone, ranks))
+    assert len(pids(comfy)) == 2
+
+
+def test_cancel_takes_effect_within_a_step_and_the_next_prompt_works(comfy: ComfyUI) -> None:
+    (before,) = saved(comfy, comfy.run(workflow(seed=13)))
+    ranks = pids(comfy)
+    comfy.heard.clear()
+    comfy.on_progress = lambda done, total: comfy.interrupt() if done == 3 else None
+    with pytest.raises(InterruptProcessingException):
+        comfy.run(workflow(seed=14, steps=500))
+    assert [content[0] for kind, _, content in comfy.heard if kind == "progress"] == [1, 2, 3]
+    comfy.on_progress = lambda done, total: None
+    (after,) = saved(comfy, comfy.run(workflow(seed=13, filename_prefix="after")))
+    assert numpy.array_equal(pixels(before), pixels(after))
+    assert pids(comfy) == ranks
+
+
+@pytest.mark.parametrize("memory", [False, True], ids=["unload models", "free memory"])
+def test_unloading_ends_the_ranks_and_the_next_prompt_starts_them(comfy: ComfyUI, memory: bool) -> None:
+    (before,) = saved(comfy, comfy.run(workflow(seed=15)))
+    ranks = pids(comfy)
+    comfy.free(free_memory=memory)
+    assert ("unloaded", None, None) in comfy.heard
+    assert pids(comfy) == []
+    assert all(map(gone, ranks))
+    # What is not asked for anew is not made anew.
+    comfy.run(workflow(seed=16))
+    (after,) = saved(comfy, comfy.run(workflow(seed=15, filename_prefix="after")))
+    assert len(pids(comfy)) == 2
+    assert numpy.array_equal(pixels(before), pixels(after))
+
+
+def test_ranks_of_a_workflow_that_is_gone_make_room(comfy: ComfyUI) -> None:
+    comfy.run(workflow(seed=16))
+    ranks = pids(comfy)
+    moved = {f"1{key}": copy.deepcopy(node) for key, node in workflow(seed=16, cfg=1, ring=2).items()}
+    for node in moved.values():
+        node["inputs"] = {
+            name: [f"1{value[0]}", value[1]] if isinstance(value, list) else value
+            for name, value in node["inputs"].items()
+        }
+    comfy.run(moved)
+    assert all(map(gone, ranks))
+    assert len(pids(comfy)) == 2
+
+
+def test_a_rank_that_is_lost_costs_one_prompt(comfy: ComfyUI) -> None:
+    (before,) = saved(comfy, comfy.run(workflow(seed=17)))
+    ranks = pids(comfy)
+    comfy.on_progress = lambda done, total: os.kill(ranks[1], signal.SIGKILL) if done == 2 else None
+    with pytest.raises(RankFailed):
+        comfy.run(workflow(seed=18, steps=100))
+    comfy.on_progress = lambda done, total: None
+    (after,) = saved(comfy, comfy.run(workflow(seed=17, filename_prefix="after")))
+    assert numpy.array_equal(pixels(before), pixels(after))
+    assert not set(pids(comfy)) & set(ranks)
+
+
+def test_a_class_conditional_model_without_a_callback_shows_steps_and_can_be_cancelled(comfy: ComfyUI) -> None:
+    prompt = workflow(model="emoji-dit-s", prompt="fox", cfg=1, ulysses=2)
+    comfy.on_progress = lambda done, total: comfy.interrupt() if done == 2 else None
+    with pytest.raises(InterruptProcessingException):
+        comfy.run(prompt)
+    steps = [content[:2] for kind, _, content in comfy.heard if kind == "progress"]
+    assert steps == [(1, STEPS), (2, STEPS)]
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "sentence"),
+    [
+        ({"model": "no-such-model"}, InputError, "model 'no-such-model': no such folder"),
+        ({"devices": 3}, ConfigError, "3"),
+        ({"settings": "cfg=2"}, ConfigError, "cfg stands in a widget and in settings"),
+        ({"settings": "ulyses=2"}, ConfigError, "ulyses"),
+        ({"width": 64}, InputError, "width 64 and height 0: give both, or 0 for both"),
+        ({"width": 63, "height": 63}, InputError, "63x63"),
+        ({"prompt": " "}, InputError, "prompt 1 is empty"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_sentence(
+    comfy: ComfyUI, inputs: dict[str, Any], error: type[Exception], sentence: str
+) -> None:
+    with pytest.raises(error, match=sentence) as raised:
+        comfy.run(workflow(seed=19, **inputs))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_model_and_adapters_are_found_in_comfyui_s_folders(comfy: ComfyUI, tmp_path: Path) -> None:
+    from ditmesh import zoo
+
+    (comfy.models / "diffusers" / "mine").symlink_to(zoo.path())
+    host = comfy.package.nodes.host
+    assert Path(host.model_folder("mine")).resolve() == zoo.path().resolve()
+    assert host.model_folder("emoji-sd3") == "emoji-sd3"
+    assert host.model_folder("") == ""
+    (tmp_path / "secret.safetensors").write_bytes(b"")
+    assert host.lora_file("../../../secret.safetensors") == "../../../secret.safetensors"
+
+
+def test_written_anew_is_loaded_anew(comfy: ComfyUI, tmp_path: Path, lora: Path) -> None:
+    file = tmp_path / "changing.safetensors"
+    file.write_bytes(lora.read_bytes())
+    kind = comfy.package.NODE_CLASS_MAPPINGS["DitmeshLoRA"]
+    first = kind.IS_CHANGED(lora=str(file), scale=1.0)
+    assert kind.IS_CHANGED(lora=str(file), scale=1.0) == first
+    time.sleep(0.01)
+    file.write_bytes(lora.read_bytes())
+    assert kind.IS_CHANGED(lora=str(file), scale=1.0) != first
+
+
+# ---- a server
+
+
+@pytest.fixture(scope="module")
+def backend() -> FakeBackend:
+    return FakeBackend(step_seconds=0.01)
+
+
+@pytest.fixture(scope="module")
+def url(backend: FakeBackend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server without ranks, which wants a key."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KEY_OF_A_TEST", new_key(keys, "comfyui"))
+        with serving(backend, Settings(keys=keys, keep_alive=0.2, max_steps=10_000)) as url:
+            yield url
+
+
+def at_server(url: str, name: str = "server", **inputs: Any) -> dict[str, Any]:
+    found = workflow(name, **inputs)
+    more = {"url": url, "model": "", "key_variable": "KEY_OF_A_TEST", "priority": 0}
+    found["1"] = {"class_type": "DitmeshConnect", "inputs": more}
+    return found
+
+
+def test_a_server_s_pictures_with_progress_and_receipts(comfy: ComfyUI, url: str) -> None:
+    prompt = at_server(url, seed=5, images=2, width=32, height=16)
+    ours = saved(comfy, comfy.run(prompt))
+    for seed, path in zip((5, 6), ours, strict=True):
+        assert numpy.array_equal(pixels(path), numpy.asarray(drawn("a red fox", seed, (32, 16))))
+        assert (read_receipt(path).seed, read_receipt(path).steps) == (seed, STEPS)
+        assert os.environ["KEY_OF_A_TEST"].encode() not in path.read_bytes()
+    told = [content for kind, node, content in comfy.heard if kind == "progress" and node == "4"]
+    assert told[-1][:2] == (2 * STEPS, 2 * STEPS)
+    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+    assert any(preview is not None for _, _, preview in told)
+
+
+def test_what_a_server_is_sent(comfy: ComfyUI, url: str, tmp_path: Path) -> None:
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "begin.png")
+    prompt = at_server(
+        url, "image_to_image", image=str(tmp_path / "begin.png"), strength=0.5, guidance=3.5, negative="blur", seed=7
+    )
+    prompt["7"] = {"class_type": "DitmeshLoRA", "inputs": {"lora": "oil", "scale": 0.5}}
+    prompt["4"]["inputs"]["loras"] = ["7", 0]
+    (path,) = saved(comfy, comfy.run(prompt))
+    with Client(url, os.environ["KEY_OF_A_TEST"]) as client:
+        request = client.jobs(limit=1)[0].request
+    assert (request.seed, request.steps, request.guidance, request.strength) == (7, STEPS, 3.5, 0.5)
+    assert request.negative_prompt == "blur"
+    assert [(one.name, one.scale) for one in request.loras] == [("oil", 0.5)]
+    assert [one.role for one in request.inputs] == ["image"]
+    assert path.is_file()
+    prompt["8"] = {"class_type": "DitmeshLoRA", "inputs": {"lora": "oil", "scale": 1.0, "loras": ["7", 0]}}
+    prompt["4"]["inputs"]["loras"] = ["8", 0]
+    with pytest.raises(InputError, match="LoRA 'oil' stands twice on the stack"):
+        comfy.run(prompt)
+
+
+@pytest.mark.parametrize("queued", [False, True], ids=["running", "queued"])
+def test_cancel_cancels_the_server_s_job(comfy: ComfyUI, url: str, queued: bool) -> None:
+    with Client(url, os.environ["KEY_OF_A_TEST"]) as client:
+        first = client.submit("a cactus", steps=10_000) if queued else None
+        comfy.on_progress = lambda done, total: comfy.interrupt() if done == 3 else None
+        if queued:
+            threading.Timer(0.5, comfy.interrupt).start()
+        started = time.monotonic()
+        with pytest.raises(InterruptProcessingException):
+            comfy.run(at_server(url, seed=20 + queued, steps=10_000))
+        assert time.monotonic() - started < 10
+        job = client.jobs(limit=1)[0]
+        assert job.request.prompt == "a red fox"
+        if first is not None:
+            client.cancel(first.id)
+        limit = time.monotonic() + 10
+        while (job := client.job(job.id)).status not in ENDED and time.monotonic() < limit:
+            time.sleep(0.02)
+    assert job.status == "cancelled"
+    assert job.step == 0 if queued else 3 <= job.step < 100
+
+
+def test_what_a_server_cannot_do_is_said(comfy: ComfyUI, url: str) -> None:
+    with pytest.raises(InputError, match="scheduler UniPCMultistepScheduler: a server uses its models' own"):
+        comfy.run(at_server(url, scheduler="UniPCMultistepScheduler"))
+    with pytest.raises(InputError, match="no multiple of 8"):
+        comfy.run(at_server(url, width=33, height=33))
+    with pytest.raises(ServerError, match="it failed of internal"):
+        comfy.run(at_server(url, prompt="fail:internal"))
+    with pytest.raises(InputError, match="key"):
+        comfy.run(
+            {
+                **(prompt := at_server(url)),
+                "1": {**prompt["1"], "inputs": {**prompt["1"]["inputs"], "key_variable": ""}},
+            }
+        )
+    with pytest.raises(InputError, match=r"no server answers at http://127\.0\.0\.1:9"):
+        comfy.run(at_server("http://127.0.0.1:9"))
+
+
+def test_ditmesh_serve_makes_the_command_s_picture(
+    comfy: ComfyUI, command: Callable[..., list[Path]], tmp_path: Path
+) -> None:
+    options = ["--devices", "2", "--cfg", "2", "--threads", "1", "--device", "cpu", "--port", "0"]
+    program = [sys.executable, "-m", "ditmesh", "serve", *options, "--folder", str(tmp_path / "serve")]
+    mark, environment = processes.marked({})
+    server = subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert server.stdout is not None
+        said = next(line for line in server.stdout if "http://" in line)
+        url = re.search(r"http://[\w.:]+", said)
+        assert url is not None
+        (ours,) = saved(comfy, comfy.run(at_server(url[0], seed=5)))
+        (wanted,) = command("--seed", "5")
+        assert numpy.array_equal(pixels(ours), pixels(wanted))
+        told = [content[:2] for kind, node, content in comfy.heard if kind == "progress" and node == "4"]
+        assert told[-1] == (STEPS, STEPS)
+        assert ditmesh("replay", ours, "--threads", "1", "--out", tmp_path / "replayed") == 0
+    finally:
+        server.terminate()
+        server.communicate(timeout=60)
+    assert not processes.wait_until_gone(mark, 10)
+
+
+# ---- a real ComfyUI
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = os.environ.get("DITMESH_COMFYUI")
+    if folder is None:
+        pytest.skip(
+            "DITMESH_COMFYUI names no folder of a ComfyUI (and DITMESH_COMFYUI_PYTHON no Python with its requirements)"
+        )
+    python = os.environ.get("DITMESH_COMFYUI_PYTHON", sys.executable)
+    with comfyui_server.server(Path(folder), python, tmp_path_factory.mktemp("comfyui") / "base") as made:
+        yield made
+
+
+def test_real_comfyui_makes_the_command_s_picture(
+    server: Server, command: Callable[..., list[Path]], tmp_path: Path
+) -> None:
+    known = server.ask("/object_info")
+    assert {"DitmeshLoadPipeline", "DitmeshGenerate", "DitmeshSave"} <= known.keys()
+    prompt = workflow(seed=5)
+    prompt["9"] = {"class_type": "SaveImage", "inputs": {"images": ["4", 0], "filename_prefix": "plain"}}
+    with server.listening() as listener:
+        number = server.send(prompt, {"workflow": {"nodes": []}})
+        heard = server.heard(listener, number)
+    assert heard[-1][0] == "execution_success", heard[-1]
+    steps = [(one["value"], one["max"]) for kind, one in heard if kind == "progress" and one["node"] == "4"]
+    assert steps == [(n, STEPS) for n in range(1, STEPS + 1)]
+    previews = [content for kind, content in heard if kind == "preview"]
+    assert len(previews) == STEPS
+    with Image.open(io.BytesIO(previews[-1])) as preview:
+        assert preview.format == "JPEG"
+    (wanted,) = command("--seed", "5")
+    ours = sorted(server.pictures(number))
+    assert [one.name.partition("_")[0] for one in ours] == ["ditmesh", "plain"]
+    for one in ours:
+        assert numpy.array_equal(pixels(one), pixels(wanted))
+    got, want = read_receipt(ours[0]), read_receipt(wanted)
+    assert got.model_copy(update={"seconds": 0.0}) == want.model_copy(update={"seconds": 0.0})
+    with Image.open(ours[0]) as image:
+        assert json.loads(image.text["workflow"]) == {"nodes": []}  # type: ignore[attr-defined]
+    assert ditmesh("replay", ours[0], "--threads", "1", "--out", tmp_path) == 0
+    assert numpy.array_equal(pixels(next(tmp_path.glob("*-replayed.png"))), pixels(wanted))
+
+
+def test_real_comfyui_cancels_within_a_step_and_goes_on(server: Server) -> None:
+    (before,) = server.run(workflow(seed=6))
+    ranks = processes.ranks_of(server.process.pid)
+    assert len(ranks) == 2
+
+    def interrupt(progress: Any) -> None:
+        if progress["value"] == 3:
+            server.ask("/interrupt", {})
+
+    with server.listening() as listener:
+        number = server.send(workflow(seed=7, steps=5000))
+        started = time.monotonic()
+        heard = server.heard(listener, number, {"progress": interrupt})
+    assert heard[-1][0] == "execution_interrupted", heard[-1]
+    assert time.monotonic() - started < 60
+    steps = [one["value"] for kind, one in heard if kind == "progress"]
+    assert steps[-1] < 100
+    (after,) = server.run(workflow(seed=6, filename_prefix="after"))
+    assert numpy.array_equal(pixels(before), pixels(after))
+    assert processes.ranks_of(server.process.pid) == ranks
+
+
+def test_real_comfyui_s_unloading_and_other_settings_end_the_ranks(server: Server) -> None:
+    (before,) = server.run(workflow(seed=8))
+    ranks = processes.ranks_of(server.process.pid)
+    server.ask("/free", {"unload_models": True})
+    limit = time.monotonic() + 30
+    while processes.ranks_of(server.process.pid) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert processes.ranks_of(server.process.pid) == []
+    # What is not asked for anew is not made anew.
+    server.run(workflow(seed=9))
+    (after,) = server.run(workflow(seed=8, filename_prefix="after"))
+    assert after != before
+    assert numpy.array_equal(pixels(before), pixels(after))
+    again = processes.ranks_of(server.process.pid)
+    assert len(again) == 2
+    assert not set(again) & set(ranks)
+    server.run(workflow(seed=8, cfg=1, ulysses=2))
+    others = processes.ranks_of(server.process.pid)
+    assert len(others) == 2
+    assert not set(others) & set(again)
+
+
+def test_real_comfyui_begins_with_a_picture(server: Server, command: Callable[..., list[Path]]) -> None:
+    (begin,) = server.run(workflow(seed=9))
+    shutil.copy(begin, server.input / "begin.png")
+    (ours,) = server.run(workflow("image_to_image", seed=10, image="begin.png", strength=0.6))
+    (wanted,) = command("--seed", "10", "--image", begin, "--strength", "0.6")
+    assert numpy.array_equal(pixels(ours), pixels(wanted))
+
+
+def test_real_comfyui_says_what_is_wrong(server: Server) -> None:
+    with server.listening() as listener:
+        heard = server.heard(listener, server.send(workflow(model="no-such-model")))
+    kind, content = heard[-1]
+    assert kind == "execution_error"
+    assert "no such folder" in content["exception_message"]
