@@ -167,7 +167,7 @@ def staggered(name: str, config: dict[str, Any], counts: Sequence[int], truth: s
                 assert trouble is None, trouble
                 rounds += 1
             batcher.close()
-        outputs = [torch.as_tensor(getattr(run.output, family.result)) for run in runs if run.error is None]
+        outputs = [torch.as_tensor(getattr(run.output, family.result)) for run in runs if run.failure is None]
         after = draw(made[0]())
     return {
         "why": batcher.why or [why for why in batcher._forms.values() if why],

@@ -81,7 +81,7 @@ class Run(greenlet):
     Attributes:
         asked: what it waits for; None before it begins, at the end of a step, and when it has ended.
         begun, ended: whether it was resumed at all, and whether there is nothing left of it.
-        output, error: what the pipeline returned, or raised.
+        output, failure: what the pipeline returned, or raised.
         batch: rows of the latest call of a transformer that it took part in.
     """
 
@@ -94,26 +94,26 @@ class Run(greenlet):
         adapters: tuple[tuple[str, float], ...] = (),
         delegates: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(self._body)
         # A coroutine starts with an empty context otherwise.
         self.gr_context = contextvars.copy_context()
         self.asked: Asked | None = None
         self.pipe, self.adapters, self.delegates = pipe, adapters, delegates
         self.begun = self.ended = False
         self.output: Any = None
-        self.error: Exception | None = None
+        self.failure: Exception | None = None
         self.batch = 0
         self._arguments: Mapping[str, Any] = arguments
         self._seed, self._device = seed, device
         self._random: Mapping[str, Tensor] | None = None
 
-    def run(self) -> None:
+    def _body(self) -> None:
         try:
             self.output = self.pipe(**self._arguments)
         except RequestLeft:
             pass
         except Exception as error:
-            self.error = bare(error)
+            self.failure = bare(error)
         finally:
             self._arguments = {}
 
@@ -506,7 +506,7 @@ class Batcher:
             self._turn(self._template)
         except InputError as error:
             run.leave()
-            run.output, run.error = None, bare(error)
+            run.output, run.failure = None, bare(error)
 
     def adapt(self, adapters: tuple[tuple[str, float], ...]) -> None:
         """Let these LoRA adapters be on, and no others."""

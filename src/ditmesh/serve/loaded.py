@@ -90,6 +90,9 @@ class LoadedModel:
         self.kind = type(pipe).__name__
         template = copy.copy(pipe)
         parallelize(pipe, spec.config, mesh=self._mesh)
+        if self._mesh is not None:
+            # Its groups are given back with the engine.
+            engine_of(pipe).own_mesh()
         self._pipes[self.kind] = pipe, template
         if isinstance(engine_of(pipe), FirstCall):
             # Its layout is found out by a call.
@@ -178,7 +181,7 @@ class LoadedModel:
                 if batcher.steps(run):
                     batcher.look(run)
                 trouble = None if batcher.why else batcher.round([run], {})
-                self._agree(run.error if trouble is None else trouble.error)
+                self._agree(run.failure if trouble is None else trouble.error)
         run.leave()
         batcher.rest()
         undo()

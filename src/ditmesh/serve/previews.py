@@ -108,8 +108,8 @@ class Projection:
     """The linear map of one model, and what it was learned from."""
 
     def __init__(self) -> None:
-        self._products: np.ndarray | None = None
-        self._targets: np.ndarray | None = None
+        # Of products of channels, and of channels and colours.
+        self._sums: tuple[np.ndarray, np.ndarray] | None = None
         self._map: np.ndarray | None = None
 
     def learn(self, latents: Tensor, image: Image) -> None:
@@ -120,12 +120,11 @@ class Projection:
         small = image.convert("RGB").resize((width, height), Resampling.BOX)
         x = _with_one(latents)
         y = np.asarray(small, dtype=np.float64).reshape(-1, 3) / 255
-        if self._products is None or self._targets is None or len(self._products) != channels + 1:
-            self._products, self._targets = np.zeros((channels + 1, channels + 1)), np.zeros((channels + 1, 3))
-        self._products = DECAY * self._products + x @ x.T / x.shape[1]
-        self._targets = DECAY * self._targets + x @ y / x.shape[1]
-        ridge = RIDGE * np.diag(self._products).max() * np.eye(channels + 1)
-        self._map = np.linalg.solve(self._products + ridge, self._targets)
+        products, targets = x @ x.T / x.shape[1], x @ y / x.shape[1]
+        if self._sums is not None and len(self._sums[0]) == channels + 1:
+            products, targets = products + DECAY * self._sums[0], targets + DECAY * self._sums[1]
+        self._sums = products, targets
+        self._map = np.linalg.solve(products + RIDGE * products.diagonal().max() * np.eye(channels + 1), targets)
 
     def learn_from(self, latents: Latents, image: Image) -> None:
         """Take in a picture and the latents of its last step."""

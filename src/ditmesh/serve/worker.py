@@ -90,7 +90,7 @@ class Exchange:
     def __init__(self) -> None:
         grouped = dist.is_available() and dist.is_initialized()
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-        self._group = dist.new_group(backend="gloo") if self.size > 1 else None
+        self._group: Any = dist.new_group(backend="gloo") if self.size > 1 else None
 
     def __call__(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order: anything that can be pickled. A collective call."""
@@ -489,8 +489,8 @@ class _Loop:
     def _note(self, runs: dict[Run, _Work], trouble: Trouble | None) -> None:
         """Take down for the others what has failed here."""
         for run, work in runs.items():
-            if run.error is not None:
-                self._word.failed[work.task.id] = _failure(run.error)
+            if run.failure is not None:
+                self._word.failed[work.task.id] = _failure(run.failure)
         if trouble is not None:
             failure = _failure(trouble.error)
             self._word.stuck = {runs[run].task.id: failure for run in trouble.stuck}
@@ -512,8 +512,8 @@ class _Loop:
             model.batcher.adapt(run.adapters)
         run.resume()
         self._step_seconds, self._waited = time.perf_counter() - started, mesh.waited - waited
-        if run.error is not None:
-            self._word.failed[work.task.id] = _failure(run.error)
+        if run.failure is not None:
+            self._word.failed[work.task.id] = _failure(run.failure)
 
     def _begin(self, work: _Work, model: LoadedModel) -> None:
         """Prepare a task's run; a task that cannot be done fails at the next round, on all ranks."""
