@@ -171,7 +171,8 @@ class Server:
 
 
 def _check_kind(card: ModelCard, videos: bool | None) -> None:
-    if videos is not None and videos != card.video:
+    # What a model makes is known once it has been loaded; until then ranks find out.
+    if videos is not None and videos != card.video and (card.video or card.loaded):
         made, other = ("videos", "/v1/videos") if card.video else ("pictures", "/v1/images/generations")
         raise Refused(400, f"model {card.id!r} makes {made}; use POST {other} or /v1/jobs", "wrong_model", "model")
 

@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from .errors import ErrorDetail, Refused, described, wait_header
 from .intake import Server, Size, sized, validated
@@ -300,7 +300,8 @@ async def _answered(server: Server, request: Request, body: ImageRequest, job: J
         size=_size(first),
         job=done.id,
     )
-    return JSONResponse(answer.model_dump(exclude_none=True))
+    # Megabytes, while which the steps of others are to be told of.
+    return Response(await asyncio.to_thread(answer.model_dump_json, exclude_none=True), media_type="application/json")
 
 
 async def _ended(server: Server, request: Request, job: Job, owner: str) -> Job | None:
@@ -419,8 +420,7 @@ def _failure(job: Job) -> Refused | None:
 
 async def _base64(server: Server, job: Job, index: int, owner: str) -> str:
     file = await server.backend.result(job.id, index, owner)
-    data = await asyncio.to_thread(file.path.read_bytes)
-    return base64.b64encode(data).decode()
+    return await asyncio.to_thread(lambda: base64.b64encode(file.path.read_bytes()).decode())
 
 
 def _size(image: JobImage) -> str | None:
