@@ -347,6 +347,12 @@ while True:
         if what == "done":
             path, _ = files.path(id, jobs.file(id, rest[0]))
             assert path.read_bytes() == f"{id} {rest[0]}".encode()
+    # Whatever is said to be there is there.
+    for id in jobs.ids():
+        for one in jobs.job(id).images:
+            if one.url is not None:
+                path, _ = files.path(id, jobs.file(id, one.index))
+                assert path.read_bytes() == f"{id} {one.index}".encode()
     # Accepted jobs can be done to their ends, whatever they were at.
     while (head := jobs.head()) is not None:
         index = jobs.begin(head.id)
@@ -498,7 +504,7 @@ def test_events_are_numbered_and_told_to_whoever_comes_late(tmp_path: Path) -> N
                 if event.event == "step" and event.data["step"] == 5:
                     break
             # The connection was lost; meanwhile there is more.
-            await until(lambda: service._lives[job.id].progress.get(0, 0) >= 20)
+            await until(lambda: service._jobs.lives[job.id].progress.get(0, 0) >= 20)
             now = await service.job(job.id, "me")
             assert now.steps == 60
             assert 20 <= now.step < 60
@@ -533,7 +539,7 @@ def test_cancel(tmp_path: Path) -> None:
         async with serving(tmp_path, most_running=2) as service:
             running = await service.submit(JobRequest(prompt="one", steps=10_000, n=2), "")
             waiting = await service.submit(JobRequest(prompt="two"), "")
-            await until(lambda: service._lives[running.id].progress.get(1, 0) > 3)
+            await until(lambda: service._jobs.lives[running.id].progress.get(1, 0) > 3)
             first = await service.submit(JobRequest(prompt="three", priority=-1), "")
             assert (await service.job(first.id, "")).position == 1
             job = await service.cancel(first.id, "")
@@ -544,7 +550,7 @@ def test_cancel(tmp_path: Path) -> None:
             job = await service.cancel(running.id, "")
             assert job.status == "cancelled"
             # Its ranks stop at the next step, and are there for the next.
-            group = service._groups[0]
+            group = service._dispatcher.groups[0]
             await until(lambda: not any(live.id == running.id for live, _ in group.running.values()), 1.0)
             await assert_right(service, await ended(service, waiting))
             assert (await service.cancel(waiting.id, "")).status == "succeeded"
@@ -556,8 +562,8 @@ def test_urgent_jobs_do_not_wait_for_a_place(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path, most_running=2) as service:
             slow = await service.submit(JobRequest(prompt="slow", steps=400, n=3), "")
-            await until(lambda: service._lives[slow.id].progress.get(1, 0) > 3)
-            assert len(service._groups[0].running) == 2
+            await until(lambda: service._jobs.lives[slow.id].progress.get(1, 0) > 3)
+            assert len(service._dispatcher.groups[0].running) == 2
             urgent = await service.submit(JobRequest(prompt="urgent", priority=1), "")
             await assert_right(service, await ended(service, urgent))
             assert (await service.job(slow.id, "")).status == "running"
@@ -653,14 +659,14 @@ def test_a_stop_ends_what_is_under_way_and_leaves_the_rest(tmp_path: Path) -> No
     async def main() -> None:
         async with serving(tmp_path, most_running=1) as service:
             jobs = [await service.submit(JobRequest(prompt=f"fox {number}", steps=20), "") for number in range(3)]
-            await until(lambda: service._lives[jobs[0].id].progress.get(0, 0) > 2)
+            await until(lambda: service._jobs.lives[jobs[0].id].progress.get(0, 0) > 2)
             follower = asyncio.create_task(ended(service, jobs[2]))
         # Its events have ended as well.
         with contextlib.suppress(RuntimeError):
             await asyncio.wait_for(follower, 1.0)
         async with serving(tmp_path, most_running=1, grace=0.0) as service:
             assert [(await service.job(job.id, "")).status for job in jobs] == ["succeeded", "queued", "queued"]
-            await until(lambda: service._lives[jobs[1].id].progress.get(0, 0) > 2)
+            await until(lambda: service._jobs.lives[jobs[1].id].progress.get(0, 0) > 2)
         async with serving(tmp_path) as service:
             for job in jobs:
                 job = await ended(service, job)
@@ -699,7 +705,7 @@ from ditmesh.serve.types import JobRequest
 async def main():
     async with serving(Path(sys.argv[1])) as service:
         jobs = [await service.submit(JobRequest(prompt=f"fox {n}", steps=100), "") for n in range(3)]
-        await until(lambda: service._lives[jobs[2].id].progress.get(0, 0) > 2)
+        await until(lambda: service._jobs.lives[jobs[2].id].progress.get(0, 0) > 2)
         # Files may not grow, as on a disk that is full.
         resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
         submit, put = service.submit(JobRequest(prompt="more"), ""), service.put_input(b"hen")
@@ -708,9 +714,10 @@ async def main():
                 await what
             except NoSpace as error:
                 print(error)
-        await until(lambda: not service._groups[0].running)
+        await until(lambda: not service._dispatcher.groups[0].running)
         print([(await service.job(job.id, "")).status for job in jobs])
-        print([event.event for event in service._lives[jobs[0].id].log.events if event.event not in ("step", "queued")])
+        events = [event.event for event in service._jobs.lives[jobs[0].id].log.events]
+        print([event for event in events if event not in ("step", "queued")])
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         for job in jobs:
             await assert_right(service, await ended(service, job))
@@ -748,15 +755,17 @@ def test_the_oldest_results_go_when_there_are_too_many(tmp_path: Path) -> None:
             jobs = []
             for number in range(30):
                 jobs.append(await ended(service, await service.submit(JobRequest(prompt=f"fox {number}"), "")))
-            async with service._change:
-                for id in await service._on_disk(service._sweep_files):
-                    service._lives.pop(id, None)
+            await service._jobs.sweep()
             assert len([*tmp_path.glob("results/*/*.png")]) <= 20
             with pytest.raises(UnknownJob):
                 await service.job(jobs[0].id, "")
             await assert_right(service, await service.job(jobs[-1].id, ""))
-            with pytest.raises(NoSpace, match="keeps 0 MiB at most and is full"):
-                await service.put_input(b"x" * 20 * size)
+            # Inputs push results out, but may have half of the room only.
+            await service.put_input(b"x" * 9 * size)
+            await service._jobs.sweep()
+            assert len([*tmp_path.glob("results/*/*.png")]) <= 11
+            with pytest.raises(NoSpace, match="keeps 0 MiB of input pictures at most"):
+                await service.put_input(b"y" * 2 * size)
 
         async with serving(tmp_path, reserve=2**60) as service:
             with pytest.raises(NoSpace, match="MiB left; ask again when room has been made"):
@@ -784,7 +793,7 @@ def test_hundreds_of_cancelled_and_refused_jobs_leave_nothing(quick: Path) -> No
     async def main() -> None:
         async with serving(quick, keep=0.5) as service:
             await some(service, 150)
-            await until(lambda: not service._groups[0].running)
+            await until(lambda: not service._dispatcher.groups[0].running)
             gc.collect()
             before, threads = held(), threading.active_count()
             tracemalloc.start()
@@ -794,15 +803,15 @@ def test_hundreds_of_cancelled_and_refused_jobs_leave_nothing(quick: Path) -> No
                 gc.collect()
                 start = tracemalloc.get_traced_memory()[0]
                 await some(service, 140)
-                await until(lambda: not service._groups[0].running)
+                await until(lambda: not service._dispatcher.groups[0].running)
                 gc.collect()
                 grown.append(tracemalloc.get_traced_memory()[0] - start)
             tracemalloc.stop()
             # Bytes: what is kept for those who come late is bounded.
             assert grown[-1] < 200_000, grown
             await asyncio.sleep(0.6)
-            await service._on_disk(service._sweep_files)
-            assert service._queue.ids() == set()
+            await service._jobs.sweep()
+            assert service._jobs.queue.ids() == set()
             assert [*quick.glob("results/*")] == []
             assert threading.active_count() == threads
             assert more_than(before) == {}

@@ -46,6 +46,7 @@ def take_replies(count: int, *, report: Any) -> list[tuple[int, int, int]]:
     for _ in range(count):
         thread, number, data = report.reply()
         heard.append((thread, number, len(data)))
+        report("taken")
     return heard
 
 

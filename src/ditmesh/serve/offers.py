@@ -62,6 +62,8 @@ class Offer:
     def loaded(self, card: Mapping[str, Any]) -> None:
         """Fill in the card with what ranks have found."""
         own = {"id": self.card.id, "created": self.card.created, "loras": self.card.loras, "loaded": True}
+        # What the server has said itself stays.
+        own |= {name: value for name in ("steps", "guidance") if (value := getattr(self.card, name)) is not None}
         self.card = ModelCard.model_validate({**self.card.model_dump(), **card, **own})
         self.known = True
 

@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -34,7 +34,8 @@ class Limits:
     """Seconds after which ranks are given up.
 
     Attributes:
-        stall: without a message while they are idle, without a step or anything else done while they work.
+        stall: without a message while they are idle, without a step or anything else done while they work; on ranks
+            whose steps take long, as long as four of the slowest.
         load: without a message while they start or load a model.
         stopped: for which a rank may be stopped by a signal such as SIGSTOP.
     """
@@ -57,13 +58,11 @@ class Down:
         code: what jobs that failed with them are told.
         why: a sentence that names the rank and the cause; empty: they have stopped as they were told.
         final: they are not started again.
-        cause: what the rank raised, where it raised.
     """
 
     code: Literal["rank_failed", "stalled"] = "rank_failed"
     why: str = ""
     final: bool = False
-    cause: BaseException | None = field(default=None, compare=False)
 
 
 Said = Message | Up | Down
@@ -72,10 +71,13 @@ Said = Message | Up | Down
 def serve(function: Callable[..., None] | None, *, report: Any) -> None:
     """Serve tasks on this rank until `Stop` comes. Every rank of a replica calls this."""
     report(Up())
-    if function is None:
-        # Imports torch, which the owner does not need.
-        from .worker import serve_rank as function
-    function((), report=report)
+    if function is not None:
+        function((), report=report)
+        return
+    # Imports torch, which the owner does not need.
+    from .worker import serve_rank
+
+    serve_rank((), report=report)
 
 
 class Replica:
@@ -110,7 +112,7 @@ class Replica:
         self._stopping = threading.Event()
         self._killed = False
         # Times of the monotonic clock: of the last message, and of the last that says that work has been done.
-        self._heard = self._worked = 0.0
+        self._heard = self._worked = self._slowest = 0.0
         self._calls = 0
         self._starting, self._loading, self._useful = True, False, False
         self._stalled = ""
@@ -154,7 +156,7 @@ class Replica:
 
     def _lives(self) -> Down:
         """Start ranks and let them serve; how that ended."""
-        self._stalled, self._calls = "", -1
+        self._stalled, self._calls, self._slowest = "", -1, 0.0
         self._starting, self._loading, self._useful = True, False, False
         try:
             with self._make() as pool:
@@ -166,20 +168,23 @@ class Replica:
                 self._heard = self._worked = time.monotonic()
                 hear = partial(self._hear, cast("Conversing", pool))
                 pool.run(serve, self._function, on_message=hear, watch=self._missed)
+            down = Down(why="the ranks have returned")
         except RankFailed as error:
-            return self._failed(error)
+            down = self._failed(error)
         except Exception as error:
             # What a launcher refuses it would refuse again; a full disk, or too many processes, may pass.
-            final = isinstance(error, ConfigError) or self._stopping.is_set()
-            return Down(why=f"ranks cannot be started: {error}", final=final, cause=error)
+            down = Down(why=f"ranks cannot be started: {error}", final=isinstance(error, ConfigError))
         finally:
             self._pool = None
-        return Down(final=self._stopping.is_set(), why="" if self._stopping.is_set() else "the ranks have returned")
+        # Ranks that had to be killed because they did not stop have not failed.
+        return Down(final=True) if self._stopping.is_set() else down
 
     def _hear(self, pool: Conversing, rank: int, message: Message | Up) -> None:
         if rank > 0:
             return
         self._heard = time.monotonic()
+        if not (self._starting or self._loading):
+            self._slowest = max(self._slowest, self._heard - self._worked)
         if isinstance(message, Up):
             # A command that was sent before would have come before the call that takes it.
             self._pool = pool
@@ -200,7 +205,7 @@ class Replica:
         if self._killed or (self._stopping.is_set() and self._pool is None):
             return "stopped when they were told to"
         now, slow = time.monotonic(), self._starting or self._loading
-        limit = self.limits.load if slow else self.limits.stall
+        limit = self.limits.load if slow else max(self.limits.stall, 4 * self._slowest)
         if now - self._heard > limit:
             self._stalled = f"said anything for {limit:g} s"
         elif now - self._worked > limit:
@@ -213,4 +218,4 @@ class Replica:
         where = [f"{rank}: {how or f'{file} {line}'}" for rank, how, file, line in WHERE.findall(text)]
         stalled = bool(self._stalled) or " stalled" in first or "had not" in first
         why = f"{first} ({'; '.join(where)})" if where else first
-        return Down("stalled" if stalled else "rank_failed", why, self._stopping.is_set(), error.__cause__)
+        return Down("stalled" if stalled else "rank_failed", why)

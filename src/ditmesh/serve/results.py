@@ -64,12 +64,12 @@ class Results:
         try:
             for parent in (self._results, self._inputs):
                 parent.mkdir(parents=True, exist_ok=True)
-            self.bytes = 0
+            self.bytes = self._input_bytes = 0
             for path in (*self._results.glob("*/*"), *self._inputs.glob("*"), *self._results.glob(".*")):
                 if path.name.endswith(".tmp"):
                     path.unlink()
                 elif path.is_file():
-                    self.bytes += path.stat().st_size
+                    self._count(path, path.stat().st_size)
         except OSError as error:
             raise NoSpace(f"cannot use folder {str(folder)!r} ({error.strerror}); give another one") from None
 
@@ -115,7 +115,7 @@ class Results:
             with contextlib.suppress(OSError):
                 size = path.stat().st_size
                 path.unlink()
-                self._count(-size)
+                self._count(path, -size)
         # Unless there are others.
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -134,8 +134,9 @@ class Results:
                 os.utime(path, (self._now(), self._now()))
                 return digest
             self.check_space()
-            if self.bytes + len(data) > self._most:
-                raise NoSpace(f"the server keeps {self._most >> 20} MiB at most and is full; ask again later")
+            if self._input_bytes + len(data) > self._most // 2:
+                # Old results make room for them, but not all of it.
+                raise NoSpace(f"the server keeps {self._most >> 21} MiB of input pictures at most; ask again later")
             self._write(path, data)
             os.utime(path, (self._now(), self._now()))
         except OSError as error:
@@ -157,7 +158,7 @@ class Results:
                 if path.name not in inputs and path.stat().st_mtime <= self._now() - self._keep:
                     size = path.stat().st_size
                     path.unlink()
-                    self._count(-size)
+                    self._count(path, -size)
 
     def _write(self, path: Path, data: bytes) -> None:
         before = path.stat().st_size if path.exists() else 0
@@ -167,11 +168,13 @@ class Results:
             os.fsync(file.fileno())
         _sync(path.parent)
         _sync(path.parent.parent)
-        self._count(len(data) - before)
+        self._count(path, len(data) - before)
 
-    def _count(self, more: int) -> None:
+    def _count(self, path: Path, more: int) -> None:
         with self._lock:
             self.bytes += more
+            if path.parent == self._inputs:
+                self._input_bytes += more
 
 
 def _sync(folder: Path) -> None:

@@ -1,0 +1,388 @@
+"""Tasks to replicas, and what replicas say of them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from .backend import NoSpace
+from .jobs import Jobs, Live
+from .offers import Offer
+from .protocol import (
+    Beat,
+    Began,
+    Cancelled,
+    Finished,
+    Load,
+    ModelFailed,
+    ModelReady,
+    Paused,
+    Preview,
+    Start,
+    Stepped,
+    Task,
+    TaskFailed,
+)
+from .queue import Head
+from .replicas import Down, Limits, MakeRanks, Replica, Said, Up
+from .types import ENDED, Job, JobError, JobImage, ReplicaState
+
+logger = logging.getLogger(__name__)
+
+# Seconds for which a replica goes on with the models it has before it gives way to a job that needs another one.
+SWITCH = 2.0
+# Attempts to load a model before its jobs fail; to start ranks before nobody waits for them any more.
+LOADS, STARTS = 2, 3
+
+OfTask = Began | Stepped | Preview | Paused | Finished | TaskFailed | Cancelled
+
+
+@dataclass(eq=False)
+class Group:
+    """A replica as the dispatcher sees it.
+
+    Attributes:
+        up: it takes commands.
+        models: names of those loaded.
+        loading: the model that it was told to load.
+        running: its tasks, by id: jobs and numbers of pictures.
+        alone: the job that has it for itself, since ranks have failed under it.
+        reserved: no task is given to it until it has none: then such a job gets it.
+        failures: how often its ranks have failed since they last loaded a model.
+    """
+
+    replica: Replica
+    state: ReplicaState
+    up: bool = False
+    models: set[str] = field(default_factory=set)
+    loading: str = ""
+    running: dict[str, tuple[Live, int]] = field(default_factory=dict)
+    alone: str = ""
+    reserved: bool = False
+    failures: int = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether it could begin anything at once."""
+        return self.up and not self.running and not self.loading
+
+
+class Dispatcher:
+    """Shares the pictures of jobs out to replicas.
+
+    Tasks of different jobs run on a replica at the same time. When its ranks fail, their jobs begin again, and from
+    then on without company: so the one under which ranks fail again is the one to blame, and fails with the reason.
+
+    Attributes:
+        groups: the replicas.
+    """
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        offers: Mapping[str, Offer],
+        makes: Sequence[MakeRanks],
+        limits: Limits,
+        *,
+        most_loaded: int,
+        most_running: int,
+        function: Callable[..., None] | None = None,
+    ) -> None:
+        """Prepare a replica for each of ``makes``; for the other arguments see `Service`."""
+        self._jobs, self._offers = jobs, offers
+        self._most_loaded, self._most_running = most_loaded, most_running
+        self.groups = []
+        for number, make in enumerate(makes):
+            name = f"replica-{number}"
+            replica = Replica(name, make, self._hear, limits, function)
+            self.groups.append(Group(replica, ReplicaState(name=name, state="starting")))
+        self._group_of = {group.replica: group for group in self.groups}
+        # Loads that have failed, by model.
+        self._failed_loads: dict[str, int] = {}
+        self._draining = False
+
+    async def start(self) -> None:
+        """Start the replicas, and to give them tasks."""
+        self._loop = asyncio.get_running_loop()
+        self._inbox: asyncio.Queue[tuple[Group, Said] | None] = asyncio.Queue()
+        for group in self.groups:
+            group.replica.start()
+        self._listener = asyncio.create_task(self._listen())
+        self._giver = asyncio.create_task(self._give())
+
+    async def stop(self, grace: float) -> None:
+        """Begin nothing any more, wait ``grace`` seconds for what is under way, and end the replicas."""
+        self._draining = True
+        limit = time.monotonic() + grace
+        while time.monotonic() < limit and (self._jobs.owing or any(group.running for group in self.groups)):
+            await asyncio.sleep(0.05)
+        for group in self.groups:
+            group.replica.stop()
+        await asyncio.gather(*(asyncio.to_thread(group.replica.join) for group in self.groups))
+        # Behind all that they have said.
+        self._loop.call_soon(self._inbox.put_nowait, None)
+        await self._listener
+        self._giver.cancel()
+        await asyncio.gather(self._giver, return_exceptions=True)
+
+    # ---- to replicas
+
+    async def _give(self) -> None:
+        """Give tasks to replicas whenever something has changed."""
+        while True:
+            await self._jobs.wake.wait()
+            self._jobs.wake.clear()
+            try:
+                async with self._jobs.change:
+                    hungry = [] if self._draining else list(self.groups)
+                    # One at a time to the replica that has the fewest.
+                    while hungry and not self._jobs.owing:
+                        group = min(hungry, key=lambda one: len(one.running))
+                        if not await self._feed(group):
+                            hungry.remove(group)
+            except NoSpace as error:
+                # `Jobs.look_after` wakes this up again.
+                logger.error("%s", error)
+            except Exception:
+                logger.exception("giving tasks to replicas failed")
+
+    async def _feed(self, group: Group) -> bool:
+        """Give a replica its next task, if it may have one; whether it got one."""
+        if not group.up or group.loading or len(group.running) >= 2 * self._most_running:
+            return False
+        if group.reserved and group.running:
+            return False
+        head = await self._jobs.on_disk(self._choose(group))
+        if head is None:
+            return False
+        if len(group.running) >= self._most_running:
+            # Only for what is more urgent: less urgent tasks pause.
+            priorities = [live.job.request.priority for live, _ in group.running.values()]
+            if sum(head.priority <= priority for priority in priorities) >= self._most_running:
+                return False
+        if head.again:
+            if not (group.idle or group.alone == head.id):
+                group.reserved = True
+                return False
+            group.alone = head.id
+        group.reserved = False
+        if head.model not in group.models:
+            # Whatever may be unloaded for it must not be at work.
+            if len(group.models) < self._most_loaded or not group.running:
+                self._load(group, head.model)
+            return False
+        picture = await self._jobs.on_disk(self._jobs.queue.begin, head.id)
+        if picture is None:
+            return False
+        self._start(group, self._jobs.lives[head.id], picture)
+        return True
+
+    def _choose(self, group: Group) -> Callable[[], Head | None]:
+        """What finds the job that a replica serves next; to be called on the disk's thread."""
+        queue = self._jobs.queue
+        if group.alone and group.running:
+            return partial(queue.head, job=group.alone)
+        group.alone = ""
+        others = [one for one in self.groups if one is not group]
+        # A job that is to have ranks for itself need not wait for these when others are free, or about to be.
+        elsewhere = any(one.idle or one.reserved or (not one.up and 0 < one.failures < STARTS) for one in others)
+        again = group.idle or not elsewhere
+        models = set(group.models)
+        there = {name for one in others for name in (*one.models, one.loading)}
+
+        def choose() -> Head | None:
+            head = queue.head(self._offers.keys(), again=again)
+            if head is None or head.model in models:
+                return head
+            own = queue.head(models, again=again)
+            waits = head.model in there or time.time() - head.since < SWITCH
+            return own if own is not None and waits else head
+
+        return choose
+
+    def _load(self, group: Group, name: str) -> None:
+        group.loading = name
+        group.replica.send(Load(self._offers[name].spec, self._most_loaded))
+
+    def _start(self, group: Group, live: Live, picture: int) -> None:
+        self._jobs.begin(live, picture, group.replica)
+        task = live.task(picture)
+        group.running[task] = (live, picture)
+        paths = {one.digest: self._jobs.results.input(one.digest) for one in live.job.request.inputs}
+        files = {digest: str(path) for digest, path in paths.items() if path is not None}
+        group.replica.send(Start(Task(task, live.model, live.job.request, picture, files)))
+
+    # ---- from replicas
+
+    def _hear(self, replica: Replica, said: Said) -> None:
+        """Called in a replica's thread."""
+        with suppress(RuntimeError):
+            # The loop may be closed when this process ends.
+            self._loop.call_soon_threadsafe(self._inbox.put_nowait, (self._group_of[replica], said))
+
+    async def _listen(self) -> None:
+        while (item := await self._inbox.get()) is not None:
+            group, said = item
+            try:
+                async with self._jobs.change:
+                    if isinstance(said, (Up, Down, ModelReady, ModelFailed, Beat)):
+                        await self._of_ranks(group, said)
+                    elif said.id in group.running:
+                        await self._of_task(group, *group.running[said.id], said)
+            except Exception:
+                logger.exception("what %s said was not understood", group.replica.name)
+            if not isinstance(said, (Beat, Began, Stepped, Preview, Paused)):
+                self._jobs.wake.set()
+
+    async def _of_ranks(self, group: Group, said: Up | Down | ModelReady | ModelFailed | Beat) -> None:
+        """What a replica says of its ranks."""
+        if isinstance(said, Up):
+            await self._up(group)
+        elif isinstance(said, Down):
+            await self._down(group, said)
+        elif isinstance(said, ModelReady):
+            self._loaded(group, said)
+        elif isinstance(said, ModelFailed):
+            group.loading = ""
+            await self._load_failed(said.name, JobError(code="internal", message=said.message), LOADS)
+        else:
+            state = group.state
+            state.ranks, state.bytes = list(said.ranks), dict(said.bytes)
+            state.batch, state.calls, state.rows = said.batch, said.calls, said.rows
+            state.synchronous_steps, state.drift = said.synchronous_steps, said.drift
+
+    async def _of_task(self, group: Group, live: Live, picture: int, said: OfTask) -> None:
+        """What a replica says of a task."""
+        if isinstance(said, (Finished, TaskFailed, Cancelled)):
+            del group.running[said.id]
+            self._jobs.left(live, picture)
+        if live.ended:
+            return
+        if isinstance(said, Began):
+            live.steps = said.steps or live.steps
+        elif isinstance(said, Stepped):
+            live.steps = said.steps
+            self._jobs.stepped(live, picture, said.step, said.batch)
+        elif isinstance(said, Preview):
+            shown = {"image": picture, "step": said.step, "width": said.width, "height": said.height}
+            live.log.publish("preview", {**shown, "b64_json": base64.b64encode(said.jpeg).decode()})
+        elif isinstance(said, Paused):
+            live.log.publish("paused", {"reason": said.reason})
+        elif isinstance(said, Finished):
+            await self._finished(live, picture, said)
+        elif isinstance(said, TaskFailed):
+            company = any(one is not live for one, _ in group.running.values())
+            if said.code == "out_of_memory" and company and live.job.attempt == 1:
+                # There may be enough for it alone.
+                await self._again(live, [picture], said.message)
+            else:
+                await self._fail(live, JobError(code=said.code, message=said.message))
+        else:
+            # Nobody has asked for that.
+            await self._again(live, [picture], "the ranks have given it back", counts=False)
+
+    async def _finished(self, live: Live, picture: int, said: Finished) -> None:
+        """A picture is done: its file is written, then that it is there."""
+        image = JobImage(
+            index=picture,
+            seed=(live.job.request.seed or 0) + picture,
+            url=f"/v1/jobs/{live.id}/images/{picture}",
+            width=said.width,
+            height=said.height,
+            receipt=dict(said.receipt),
+        )
+        self._jobs.speed.done(live.work)
+        queue, results = self._jobs.queue, self._jobs.results
+
+        def change() -> Job | None:
+            file = results.write(live.id, picture, said.data)
+            job = queue.finish(live.id, picture, file, image)
+            if job is None:
+                results.remove(live.id, file)
+            return job
+
+        def then(job: Job | None) -> None:
+            if job is not None and not live.ended:
+                live.job = job
+                live.log.publish("image", image.model_dump(mode="json"))
+                if job.status in ENDED:
+                    self._jobs.end(live, job)
+
+        await self._jobs.keep(live, change, then)
+
+    async def _fail(self, live: Live, error: JobError) -> None:
+        change = partial(self._jobs.queue.fail, live.id, error)
+        await self._jobs.keep(live, change, lambda job: None if job is None else self._jobs.end(live, job))
+
+    async def _again(self, live: Live, pictures: Collection[int], why: str, counts: bool = True) -> None:
+        """Pictures have to be begun again."""
+
+        def then(job: Job | None) -> None:
+            if job is not None:
+                live.job = job
+                for picture in pictures:
+                    live.progress.pop(picture, None)
+                live.log.publish("restarted", {"attempt": job.attempt, "reason": why})
+
+        await self._jobs.keep(live, partial(self._jobs.queue.interrupt, live.id, pictures, counts), then)
+
+    # ---- ranks that come and go
+
+    async def _up(self, group: Group) -> None:
+        group.up = True
+        head = await self._jobs.on_disk(self._jobs.queue.head, self._offers.keys())
+        name = head.model if head is not None else next(iter(self._offers))
+        if self._failed_loads.get(name, 0) < LOADS:
+            self._load(group, name)
+
+    def _loaded(self, group: Group, said: ModelReady) -> None:
+        group.loading, group.failures = "", 0
+        self._failed_loads.pop(said.name, None)
+        group.models = (group.models | {said.name}) - set(said.unloaded)
+        self._offers[said.name].loaded(said.card)
+        group.state.state, group.state.models = "ready", sorted(group.models)
+        group.state.mesh, group.state.strategy = dict(said.mesh), said.strategy
+
+    async def _down(self, group: Group, said: Down) -> None:
+        """Ranks are gone: what they were at begins again, or fails when they have failed under it alone."""
+        tasks, loading = list(group.running.values()), group.loading
+        group.up, group.loading, group.alone, group.reserved = False, "", "", False
+        group.running, group.models = {}, set()
+        state = group.state
+        state.state = "stopped" if said.final else "restarting"
+        state.message, state.models, state.batch, state.ranks = said.why, [], 0, []
+        if said.why:
+            group.failures += 1
+            state.restarts += not said.final
+            logger.error("%s: %s", state.name, said.why, extra={"facts": {"replica": state.name}})
+        lost: dict[Live, list[int]] = {}
+        for live, picture in tasks:
+            self._jobs.left(live, picture)
+            if not live.ended:
+                lost.setdefault(live, []).append(picture)
+        for live, pictures in lost.items():
+            # Company, or a model that was being loaded, may be to blame.
+            if live.job.attempt > 1 and len(lost) == 1 and said.why and not loading:
+                why = f"{said.why}; it was the second time for this job"
+                await self._fail(live, JobError(code=said.code, message=why))
+            else:
+                await self._again(live, pictures, said.why, counts=bool(said.why) and not loading)
+        if loading and said.why:
+            await self._load_failed(loading, JobError(code=said.code, message=said.why), 1)
+
+    async def _load_failed(self, name: str, error: JobError, attempts: int) -> None:
+        """A model could not be loaded: after `LOADS` attempts the jobs that wait for it fail."""
+        self._failed_loads[name] = self._failed_loads.get(name, 0) + attempts
+        if self._failed_loads[name] < LOADS or any(name in group.models for group in self.groups):
+            return
+        error = JobError(code=error.code, message=f"model {name} could not be loaded: {error.message}")
+        logger.error("%s", error.message)
+        for live in list(self._jobs.lives.values()):
+            if live.model == name and not live.ended and not live.tasks:
+                await self._fail(live, error)

@@ -1,0 +1,409 @@
+"""The jobs of a server: in memory as clients see them, on disk so that they are not lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from ..errors import InputError
+from .backend import NoSpace, UnknownJob
+from .events import EventLog
+from .offers import Offer
+from .protocol import Cancel
+from .queue import Place, Queue
+from .replicas import Replica
+from .results import Results
+from .types import ENDED, Event, EventName, Job, JobRequest, Status
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# Seconds between looks at what the disk owes and what has changed places, and at what has expired.
+LOOK, SWEEP = 0.5, 60.0
+# Ended jobs whose events are kept in memory.
+ENDED_KEPT = 128
+# Numbers of events in one run of the server: a client that was cut off from an earlier run gets all of this one's.
+RUN = 2**32
+# Weight of the latest step in the mean of steps' seconds; pictures over which the ranks' speed is measured.
+LATEST, MEASURED = 0.2, 64
+
+
+@dataclass(eq=False)
+class Live:
+    """A job in memory, with what has happened to it.
+
+    Attributes:
+        work: of each picture, see `Queue`.
+        steps: of each picture, as far as known.
+        progress: steps that are done, by picture; stepped: when the last one was, on the monotonic clock.
+        tasks: where its pictures are under way.
+        position: that clients were told last.
+    """
+
+    job: Job
+    owner: str
+    work: float
+    log: EventLog
+    steps: int | None = None
+    progress: dict[int, int] = field(default_factory=dict)
+    stepped: dict[int, float] = field(default_factory=dict)
+    tasks: dict[int, Replica] = field(default_factory=dict)
+    position: int | None = None
+
+    @property
+    def id(self) -> str:
+        """Of the job."""
+        return self.job.id
+
+    @property
+    def model(self) -> str:
+        """Name of its model."""
+        return self.job.request.model
+
+    @property
+    def ended(self) -> bool:
+        """Whether it changes no more."""
+        return self.job.status in ENDED
+
+    @property
+    def parts(self) -> list[float]:
+        """How much of each picture under way is done, from 0 to 1."""
+        return [min(1.0, self.progress.get(picture, 0) / self.steps) if self.steps else 0.0 for picture in self.tasks]
+
+    def task(self, picture: int) -> str:
+        """Id of a picture's task."""
+        return f"{self.id}/{picture}"
+
+
+class Speed:
+    """Work that all ranks together do in a second, over the last pictures, while anything was under way."""
+
+    def __init__(self) -> None:
+        self._done: deque[tuple[float, float]] = deque(maxlen=MEASURED)
+        self._busy = 0.0
+        self._since: float | None = None
+        self._running = 0
+
+    def running(self, more: int) -> None:
+        """So many tasks more are under way."""
+        now = time.monotonic()
+        if self._since is not None:
+            self._busy += now - self._since
+        self._running += more
+        self._since = now if self._running else None
+
+    def done(self, work: float) -> None:
+        """A picture is done."""
+        self.running(0)
+        self._done.append((self._busy, work))
+
+    @property
+    def rate(self) -> float | None:
+        """Work per second; None: nothing has been done yet."""
+        if not self._done:
+            return None
+        # What came first took the time before it, which only of the very first is known.
+        known = list(self._done)[1:] or list(self._done)
+        began = self._done[0][0] if len(self._done) > 1 else 0.0
+        return sum(work for _, work in known) / max(self._done[-1][0] - began, 1e-3)
+
+
+class Jobs:
+    """All jobs that have not ended, and the latest that have.
+
+    Every change that has to survive is written by one thread before anybody is told of it, and changes happen one after
+    the other, under ``change``. While the disk is full, those that cannot be put off fail with `NoSpace`; those that
+    ranks have caused (a picture is done, a job has failed) wait in memory, in order, and are written as soon as there
+    is room.
+
+    Attributes:
+        change: held by whoever changes a job, or reads on what is to be changed.
+        wake: set when there may be something to do for replicas.
+        lives: jobs in memory, by id.
+    """
+
+    def __init__(
+        self,
+        offers: Mapping[str, Offer],
+        folder: str | Path,
+        *,
+        keep: float,
+        most_bytes: int,
+        reserve: int,
+        most: int,
+        most_per_owner: int,
+        weights: Mapping[str, float] | None,
+    ) -> None:
+        """Prepare; `open` opens. For the arguments see `Queue` and `Results`."""
+        self._offers = offers
+        self._open_queue = partial(Queue, folder, keep=keep, most=most, most_per_owner=most_per_owner, weights=weights)
+        self._open_results = partial(Results, folder, keep=keep, most_bytes=most_bytes, reserve=reserve)
+        self.lives: OrderedDict[str, Live] = OrderedDict()
+        self.speed = Speed()
+        # Seconds per step, by model.
+        self._pace: dict[str, float] = {}
+        self._places: dict[str, Place] = {}
+        # Changes that the disk has not taken yet, in order, and what is to be done then.
+        self._owed: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
+
+    async def open(self) -> None:
+        """Open the folder, and take up the jobs of an earlier run. Raises `ConfigError`, `NoSpace`."""
+        self._disk = ThreadPoolExecutor(1, "ditmesh-disk")
+        try:
+            self.queue = await self.on_disk(self._open_queue)
+            try:
+                self.results = await self.on_disk(self._open_results)
+                await self.on_disk(self._sweep)
+                live = await self.on_disk(self.queue.live)
+            except BaseException:
+                await self.on_disk(self.queue.close)
+                raise
+        except BaseException:
+            self._disk.shutdown(wait=False)
+            raise
+        if self.queue.aside is not None:
+            logger.error("the queue could not be read and was moved to %s; a new one begins", self.queue.aside)
+        self.change, self.wake = asyncio.Lock(), asyncio.Event()
+        self.wake.set()
+        for job, owner in live:
+            self._take_up(job, owner)
+        await self._find_places()
+
+    async def close(self) -> None:
+        """Let all who follow jobs go, and leave the folder."""
+        for live in self.lives.values():
+            live.log.close()
+        await self.on_disk(self.queue.close)
+        self._disk.shutdown()
+
+    async def on_disk(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a function in the one thread that reads and writes the folder."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk, partial(function, *args))
+
+    # ---- what becomes of jobs
+
+    async def accept(self, id: str, request: JobRequest, owner: str, work: float) -> Live:
+        """Take a new job; it is on disk when this returns. Raises `InputError`, `QueueFull`, `NoSpace`."""
+        async with self.change:
+            if self._owed:
+                raise NoSpace("the server's disk is full; ask again when room has been made")
+            job = await self.on_disk(self._submit, id, request, owner, work)
+            live = self._take_up(job, owner)
+            await self._find_places()
+            live.position = self._places[id].position if id in self._places else 0
+            live.log.publish("queued", {"position": live.position})
+        self.wake.set()
+        return live
+
+    def _submit(self, id: str, request: JobRequest, owner: str, work: float) -> Job:
+        self.results.check_space()
+        for one in request.inputs:
+            if self.results.input(one.digest) is None:
+                raise InputError(f"input {one.digest[:16]}… is not here, or no longer; send the picture again")
+        return self.queue.submit(id, request, owner, work, self.speed.rate)
+
+    def _take_up(self, job: Job, owner: str) -> Live:
+        """Keep a job in memory."""
+        offer = self._offers.get(job.request.model)
+        log = EventLog(self.first_event)
+        live = Live(job, owner, offer.work(job.request) if offer else 1.0, log, job.request.steps)
+        if job.status == "running":
+            for name, data in _past(job):
+                log.publish(name, data)
+        self.lives[job.id] = live
+        return live
+
+    async def cancel(self, id: str) -> Live:
+        """End a job that nobody wants any more, unless it has ended. Raises `UnknownJob`, `NoSpace`."""
+        async with self.change:
+            live = self.lives.get(id)
+            if live is None:
+                raise UnknownJob(f"there is no job {id!r}, or it has expired")
+            job = await self.on_disk(self.queue.cancel, id, live.parts)
+            if job is not None:
+                self.end(live, job)
+        self.wake.set()
+        return live
+
+    def end(self, live: Live, job: Job) -> None:
+        """A job has ended: tell who follows it, stop what runs of it, and forget the oldest ones that have."""
+        live.job = job
+        live.log.publish(_last(job.status), self.view(live).model_dump(mode="json"))
+        for picture, replica in live.tasks.items():
+            replica.send(Cancel(live.task(picture)))
+        self.lives.move_to_end(job.id)
+        ended = [id for id, one in self.lives.items() if one.ended]
+        for id in ended[:-ENDED_KEPT]:
+            del self.lives[id]
+
+    def begin(self, live: Live, picture: int, replica: Replica) -> None:
+        """A picture is given to a replica."""
+        if live.job.status == "queued":
+            started = live.job.started or time.time()
+            live.job = live.job.model_copy(update={"status": "running", "started": started})
+            live.log.publish("started", {"attempt": live.job.attempt})
+        self._places.pop(live.id, None)
+        live.position = None
+        live.progress.pop(picture, None)
+        live.stepped.pop(picture, None)
+        live.tasks[picture] = replica
+        self.speed.running(1)
+
+    def left(self, live: Live, picture: int) -> None:
+        """A picture is with its replica no more."""
+        del live.tasks[picture]
+        self.speed.running(-1)
+
+    def stepped(self, live: Live, picture: int, step: int, batch: int) -> None:
+        """A picture has come as far as a step, in a batch of so many rows."""
+        now, before = time.monotonic(), live.stepped.get(picture)
+        steps = step - live.progress.get(picture, 0)
+        live.stepped[picture] = now
+        if before is not None and steps > 0:
+            seconds = (now - before) / steps
+            self._pace[live.model] = (1 - LATEST) * self._pace.get(live.model, seconds) + LATEST * seconds
+        live.progress[picture] = step
+        told = {"image": picture, "step": step, "steps": live.steps, "eta": self._eta(live), "batch": batch}
+        live.log.publish("step", told)
+
+    # ---- how clients see them
+
+    @property
+    def first_event(self) -> int:
+        """Number of the first event of this run."""
+        return (self.queue.run - 1) * RUN + 1
+
+    def view(self, live: Live) -> Job:
+        """A job as its owner sees it now."""
+        job = live.job
+        done = [live.steps if image.url is not None else live.progress.get(image.index, 0) for image in job.images]
+        update: dict[str, Any] = {
+            "step": sum(filter(None, done)),
+            "steps": live.steps * job.request.n if live.steps else None,
+        }
+        if not live.ended:
+            place = self._places.get(job.id)
+            update["position"] = (place.position if place else 0) if job.status == "queued" else None
+            update["eta"] = self._eta(live)
+        return job.model_copy(update=update)
+
+    def _eta(self, live: Live) -> float | None:
+        """Seconds until a job is done, as far as that can be told."""
+        place, pace, rate = self._places.get(live.id), self._pace.get(live.model), self.speed.rate
+        undone = sum(image.url is None for image in live.job.images)
+        waiting = (place.work if place else 0.0) + (undone - len(live.tasks)) * live.work
+        seconds = 0.0
+        if waiting:
+            if rate is None:
+                return None
+            seconds = waiting / rate
+        if live.tasks:
+            if pace is None or not live.steps:
+                return None
+            seconds += pace * max(live.steps - live.progress.get(picture, 0) for picture in live.tasks)
+        return round(max(0.0, seconds), 2)
+
+    async def _find_places(self) -> None:
+        self._places = await self.on_disk(self.queue.places) if self.queue.queued else {}
+
+    def _tell_places(self) -> None:
+        for id, place in self._places.items():
+            live = self.lives.get(id)
+            if live is not None and live.position != place.position and live.log.readers:
+                live.position = place.position
+                live.log.publish("queued", {"position": place.position})
+
+    # ---- the disk
+
+    @property
+    def owing(self) -> bool:
+        """Whether the disk is full, and something waits to be written."""
+        return bool(self._owed)
+
+    async def keep(self, live: Live, change: Callable[[], T], then: Callable[[T], None]) -> None:
+        """Write down what has become of a job, then go on; while the disk is full both wait for room."""
+        if not self._owed:
+            try:
+                then(await self.on_disk(change))
+                return
+            except NoSpace as error:
+                logger.error("%s", error)
+                live.log.publish("paused", {"reason": str(error)})
+        self._owed.append((change, then))
+
+    async def _pay(self) -> None:
+        """Write down what is owed, as far as there is room."""
+        while self._owed:
+            change, then = self._owed[0]
+            try:
+                result = await self.on_disk(change)
+            except NoSpace:
+                return
+            self._owed.popleft()
+            then(result)
+
+    async def look_after(self) -> None:
+        """Look now and then at what is owed, what waits and what has expired; until cancelled."""
+        swept = time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK)
+            try:
+                async with self.change:
+                    await self._pay()
+                    await self._find_places()
+                    self._tell_places()
+                if time.monotonic() - swept > SWEEP:
+                    swept = time.monotonic()
+                    await self.sweep()
+            except NoSpace as error:
+                logger.error("%s", error)
+            except Exception:
+                logger.exception("looking after the queue failed")
+            self.wake.set()
+
+    async def sweep(self) -> None:
+        """Forget jobs whose time is over, and the oldest ones where there is too much."""
+        async with self.change:
+            for id in await self.on_disk(self._sweep):
+                self.lives.pop(id, None)
+
+    def _sweep(self) -> list[str]:
+        gone: list[str] = []
+        while more := self.queue.expired() or (self.queue.oldest(8) if self.results.over else []):
+            self.queue.forget(more)
+            for id in more:
+                self.results.remove(id)
+            gone += more
+        self.results.sweep(self.queue.ids(), self.queue.inputs())
+        return gone
+
+
+def events_of(job: Job, after: int, all: bool) -> list[Event]:
+    """The events that a job's state tells of, numbered behind ``after``; ``all``: not only the last one."""
+    told = _past(job) if all else []
+    if job.status in ENDED:
+        told.append((_last(job.status), job.model_dump(mode="json")))
+    return [Event(id=number, event=name, data=data) for number, (name, data) in enumerate(told, after + 1)]
+
+
+def _past(job: Job) -> list[tuple[EventName, dict[str, Any]]]:
+    told: list[tuple[EventName, dict[str, Any]]] = []
+    if job.started is not None:
+        told.append(("started", {"attempt": job.attempt}))
+    for image in job.images:
+        if image.url is not None:
+            told.append(("image", image.model_dump(mode="json")))
+    return told
+
+
+def _last(status: Status) -> Literal["succeeded", "failed", "cancelled"]:
+    assert status in ("succeeded", "failed", "cancelled")
+    return status
