@@ -165,7 +165,7 @@ def test_adapters_are_on_for_their_own_requests_alone(ranks, tmp_path):
     starts = [task(id, PROMPTS[0], loras=tuple(names)) for id, names in asked.items()]
     said = Owner(at_once(*starts), 3).serve(ranks(2), [spec(ulysses=2, loras=loras)])
     truths: dict[str, Any] = {"0": alone(PROMPTS[0], 0)}
-    pipe = pipeline()
+    pipe = pipeline("emoji-sd3")
     digests = {}
     for id in ("1", "2"):
         for n, lora in enumerate(asked[id]):
@@ -296,3 +296,64 @@ def zoo_labels(name: str) -> dict[str, int]:
     from ditmesh.generate.model_info import find_model
 
     return find_model(zoo.path(name)).labels
+
+
+@pytest.mark.parametrize(
+    "config", [{"ulysses": 2}, {"ring": 2, "exchange": "displaced", "warmup": "fixed(5)"}], ids=str
+)
+def test_input_pictures_and_masks(ranks, config, tmp_path):
+    """Another class of pipeline is made of the loaded parts; its steps join those of the model's own."""
+    import diffusers
+
+    from ditmesh.core.files import digest_of_file
+
+    source = Image.fromarray(alone(PROMPTS[2], 2).astype(np.uint8))
+    source.save(tmp_path / "source.png")
+    digest = digest_of_file(tmp_path / "source.png")
+    given = {"inputs": ({"role": "image", "digest": digest},), "files": {digest: str(tmp_path / "source.png")}}
+    starts = [task("0", PROMPTS[0]), task("1", PROMPTS[1], seed=1, strength=0.6, **given)]
+    said = Owner(at_once(*starts), 2).serve(ranks(2), [spec(**config)])
+    assert "image" in of(said, ModelReady)[0].card["inputs"]
+    own = pipeline("emoji-sd3")
+    pipe = diffusers.StableDiffusion3Img2ImgPipeline(**own.components)
+    pipe.set_progress_bar_config(disable=True)
+    generator = [torch.Generator().manual_seed(1)]
+    call = {"image": source, "strength": 0.6, "num_inference_steps": STEPS, "guidance_scale": 2.0}
+    truth = pixels(pipe(PROMPTS[1], **call, generator=generator).images[0])
+    assert abs(picture(said, "1") - truth).max() <= 1
+    assert abs(picture(said, "0") - alone(PROMPTS[0], 0)).max() <= 1
+    assert [one.step for one in of(said, Stepped, "1")] == [1, 2, 3]
+    assert of(said, Finished, "1")[0].receipt["pipeline"] == "StableDiffusion3Img2ImgPipeline"
+
+
+def serve_guilty(specs: Any, *, report: Any) -> None:
+    """As `serve_rank`, with a transformer that refuses the time of the second of seven steps."""
+    from diffusers import SD3Transformer2DModel
+
+    from ditmesh.serve.worker import serve_rank
+
+    scheduler = pipeline("emoji-sd3").scheduler
+    scheduler.set_timesteps(7)
+    refused = float(scheduler.timesteps[1])
+    whole = SD3Transformer2DModel.forward
+
+    def forward(self: Any, hidden_states: Any, encoder_hidden_states: Any, **kwargs: Any) -> Any:
+        if bool((kwargs["timestep"] - refused).abs().min() < 1e-2):
+            raise ValueError(f"no rows at {refused:g}")
+        return whole(self, hidden_states, encoder_hidden_states, **kwargs)
+
+    SD3Transformer2DModel.forward = forward
+    try:
+        serve_rank(specs, report=report)
+    finally:
+        SD3Transformer2DModel.forward = whole
+
+
+def test_of_a_batch_that_fails_the_guilty_one_is_found(ranks):
+    starts = [task("0", PROMPTS[0]), task("1", PROMPTS[1], seed=1, steps=7), task("2", PROMPTS[2], seed=2)]
+    said = Owner(at_once(*starts), 3).serve(ranks(2), [spec(ulysses=2)], serve_guilty)
+    (failed,) = of(said, TaskFailed)
+    assert (failed.id, failed.code) == ("1", "invalid_request")
+    assert "no rows at" in failed.message
+    for n in (0, 2):
+        assert abs(picture(said, str(n)) - alone(PROMPTS[n], n)).max() <= 1

@@ -100,7 +100,7 @@ def pixels(image: Any) -> np.ndarray:
 
 
 @cache
-def pipeline(name: str = "emoji-sd3") -> Any:
+def pipeline(name: str) -> Any:
     """An embedded model, as diffusers has it."""
     import diffusers
 
@@ -122,7 +122,7 @@ def save_lora(folder: Path, seed: int) -> Path:
     from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
 
-    model = copy.deepcopy(pipeline().transformer)
+    model = copy.deepcopy(pipeline("emoji-sd3").transformer)
     torch.manual_seed(seed)
     model.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=["to_q", "to_v", "net.2"], init_lora_weights=False))
     weights = {key: 2 * value for key, value in get_peft_model_state_dict(model).items()}

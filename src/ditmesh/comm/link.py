@@ -22,7 +22,7 @@ class Transfer:
 
     Holds the buffers of what is received and sent, and the process group's handles, until `wait`: gloo hangs when a
     send's handle is dropped, and a buffer must outlive its transfer. ``messages`` are functions that wait for more
-    tensors, which come after ``received``; ``link`` is the link's name, for error messages.
+    tensors, which come after ``received``; ``link`` is the link's name, for error messages; ``state`` counts waiting.
     """
 
     def __init__(
@@ -32,7 +32,9 @@ class Transfer:
         works: Sequence[dist.Work] = (),
         messages: Sequence[Callable[[timedelta | None], list[Tensor]]] = (),
         link: str = "",
+        state: RequestState | None = None,
     ) -> None:
+        self._state = state or RequestState()
         self._received, self._sent = list(received), list(sent)
         self._works, self._messages = list(works), list(messages)
         self._link = link
@@ -58,7 +60,8 @@ class Transfer:
         limit = () if timeout is None else (timeout,)
         while self._works:
             try:
-                self._works.pop(0).wait(*limit)
+                with self._state.waiting():
+                    self._works.pop(0).wait(*limit)
             except RuntimeError as error:
                 raise_for_peer(self._link, error)
         self._sent.clear()
@@ -148,7 +151,8 @@ class Link:
             collective(*tensors, group=self.group)
             return
         try:
-            collective(*tensors, group=self.group)
+            with self._state.waiting():
+                collective(*tensors, group=self.group)
         except RuntimeError as error:
             raise_for_peer(self.name, error)
 
@@ -400,6 +404,7 @@ class Link:
             [t for tensors, _ in sent for t in tensors],
             [work for work in works if work is not None],
             link=self.name,
+            state=self._state,
         )
         self._transfers.add(transfer)
         return transfer

@@ -232,6 +232,11 @@ class Mesh:
     # --- boundaries ----------------------------------------------------------------------------------------
 
     @property
+    def waited(self) -> float:
+        """Seconds for which this rank's host has waited for other ranks on any link, since the mesh was made."""
+        return self._state.waited
+
+    @property
     def failed(self) -> bool:
         """Whether the request in progress has failed on this rank; the next boundary mends it."""
         return self.world_size > 1 and self._outcome != _FINE

@@ -239,6 +239,11 @@ class SharedMemory:
         Raises:
             PeerError: the rank has ended or has failed this request, or the deadline has passed.
         """
+        if not ready():
+            with self.state.waiting():
+                self._wait(ready, rank, timeout)
+
+    def _wait(self, ready: Callable[[], bool], rank: int, timeout: timedelta | None) -> None:
         for _ in range(_LOOKS):
             if ready():
                 return

@@ -8,8 +8,10 @@ another operation, is never taken for what a rank waits for.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple, NoReturn
@@ -44,6 +46,20 @@ class RequestState:
         self.messages = 0
         # Why no link may be used, one sentence; None: they may.
         self.refusal: str | None = None
+        # Seconds for which this rank's thread has waited for other ranks.
+        self.waited = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the seconds of what waits for other ranks; in a graph that is compiled, nobody counts."""
+        if torch.compiler.is_compiling():
+            yield
+            return
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited += time.perf_counter() - began
 
     def enter(self) -> None:
         """Count an operation on a link, if it is allowed; see `check`."""

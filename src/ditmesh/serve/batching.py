@@ -30,12 +30,12 @@ from ..core.values import Values, seen
 from ..engine import DENOISERS, Engine, engine_of
 from ..errors import InputError, LayoutError
 from ..layout import TokenLayout
-from ..layout.forms import form_of, holds_tensors
+from ..layout.forms import form_of, holds_tensors, samples_of
 from ..layout.influence import off_by, tolerance
 from ..layout.types import CallForm
 from ..strategies.base import ParallelModel
 from ..strategies.caches import diffusers_hooks
-from ..strategies.hooks import ModelHooks
+from ..strategies.hooks import ModelHooks, Piece
 from ..strategies.inputs import default_states, set_default_states
 from ..strategies.rows import batched_in, some_rows
 
@@ -191,10 +191,11 @@ class Handover:
 
     Args:
         pipe: the pipeline, parallelised.
+        passed: is told of every call of a transformer that a `Run` makes itself.
     """
 
-    def __init__(self, pipe: Any) -> None:
-        self._undo = ExitStack()
+    def __init__(self, pipe: Any, passed: Callable[[Asked], None]) -> None:
+        self._undo, self._passed = ExitStack(), passed
         known: set[int] = set()
         for name, component in pipe.components.items():
             if not isinstance(component, nn.Module) or id(component) in known or "controlnet" in name:
@@ -214,9 +215,14 @@ class Handover:
         def around(*args: Any, **kwargs: Any) -> Any:
             run = getcurrent()
             # A pipeline that has changed a component for a call of its own (to float32) changes it back behind it.
-            if not isinstance(run, Run) or not run.delegates or _dtype_of(component) != dtype:
+            if not isinstance(run, Run) or (run.delegates and _dtype_of(component) != dtype):
                 return patch.original(*args, **kwargs)
-            return run.ask(Asked(name, component, patch.original, args, kwargs))
+            asked = Asked(name, component, patch.original, args, kwargs)
+            if run.delegates:
+                return run.ask(asked)
+            if name in DENOISERS:
+                self._passed(asked)
+            return patch.original(*args, **kwargs)
 
         patch = Patch(component, method, around)
         self._undo.callback(patch.undo)
@@ -390,13 +396,23 @@ class Trouble:
 
 @dataclass
 class Counts:
-    """Calls of transformers so far, and of the latest step its rows and seconds."""
+    """What has been called so far.
+
+    Attributes:
+        calls, rows: of transformers.
+        batch: rows of the latest call.
+        seconds, waited: of the latest step: in all, and waiting for other ranks.
+        seen: seconds of the latest call of every other component.
+        tiles: first of the image's tokens that this rank has had, and the one after its last; None: not looked at.
+    """
 
     calls: int = 0
     rows: int = 0
     batch: int = 0
     seconds: float = 0.0
+    waited: float = 0.0
     seen: dict[str, float] = field(default_factory=dict)
+    tiles: tuple[int, int] | None = None
 
 
 class Batcher:
@@ -428,7 +444,7 @@ class Batcher:
         self.counts = Counts()
         self.why = _why_alone(pipe, self.engine)
         self._template, self._exchange, self._rank, self._size = template, exchange, rank, size
-        self._handover = Handover(pipe)
+        self._handover = Handover(pipe, self._passed)
         self._models = {id(model.model): model for model in self.engine.models}
         self._request = ExitStack()
         self._turn: Callable[[Any], None] | None = None
@@ -581,7 +597,7 @@ class Batcher:
 
     def _run_steps(self, runs: list[Run]) -> Trouble | None:
         """Calls of transformers: those that fit together as one."""
-        started = time.perf_counter()
+        started, waited = time.perf_counter(), self.engine.mesh.waited
         alone = len(runs) == 1 and self.engine.config.cfg > 1
         answers: dict[Run, Any] = {}
         failed: Exception | None = None
@@ -597,6 +613,7 @@ class Batcher:
             for (run, _), output in zip(group, outputs, strict=True):
                 answers[run], run.batch = output, self.counts.batch
         self.counts.seconds = time.perf_counter() - started
+        self.counts.waited = self.engine.mesh.waited - waited
         for run in runs:
             if run in answers:
                 run.resume(answers[run])
@@ -651,21 +668,41 @@ class Batcher:
         self.adapt(run.adapters)
         if not alone:
             self.engine.clock.advance()
-        self.counts.calls += 1
-        if len(calls) == 1:
-            self.counts.batch = self._count(asked)
-            self.counts.rows += self.counts.batch
-            return [asked.call(*asked.args, **asked.kwargs)]
-        rows = [call for call in calls if call is not None]
-        args, kwargs = joined(rows)
-        self.counts.batch = sum(call.count for call in rows)
-        self.counts.rows += self.counts.batch
-        return parted(asked.call(*args, **kwargs), [call.count for call in rows], rows[0].listed)
+        with self._seeing_tiles(asked.component):
+            if len(calls) == 1:
+                self._count(_samples(asked))
+                return [asked.call(*asked.args, **asked.kwargs)]
+            rows = [call for call in calls if call is not None]
+            args, kwargs = joined(rows)
+            self._count(sum(call.count for call in rows))
+            return parted(asked.call(*args, **kwargs), [call.count for call in rows], rows[0].listed)
 
-    def _count(self, asked: Asked) -> int:
-        main = Arguments(parameter_names(type(asked.component).forward), asked.args, asked.kwargs)
-        value = main.get(main.names[0])
-        return value.shape[0] if isinstance(value, Tensor) and value.dim() else len(value)
+    def _passed(self, asked: Asked) -> None:
+        self._count(_samples(asked))
+
+    def _count(self, rows: int) -> None:
+        self.counts.calls += 1
+        self.counts.rows += rows
+        self.counts.batch = rows
+
+    @contextmanager
+    def _seeing_tiles(self, component: nn.Module) -> Iterator[None]:
+        """Note which of the image's tokens this rank has, unless that is known."""
+        hooks = self._models[id(component)].find(ModelHooks)
+        if hooks is None or self.counts.tiles is not None or self.engine.config.sequence == 1:
+            yield
+            return
+        main = hooks.layout.regions[0].main.name
+
+        def tap(_: str, piece: Piece) -> None:
+            if piece.stream == main:
+                self.counts.tiles = piece.start, piece.start + piece.tensor.shape[piece.dim]
+
+        hooks.tap = tap
+        try:
+            yield
+        finally:
+            hooks.tap = None
 
     # --- looking -----------------------------------------------------------------------------------------------
 
@@ -730,6 +767,10 @@ class Batcher:
         return ""
 
 
+def _samples(asked: Asked) -> int:
+    return samples_of(Arguments(parameter_names(type(asked.component).forward), asked.args, asked.kwargs))
+
+
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors of a transformer's result, in order."""
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor)]
@@ -756,6 +797,6 @@ def _why_alone(pipe: Any, engine: Engine) -> str:
                     return f"{name} has a hook that remembers calls ({type(hook).__name__}){end}"
             if type(getattr(module, "processor", None)).__name__.startswith("PAG"):
                 return f"{name} has attention that takes the batch apart{end}"
-    if not any(hasattr(pipe, name) for name in ("scheduler", "guider")):
-        return f"{type(pipe).__name__} has no scheduler of its own that could be copied{end}"
+    if not hasattr(getattr(pipe, "scheduler", None), "step"):
+        return f"{type(pipe).__name__} has no scheduler that could be copied{end}"
     return ""

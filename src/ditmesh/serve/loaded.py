@@ -7,9 +7,10 @@ import gc
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from PIL import Image
 
 from ..comm.mesh import Mesh
 from ..core.digests import WeightDigests, digest
@@ -25,9 +26,6 @@ from ..generate.run import call_arguments, call_parameters, check_call, denoisin
 from .batching import Batcher, Run, copied
 from .previews import Latents, Projection, watch_steps
 from .protocol import ModelSpec, Task
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 # Of the picture that a model is tried with when it is loaded: tokens along a side, at most, steps and frames.
 TRIED_SIDE, TRIED_STEPS, TRIED_FRAMES = 16, 4, 9
@@ -82,7 +80,7 @@ class LoadedModel:
         self.info: ModelInfo = find_model(spec.model)
         self.projection = Projection()
         self._files = [replace(adapter("lora", path), scale=1.0) for path in spec.loras.values()]
-        self._size = size
+        self._size, self._exchange = size, exchange
         self._pipes: dict[str, tuple[Any, Any]] = {}
         if size > 1:
             check_layout(self.info)
@@ -151,12 +149,14 @@ class LoadedModel:
         size, most = info.default_size, TRIED_SIDE * info.size_multiple
         if size is not None and not info.labels:
             job = replace(job, size=(min(size[0], most), min(size[1], most)))
-        arguments = self._arguments(job, pipe, {}) | {"num_inference_steps": TRIED_STEPS}
+        pictures = {
+            name: Image.new("L" if role == "mask" else "RGB", job.size or size or (64, 64), "grey")
+            for role, name in PICTURES.items()
+            if name in parameters and parameters[name].default is inspect.Parameter.empty
+        }
+        arguments = self._arguments(job, pipe, pictures) | {"num_inference_steps": TRIED_STEPS}
         if "num_frames" in parameters:
             arguments["num_frames"] = TRIED_FRAMES
-        for role, name in PICTURES.items():
-            if name in parameters and parameters[name].default is inspect.Parameter.empty:
-                raise InputError(f"{type(pipe).__name__} needs an input picture ({role}); it cannot be served yet")
         return Prepared(job, pipe, arguments, TRIED_STEPS, ())
 
     def _try(self, template: Any) -> None:
@@ -165,28 +165,34 @@ class LoadedModel:
         if batcher.why:
             return
         own = copied(template)
-        prepared = self._trial(own)
-        run = Run(own, prepared.arguments, 0, self.device)
-        latents: list[Latents | None] = [None]
-        undo = watch_steps(own.scheduler, lambda made: latents.__setitem__(0, made()))
+        run = Run(own, self._trial(own).arguments, 0, self.device)
+        latest: Latents | None = None
+
+        def seen(latents: Callable[[], Latents | None]) -> None:
+            nonlocal latest
+            latest = latents()
+
+        undo = watch_steps(own.scheduler, seen)
         with torch.no_grad():
-            while not run.ended:
-                if run.asked is not None and batcher.steps(run) and not batcher.why:
+            while not run.ended and not batcher.why:
+                if batcher.steps(run):
                     batcher.look(run)
-                if batcher.why:
-                    run.leave()
-                    break
-                if (trouble := batcher.round([run], {})) is not None:
-                    run.leave()
-                    batcher.rest(trouble.error)
-                    raise trouble.error
+                trouble = None if batcher.why else batcher.round([run], {})
+                self._agree(run.error if trouble is None else trouble.error)
+        run.leave()
         batcher.rest()
         undo()
-        if run.error is not None:
-            raise run.error
-        if run.output is not None and latents[0] is not None:
+        if run.output is not None and latest is not None:
             frames = images_of(run.output)
-            self.projection.learn_from(latents[0], frames[len(frames) // 2])
+            self.projection.learn_from(latest, frames[len(frames) // 2])
+
+    def _agree(self, failed: Exception | None) -> None:
+        """Whether the small picture can be made on all ranks; else requests run one after the other."""
+        every = self._exchange("" if failed is None else " ".join(str(failed).split())[:200] or "no reason given")
+        if any(every):
+            self.batcher.rest(failed)
+            reason = next(filter(None, every))
+            self.batcher.why = f"a small picture to try it with failed ({reason}); requests run one after the other"
 
     def _card(self, kind: type[Any]) -> dict[str, Any]:
         info, parameters = self.info, inspect.signature(kind.__call__).parameters
@@ -276,7 +282,7 @@ class LoadedModel:
         width, height = default or (0, 0)
         return request.width or width, request.height or height
 
-    def _arguments(self, job: Job, pipe: Any, pictures: Mapping[str, Image]) -> dict[str, Any]:
+    def _arguments(self, job: Job, pipe: Any, pictures: Mapping[str, Image.Image]) -> dict[str, Any]:
         arguments, parameters = call_arguments(job, pipe, 0, pictures), call_parameters(pipe)
         if "num_images_per_prompt" not in parameters:
             arguments.pop("num_images_per_prompt", None)
@@ -311,7 +317,7 @@ class LoadedModel:
         return facts | {"pipeline": type(prepared.pipe).__name__}
 
 
-def images_of(output: Any) -> list[Image]:
+def images_of(output: Any) -> list[Image.Image]:
     """The pictures of a pipeline's output: one, or a video's frames."""
     if hasattr(output, "images"):
         return [output.images[0]]

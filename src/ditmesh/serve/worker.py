@@ -91,13 +91,11 @@ class Exchange:
         grouped = dist.is_available() and dist.is_initialized()
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
         self._group = dist.new_group(backend="gloo") if self.size > 1 else None
-        self.seconds = 0.0
 
     def __call__(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order: anything that can be pickled. A collective call."""
         if self._group is None:
             return [value]
-        started = time.perf_counter()
         data = pickle.dumps(value)
         mine = torch.zeros(ROOM, dtype=torch.uint8)
         mine[:8] = _bytes(len(data).to_bytes(8, "little"))
@@ -113,7 +111,6 @@ class Exchange:
                 whole = _bytes(data) if rank == self.rank else torch.empty(size, dtype=torch.uint8)
                 dist.broadcast(whole, rank, group=self._group)
             values.append(value if rank == self.rank else pickle.loads(whole.numpy().tobytes()))
-        self.seconds += time.perf_counter() - started
         return values
 
     def close(self) -> None:
@@ -191,7 +188,7 @@ class _Work:
         order: number of its command.
         prepared, run: once it has begun.
         step: denoising steps that are done.
-        latents: of the latest step; rank 0's.
+        latents: of the latest step, if anybody wants to see them; rank 0's.
     """
 
     task: Task
@@ -201,7 +198,7 @@ class _Work:
     step: int = 0
     began: float = 0.0
     paused: bool = False
-    latents: Latents | None = None
+    latents: Callable[[], Latents | None] = lambda: None
     undo: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -234,10 +231,10 @@ class _Loop:
         self._seconds: dict[str, float] = {}
         self._states: dict[int, RankState] = {}
         self._looked = self._beaten = 0.0
-        self._step_seconds = 0.0
+        self._step_seconds = self._waited = 0.0
         # Pictures are encoded beside the steps.
         self._writer = ThreadPoolExecutor(1, "ditmesh-pictures")
-        self._calls = self._rows = 0
+        self._calls = 0
 
     def run(self, specs: Sequence[ModelSpec]) -> None:
         self._loads = [Load(spec, len(specs)) for spec in specs]
@@ -404,8 +401,8 @@ class _Loop:
             facts = model.facts(prepared, seconds)
             receipt = receipt_of(prepared.job, 0, images[0], prepared.arguments, facts)
             request = work.task.request
-            if work.latents is not None:
-                model.projection.learn_from(work.latents, images[len(images) // 2])
+            if (latents := work.latents()) is not None:
+                model.projection.learn_from(latents, images[len(images) // 2])
             self._writer.submit(self._write, work.task.id, images, request.format, request.fps or 8, receipt)
 
     def _write(self, name: str, images: list[Image], form: str, fps: int, receipt: Receipt) -> None:
@@ -480,15 +477,13 @@ class _Loop:
         active = [work for work in active if work.run is not None]
         runs = {work.run: work for work in active if work.run is not None}
         calls, seen = batcher.counts.calls, dict(batcher.counts.seen)
-        waited = self.exchange.seconds
         trouble = batcher.round([*runs], self._seconds)
         if batcher.counts.calls > calls:
-            self._step_seconds = batcher.counts.seconds
+            self._step_seconds, self._waited = batcher.counts.seconds, batcher.counts.waited
             self._measure("", batcher.counts.seconds)
         for name, seconds in batcher.counts.seen.items():
             if seen.get(name) != seconds:
                 self._measure(name, seconds)
-        del waited
         self._note(runs, trouble)
 
     def _note(self, runs: dict[Run, _Work], trouble: Trouble | None) -> None:
@@ -512,11 +507,11 @@ class _Loop:
         run = work.run
         if run is None:
             return
-        started = time.perf_counter()
+        started, waited, mesh = time.perf_counter(), model.engine.mesh.waited, model.engine.mesh
         if not run.begun:
             model.batcher.adapt(run.adapters)
         run.resume()
-        self._step_seconds = time.perf_counter() - started
+        self._step_seconds, self._waited = time.perf_counter() - started, mesh.waited - waited
         if run.error is not None:
             self._word.failed[work.task.id] = _failure(run.error)
 
@@ -547,7 +542,7 @@ class _Loop:
 
         def seen(latents: Callable[[], Latents | None]) -> None:
             if looking:
-                work.latents = latents()
+                work.latents = latents
             if counting:
                 self._stepped(work, model)
 
@@ -567,7 +562,7 @@ class _Loop:
             run.ask(None)
 
     def _preview(self, work: _Work, model: LoadedModel) -> None:
-        latents = work.latents
+        latents = work.latents()
         assert work.prepared is not None
         width, height = work.prepared.job.size or model.info.default_size or (1, 1)
         shown = None if latents is None else latents.noisy if latents.estimate is None else latents.estimate
@@ -599,19 +594,26 @@ class _Loop:
         if now - self._looked < LOOK:
             return None
         self._looked = now
-        waited, self.exchange.seconds = self.exchange.seconds, 0.0
+        tiles = None if self._current is None else self._current.batcher.counts.tiles
+        if self._current is not None:
+            self._current.batcher.counts.tiles = None
         return RankState(
             rank=self.rank,
             device=str(self.device),
+            tiles=tiles,
             step_seconds=self._step_seconds,
-            waiting_seconds=min(waited, self._step_seconds),
+            waiting_seconds=self._waited,
             memory_bytes=_memory(self.device),
         )
 
     def _beat(self) -> None:
-        """Say that the ranks are alive."""
-        if self.rank > 0:
+        """Say that the ranks are alive: after a step, and once a second without one."""
+        steps, now = sum(model.batcher.counts.calls for model in self._models.values()), time.monotonic()
+        if self.rank > 0 or (steps == self._calls and now - self._beaten < BEAT):
             return
+        self._calls, self._beaten = steps, now
+        log = None if self._current is None else self._current.engine.staleness
+        drifts = [] if log is None else [step.mean_drift for step in log.steps if step.mean_drift is not None]
         models = [model.batcher.counts for model in self._models.values()]
         sent: dict[str, int] = {}
         for model in self._models.values():
@@ -625,6 +627,8 @@ class _Loop:
                 rows=sum(counts.rows for counts in models),
                 ranks=tuple(self._states[rank] for rank in sorted(self._states)),
                 bytes=sent,
+                synchronous_steps=0 if log is None else log.synchronous,
+                drift=drifts[-1] if drifts else None,
             )
         )
 
