@@ -113,6 +113,11 @@ def test_no_hint_installs_from_a_registry_that_has_no_ditmesh():
     assert [str(path) for path in places if re.search(r"install '?\"?ditmesh", path.read_text(encoding="utf-8"))] == []
 
 
+def test_no_model_says_where_it_was_made():
+    files = (ROOT / "src" / "ditmesh" / "zoo").rglob("*.json")
+    assert not [str(file) for file in files if "_name_or_path" in file.read_text(encoding="utf-8")]
+
+
 def pages_of(tree: Any) -> list[str]:
     if isinstance(tree, str):
         return [tree]

@@ -245,6 +245,7 @@ def test_the_command_trains_and_exports(data, tmp_path):
     before = load_file(find(SD3) / "transformer" / "diffusion_pytorch_model.safetensors")
     moved = [float((v - before[k]).abs().max()) for k, v in trained.transformer.state_dict().items() if k in before]
     assert 0 < max(moved) < 0.1
+    assert not [f for f in Path(said["pipeline"]).rglob("*.json") if str(tmp_path) in f.read_text(encoding="utf-8")]
     assert "trained with ditmesh for 2 steps" in (Path(said["pipeline"]) / "README.md").read_text()
     more = ["--set", "lora.rank=2", "--set", "validation_prompts=[]", "--set", f"output_dir={tmp_path / 'lora'}"]
     done = subprocess.run([*base, *more, "--data", "1"], capture_output=True, text=True, timeout=200, check=False)

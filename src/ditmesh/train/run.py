@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -163,6 +164,8 @@ def _export(
             own = {path.removeprefix(f"{name}."): v for path, v in weights.items() if path.startswith(f"{name}.")}
             pipe.components[name].load_state_dict(own)
         pipe.save_pretrained(str(folder))
+        for file in folder.rglob("*.json"):
+            _forget_place(file)
     last = losses.get(step - 1)
     given = config.model_dump(mode="json", exclude_unset=True)
     lines = [
@@ -183,3 +186,10 @@ def _export(
         "",
     ]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _forget_place(file: Path) -> None:
+    """Take out of a configuration where on this machine it was once loaded from."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    if isinstance(content, dict) and content.pop("_name_or_path", None) is not None:
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -454,7 +454,7 @@ def peft_config(lora: LoraConfig) -> Any:
     try:
         from peft import LoraConfig as PeftConfig
     except ImportError:
-        raise InputError("lora needs peft, which is not installed; pip install 'ditmesh[lora]'") from None
+        raise InputError("lora needs peft, which is not installed; pip install peft") from None
     return PeftConfig(
         r=lora.rank,
         lora_alpha=cast(int, lora.rank if lora.alpha is None else lora.alpha),
