@@ -123,3 +123,17 @@ def test_training(tmp_path: Path) -> None:
     assert 0 < bytes_of["ulysses=2, gradient_checkpointing"] <= 0.6 * bytes_of["1 rank"]
     assert all(rates[0] > 0 for rates in result["speed"]["samples a second"].values())
     assert picture.exists()
+
+
+@pytest.mark.matrix
+def test_the_load_of_a_server_runs_to_its_end(tmp_path: Path) -> None:
+    """A few requests: none is lost, none wrong."""
+    figures = tmp_path / "out.json"
+    few = ["--requests", 12, "--clients", 4, "--distinct", 3, "--pairs", 2, "--steps", 4]
+    ended = script("serving_load.py", *few, "--json", figures)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = json.loads(figures.read_text())
+    assert (result["load"]["lost"], result["load"]["wrong"]) == (0, 0)
+    assert result["alone"]["largest_difference"] <= 1
+    assert result["calls_ratio"] < 1
+    assert "transformer calls" in ended.stdout

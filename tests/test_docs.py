@@ -94,10 +94,17 @@ def ended(command: list[str], folder: Path, environment: dict[str, str]) -> str:
     return result.stdout
 
 
+# Blocks that ask a server: tests/test_serve_docs.py runs them against one.
+SERVED = re.compile(r"ditmesh serve|127\.0\.0\.1:8000")
+
 # The blocks of a tutorial lead on from one another: tests/test_train_tutorial.py runs them in their order.
 TUTORIAL = re.compile(r"keep\.txt|emoji-lora|out/lora")
 
-PYTHON = [block for block in blocks("python") if not block.untested and not TUTORIAL.search(block.text)]
+PYTHON = [
+    block
+    for block in blocks("python")
+    if not block.untested and not TUTORIAL.search(block.text) and not SERVED.search(block.text)
+]
 OF_READERS = [block for block in PYTHON if "Ranks(" in block.text]
 SHARING = [block for block in PYTHON if block not in OF_READERS]
 
@@ -136,7 +143,10 @@ def test_program_that_starts_ranks(tmp_path, environment, block):
 COMMANDS = [
     block
     for block in blocks("bash")
-    if not block.untested and not OF_CI.fullmatch(block.text) and not TUTORIAL.search(block.text)
+    if not block.untested
+    and not OF_CI.fullmatch(block.text)
+    and not TUTORIAL.search(block.text)
+    and not SERVED.search(block.text)
 ]
 HOSTS = [block for block in COMMANDS if "$NODE_RANK" in block.text]
 

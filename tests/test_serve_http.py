@@ -7,7 +7,11 @@ import base64
 import contextlib
 import json
 import logging
+import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -687,6 +691,31 @@ def test_a_server_that_stops_ends_what_is_under_way(done: bool):
         # The job is not made twice by a client that asks again.
         assert answers[0].headers["x-should-retry"] == "false"
     assert backend.open_streams == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_the_first_signal_waits_and_the_second_does_not():
+    path = os.pathsep.join(path for path in sys.path if path)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "support.serving", "--port", "0", "--held"],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        assert httpx.post(f"{url}/v1/jobs", json={"prompt": "a"}).status_code == 202
+        process.terminate()
+        assert until(lambda: httpx.get(f"{url}/readyz").status_code == 503)
+        # Clients of the job that is under way are answered still, and new ones told to come back.
+        assert httpx.get(f"{url}/v1/jobs").status_code == 200
+        refused = httpx.post(f"{url}/v1/jobs", json={"prompt": "a"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(5) == 130
+    finally:
+        process.kill()
 
 
 # --- the description, and what it does not describe

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import base64
 import contextlib
 import hashlib
+import os
 import secrets
 import tempfile
 import threading
@@ -15,7 +17,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -347,11 +348,21 @@ def serving(
 
 
 def main() -> None:
-    """``python -m support.serving [PORT]``: the server, to look at."""
-    import sys
-
-    port = int(sys.argv[1]) if len(sys.argv) > 1 else 8000
-    uvicorn.run(create_app(FakeBackend(step_seconds=0.2)), host="127.0.0.1", port=port)
+    """``python -m support.serving``: such a server in a process of its own; ``--held``: it begins no step."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--held", action="store_true")
+    arguments = parser.parse_args()
+    backend = FakeBackend(step_seconds=0.2)
+    backend.hold(arguments.held)
+    listening = bound("127.0.0.1", arguments.port)
+    server = HttpServer(
+        create_app(backend),
+        grace=60.0,
+        up=lambda: print(url_of(listening), flush=True),
+        leave=lambda number: os._exit(128 + number),
+    )
+    asyncio.run(server.run_on(listening))
 
 
 if __name__ == "__main__":

@@ -188,7 +188,7 @@ def serve(
     specs = [_loadable(spec, ranks.dtype_on(kind), variant, offload) for spec in specs]
     folder = folder or state_folder()
     with bound(listen.host, listen.port) as listening:
-        backend = _service(specs, folder, world_size, replicas, ranks, limits)
+        backend = _service(specs, folder, world_size, replicas, ranks, limits, settings.keys is not None)
         _serve(backend, settings, tracer, listening, limits.grace, logs)
 
 
@@ -196,11 +196,9 @@ def _check_installed() -> None:
     from importlib.util import find_spec
 
     # The last has had two names.
-    needed = {name: (name,) for name in ("fastapi", "uvicorn", "prometheus_client")}
-    needed["python-multipart"] = "python_multipart", "multipart"
-    for package, names in needed.items():
+    for names in (("fastapi",), ("uvicorn",), ("prometheus_client",), ("python_multipart", "multipart")):
         if not any(map(find_spec, names)):
-            raise InputError(f"ditmesh serve needs {package}; install ditmesh with its extra serve")
+            raise InputError(f"ditmesh serve needs {names[0]}; install ditmesh with its extra serve")
 
 
 def _tracer(wanted: bool) -> Any:
@@ -266,11 +264,8 @@ def _specs(
     """
     from ..generate.files import adapter
     from ..generate.job import check_config
-    from ..launch import torchrun_rank
     from ..serve.protocol import ModelSpec
 
-    if torchrun_rank() is not None:
-        raise InputError("ditmesh serve starts the ranks it needs; leave torchrun out and say --devices")
     # The name is ours: a scale is the client's.
     files = {name: adapter("lora", str(Path(path).expanduser())).path for name, path in loras.items()}
     world_size, specs = 1, []
@@ -300,7 +295,13 @@ def state_folder() -> Path:
 
 
 def _service(
-    specs: list[ModelSpec], folder: Path, devices: int, replicas: int, ranks: RankOptions, limits: LimitOptions
+    specs: list[ModelSpec],
+    folder: Path,
+    devices: int,
+    replicas: int,
+    ranks: RankOptions,
+    limits: LimitOptions,
+    keys: bool,
 ) -> Any:
     from ..serve.replicas import Limits
     from ..serve.service import Service
@@ -320,7 +321,8 @@ def _service(
         keep=limits.keep * 3600,
         most_bytes=int(limits.max_disk * 2**30),
         most_waiting=limits.max_queue,
-        most_per_owner=limits.max_queue,
+        # One key must not fill the queue.
+        most_per_owner=max(1, limits.max_queue // 4) if keys else limits.max_queue,
     )
 
 

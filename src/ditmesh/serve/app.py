@@ -8,6 +8,7 @@ import html
 import os
 import re
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from fastapi import APIRouter, FastAPI, Header, Path, Query
@@ -80,10 +81,7 @@ async def submitted(request: Request, body: JobBody, videos: bool | None) -> Job
     """Submit a job from its JSON form."""
     server: Server = request.app.state.server
     fields = sized(body.size, body.model_dump(exclude={"size", "inputs"}, exclude_none=True))
-    # What cannot be is refused before a picture is decoded.
-    asked = validated(JobRequest, fields)
-    inputs = await server.inputs(body.inputs) if body.inputs else ()
-    return await server.accept(asked.model_copy(update={"inputs": inputs}), request, videos)
+    return await server.accept(validated(JobRequest, fields), request, videos, partial(server.inputs, body.inputs))
 
 
 @jobs.post("/jobs", status_code=202, responses=OF_SUBMISSION, summary="Submit a job")

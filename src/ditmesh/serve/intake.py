@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Annotated, Any, TypeVar
@@ -86,13 +86,20 @@ class Server:
             )
         return found
 
-    async def accept(self, request: JobRequest, caller: Request, videos: bool | None = None) -> Job:
+    async def accept(
+        self,
+        request: JobRequest,
+        caller: Request,
+        videos: bool | None = None,
+        inputs: Callable[[], Awaitable[tuple[Input, ...]]] | None = None,
+    ) -> Job:
         """Submit a job.
 
         Args:
             request: what is asked for.
             caller: whose it is.
             videos: the endpoint is for videos alone, for pictures alone, or (None) for both.
+            inputs: decodes and keeps the input pictures, when all else is allowed.
 
         Raises:
             Refused: it is not allowed.
@@ -115,7 +122,10 @@ class Server:
                     headers=wait_header(wait),
                 )
             # The receipt, the metrics and the log name the model that it was.
-            job = await self.backend.submit(request.model_copy(update={"model": card.id}), owner)
+            more: dict[str, Any] = {"model": card.id}
+            if inputs is not None:
+                more["inputs"] = await inputs()
+            job = await self.backend.submit(request.model_copy(update=more), owner)
         except DitmeshError as error:
             self.metrics.refused(as_refused(error).code)
             raise
@@ -154,18 +164,15 @@ class Server:
         for number, one in enumerate(given):
             if isinstance(one, InputData):
                 name = f"inputs.{number}.data"
-                one = await self.keep(from_data_url(one.data, name), name, one.role, one.scale)
+                png, _ = await self.uploads.png(from_data_url(one.data, name), name, one.role == "mask")
+                one = Input(role=one.role, digest=await self.backend.put_input(png), scale=one.scale)
             found.append(one)
         return tuple(found)
 
-    async def keep(self, data: bytes, param: str, role: InputRole, scale: float = 1.0) -> Input:
-        """A picture that a client has sent, kept as an input of a job."""
-        png, _ = await self.uploads.png(data, param, role == "mask")
-        return Input(role=role, digest=await self.backend.put_input(png), scale=scale)
-
 
 def _check_kind(card: ModelCard, videos: bool | None) -> None:
-    if videos is not None and videos != card.video:
+    # What a model makes is known once it has been loaded; until then ranks find out.
+    if videos is not None and videos != card.video and (card.video or card.loaded):
         made, other = ("videos", "/v1/videos") if card.video else ("pictures", "/v1/images/generations")
         raise Refused(400, f"model {card.id!r} makes {made}; use POST {other} or /v1/jobs", "wrong_model", "model")
 

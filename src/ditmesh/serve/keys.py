@@ -68,7 +68,7 @@ def read_keys(file: str | Path) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(
-            f"cannot read the keys {str(file)!r} ({reason}); make one with ditmesh serve --new-key --keys FILE"
+            f"cannot read the keys {str(file)!r} ({reason}); make one with ditmesh serve --keys FILE --new-key NAME"
         ) from None
     found: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
@@ -79,7 +79,7 @@ def read_keys(file: str | Path) -> dict[str, str]:
             # The line itself may be a key that somebody has put there as it is.
             raise InputError(
                 f"line {number} of the keys {str(file)!r} is not a SHA-256 in hexadecimal; write keys there with "
-                "ditmesh serve --new-key --keys FILE"
+                "ditmesh serve --keys FILE --new-key NAME"
             )
         found[match["hash"]] = match["name"] or ""
     return found
@@ -97,16 +97,17 @@ class Keys:
         self._hashes = [value.encode() for value in read_keys(file)]
         self._stamp, self._looked = self._look(), time.monotonic()
         if not self._hashes:
-            raise InputError(f"the keys {str(file)!r} hold none; make one with ditmesh serve --new-key --keys FILE")
+            raise InputError(
+                f"the keys {str(file)!r} hold none; make one with ditmesh serve --keys FILE --new-key NAME"
+            )
 
     def owner(self, key: str) -> str | None:
         """The owner's hash; None: there is no such key. Takes as long whether or not, and whichever it is."""
         self._refresh()
-        given, found = digest_of_key(key).encode(), None
+        given, found = digest_of_key(key), False
         for known in self._hashes:
-            if hmac.compare_digest(given, known):
-                found = known
-        return found and found.decode()
+            found |= hmac.compare_digest(given.encode(), known)
+        return given if found else None
 
     def _look(self) -> tuple[int, int] | None:
         try:

@@ -45,7 +45,7 @@ def bound(host: str, port: int) -> socket.socket:
 def url_of(listening: socket.socket) -> str:
     """Where a browser on this machine finds it."""
     host, port = listening.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    host = str({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host))
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

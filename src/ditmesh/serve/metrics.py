@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -89,7 +90,7 @@ class Metrics:
     def __init__(self, state: Callable[[], ServerState]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(StateCollector(state))
-        more = {"registry": self.registry}
+        more: Any = {"registry": self.registry}
         self._requests = Counter(
             "ditmesh_http_requests", "Requests that were answered", ["method", "route", "status"], **more
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from math import ceil
 from typing import Annotated, Any, Literal
 
@@ -13,14 +14,16 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from .errors import ErrorDetail, Refused, described, wait_header
 from .intake import Server, Size, sized, validated
 from .streams import EventStream, closed_after, ended, event_schema, gone, sse
-from .types import ENDED, Adapter, Event, Format, Job, JobImage, JobRequest, ModelCard
+from .types import ENDED, Adapter, Event, Format, Input, Job, JobImage, JobRequest, ModelCard
 
 router = APIRouter(prefix="/v1/images", tags=["images"])
+
+EditFile = Literal["image", "mask"]
 
 # Steps of a pipeline whose card does not say.
 USUAL_STEPS = 50
@@ -228,34 +231,40 @@ async def edits(request: Request) -> Response:
     fields = body.fields(server.model(body.model or ""))
     if "image" not in data:
         raise Refused(400, "image: an edit needs a picture; send it as the file `image`", param="image")
-    sizes, inputs = {}, []
-    for name in data:
-        png, sizes[name] = await server.uploads.png(data[name], name, name == "mask")
-        inputs.append({"role": name, "digest": await server.backend.put_input(png)})
-    if len(set(sizes.values())) > 1:
-        raise Refused(
-            400, f"mask: it is {sizes['mask']} pixels and the image {sizes['image']}; use one size", param="mask"
-        )
-    more = {"inputs": tuple(inputs), "strength": body.strength}
-    job = await server.accept(validated(JobRequest, fields | more), request, videos=False)
+    asked = validated(JobRequest, fields | {"strength": body.strength})
+    job = await server.accept(asked, request, False, partial(_kept, server, data))
     return await _answered(server, request, body, job, "image_edit")
 
 
-def _parts(form: FormData) -> tuple[EditRequest, dict[str, UploadFile]]:
+async def _kept(server: Server, data: Mapping[EditFile, bytes]) -> tuple[Input, ...]:
+    """The pictures of an edit as inputs of a job.
+
+    Raises:
+        Refused: one of them is none, or they are of two sizes.
+    """
+    found = {role: await server.uploads.png(data[role], role, role == "mask") for role in data}
+    if len({size for _, size in found.values()}) > 1:
+        (width, height), (across, down) = found["image"][1], found["mask"][1]
+        message = f"mask: it has {across}x{down} pixels and the image {width}x{height}; use one size"
+        raise Refused(400, message, param="mask")
+    return tuple([Input(role=role, digest=await server.backend.put_input(png)) for role, (png, _) in found.items()])
+
+
+def _parts(form: FormData) -> tuple[EditRequest, dict[EditFile, UploadFile]]:
     """The fields of a form, and its files by name.
 
     Raises:
         Refused: a field is wrong or there twice, or a file is none of an edit's.
     """
     fields: dict[str, Any] = {}
-    files: dict[str, UploadFile] = {}
+    files: dict[EditFile, UploadFile] = {}
     for name, value in form.multi_items():
         name = name.removesuffix("[]")
         if (name in files) or (name in fields):
             raise Refused(400, f"{name}: it is there twice; send one", param=name)
         if not isinstance(value, UploadFile):
             fields[name] = value
-        elif name in ("image", "mask"):
+        elif name == "image" or name == "mask":
             files[name] = value
         else:
             raise Refused(400, f"{name}: an edit takes the files image and mask; leave it out", param=name)
@@ -291,7 +300,8 @@ async def _answered(server: Server, request: Request, body: ImageRequest, job: J
         size=_size(first),
         job=done.id,
     )
-    return JSONResponse(answer.model_dump(exclude_none=True))
+    # Megabytes, while which the steps of others are to be told of.
+    return Response(await asyncio.to_thread(answer.model_dump_json, exclude_none=True), media_type="application/json")
 
 
 async def _ended(server: Server, request: Request, job: Job, owner: str) -> Job | None:
@@ -410,8 +420,7 @@ def _failure(job: Job) -> Refused | None:
 
 async def _base64(server: Server, job: Job, index: int, owner: str) -> str:
     file = await server.backend.result(job.id, index, owner)
-    data = await asyncio.to_thread(file.path.read_bytes)
-    return base64.b64encode(data).decode()
+    return await asyncio.to_thread(lambda: base64.b64encode(file.path.read_bytes()).decode())
 
 
 def _size(image: JobImage) -> str | None:

@@ -82,8 +82,8 @@ class Uploads:
             message = f"{param} has more than {self._most_pixels} pixels; send a smaller picture"
         except UnidentifiedImageError:
             message = f"{param} is not a picture; send a PNG, JPEG or WebP"
-        except (OSError, ValueError, SyntaxError, OverflowError, EOFError, IndexError, KeyError, TypeError) as error:
-            # What PIL says of broken files.
+        except Exception as error:
+            # What PIL says of broken files can be anything.
             message = f"{param} cannot be decoded ({str(error)[:200] or type(error).__name__}); save the picture again"
         else:
             return out.getvalue(), image.size
