@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -284,7 +285,9 @@ class _Steps:
         self._watch.check()
         latents = tensors.get("latents")
         if latents is not None and self._colours is not None:
-            self._picture = self._colours.picture(latents, self._kind, *self._size)
+            # Latents can be packed in any way: a preview is not worth a picture.
+            with contextlib.suppress(Exception):
+                self._picture = self._colours.picture(latents, self._kind, *self._size)
         return {}
 
     def update(self, done: int, total: int | None) -> None:

@@ -152,9 +152,10 @@ def pipeline_on(pipe: Any, name: str) -> Any:
         InputError: diffusers has no such pipeline, or it needs other components.
     """
     import diffusers
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-    kind = getattr(diffusers, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, diffusers.DiffusionPipeline)):
+    kind: Any = getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, DiffusionPipeline)):
         raise InputError(f"{name} is no pipeline of diffusers {diffusers.__version__}")
     # Not its `from_pipe`, which casts the components.
     needed, options = kind._get_signature_keys(kind)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,8 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+log = logging.getLogger(__name__)
 
 # Colours that are decoded to find out what latents mean, and pixels of latents of each.
 SAMPLES, SIDE = 96, 4
@@ -55,13 +59,22 @@ class LatentColours:
 def latent_colours(pipe: Any) -> LatentColours | None:
     """What the latents of a pipeline mean, by least squares over what its VAE decodes plain ones to.
 
-    None: it has no VAE whose scale is known.
+    None: it has no VAE that is understood.
     """
     vae = getattr(pipe, "vae", None)
     config = getattr(vae, "config", {})
     channels = config.get("latent_channels") or config.get("z_dim")
     if vae is None or not channels:
         return None
+    try:
+        return _fitted(vae, config, channels, getattr(pipe, "vae_scale_factor", 8))
+    except Exception as error:
+        # Previews are not worth a pipeline that cannot be loaded.
+        log.warning("there are no previews: %s cannot be looked at (%s)", type(vae).__name__, error)
+        return None
+
+
+def _fitted(vae: Any, config: Mapping[str, Any], channels: int, scale: int) -> LatentColours | None:
     weight = next(vae.parameters())
     mean, deviation = config.get("latents_mean"), config.get("latents_std")
     latents = torch.randn(SAMPLES, channels, generator=torch.Generator().manual_seed(0))
@@ -79,4 +92,4 @@ def latent_colours(pipe: Any) -> LatentColours | None:
         return None
     given = torch.cat([latents, torch.ones(SAMPLES, 1)], dim=1)
     factors = torch.linalg.lstsq(given, colours).solution
-    return LatentColours(factors, getattr(pipe, "vae_scale_factor", 8))
+    return LatentColours(factors, scale)

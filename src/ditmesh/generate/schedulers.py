@@ -61,5 +61,5 @@ def _compatible(own: str) -> list[type[Any]]:
     """Schedulers of diffusers that one of them says it can be exchanged for."""
     import diffusers
 
-    kind = getattr(diffusers, own, None)
+    kind: Any = getattr(diffusers, own, None)
     return kind._get_compatibles() if hasattr(kind, "_get_compatibles") else []
