@@ -18,7 +18,7 @@ function theme() {
   const now = root.dataset.theme ?? "system";
   const next = THEMES[(THEMES.indexOf(now) + 1) % THEMES.length];
   write($("theme"), NAMES[now]);
-  $("theme").ariaLabel = `Theme: ${now}`;
+  $("theme").ariaLabel = `Theme: ${NAMES[now]}`;
   $("theme").onclick = () => {
     if (next === "system") delete root.dataset.theme;
     else root.dataset.theme = next;

@@ -99,14 +99,14 @@ function newCard(replica) {
     h("p", { class: "legend", "aria-hidden": "true" }, h("i", { class: "computing" }), " computing ", h("i", { class: "waits" }), " waiting for other ranks; on the right the last steps"),
     figures,
   );
-  return Object.assign(card, { state, what, message, body, diagram, figures, rows: [], shape: "", known: new Map() });
+  return Object.assign(card, { state, what, message, body, diagram, figures, rows: [], named: new Map() });
 }
 
 function figure(card, name, value) {
-  let data = card.known.get(name);
+  let data = card.named.get(name);
   if (!data) {
     data = h("dd");
-    card.known.set(name, data);
+    card.named.set(name, data);
     card.figures.append(h("div", {}, h("dt", {}, name), data));
   }
   write(data, String(value));
@@ -128,15 +128,21 @@ function drawHistory({ past, history }, longest) {
 
 function drawRanks(card, replica) {
   const { ranks } = replica;
-  const shape = JSON.stringify([replica.mesh, ranks.map(({ rank, device, tiles }) => [rank, device, tiles])]);
-  if (shape !== card.shape) {
-    card.shape = shape;
+  const held = JSON.stringify(ranks.map(({ rank, device }) => [rank, device]));
+  if (held !== card.held) {
+    card.held = held;
     card.rows = ranks.map(newRow);
     arrange(card.body, card.rows);
-    const pictures = h("div", { class: "tilings" }, tilings(ranks));
+  }
+  // Where the sequence is shared, tiles are known after the first step.
+  const known = ranks.some(({ tiles }) => tiles) || (replica.mesh.ring ?? 1) * (replica.mesh.ulysses ?? 1) === 1;
+  const shape = JSON.stringify([held, replica.mesh, known, ranks.map(({ tiles }) => tiles)]);
+  if (shape !== card.shape) {
+    card.shape = shape;
     const named = (name, what) => h("figure", {}, h("figcaption", {}, name), what);
     card.diagram.replaceChildren(
-      ...(ranks.length ? [named("Mesh", mesh(replica.mesh, ranks)), named("Tiles of the picture", pictures)] : []),
+      ...(ranks.length ? [named("Mesh", mesh(replica.mesh, ranks))] : []),
+      ...(ranks.length && known ? [named("Tiles of the picture", h("div", { class: "tilings" }, tilings(ranks)))] : []),
     );
   }
   const calls = replica.calls !== card.calls;
@@ -152,7 +158,7 @@ function drawRanks(card, replica) {
   ranks.forEach((rank, place) => {
     const row = card.rows[place];
     const { tiles, step_seconds: step, waiting_seconds: waiting } = rank;
-    write(row.columns.tiles, tiles ? `${tiles[0]}–${tiles[1]} of ${all}` : "all");
+    write(row.columns.tiles, tiles ? `${tiles[0]}–${tiles[1]} of ${all}` : known ? "all" : "–");
     write(row.columns.step, step ? milliseconds(step) : "–");
     write(row.columns.waiting, step ? `${Math.round((100 * Math.min(waiting, step)) / step)} %` : "–");
     write(row.columns.memory, rank.memory_bytes ? bytes(rank.memory_bytes) : "–");
