@@ -19,6 +19,7 @@ from pathlib import Path
 import httpx
 import numpy
 import openai
+import psutil
 import pytest
 from PIL import Image
 
@@ -167,6 +168,8 @@ def test_an_edit_is_generates(server: Command, kept_ranks: None, tmp_path: Path,
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_the_process_that_answers_has_no_torch(server: Command):
     assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+    # As docs/serving.md says.
+    assert psutil.Process(server.process.pid).memory_info().rss < 150e6
 
 
 def test_metrics_of_ranks(server: Command):

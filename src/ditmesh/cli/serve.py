@@ -198,7 +198,8 @@ def _check_installed() -> None:
     # The last has had two names.
     for names in (("fastapi",), ("uvicorn",), ("prometheus_client",), ("python_multipart", "multipart")):
         if not any(map(find_spec, names)):
-            raise InputError(f"ditmesh serve needs {names[0]}; install ditmesh with its extra serve")
+            package = names[0].replace("_", "-")
+            raise InputError(f"ditmesh serve needs {package}; pip install {package}")
 
 
 def _tracer(wanted: bool) -> Any:

@@ -54,7 +54,8 @@ def _gpu_files() -> bool:
     """Whether a driver of GPUs has made its files; elsewhere than on Linux, where that cannot be seen: yes."""
     if sys.platform != "linux":
         return True
-    return any(Path(f"/dev/{name}").exists() for name in ("nvidiactl", "nvidia0", "dxg", "kfd"))
+    # Of NVIDIA's drivers, also on Jetson, of WSL and of AMD's.
+    return any(name.startswith(("nvidia", "nvhost", "nvmap", "nvgpu", "dxg", "kfd")) for name in os.listdir("/dev"))
 
 
 def physical_cores() -> int:

@@ -88,7 +88,8 @@ def otlp_tracer() -> Tracer:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise InputError(
-            f"--otel needs OpenTelemetry ({error.name} is missing); install the extra otel, or leave --otel out"
+            f"--otel needs OpenTelemetry ({error.name} is missing); pip install opentelemetry-sdk "
+            "opentelemetry-exporter-otlp-proto-http, or leave --otel out"
         ) from None
     provider = TracerProvider(resource=Resource.create({"service.name": "ditmesh"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

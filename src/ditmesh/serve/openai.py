@@ -226,7 +226,7 @@ async def edits(request: Request) -> Response:
     server: Server = request.app.state.server
     async with request.form(max_files=4, max_fields=64, max_part_size=server.settings.max_body) as form:
         body, files = _parts(form)
-        data = {name: await file.read() for name, file in files.items()}
+        data: dict[EditFile, bytes] = {name: await file.read() for name, file in files.items()}
     body.check()
     fields = body.fields(server.model(body.model or ""))
     if "image" not in data:
@@ -242,7 +242,9 @@ async def _kept(server: Server, data: Mapping[EditFile, bytes]) -> tuple[Input, 
     Raises:
         Refused: one of them is none, or they are of two sizes.
     """
-    found = {role: await server.uploads.png(data[role], role, role == "mask") for role in data}
+    found: dict[EditFile, tuple[bytes, tuple[int, int]]] = {
+        role: await server.uploads.png(data[role], role, role == "mask") for role in data
+    }
     if len({size for _, size in found.values()}) > 1:
         (width, height), (across, down) = found["image"][1], found["mask"][1]
         message = f"mask: it has {across}x{down} pixels and the image {width}x{height}; use one size"
