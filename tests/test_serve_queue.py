@@ -748,6 +748,28 @@ def test_a_full_disk_refuses_jobs_and_loses_none(tmp_path: Path) -> None:
     assert right == "right"
 
 
+def test_a_picture_is_written_before_it_is_said_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk takes the few bytes of a row, and not those of a picture."""
+
+    async def main() -> None:
+        async with serving(tmp_path) as service:
+            write, failures = service._jobs.results.write, []
+
+            def full(job: str, number: int, data: bytes) -> str:
+                assert service._jobs.queue.file(job, number) is None
+                if len(failures) < 2:
+                    failures.append(number)
+                    raise NoSpace("no space left on device")
+                return write(job, number, data)
+
+            monkeypatch.setattr(service._jobs.results, "write", full)
+            job = await ended(service, await service.submit(JobRequest(prompt="fox"), ""))
+            await assert_right(service, job)
+            assert failures == [0, 0]
+
+    asyncio.run(main())
+
+
 def test_the_oldest_results_go_when_there_are_too_many(tmp_path: Path) -> None:
     async def main() -> None:
         size = len(picture("", 0))
