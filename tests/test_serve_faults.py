@@ -221,7 +221,8 @@ def test_ranks_that_do_not_start_are_started_again_after_a_while(tmp_path: Path)
             assert job.attempt == 1
             assert service.state().replicas[0].restarts == 3
             first, second, third = Slow.failures
-            assert 2 * (second - first) > third - second > 1.5 * (second - first) > 0.4
+            assert 0.4 <= second - first < 5.0
+            assert 0.8 <= third - second < 5.0
 
     asyncio.run(main())
 

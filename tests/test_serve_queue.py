@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ditmesh.errors import ConfigError, InputError
+from ditmesh.serve import dispatch
 from ditmesh.serve.backend import NoSpace, QueueFull, Stopping, UnknownJob
 from ditmesh.serve.protocol import ModelSpec
 from ditmesh.serve.queue import FILE, Queue
@@ -566,13 +567,14 @@ def test_urgent_jobs_do_not_wait_for_a_place(tmp_path: Path) -> None:
             assert len(service._dispatcher.groups[0].running) == 2
             urgent = await service.submit(JobRequest(prompt="urgent", priority=1), "")
             await assert_right(service, await ended(service, urgent))
-            assert (await service.job(slow.id, "")).status == "running"
+            # No place had become free meanwhile.
+            assert [one.url for one in (await service.job(slow.id, "")).images] == [None] * 3
             await service.cancel(slow.id, "")
 
     asyncio.run(main())
 
 
-def test_models_are_loaded_on_demand(tmp_path: Path) -> None:
+def test_models_are_loaded_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = [ModelSpec("a", "emoji-sd3"), ModelSpec("b", "emoji-dit-s"), ModelSpec("c", "emoji-sd3")]
 
     async def main() -> None:
@@ -590,6 +592,15 @@ def test_models_are_loaded_on_demand(tmp_path: Path) -> None:
                 if names != "ab":
                     assert "".join(card.id for card in service.models() if card.loaded) == loaded
             assert service.models()[0].pipeline == "Fake"
+        monkeypatch.setattr(dispatch, "SWITCH", 0.05)
+        async with serving(tmp_path, models=models) as service:
+            # What is at work is not unloaded, which these ranks would not survive.
+            slow, other = [
+                await service.submit(JobRequest(prompt="lion", model=name, steps=60), "") for name in ("a", "b")
+            ]
+            await assert_right(service, await ended(service, other))
+            assert (await service.job(slow.id, "")).status == "succeeded"
+            assert service.state().replicas[0].restarts == 0
 
     asyncio.run(main())
 
@@ -746,6 +757,28 @@ def test_a_full_disk_refuses_jobs_and_loses_none(tmp_path: Path) -> None:
     assert statuses == "['running', 'running', 'running']"
     assert events == "['started', 'paused']"
     assert right == "right"
+
+
+def test_a_picture_is_written_before_it_is_said_to_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk takes the few bytes of a row, and not those of a picture."""
+
+    async def main() -> None:
+        async with serving(tmp_path) as service:
+            write, failures = service._jobs.results.write, []
+
+            def full(job: str, number: int, data: bytes) -> str:
+                assert service._jobs.queue.file(job, number) is None
+                if len(failures) < 2:
+                    failures.append(number)
+                    raise NoSpace("no space left on device")
+                return write(job, number, data)
+
+            monkeypatch.setattr(service._jobs.results, "write", full)
+            job = await ended(service, await service.submit(JobRequest(prompt="fox"), ""))
+            await assert_right(service, job)
+            assert failures == [0, 0]
+
+    asyncio.run(main())
 
 
 def test_the_oldest_results_go_when_there_are_too_many(tmp_path: Path) -> None:

@@ -156,10 +156,10 @@ class Dispatcher:
         """Give a replica its next task, if it may have one; whether it got one."""
         if not group.up or group.loading or len(group.running) >= 2 * self._most_running:
             return False
-        if group.reserved and group.running:
-            return False
         head = await self._jobs.on_disk(self._choose(group))
-        if head is None:
+        # Another replica may have taken the job that this one was reserved for.
+        group.reserved = group.reserved and head is not None and head.again
+        if head is None or (group.reserved and group.running):
             return False
         if len(group.running) >= self._most_running:
             # Only for what is more urgent: less urgent tasks pause.
@@ -249,7 +249,7 @@ class Dispatcher:
         elif isinstance(said, ModelReady):
             self._loaded(group, said)
         elif isinstance(said, ModelFailed):
-            group.loading = ""
+            group.loading, group.state.message = "", said.message
             await self._load_failed(said.name, JobError(code="internal", message=said.message), LOADS)
         else:
             state = group.state

@@ -32,7 +32,7 @@ except ImportError:  # not on Windows
     fcntl = None
 
 FILE, LOCK = "queue.sqlite", "lock"
-# Of the file's tables; and what says that the file is ours: "dmsh".
+# Of the file's tables and the JSON in them; and what says that the file is ours: "dmsh".
 VERSION, APPLICATION = 1, 0x646D7368
 # Seconds after which it is worth asking again, while nothing has been measured, and at least.
 UNMEASURED, SOONEST = 5.0, 1.0
@@ -156,7 +156,8 @@ class Queue:
         self.queued = self.running = 0
         with contextlib.ExitStack() as stack:
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                # Prompts and pictures are their owners' business.
+                self.folder.mkdir(0o700, parents=True, exist_ok=True)
                 stack.enter_context(_locked(self.folder))
             except OSError as error:
                 raise NoSpace(f"cannot write to folder {str(folder)!r} ({error.strerror}); give another one") from None

@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 from ..errors import ConfigError, RankFailed
 from ..launch import Launcher
 from ..launch.backend import Conversing
+from ..launch.pool import LOOK
 from .protocol import Beat, Command, Load, Message, ModelFailed, ModelReady, Stop
 
 # Seconds between attempts to start ranks, the first and the longest.
@@ -111,8 +112,9 @@ class Replica:
         self._pool: Conversing | None = None
         self._stopping = threading.Event()
         self._killed = False
-        # Times of the monotonic clock: of the last message, and of the last that says that work has been done.
-        self._heard = self._worked = self._slowest = 0.0
+        # Times of the monotonic clock: of the last message, of the last that says that work has been done, of the last
+        # look at them.
+        self._heard = self._worked = self._looked = self._slowest = 0.0
         self._calls = 0
         self._starting, self._loading, self._useful = True, False, False
         self._stalled = ""
@@ -165,7 +167,7 @@ class Replica:
                         f"{type(pool).__name__} takes no replies during a call, which a server's ranks need; use "
                         "launcher 'local'"
                     )
-                self._heard = self._worked = time.monotonic()
+                self._heard = self._worked = self._looked = time.monotonic()
                 hear = partial(self._hear, cast("Conversing", pool))
                 pool.run(serve, self._function, on_message=hear, watch=self._missed)
             down = Down(why="the ranks have returned")
@@ -205,6 +207,10 @@ class Replica:
         if self._killed or (self._stopping.is_set() and self._pool is None):
             return "stopped when they were told to"
         now, slow = time.monotonic(), self._starting or self._loading
+        if (away := now - self._looked) > 2 * LOOK:
+            # This process was stopped itself, and its ranks perhaps with it (Ctrl-Z): that time does not count.
+            self._heard, self._worked = min(now, self._heard + away), min(now, self._worked + away)
+        self._looked = now
         limit = self.limits.load if slow else max(self.limits.stall, 4 * self._slowest)
         if now - self._heard > limit:
             self._stalled = f"said anything for {limit:g} s"
