@@ -354,6 +354,15 @@ async def _answer(_: Request, error: Exception) -> Response:
     return answer_to(error)
 
 
+class Fresh(StaticFiles):
+    """Files that are asked for again after an upgrade: modules of two versions do not fit together."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers["Cache-Control"] = "no-cache"
+        return response
+
+
 def _mount_page(app: FastAPI, settings: Settings) -> None:
     page = settings.page
     if page is None or not (page / "index.html").is_file():
@@ -363,7 +372,7 @@ def _mount_page(app: FastAPI, settings: Settings) -> None:
     async def index() -> FileResponse:
         return FileResponse(page / "index.html", headers={"Cache-Control": "no-cache"})
 
-    app.mount("/static", StaticFiles(directory=page), name="static")
+    app.mount("/static", Fresh(directory=page), name="static")
 
 
 def _openapi(app: FastAPI, keys: bool) -> dict[str, Any]:
