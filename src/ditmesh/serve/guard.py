@@ -20,7 +20,7 @@ logger = logging.getLogger("ditmesh.serve.access")
 
 # Everything comes from this server, but for pictures that scripts hold in memory.
 POLICY = (
-    "default-src 'self'; img-src 'self' data: blob:; object-src 'none'; base-uri 'none'; form-action 'self'; "
+    "default-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; object-src 'none'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'"
 )
 HEADERS = {
