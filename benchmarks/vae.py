@@ -50,7 +50,7 @@ def decoded(size: int, dtype: str, runs: int) -> dict[str, Any]:
     from ditmesh.strategies.vae.parallel import InBands
 
     torch.manual_seed(0)
-    vae = diffusers.AutoencoderKL(**SETTINGS).eval().requires_grad_(False).to(getattr(torch, dtype))
+    vae: Any = diffusers.AutoencoderKL(**SETTINGS).eval().requires_grad_(False).to(getattr(torch, dtype))
     latents = torch.randn(1, CHANNELS, size // 8, size // 8, dtype=vae.dtype)
     mesh = Mesh(ParallelConfig(ring=dist.get_world_size() if dist.is_initialized() else 1))
     bands = InBands(vae, mesh.world) if mesh.world_size > 1 else None

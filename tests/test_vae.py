@@ -257,12 +257,12 @@ def test_operations(ranks, inference):
 
 
 @cache
-def load(kind: str = "text") -> Any:
+def load(kind: str) -> Any:
     """Once in a process: every test restores it."""
     from diffusers import DiffusionPipeline, StableDiffusion3Img2ImgPipeline
 
     if kind == "image":
-        pipe = StableDiffusion3Img2ImgPipeline(**load().components)
+        pipe = StableDiffusion3Img2ImgPipeline(**load("text").components)
     else:
         pipe = DiffusionPipeline.from_pretrained(zoo.path())
     pipe.set_progress_bar_config(disable=True)
@@ -272,7 +272,7 @@ def load(kind: str = "text") -> Any:
 def pictures(kind: str, count: int) -> np.ndarray:
     """Pixels of 0 to 1."""
     noise = np.random.default_rng(0).integers(0, 256, (5, 4, 3), dtype=np.uint8)
-    side = load().transformer.config.sample_size * 8
+    side = load("text").transformer.config.sample_size * 8
     spots = [PIL.Image.fromarray(noise).resize((side, side))] * count
     given = {"image": spots, "strength": 0.6} if kind == "image" else {}
     return (
@@ -360,7 +360,7 @@ def test_tiling_is_left_alone(ranks):
 
 def fail_in_bands() -> tuple[bool, bool, float]:
     """A decode fails on one rank; whether this one heard, the autoencoder is as before, the error of the next call."""
-    pipe = load()
+    pipe = load("text")
     before = dict(vars(pipe.vae))
     truth = pictures("text", 1)
 

@@ -196,10 +196,12 @@ class Banded(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            banded = next((x for x in (*args, *kwargs.values()) if isinstance(x, Banded)), None)
             # Another function may stand in for torch's, under its name.
-            function = None if banded is None else banded.bands.functions.get(getattr(func, "__name__", ""))
-            return func(*args, **kwargs) if function is None else function(banded.bands, *args, **kwargs)
+            name = getattr(func, "__name__", "")
+            banded = next((x for x in (*args, *kwargs.values()) if isinstance(x, Banded)), None)
+            if banded is None or name not in banded.bands.functions:
+                return func(*args, **kwargs)
+            return banded.bands.functions[name](banded.bands, *args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -496,7 +496,9 @@ def attention(
         attn_mask, is_causal = query.local.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril(), False
     if band.dim < query.dim() - 2:
         # A batch of attentions, such as one for each row.
-        key, value = (_cut_of(one, band, bands) for one in (key, value))
+        key, value = (
+            _cut_of(one, band, bands) if one.shape[band.dim] == band.total else whole(one) for one in (key, value)
+        )
     else:
         key, value = whole(key), whole(value)
     if attn_mask is not None:
