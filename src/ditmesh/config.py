@@ -20,6 +20,7 @@ TextPolicy = Literal["auto", "shard", "replicate"]
 InputPolicy = Literal["broadcast", "per-data-rank", "strict", "trust"]
 Exchange = Literal["exact", "displaced", "naive"]
 Compression = Literal["fp16", "bf16", "int8"]
+VaePolicy = Literal["auto", "bands", "whole"]
 
 # Mesh axes from the slowest-varying to the fastest: neighbours on the last axes sit on neighbouring ranks,
 # because those axes exchange most often and profit most from the nearest links.
@@ -123,6 +124,10 @@ class ParallelConfig(BaseModel):
             their log-sum-exp: see docs/attention.md.
         shared_memory: between ranks on the CPUs of one host tensors travel through memory they share; False: over the
             process group, as between hosts.
+        vae: how ranks share the autoencoder. ``"bands"``: each has some rows of the picture, and gets those next to
+            them from its neighbours where it needs them; exact, unlike the tiled decode. ``"whole"``: every rank
+            decodes whole pictures (of a batch, its share). ``"auto"``: in bands where a picture is large enough to
+            gain by it. In reproducible mode always whole. See docs/vae.md.
         strict: raise an error for a tensor or integer argument of a block that follows the token count and is
             not in the model's layout, with its name. Without it such an argument is passed on whole.
 
@@ -182,6 +187,10 @@ class ParallelConfig(BaseModel):
     shared_memory: Annotated[
         bool, Setting("Tensors travel between ranks on the CPUs of one host through memory they share.")
     ] = True
+    vae: Annotated[
+        VaePolicy,
+        Setting("How ranks share the autoencoder: in bands of rows, or whole on each.", form="auto|bands|whole"),
+    ] = "auto"
     strict: Annotated[bool, Setting("Refuse arguments of blocks that follow the token count and are in no layout.")] = (
         True
     )
@@ -273,6 +282,11 @@ class ParallelConfig(BaseModel):
                 f"exchange={self.exchange!r} gives another picture for every number of ranks, so it cannot be "
                 "reproducible; use exchange='exact', or pipe with a fixed number of patches"
             )
+        if self.vae == "bands":
+            raise ConfigError(
+                "vae='bands' adds the statistics of group norms up band by band, so it cannot be reproducible; use "
+                "vae='whole' or leave it out"
+            )
         if self.stages_or_patches:
             self._check_reproducible_patches()
         if self.sequence > self.tiles:
@@ -345,6 +359,8 @@ class ParallelConfig(BaseModel):
         if self.speeds is not None:
             speeds = self.speeds if isinstance(self.speeds, str) else ",".join(f"{speed:g}" for speed in self.speeds)
             parts.append(f"speeds={speeds}")
+        if self.vae != "auto":
+            parts.append(f"vae={self.vae}")
         if self.reproducible:
             parts.append("reproducible")
         return " ".join(parts)

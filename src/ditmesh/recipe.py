@@ -28,6 +28,7 @@ from .strategies.stale.naive import Naive
 from .strategies.stale.warmup import StaleSteps
 from .strategies.tensor.parallel import TensorSlices
 from .strategies.tokens import KnownForms
+from .strategies.vae.parallel import BandedVae
 
 Recipe = tuple[type[Strategy], ...]
 
@@ -47,6 +48,7 @@ RECIPE: Recipe = (
     KnownForms,  # outside the rows: a call of a new form is looked at whole
     CheckedLayout,  # outside all that a layout decides
     DecodedRows,  # the decoder sees whole latents, so its rows are shared out anew
+    BandedVae,  # around the shared rows: it cuts what they would share
     FixedArithmetic,  # around all arithmetic of the ranks
     SameInputs,  # around everything: the rest of a request may rely on equal inputs
     QuietRanks,

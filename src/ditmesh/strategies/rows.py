@@ -36,6 +36,7 @@ from .base import Context, ParallelModel, Request, Strategy
 from .caches import diffusers_hooks
 from .hooks import ModelHooks, requires_grad
 from .pipefusion.lazy import LazyPatches, Owners
+from .vae.banded import Banded
 
 # Stands among the arguments of a call for what else the result depends on. No argument has such a name.
 _STATE = "<state>"
@@ -471,7 +472,8 @@ class DecodedRows(Strategy):
         def decode(rows: Tensor, *args: Any, **kwargs: Any) -> Any:
             batch = rows.shape[0]
             # A decoder that is given a number of frames has the frames of a video in its rows, and mixes them.
-            if batch < 2 or self._open is not pipe or "num_frames" in kwargs:
+            # Rows of one that is cut in bands are everywhere already.
+            if batch < 2 or self._open is not pipe or "num_frames" in kwargs or isinstance(rows, Banded):
                 return patch.original(rows, *args, **kwargs)
 
             def run(take: slice) -> Any:

@@ -1,0 +1,336 @@
+"""Tensors of which every rank holds a band of rows.
+
+To the model a `Banded` tensor is whole: it has the shape, strides and dtype of the tensor on one device, so that every
+rank runs the same program and every module as it is. What torch is asked to do with it goes through its dispatcher, and
+the table in `rules.py` says, operation by operation, what a rank does with its rows and which rows of others it needs.
+An operation without a rule is computed on whole tensors, on every rank: slower, never wrong, and counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from ...comm import Link
+from ...errors import DitmeshError
+from .band import Band
+
+
+class Uncut(DitmeshError, RuntimeError):
+    """An operation that cannot be computed on bands, nor on what is gathered from them. On all ranks alike."""
+
+
+class Held(NamedTuple):
+    """A rank's part of a result, and how the result is cut."""
+
+    local: Tensor
+    band: Band
+
+
+# What a rule returns: for each result its part, or the whole tensor; None: the operation needs whole tensors.
+Outcome = Any
+Rule = Callable[["Operation"], Outcome]
+
+
+class Bands:
+    """The ranks among which rows are cut.
+
+    Args:
+        link: of these ranks.
+        rules: what a rank does, by operation of aten, all its overloads.
+        functions: the same for functions of torch that are to be seen before torch takes them apart, by name.
+
+    Attributes:
+        whole: how often an operation was computed on whole tensors, by its name.
+    """
+
+    def __init__(
+        self, link: Link, rules: Mapping[Any, Rule], functions: Mapping[str, Callable[..., Any]] | None = None
+    ) -> None:
+        self.link, self.rules, self.functions = link, rules, functions or {}
+        self.whole: Counter[str] = Counter()
+        # Whole copies that stand for views, and how often they had been written to.
+        self._lent: list[tuple[Tensor, int]] = []
+
+    def lend(self, view: Tensor) -> Tensor:
+        """Note a whole copy that stands for a view of banded memory; to be read only."""
+        if view.is_inference():
+            raise Uncut("a view of rows that has no rule can be written to without trace in inference mode")
+        self._lent.append((view, view._version))
+        return view
+
+    def finish(self) -> None:
+        """The end of a call.
+
+        Raises:
+            Uncut: what was lent has been written to, and the tensor it stands for does not know.
+        """
+        lent, self._lent = self._lent, []
+        if any(view._version != version for view, version in lent):
+            raise Uncut("something was written to a view of rows for which there is no rule")
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among them."""
+        return self.link.rank
+
+    def cut(self, whole: Tensor, dim: int, rows: tuple[int, ...]) -> Banded:
+        """This rank's rows of a tensor that every rank has."""
+        band = Band(dim, rows)
+        return Banded(band.partition.copy(whole, dim, self.rank), band, torch.empty_like(whole, device="meta"), self)
+
+    def gathered(self, banded: Banded) -> Tensor:
+        """The whole tensor, on every rank. Collective."""
+        return self.joined(banded.local, banded.band)
+
+    def joined(self, local: Tensor, band: Band) -> Tensor:
+        """The whole tensor of which this rank holds ``local``. Collective."""
+        if band.runs == 1:
+            return self.link.all_gather(local, band.rows, band.dim)
+        shapes = [[band.shape(local.shape, rank)] for rank in range(self.link.size)]
+        return band.partition.join([part for (part,) in self.link.all_gather_list([local], shapes)], band.dim)
+
+    def fetched(
+        self, local: Tensor, band: Band, wanted: Sequence[tuple[int, int]]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Rows that this rank wants, in pieces: those above its own, its own, and those below. Collective.
+
+        Args:
+            local: this rank's rows, of a cut with a single run.
+            band: how they are cut.
+            wanted: for every rank ``(start, stop)`` of the rows it wants, within the whole.
+        """
+        me, ranks, spans = self.rank, range(self.link.size), band.spans()
+
+        def common(owner: int, asking: int) -> tuple[int, int]:
+            (start, stop), (first, last) = spans[owner], wanted[asking]
+            low, high = max(start, first), min(stop, last)
+            return low - start, max(0, high - low)
+
+        def rows(asking: int) -> list[Tensor]:
+            start, length = common(me, asking)
+            return [local.narrow(band.dim, start, length)] if length else []
+
+        if not any(common(owner, asking)[1] for owner in ranks for asking in ranks if owner != asking):
+            return [], rows(me), []
+        shape = local.shape
+        shapes = [
+            [(*shape[: band.dim], length, *shape[band.dim + 1 :])] if (length := common(owner, me)[1]) else []
+            for owner in ranks
+        ]
+        # An exchange reads the dtype from what a rank has for itself.
+        outgoing = [rows(peer) if peer != me else [local] for peer in ranks]
+        received = self.link.all_to_all(outgoing, shapes)
+        above = [piece for owner in ranks[:me] for piece in received[owner]]
+        return above, rows(me), [piece for owner in ranks[me + 1 :] for piece in received[owner]]
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation of aten with banded arguments."""
+        rule = self.rules.get(func.overloadpacket)
+        if rule is None and _pointwise(func):
+            rule = self.rules[torch.Tag.pointwise]
+        if rule is None and _composite(func):
+            # Inference mode hands operations that consist of others over whole.
+            return func.decompose(*args, **kwargs)
+        operation = Operation(self, func, args, kwargs)
+        if operation.target is not None and operation.target.copied:
+            raise Uncut(f"{func} writes to a view of rows that had to be copied")
+        outcome = None if rule is None else rule(operation)
+        return operation.on_whole() if outcome is None else operation.results(outcome)
+
+
+@cache
+def _pointwise(func: Any) -> bool:
+    """Whether an operation acts element by element, with operands broadcast."""
+    return torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+
+
+@cache
+def _composite(func: Any) -> bool:
+    """Whether torch takes an operation apart before it comes here, but in inference mode."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+class Banded(Tensor):
+    """A tensor whose rows are cut; see the module.
+
+    Args:
+        local: this rank's rows.
+        band: how they are cut.
+        like: a tensor of the whole one's shape and strides, without memory.
+        bands: the ranks.
+        copied: whether it stands for a view of another tensor, and does not share its memory.
+    """
+
+    local: Tensor
+    band: Band
+    bands: Bands
+    copied: bool
+
+    @staticmethod
+    def __new__(cls, local: Tensor, band: Band, like: Tensor, bands: Bands, copied: bool = False) -> Banded:
+        expected = band.shape(like.shape, bands.rank)
+        if tuple(local.shape) != expected or band.total != like.shape[band.dim] or local.dtype != like.dtype:
+            raise AssertionError(f"{tuple(local.shape)} are no rows of {tuple(like.shape)}, cut as {band}")
+        banded = Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=local.dtype, device=local.device, requires_grad=False
+        )
+        banded.local, banded.band, banded.bands, banded.copied = local, band, bands, copied
+        return banded
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        # Everything is set in __new__.
+        super().__init__()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        # One rank may print what the others do not: this must not wait for them.
+        return f"Banded({tuple(self.shape)}, {self.dtype}, cut as {self.band})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            # Another function may stand in for torch's, under its name.
+            name = getattr(func, "__name__", "")
+            banded = next((x for x in (*args, *kwargs.values()) if isinstance(x, Banded)), None)
+            if banded is None or name not in banded.bands.functions:
+                return func(*args, **kwargs)
+            return banded.bands.functions[name](banded.bands, *args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        banded = next(x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Banded))
+        return banded.bands.run(func, args, kwargs)
+
+
+class Operation:
+    """One operation of aten with banded arguments.
+
+    Attributes:
+        bands: the ranks.
+        func: the operation.
+        args, kwargs: what it is called with.
+        leaves: the same, one after the other.
+        banded: those of them that are banded.
+        target: the banded tensor that it writes to; None: it writes to none.
+    """
+
+    def __init__(self, bands: Bands, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.bands, self.func, self.args, self.kwargs = bands, func, args, kwargs
+        self.leaves, self._form = tree_flatten((args, kwargs))
+        self.banded = [leaf for leaf in self.leaves if isinstance(leaf, Banded)]
+        first = args[0] if args else None
+        self.target = first if func._schema.is_mutable and isinstance(first, Banded) else None
+        self._likes: Any = None
+
+    @property
+    def names(self) -> list[str]:
+        """Of the arguments in the operation's schema."""
+        return [argument.name for argument in self.func._schema.arguments]
+
+    def __getitem__(self, name: str) -> Any:
+        """An argument by its name in the operation's schema."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        for place, argument in enumerate(self.func._schema.arguments):
+            if argument.name == name:
+                return self.args[place] if place < len(self.args) else argument.default_value
+        raise KeyError(name)
+
+    @property
+    def likes(self) -> Any:
+        """The results on one device: shapes, strides and dtypes, as tensors without memory."""
+        if self._likes is None:
+            args, kwargs = tree_unflatten([_like(leaf) for leaf in self.leaves], self._form)
+            if kwargs.get("device") is not None:
+                kwargs["device"] = torch.device("meta")
+            kwargs.pop("pin_memory", None)
+            self._likes = self.func(*args, **kwargs)
+        return self._likes
+
+    def compute(self, replace: Callable[[Any], Any]) -> Any:
+        """The operation on other leaves: what ``replace`` makes of each."""
+        args, kwargs = tree_unflatten([replace(leaf) for leaf in self.leaves], self._form)
+        return self.func(*args, **kwargs)
+
+    def on_local(self, /, **changed: Any) -> Any:
+        """The operation on this rank's rows, with some arguments changed, by name."""
+        args, kwargs = tree_map(lambda x: x.local if isinstance(x, Banded) else x, (list(self.args), self.kwargs))
+        for place, argument in enumerate(self.func._schema.arguments):
+            if argument.name in changed:
+                if place < len(args):
+                    args[place] = changed[argument.name]
+                else:
+                    kwargs[argument.name] = changed[argument.name]
+        return self.func(*args, **kwargs)
+
+    def results(self, outcome: Outcome) -> Any:
+        """What the model gets of what a rule returned."""
+        if self.target is not None:
+            return self.target
+        if isinstance(outcome, (list, tuple)) and not isinstance(outcome, Held):
+            pairs = zip(outcome, self.likes, strict=True)
+            return type(self.likes)(self._result(one, like) for one, like in pairs)
+        return self._result(outcome, self.likes)
+
+    def _result(self, outcome: Any, like: Tensor) -> Any:
+        if not isinstance(outcome, Held):
+            return outcome
+        local, source = outcome.local, self.banded[0]
+        copied = False
+        if _is_view(self.func):
+            shared = local.untyped_storage().data_ptr() == source.local.untyped_storage().data_ptr()
+            copied = source.copied or not shared
+        try:
+            return Banded(local, outcome.band, like, self.bands, copied)
+        except AssertionError as error:
+            raise AssertionError(f"the rule of {self.func} is wrong: {error}") from None
+
+    def on_whole(self) -> Any:
+        """The operation on whole tensors, on every rank; a result of the first operand's shape is cut again."""
+        bands, first = self.bands, self.banded[0]
+        bands.whole[str(self.func)] += 1
+        known: dict[int, Tensor] = {id(one): bands.gathered(one) for one in self.banded}
+        result = self.compute(lambda leaf: known.get(id(leaf), leaf))
+        if self.func._schema.is_mutable:
+            return self._written(result, known)
+
+        def cut(one: Any) -> Any:
+            if not isinstance(one, Tensor):
+                return one
+            if one.shape != first.shape or one.layout != torch.strided:
+                return bands.lend(one) if _is_view(self.func) else one
+            local = first.band.partition.copy(one, first.band.dim, bands.rank)
+            return Banded(local, first.band, torch.empty_like(one, device="meta"), bands, _is_view(self.func))
+
+        return tree_map(cut, result)
+
+    def _written(self, result: Any, known: Mapping[int, Tensor]) -> Any:
+        """Rows of what was written to."""
+        for argument, value in zip(self.func._schema.arguments, self.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Banded):
+                if known[id(value)].shape != value.shape:
+                    raise Uncut(f"{self.func} changes the shape of a tensor in place")
+                value.local.copy_(value.band.partition.take(known[id(value)], value.band.dim, self.bands.rank))
+        return self.target if self.target is not None else result
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether a result shares memory with an argument, which is not written to."""
+    returned = any(one.alias_info is not None for one in func._schema.returns)
+    return returned and not func._schema.is_mutable
+
+
+def _like(leaf: Any) -> Any:
+    """Shape, strides and dtype, without memory."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")

@@ -1,0 +1,184 @@
+"""Decoding and encoding in bands: the autoencoder's rows on all ranks, and the whole result on each.
+
+Not the tiled decode, which computes overlapping tiles as if each were a picture of its own and blends them: here every
+convolution, norm and attention sees what it sees on one device. Modules are neither rewritten nor replaced.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ...comm import Link
+from ...config import ParallelConfig
+from ...core.partition import even_cut
+from ...core.patching import Patch
+from ..base import Context, Request, Strategy
+from ..pipefusion.lazy import whole_of
+from .band import bands_of
+from .banded import Banded, Bands, Uncut
+from .rules import FUNCTIONS, RULES
+
+# Rows of latents for each rank, and latents of a picture, from which bands are worth their exchanges.
+LEAST_ROWS, LEAST_LATENTS = 16, 64 * 64
+# How many rows every rank has, of latents and of pixels.
+_ROWS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"decode": even_cut, "encode": bands_of}
+# Pixels in a row of a latent, as most autoencoders have them.
+_PIXELS_OF_A_LATENT = 8
+
+
+def in_bands(bands: Bands, function: Callable[..., Any], rows: tuple[int, ...], *args: Any, **kwargs: Any) -> Any:
+    """What a function returns for a picture that is cut into bands, whole on every rank. Collective.
+
+    Args:
+        bands: the ranks.
+        function: of tensors, the first of which is cut: (batch, channels, height, width), or a video with frames before
+            the height; on all ranks the same.
+        rows: of every rank.
+
+    Raises:
+        Uncut: it cannot be computed in bands.
+    """
+    first, *rest = args
+    result = _gathered(function(bands.cut(first, first.dim() - 2, rows), *rest, **kwargs), bands)
+    bands.finish()
+    return result
+
+
+def _gathered(value: Any, bands: Bands) -> Any:
+    """A result, or what it consists of, with whole tensors."""
+    leaves, form = tree_flatten(value)
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Banded):
+            leaves[place] = bands.gathered(leaf)
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, Tensor):
+            # A distribution of latents is an object that has them as attributes.
+            for name, held in vars(leaf).items():
+                if isinstance(held, Banded):
+                    vars(leaf)[name] = bands.gathered(held)
+    return tree_unflatten(leaves, form)
+
+
+class InBands:
+    """An autoencoder's ``decode`` and ``encode`` in bands: collective calls of the ranks of a link.
+
+    Args:
+        vae: the autoencoder, the same on all ranks.
+        link: the ranks.
+
+    Attributes:
+        bands: the ranks, and what was computed on whole tensors for want of a rule.
+    """
+
+    def __init__(self, vae: nn.Module, link: Link) -> None:
+        self.bands = Bands(link, RULES, FUNCTIONS)
+        # As they are now: those that are patched later call these.
+        self.calls: dict[str, Callable[..., Any]] = {name: getattr(vae, name) for name in _ROWS if hasattr(vae, name)}
+
+    def call(self, name: str, given: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """What ``decode`` or ``encode`` returns, on every rank.
+
+        Args:
+            name: of the two.
+            given: latents or pixels, (batch, channels, [frames,] height, width).
+            args, kwargs: further arguments.
+
+        Raises:
+            Uncut: it cannot be computed in bands.
+        """
+        rows = _ROWS[name](given.shape[-2], self.bands.link.size)
+        return in_bands(self.bands, self.calls[name], rows, given, *args, **kwargs)
+
+
+class BandedVae(Strategy):
+    """The autoencoder of every pipeline, while its requests last: rows of its pictures on all ranks.
+
+    Outside of a request it is as it was: every rank decodes what it is given, which may be its own.
+    """
+
+    name = "vae"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._patches = ExitStack()
+        # What was said already.
+        self._said: set[str] = set()
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        # In bands the bits would depend on the number of ranks.
+        return config.world_size > 1 and config.vae != "whole" and not config.reproducible
+
+    def begin_request(self, request: Request) -> None:
+        self._patches.close()
+        vae, link = getattr(request.pipe, "vae", None), self.context.mesh.world
+        if vae is not None and link.size > 1:
+            banded = InBands(vae, link)
+            for name in banded.calls:
+                self._patches.callback(Patch(vae, name, partial(self._around, vae, name, banded)).undo)
+
+    def end_request(self, failed: bool) -> None:
+        self._patches.close()
+
+    def _around(self, vae: nn.Module, name: str, banded: InBands, *args: Any, **kwargs: Any) -> Any:
+        """One call of ``decode`` or ``encode``."""
+        original = banded.calls[name]
+        if not args:
+            return original(*args, **kwargs)
+        given = whole_of(args[0])
+        reason = _why_whole(vae, given, banded.bands.link)
+        if self.context.config.vae == "auto" and (reason or not self._gains(name, given)):
+            return original(*args, **kwargs)
+        if reason is None:
+            before = Counter(banded.bands.whole)
+            try:
+                result = banded.call(name, given, *args[1:], **kwargs)
+            except Uncut as refusal:
+                # Raised by what the model does, so on all ranks alike.
+                reason = str(refusal)
+            else:
+                if without := ", ".join(banded.bands.whole - before):
+                    self._say(
+                        f"{type(vae).__name__}.{name} computes {without} on the whole picture on every rank, for want "
+                        "of a rule for bands; the result is right, and later than it could be"
+                    )
+                return result
+        self._say(f"{type(vae).__name__}.{name} runs whole on every rank: {reason}")
+        return original(*args, **kwargs)
+
+    def _gains(self, name: str, given: Tensor) -> bool:
+        """Whether a picture is large enough for its bands to be worth their exchanges."""
+        mesh, (height, width) = self.context.mesh, given.shape[-2:]
+        if mesh.batch.size == mesh.world.size and given.shape[0] % mesh.world.size == 0:
+            # Whole pictures are shared out evenly, and need none.
+            return False
+        scale = 1 if name == "decode" else _PIXELS_OF_A_LATENT
+        return height >= LEAST_ROWS * scale * mesh.world.size and height * width >= LEAST_LATENTS * scale**2
+
+    def _say(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            warnings.warn(sentence, stacklevel=2)
+
+
+def _why_whole(vae: nn.Module, given: Any, link: Link) -> str | None:
+    """Why an autoencoder cannot run in bands, a clause with the way out; None: it can. On all ranks alike."""
+    if not isinstance(given, Tensor) or given.dim() not in (4, 5):
+        return "what it is given is no picture and no video; leave vae='bands' out"
+    if given.shape[-2] < link.size:
+        return f"{given.shape[-2]} rows are too few for {link.size} ranks; leave vae='bands' out, or use fewer ranks"
+    if getattr(vae, "use_tiling", False):
+        return "tiling is on, which computes another picture, with seams; call vae.disable_tiling()"
+    if torch.is_grad_enabled() and (given.requires_grad or any(p.requires_grad for p in vae.parameters())):
+        return "a gradient is to pass through it; call it under torch.no_grad()"
+    if any(module._compiled_call_impl is not None or hasattr(module, "_orig_mod") for module in vae.modules()):
+        return "it is compiled; compile it not, or leave vae='bands' out"
+    return None

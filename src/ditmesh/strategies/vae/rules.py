@@ -1,0 +1,580 @@
+"""What a rank does with its rows, operation by operation: data, as far as it can be.
+
+`RULES` maps operations of aten to rules. Most operations are in one of a few families:
+
+- *pointwise*: a rank computes its own rows (everything that torch itself tags as pointwise, and `_LIKE_POINTWISE`);
+- *along*: the operation works along some dimensions, which it names in an argument; local if rows are not among them;
+- *moves*: rows stay rows, and the cut moves with them (views, joins, shuffles of pixels);
+- *windows*: rows are needed from above and below (convolution, pooling); neighbours send them;
+- *global statistics*: group norm, whose sums are added up over all ranks in float64;
+- *products*: matrices that are multiplied row by row, or over rows, whose sums are added up;
+- *attention*: a rank has its rows' queries and asks all keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.intercept import sdpa
+from .band import Band
+from .banded import Banded, Bands, Held, Operation, Outcome, Rule
+
+aten = torch.ops.aten
+
+# Rows that a view may join into one.
+_JOINED_ROWS = (1, 2, 4, 8, 16)
+# Elements that statistics are computed of at a time, as their float64 copy is temporary.
+_CHUNK = 1 << 20
+
+
+def _cut_of(value: Tensor, band: Band, bands: Bands) -> Tensor:
+    """A rank's part of a tensor of the whole shape: of a plain one, or of one that may be cut otherwise. Collective."""
+    if isinstance(value, Banded):
+        if value.band == band:
+            return value.local
+        if value.band.dim == band.dim and value.band.runs == band.runs == 1:
+            pieces = [piece for part in bands.fetched(value.local, value.band, band.spans()) for piece in part]
+            return torch.cat(pieces, band.dim) if pieces else value.local.narrow(band.dim, 0, 0)
+        value = bands.gathered(value)
+    return band.partition.take(value, band.dim, bands.rank)
+
+
+# --- pointwise ----------------------------------------------------------------------------------------------
+
+
+def pointwise(op: Operation) -> Outcome:
+    """Every rank computes its own rows; what has as many rows and is not cut, or otherwise, is cut alike."""
+    if op.func._schema.is_mutable and op.target is None:
+        return None
+    first = op.banded[0] if op.target is None else op.target
+    shape = op.likes.shape if op.target is None else first.shape
+    # Operands are aligned at their last dimensions.
+    from_end = first.dim() - first.band.dim
+    if len(shape) < from_end or shape[-from_end] != first.band.total:
+        return None
+    local: dict[int, Any] = {}
+    for leaf in op.leaves:
+        if isinstance(leaf, Tensor) and leaf.dim() >= from_end and leaf.shape[-from_end] == first.band.total:
+            local[id(leaf)] = _cut_of(leaf, first.band.at(leaf.dim() - from_end), op.bands)
+        elif isinstance(leaf, Banded):
+            # Cut along another dimension, or a single row that is meant for all.
+            local[id(leaf)] = op.bands.gathered(leaf)
+    return Held(op.compute(lambda leaf: local.get(id(leaf), leaf)), first.band.at(len(shape) - from_end))
+
+
+# --- along some dimensions ----------------------------------------------------------------------------------
+
+
+def along(name: str) -> Rule:
+    """Rule of an operation along the dimensions in an argument (a number, several, or None: all of them).
+
+    A dimension that is lost moves those behind it.
+    """
+
+    def rule(op: Operation) -> Outcome:
+        x = op.banded[0]
+        dims = _dims(op[name] if name in op.names else None, x.dim())
+        if len(op.banded) > 1 or x.band.dim in dims:
+            return None
+        likes = op.likes if isinstance(op.likes, (list, tuple)) else (op.likes,)
+        lost = 0 if likes[0].dim() >= x.dim() else sum(dim < x.band.dim for dim in dims)
+        local = op.on_local()
+        held = [
+            Held(one, x.band.at(x.band.dim - lost)) for one in (local if isinstance(local, (list, tuple)) else [local])
+        ]
+        return held if isinstance(op.likes, (list, tuple)) else held[0]
+
+    return rule
+
+
+def _dims(given: Any, rank: int) -> set[int]:
+    if given is None or given == []:
+        return set(range(rank))
+    return {dim % rank for dim in ([given] if isinstance(given, int) else given)}
+
+
+def over_features(op: Operation) -> Outcome:
+    """Layer norm and its like: over the last dimensions."""
+    x = op["input"]
+    if not isinstance(x, Banded) or len(op.banded) > 1 or x.band.dim >= x.dim() - len(op["normalized_shape"]):
+        return None
+    return [Held(one, x.band) for one in op.on_local()]
+
+
+def over_channels(op: Operation) -> Outcome:
+    """Batch norm with known statistics: element by element."""
+    x = op["input"]
+    training = "training" in op.names and op["training"]
+    if not isinstance(x, Banded) or len(op.banded) > 1 or training or x.band.dim == 1:
+        return None
+    first, *rest = op.on_local()
+    return [Held(first, x.band), *rest]
+
+
+# --- moves --------------------------------------------------------------------------------------------------
+
+
+def viewed(op: Operation) -> Outcome:
+    """The same elements in another shape; where rows are joined, all that become one go to one rank first."""
+    x, after = op.banded[0], tuple(op.likes.shape)
+    for multiple in _JOINED_ROWS:
+        cut = x.band if multiple == 1 else x.band.rounded(multiple)
+        band = cut and cut.viewed(x.shape, after)
+        if cut and band:
+            return Held(_cut_of(x, cut, op.bands).reshape(band.shape(after, op.bands.rank)), band)
+    return None
+
+
+def permuted(op: Operation) -> Outcome:
+    """Dimensions in another order."""
+    x = op.banded[0]
+    order = [dim % x.dim() for dim in op["dims"]]
+    return Held(op.on_local(), x.band.at(order.index(x.band.dim)))
+
+
+def transposed(op: Operation) -> Outcome:
+    """Two dimensions trade places."""
+    x = op.banded[0]
+    if op.func.overloadpacket is aten.t:
+        one, other = 0, x.dim() - 1
+    else:
+        one, other = op["dim0"] % x.dim(), op["dim1"] % x.dim()
+    return Held(op.on_local(), x.band.at({one: other, other: one}.get(x.band.dim, x.band.dim)))
+
+
+def unsqueezed(op: Operation) -> Outcome:
+    """A dimension of one element is put in."""
+    x = op.banded[0]
+    at = op["dim"] % (x.dim() + 1)
+    return Held(op.on_local(dim=at), x.band.at(x.band.dim + (at <= x.band.dim)))
+
+
+def squeezed(op: Operation) -> Outcome:
+    """Dimensions of one element are left out; a rank with a single row keeps its."""
+    x = op.banded[0]
+    out = {dim for dim in _dims(op["dim"] if "dim" in op.names else None, x.dim()) if x.shape[dim] == 1}
+    if x.band.dim in out:
+        return None
+    local = x.local.squeeze(tuple(out)) if out else x.local.view(x.local.shape)
+    return Held(local, x.band.at(x.band.dim - sum(dim < x.band.dim for dim in out)))
+
+
+def expanded(op: Operation) -> Outcome:
+    """Elements stand for several."""
+    x, after = op.banded[0], op.likes.shape
+    band = x.band.at(x.band.dim + len(after) - x.dim())
+    return Held(op.on_local(size=band.shape(after, op.bands.rank)), band)
+
+
+def repeated(op: Operation) -> Outcome:
+    """Elements are repeated; repeated rows are another run."""
+    x, times = op.banded[0], list(op["repeats"])
+    dim = x.band.dim + len(times) - x.dim()
+    return Held(op.on_local(), Band(dim, x.band.rows, x.band.runs * times[dim]))
+
+
+def sliced(op: Operation) -> Outcome:
+    """A part of one dimension; of the rows, those that a rank has."""
+    x = op.banded[0]
+    dim = op["dim"] % x.dim()
+    if dim != x.band.dim:
+        return Held(op.on_local(), x.band)
+    start, stop, step = slice(op["start"], op["end"], op["step"]).indices(x.band.total)
+    if step != 1 or x.band.runs > 1:
+        return None
+    first, last = x.band.spans()[op.bands.rank]
+    low, high = max(start, first), min(stop, last)
+    return Held(
+        x.local.narrow(dim, max(0, low - first) if high > low else 0, max(0, high - low)), x.band.kept(start, stop)
+    )
+
+
+def parted(op: Operation) -> Outcome:
+    """Several parts of one dimension that is not cut."""
+    x = op.banded[0]
+    if op["dim"] % x.dim() == x.band.dim:
+        return None
+    lost = op.likes[0].dim() < x.dim() and op["dim"] % x.dim() < x.band.dim
+    return [Held(one, x.band.at(x.band.dim - lost)) for one in op.on_local()]
+
+
+def picked(op: Operation) -> Outcome:
+    """One element of a dimension that is not cut."""
+    x = op.banded[0]
+    dim = op["dim"] % x.dim()
+    return None if dim == x.band.dim else Held(op.on_local(), x.band.at(x.band.dim - (dim < x.band.dim)))
+
+
+def joined(op: Operation) -> Outcome:
+    """Tensors one behind the other, or stacked, along a dimension that is not cut."""
+    tensors, first = op["tensors"], op.banded[0]
+    stack = op.func.overloadpacket is aten.stack
+    dim = op["dim"] % (first.dim() + stack)
+    band = first.band
+    # Before dimensions are counted anew.
+    alike = all(x.dim() == first.dim() and x.shape[band.dim] == band.total for x in tensors)
+    if not alike or (not stack and dim == band.dim):
+        return None
+    parts = [_cut_of(x, band, op.bands) for x in tensors]
+    return Held(op.on_local(tensors=parts), band.at(band.dim + (stack and dim <= band.dim)))
+
+
+def shuffled(op: Operation) -> Outcome:
+    """Channels become pixels: each row several."""
+    x = op.banded[0]
+    if x.band.dim >= x.dim() - 3 and x.band.dim != x.dim() - 2:
+        return None
+    factor = op["upscale_factor"]
+    return Held(op.on_local(), x.band.scaled(factor) if x.band.dim == x.dim() - 2 else x.band)
+
+
+def unshuffled(op: Operation) -> Outcome:
+    """Pixels become channels: several rows one."""
+    x = op.banded[0]
+    if x.band.dim >= x.dim() - 3 and x.band.dim != x.dim() - 2:
+        return None
+    factor = op["downscale_factor"]
+    if x.band.dim != x.dim() - 2:
+        return Held(op.on_local(), x.band)
+    cut = x.band.rounded(factor)
+    return cut and Held(op.on_local(self=_cut_of(x, cut, op.bands)), cut.divided(factor))
+
+
+def enlarged(op: Operation) -> Outcome:
+    """Nearest neighbours: every row becomes as many."""
+    x, after = op.banded[0], op.likes.shape
+    if x.band.dim < 2:
+        return Held(op.on_local(), x.band)
+    factor, rest = divmod(after[x.band.dim], x.band.total)
+    if rest or x.band.runs > 1 or not factor:
+        return None
+    band = x.band.scaled(factor)
+    size = band.shape(after, op.bands.rank)
+    if not prod(size):
+        return Held(x.local.new_empty(size), band)
+    if "scale_factors" in op.names and op["scale_factors"] is not None:
+        return Held(op.on_local(), band)
+    return Held(op.on_local(output_size=list(size[2:])), band)
+
+
+# --- windows ------------------------------------------------------------------------------------------------
+
+
+def padded(name: str) -> Rule:
+    """Rule of a padding, whose sizes are in an argument: rows are put before the first and behind the last.
+
+    Those that are copies of rows ("reflect") have to be on one rank with these.
+    """
+
+    def rule(op: Operation) -> Outcome:
+        x, pad = op.banded[0], list(op[name])
+        place = 2 * (x.dim() - 1 - x.band.dim)
+        above, below = pad[place : place + 2] if place < len(pad) else (0, 0)
+        if min(above, below, 0) < 0 or (x.band.runs > 1 and (above or below)):
+            return None
+        held = [rows for rows in x.band.rows if rows]
+        if op.func.overloadpacket in _REFLECTIONS and (above >= held[0] or below >= held[-1]):
+            return None
+        band = x.band.extended(above, below)
+        size = band.shape(op.likes.shape, op.bands.rank)
+        if not prod(size):
+            return Held(x.local.new_empty(size), band)
+        if place < len(pad):
+            pad[place : place + 2] = x.band.margins(op.bands.rank, above, below)
+        return Held(op.on_local(**{name: pad}), band)
+
+    return rule
+
+
+def convolved(op: Operation) -> Outcome:
+    """A convolution: rows that a window reaches for come from the ranks that have them."""
+    x = op["input"]
+    if not isinstance(x, Banded) or len(op.banded) > 1 or x.band.dim == 1:
+        return None
+    if x.band.dim == 0:
+        return Held(op.on_local(), x.band)
+    axis = x.band.dim - 2
+    kernel = op["weight"].shape[x.band.dim]
+    stride, padding, dilation = (_of_axis(op[name], axis) for name in ("stride", "padding", "dilation"))
+    if op["transposed"]:
+        # Windows that do not overlap.
+        if kernel != stride or padding or dilation != 1 or _of_axis(op["output_padding"], axis) or x.band.runs > 1:
+            return None
+        return Held(op.on_local(), x.band.scaled(stride)) if prod(x.local.shape) else None
+    return _over_windows(op, x, kernel, stride, padding, dilation)
+
+
+def pooled(op: Operation) -> Outcome:
+    """Pooling by windows that need no padding of rows."""
+    x = op.banded[0]
+    axis = x.band.dim - (x.dim() - _POOLS[op.func.overloadpacket])
+    if axis < 0:
+        return Held(op.on_local(), x.band)
+    if _of_axis(op["padding"], axis) or op["ceil_mode"]:
+        return None
+    kernel, stride = op["kernel_size"], op["stride"] or op["kernel_size"]
+    return _over_windows(op, x, _of_axis(kernel, axis), _of_axis(stride, axis), 0, 1)
+
+
+def _of_axis(values: int | Sequence[int], axis: int) -> int:
+    return values if isinstance(values, int) else values[axis if len(values) > 1 else 0]
+
+
+def _over_windows(op: Operation, x: Banded, kernel: int, stride: int, padding: int, dilation: int) -> Outcome:
+    """Windows of rows, beyond the picture's edges with zeros."""
+    if x.band.runs > 1:
+        return None
+    bands, dim, total = op.bands, x.band.dim, op.likes.shape[x.band.dim]
+    reach = dilation * (kernel - 1)
+    band = x.band.windowed(total, kernel, stride, padding, dilation)
+    # Rows that every rank's windows see, with those beyond the edges, and without.
+    seen = [
+        (start * stride - padding, ((stop - 1) * stride - padding + reach + 1) if stop > start else -padding)
+        for start, stop in band.spans()
+    ]
+    wanted = [(max(0, start), min(stop, x.band.total)) for start, stop in seen]
+    above, own, below = bands.fetched(x.local, x.band, wanted)
+    size = band.shape(op.likes.shape, bands.rank)
+    if not prod(size):
+        return Held(x.local.new_empty(size), band)
+    if stride == 1 and 2 * padding == reach and (above or below) and x.local.shape[dim] >= reach:
+        borders = [sum(piece.shape[dim] for piece in pieces) for pieces in (above, below)]
+        if own[0].shape[dim] == x.local.shape[dim] == size[dim] and set(borders) <= {0, padding}:
+            return Held(_with_borders(op, x.local, dim, padding, above, below), band)
+    (start, stop), (first, last) = seen[bands.rank], wanted[bands.rank]
+    if (start, stop) != (first, last):
+        zeros = [
+            x.local.new_zeros((*x.shape[:dim], rows, *x.shape[dim + 1 :])) for rows in (first - start, stop - last)
+        ]
+        above, below = [zeros[0], *above], [*below, zeros[1]]
+    return Held(_windows_alone(op, dim, [*above, *own, *below]), band)
+
+
+def _windows_alone(op: Operation, dim: int, pieces: Sequence[Tensor]) -> Tensor:
+    """A layer on rows that have what is beyond them with them."""
+    pieces = [piece for piece in pieces if piece.shape[dim]]
+    rows = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+    spatial = _POOLS.get(op.func.overloadpacket, rows.dim() - 2)
+    padding = [_of_axis(op["padding"], axis) for axis in range(spatial)]
+    padding[dim - (rows.dim() - spatial)] = 0
+    return op.on_local(**{op.names[0]: rows, "padding": padding})
+
+
+def _with_borders(
+    op: Operation, rows: Tensor, dim: int, padding: int, above: list[Tensor], below: list[Tensor]
+) -> Tensor:
+    """A convolution that keeps the number of rows: of a rank's own, and once more of those next to another rank's.
+
+    So the rows are not copied to stand beside their neighbours'.
+    """
+    result, near, last = op.on_local(), 2 * padding, rows.shape[dim]
+    if above:
+        result.narrow(dim, 0, padding).copy_(_windows_alone(op, dim, [*above, rows.narrow(dim, 0, near)]))
+    if below:
+        border = _windows_alone(op, dim, [rows.narrow(dim, last - near, near), *below])
+        result.narrow(dim, last - padding, padding).copy_(border)
+    return result
+
+
+# --- global statistics --------------------------------------------------------------------------------------
+
+
+def group_norm(op: Operation) -> Outcome:
+    """Group norm: sums of a group's elements and of their squares, in float64, are added up over all ranks."""
+    x, groups = op["input"], op["group"]
+    if not isinstance(x, Banded) or len(op.banded) > 1 or x.band.dim < 2:
+        return None
+    batch, channels = x.shape[:2]
+    # torch's result is contiguous whatever it is given; a convolution rounds otherwise where channels come last.
+    local = x.local.contiguous()
+    sums = op.bands.link.all_reduce(_moments(local).view(2, batch, groups, -1).sum(-1))
+    mean, squares = sums / (channels // groups * op["HxW"])
+    rstd = ((squares - mean * mean).clamp(min=0) + op["eps"]).rsqrt()
+    # One multiplication and one addition for each element, as torch does it.
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    scale, shift = rstd.unsqueeze(-1), (-mean * rstd).unsqueeze(-1)
+    if (weight := op["weight"]) is not None:
+        scale, shift = scale * weight.double().view(groups, -1), shift * weight.double().view(groups, -1)
+    if (bias := op["bias"]) is not None:
+        shift = shift + bias.double().view(groups, -1)
+    each = (batch, groups, channels // groups)
+    scale, shift = (value.expand(each).reshape(-1).to(wide) for value in (scale, shift))
+    flat = local.reshape(1, batch * channels, *local.shape[2:])
+    zeros, ones = torch.zeros_like(scale), torch.ones_like(scale)
+    normal = torch.batch_norm(flat, scale, shift, zeros, ones, False, 0.0, 0.0, False)
+    return [Held(normal.reshape(local.shape), x.band), mean.to(x.dtype), rstd.to(x.dtype)]
+
+
+def _moments(local: Tensor) -> Tensor:
+    """Sums of every channel's elements, and of their squares: (2, batch x channels), float64."""
+    flat = local.reshape(local.shape[0] * local.shape[1], -1)
+    result = flat.new_zeros((2, flat.shape[0]), dtype=torch.float64)
+    step = max(1, _CHUNK // max(1, flat.shape[1]))
+    for start in range(0, flat.shape[0], step):
+        wide = flat[start : start + step].double()
+        result[0, start : start + step] = wide.sum(1)
+        result[1, start : start + step] = wide.square_().sum(1)
+    return result
+
+
+# --- products -----------------------------------------------------------------------------------------------
+
+
+def multiplied(op: Operation) -> Outcome:
+    """Matrix products: rows of the result are a rank's where the factor's are, sums over rows are added up."""
+    first = "mat1" if "addmm" in str(op.func) else "batch1" if "baddbmm" in str(op.func) else "self"
+    second = {"mat1": "mat2", "batch1": "batch2"}.get(first, "mat2")
+    left, right = op[first], op[second]
+    bias = op["self"] if first != "self" else None
+    if isinstance(bias, Banded):
+        return None
+    batched = left.dim() == 3
+    bands = op.bands
+    if isinstance(left, Banded) and left.band.dim != left.dim() - 1:
+        band = left.band
+        if batched and band.dim == 0:
+            right = _cut_of(right, band, bands)
+        elif isinstance(right, Banded):
+            right = bands.gathered(right)
+        return Held(_product(op, first, second, left.local, right, _bias(bias, band, op)), band)
+    if isinstance(right, Banded) and right.band.dim != right.dim() - 2:
+        band = right.band
+        if batched and band.dim == 0:
+            left = _cut_of(left, band, bands)
+        elif isinstance(left, Banded):
+            left = bands.gathered(left)
+        return Held(_product(op, first, second, left, right.local, _bias(bias, band, op)), band)
+    if bias is not None:
+        return None
+    # The sum is over rows.
+    cut = left.band if isinstance(left, Banded) else right.band.at(left.dim() - 1)
+    parts = _cut_of(left, cut, bands), _cut_of(right, cut.at(right.dim() - 2), bands)
+    return bands.link.all_reduce(op.func(*parts))
+
+
+def _bias(bias: Tensor | None, band: Band, op: Operation) -> Tensor | None:
+    """A rank's part of what is added to a product."""
+    from_end = len(op.likes.shape) - band.dim
+    if bias is None or bias.dim() < from_end or bias.shape[-from_end] == 1:
+        return bias
+    return band.at(bias.dim() - from_end).partition.take(bias, bias.dim() - from_end, op.bands.rank)
+
+
+def _product(op: Operation, first: str, second: str, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    return op.on_local(**{first: left, second: right}, **({} if bias is None else {"self": bias}))
+
+
+# --- attention ----------------------------------------------------------------------------------------------
+
+
+def attention(
+    bands: Bands,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **settings: Any,
+) -> Tensor:
+    """`scaled_dot_product_attention`: a rank asks for its queries, of all keys."""
+
+    def whole(tensor: Any) -> Any:
+        return bands.gathered(tensor) if isinstance(tensor, Banded) else tensor
+
+    if not isinstance(query, Banded) or query.band.dim == query.dim() - 1 or dropout_p:
+        if isinstance(query, Banded):
+            bands.whole["scaled_dot_product_attention"] += 1
+        return sdpa(*map(whole, (query, key, value, attn_mask)), dropout_p, is_causal, **settings)
+    band = query.band
+    if is_causal:
+        attn_mask, is_causal = query.local.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril(), False
+    if band.dim < query.dim() - 2:
+        # A batch of attentions, such as one for each row.
+        key, value = (
+            _cut_of(one, band, bands) if one.shape[band.dim] == band.total else whole(one) for one in (key, value)
+        )
+    else:
+        key, value = whole(key), whole(value)
+    if attn_mask is not None:
+        from_end = query.dim() - band.dim
+        if attn_mask.dim() >= from_end and attn_mask.shape[-from_end] == band.total:
+            attn_mask = _cut_of(attn_mask, band.at(attn_mask.dim() - from_end), bands)
+        else:
+            attn_mask = whole(attn_mask)
+    shape = (*query.shape[:-1], value.shape[-1])
+    size = band.shape(shape, bands.rank)
+    if prod(size):
+        local = sdpa(query.local, key, value, attn_mask, 0.0, is_causal, **settings)
+    else:
+        local = query.local.new_empty(size)
+    return Banded(local, band, torch.empty(shape, dtype=local.dtype, device="meta"), bands)
+
+
+def made(op: Operation) -> Outcome:
+    """A new tensor, of a size and with values that do not depend on rows: every rank has all of it."""
+    return op.on_local()
+
+
+# --- the table ----------------------------------------------------------------------------------------------
+
+# Dimensions that they work along.
+_POOLS = {aten.avg_pool2d: 2, aten.avg_pool3d: 3}
+_REFLECTIONS = {aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d}
+
+
+def _each(names: str, rule: Rule) -> dict[Any, Rule]:
+    return {getattr(aten, name): rule for name in names.split() if hasattr(aten, name)}
+
+
+RULES: dict[Any, Rule] = {
+    torch.Tag.pointwise: pointwise,
+    # What torch does not tag, and is.
+    **_each(
+        "_to_copy clone lift_fresh alias detach copy_ fill_ zero_ zeros_like ones_like empty_like full_like", pointwise
+    ),
+    **_each(
+        "sum mean amax amin var std linalg_vector_norm norm softmax _softmax log_softmax _log_softmax", along("dim")
+    ),
+    **_each("glu cumsum index_select", along("dim")),
+    **_each("flip roll", along("dims")),
+    **_each("native_layer_norm _fused_rms_norm", over_features),
+    **_each(
+        "native_batch_norm _native_batch_norm_legit_no_training _native_batch_norm_legit cudnn_batch_norm",
+        over_channels,
+    ),
+    **_each("new_empty new_zeros new_ones new_full", made),
+    **_each("view _unsafe_view _reshape_alias", viewed),
+    **_each("permute", permuted),
+    **_each("transpose t", transposed),
+    **_each("unsqueeze", unsqueezed),
+    **_each("squeeze", squeezed),
+    **_each("expand", expanded),
+    **_each("repeat", repeated),
+    **_each("slice", sliced),
+    **_each("select", picked),
+    **_each("split split_with_sizes unsafe_split unbind", parted),
+    **_each("cat stack", joined),
+    **_each("pixel_shuffle", shuffled),
+    **_each("pixel_unshuffle", unshuffled),
+    **_each(
+        "upsample_nearest1d upsample_nearest2d upsample_nearest3d "
+        "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d",
+        enlarged,
+    ),
+    **_each("constant_pad_nd", padded("pad")),
+    **_each("reflection_pad1d reflection_pad2d reflection_pad3d", padded("padding")),
+    **_each("replication_pad1d replication_pad2d replication_pad3d", padded("padding")),
+    **_each("convolution", convolved),
+    **_each("avg_pool2d avg_pool3d", pooled),
+    **_each("native_group_norm", group_norm),
+    **_each("mm bmm addmm baddbmm", multiplied),
+}
+
+# Functions of torch as they are called, before it takes them apart.
+FUNCTIONS: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": attention}

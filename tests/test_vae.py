@@ -1,0 +1,397 @@
+"""The autoencoder in bands: what it decodes and encodes is what one device does, without tiles."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from math import prod
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import ditmesh
+from ditmesh import ConfigError, ParallelConfig, zoo
+from ditmesh.strategies.vae.band import Band, bands_of
+from ditmesh.strategies.vae.banded import Banded, Uncut
+from ditmesh.strategies.vae.parallel import in_bands
+from support.autoencoders import CASES, against_whole, bands_of_ranks, without
+from support.sample import sampled
+
+# Operations that are computed on whole tensors: frames are written one by one into room for all.
+WITHOUT = {"AutoencoderKLKVAEVideo": {"aten.copy_.default"}}
+TOLERANCE = 1e-5  # relative, float32; measured errors are below 3e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "direction", "ranks_"), sampled(CASES, ["decode", "encode"], [2, 3, 4], of=3), ids=str
+)
+def test_equals_one_device(ranks, name, direction, ranks_):
+    """11 rows of latents: bands are uneven on all numbers of ranks. Nothing else is computed on whole tensors."""
+    for found in ranks(ranks_).run(against_whole, name, direction):
+        assert found["error"] <= TOLERANCE
+        assert found["plain"]
+        assert set(found["whole"]) <= WITHOUT.get(name, set())
+
+
+@pytest.mark.parametrize("what", ["halo", "statistics", "keys"])
+def test_negative_control(ranks, what):
+    """Without what ranks exchange the same comparison fails, by orders of magnitude."""
+    for error in ranks(2).run(without, what, "AutoencoderKL", "decode"):
+        assert error > 100 * TOLERANCE
+
+
+def test_over_the_process_group(ranks):
+    """As between hosts."""
+    for found in ranks(3).run(against_whole, "AutoencoderKLHunyuanVideo", "decode", shared_memory=False):
+        assert found["error"] <= TOLERANCE
+
+
+def test_bfloat16(ranks):
+    """As far from one device as its own rounding."""
+    for found in ranks(2).run(against_whole, "AutoencoderKL", "decode", "bfloat16"):
+        assert found["error"] <= 3e-2
+        assert not found["whole"]
+
+
+# --- cuts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "band", "after", "expected"),
+    [
+        ((2, 3, 6, 4), Band(2, (4, 2)), (2, 3, 24), Band(2, (16, 8))),
+        ((2, 3, 6, 4), Band(2, (4, 2)), (6, 6, 4), Band(1, (4, 2))),
+        ((2, 3, 6, 4), Band(2, (4, 2)), (2, 3, 3, 2, 4), Band(2, (2, 1))),
+        ((2, 3, 6, 4), Band(2, (3, 3)), (2, 3, 3, 2, 4), None),
+        # Frames and rows: one run for each frame.
+        ((1, 5, 6, 4), Band(2, (4, 2)), (1, 120), Band(1, (16, 8), 5)),
+        ((1, 120), Band(1, (16, 8), 5), (1, 5, 6, 4), Band(2, (4, 2))),
+        ((1, 120), Band(1, (16, 8), 5), (1, 5, 24), Band(2, (16, 8))),
+        ((1, 6, 4), Band(1, (6, 0)), (1, 1, 6, 1, 4), Band(2, (6, 0))),
+    ],
+)
+def test_views_of_a_cut(before, band, after, expected):
+    assert band.viewed(before, after) == expected
+
+
+@pytest.mark.parametrize("rows", [(5, 4), (4, 4, 3), (1, 9, 0, 2), (3,) * 5])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"), [(3, 1, 1), (3, 1, 0), (3, 2, 1), (4, 2, 1), (1, 1, 0), (5, 1, 4)]
+)
+def test_windows_of_a_cut(rows, kernel, stride, padding):
+    """Every row of the result has one rank; a layer that keeps the number of rows keeps the cut."""
+    total = (sum(rows) + 2 * padding - kernel) // stride + 1
+    after = Band(2, rows).windowed(total, kernel, stride, padding, 1)
+    assert after.total == total
+    assert min(after.rows) >= 0
+    if total == sum(rows):
+        assert after.rows == rows
+
+
+def test_pictures_are_cut_where_encoders_halve_them():
+    assert bands_of(1024, 3) == (384, 320, 320)
+    assert bands_of(64, 4) == (16,) * 4
+    assert sum(bands_of(37, 4)) == 37
+
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+
+def written_slice(x: Tensor) -> Tensor:
+    y = x * 1.0
+    y[:, :, 2:7] = 0.5
+    y[:, 1:] += x[:, :1]
+    return y
+
+
+def written_view(x: Tensor) -> Tensor:
+    y = (x * 1.0).contiguous()
+    y.view(y.shape[0], -1, 4).mul_(2.0)
+    y.diagonal(dim1=2, dim2=3).fill_(7.0)
+    return y
+
+
+def written_to_plain(x: Tensor) -> Tensor:
+    room = torch.zeros(x.shape[0], 2 * x.shape[1], *x.shape[2:])
+    room[:, : x.shape[1]] = x
+    return room + 1.0
+
+
+def single_head(x: Tensor) -> Tensor:
+    tokens = x.flatten(2).transpose(1, 2)
+    scores = (tokens @ tokens.transpose(1, 2) * 0.1).softmax(-1)
+    return (scores @ tokens).transpose(1, 2).reshape(x.shape)
+
+
+def linear_attention(x: Tensor) -> Tensor:
+    values = x.flatten(2)
+    return (values @ values.transpose(1, 2).relu() @ values).reshape(x.shape)
+
+
+def causal(x: Tensor) -> Tensor:
+    tokens = x.permute(0, 2, 3, 1).flatten(1, 2).unsqueeze(1)
+    out = F.scaled_dot_product_attention(tokens, tokens, tokens, is_causal=True)
+    return out.squeeze(1).unflatten(1, x.shape[2:]).permute(0, 3, 1, 2)
+
+
+def by_rows(x: Tensor) -> Tensor:
+    """Attention within each row: rows are a batch."""
+    rows = x.permute(0, 2, 3, 1).flatten(0, 1).unsqueeze(1)
+    out = F.scaled_dot_product_attention(rows, rows, rows)
+    return out.squeeze(1).unflatten(0, (x.shape[0], -1)).permute(0, 3, 1, 2)
+
+
+WEIGHT = torch.randn(6, 6, 5, 3, generator=torch.Generator().manual_seed(3)) * 0.2
+
+# What decoders do, or might: functions of (2, 6, 12, 8).
+OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "stride": lambda x: F.conv2d(x, WEIGHT, stride=(2, 1), padding=(2, 1)),
+    "stride 3": lambda x: F.conv2d(x, WEIGHT, stride=3, padding=1),
+    "dilation": lambda x: F.conv2d(x, WEIGHT, padding="same", dilation=(2, 1)),
+    "mean": lambda x: x * x.mean() + x.std(),
+    "no padding": lambda x: F.conv2d(x, WEIGHT),
+    "narrow picture": lambda x: F.conv2d(F.conv2d(x, WEIGHT, stride=4, padding=2), WEIGHT, padding=2),
+    "transposed": lambda x: F.conv_transpose2d(x, WEIGHT[:, :, :2, :2], stride=2),
+    "transposed, overlapping": lambda x: F.conv_transpose2d(x, WEIGHT, stride=2, padding=1),
+    "two scales": lambda x: F.interpolate(F.avg_pool2d(x, 2), scale_factor=2.0) + x,
+    "bilinear": lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+    "not an integer": lambda x: F.interpolate(x, size=(18, 8)),
+    "reflected": lambda x: F.conv2d(F.pad(x, (1, 1, 2, 2), mode="reflect"), WEIGHT),
+    "replicated": lambda x: F.conv2d(F.pad(x, (1, 1, 3, 1), mode="replicate"), WEIGHT),
+    "circular": lambda x: F.pad(x, (1, 1, 2, 2), mode="circular"),
+    "cropped": lambda x: F.pad(x, (0, 0, 1, 3))[:, :, 1:-3] + F.pad(x, (0, 0, -1, 1)),
+    "another cut": lambda x: F.pad(x, (0, 0, 5, 0))[:, :, :12] * x,
+    "channels last": lambda x: F.layer_norm(x.permute(0, 2, 3, 1), (6,)).permute(0, 3, 1, 2),
+    "whole norm": lambda x: F.layer_norm(x, x.shape[1:]),
+    "instance norm": lambda x: F.instance_norm(x),
+    "mean over rows": lambda x: x - x.mean((2, 3), keepdim=True) / x.std(2, keepdim=True),
+    "cumulated": lambda x: x.cumsum(2).sort(2).values.flip(2),
+    "dimensions": lambda x: x.transpose(1, 2).movedim(1, -1).squeeze(0).swapaxes(1, 3).permute(0, 3, 1, 2) * 1.0,
+    "rows and columns": lambda x: x[..., :8, :] * x[..., :8, :].transpose(2, 3),
+    "joined": lambda x: torch.cat([x, torch.zeros_like(x), torch.ones(2, 1, 12, 8)], 1),
+    "joined over rows": lambda x: torch.cat([x, x[:, :, :5]], 2),
+    "stacked": lambda x: torch.stack([x, 2 * x], 2).flatten(1, 2),
+    "repeated": lambda x: x.repeat(1, 2, 1, 1) + x.repeat_interleave(2, dim=1),
+    "repeated rows": lambda x: x.repeat(1, 1, 2, 1) + x.repeat_interleave(2, dim=2),
+    "shuffled": lambda x: F.pixel_shuffle(F.pixel_unshuffle(x, 2), 2),
+    "a table of rows": lambda x: x + torch.arange(12.0)[:, None] + torch.arange(8.0),
+    "a row": lambda x: x + x[:, :, :1] + x[:, :, 3, None],
+    "chunks": lambda x: sum(x.chunk(3, 1)) + sum(x.split(4, 3)[0].sum((1, 3)).unbind(0))[None, None, :, None],
+    "chunks of rows": lambda x: torch.cat(x.chunk(4, 2)[::-1], 2),
+    "dtype": lambda x: (x.double().sin() > 0).to(x.dtype).masked_fill(x > 1, 3.0),
+    "written to a slice": written_slice,
+    "written to a view": written_view,
+    "written to a plain tensor": written_to_plain,
+    "one head": single_head,
+    "linear attention": linear_attention,
+    "causal": causal,
+    "attention by rows": by_rows,
+    "where": lambda x: torch.where(x > 0, x, x.new_zeros(()))[:, :, ::2],
+    "noise": lambda x: x + torch.randn_like(x) + torch.randn(x.shape),
+}
+# Those that no rule covers, by what is computed on whole tensors.
+WITHOUT_RULE = {
+    "transposed, overlapping",
+    "bilinear",
+    "not an integer",
+    "circular",
+    "cropped",
+    "whole norm",
+    "instance norm",
+    "mean",
+    "mean over rows",
+    "cumulated",
+    "joined over rows",
+    "a row",
+    "chunks of rows",
+    "written to a view",
+    "written to a plain tensor",
+    "where",
+    "noise",
+}
+
+
+def operations_against_whole(inference: bool) -> dict[str, tuple[float, list[str]]]:
+    """On a rank: of every operation the error in bands, and what had no rule; NaN where it was refused."""
+    found: dict[str, tuple[float, list[str]]] = {}
+    with bands_of_ranks() as bands:
+        for name, function in OPERATIONS.items():
+            x = torch.randn(2, 6, 12, 8, generator=torch.Generator().manual_seed(0))
+            before = bands.whole.copy()
+            with torch.inference_mode() if inference else torch.no_grad():
+                torch.manual_seed(1)
+                truth = function(x)
+                torch.manual_seed(1)
+                size = bands.link.size
+                try:
+                    value = in_bands(bands, function, (12 - 3 * (size - 1), *(3,) * (size - 1)), x)
+                except Uncut:
+                    found[name] = (float("nan"), [])
+                    continue
+            assert (value.dtype, value.shape) == (truth.dtype, truth.shape), name
+            error = float((value - truth).abs().max() / truth.abs().max())
+            found[name] = error, list(bands.whole - before)
+    return found
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference_mode"])
+def test_operations(ranks, inference):
+    """With a rule or without one the result is right; what is written to a view without a rule is refused."""
+    for found in ranks(3).run(operations_against_whole, inference):
+        refused = {name for name, (error, _) in found.items() if error != error}
+        # In inference mode nobody knows whether a view has been written to.
+        assert refused == {"written to a view"} | ({"a row", "chunks of rows", "where"} if inference else set())
+        assert {name: error for name, (error, _) in found.items() if error > TOLERANCE} == {}
+        assert {name for name, (_, whole) in found.items() if whole} <= WITHOUT_RULE
+
+
+# --- pipelines --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def load(kind: str) -> Any:
+    """Once in a process: every test restores it."""
+    from diffusers import DiffusionPipeline, StableDiffusion3Img2ImgPipeline
+
+    if kind == "image":
+        pipe = StableDiffusion3Img2ImgPipeline(**load("text").components)
+    else:
+        pipe = DiffusionPipeline.from_pretrained(zoo.path())
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def pictures(kind: str, count: int) -> np.ndarray:
+    """Pixels of 0 to 1."""
+    noise = np.random.default_rng(0).integers(0, 256, (5, 4, 3), dtype=np.uint8)
+    side = load("text").transformer.config.sample_size * 8
+    spots = [PIL.Image.fromarray(noise).resize((side, side))] * count
+    given = {"image": spots, "strength": 0.6} if kind == "image" else {}
+    return (
+        load(kind)(
+            ["a red fox", "a cactus", "a pizza"][:count],
+            num_inference_steps=4,
+            guidance_scale=3.0,
+            generator=[torch.Generator().manual_seed(number) for number in range(count)],
+            output_type="np",
+            **given,
+        )
+    ).images
+
+
+def in_pipeline(kind: str, count: int, config: dict[str, Any], tiled: bool = False) -> dict[str, Any]:
+    """On a rank: a pipeline's pictures with its autoencoder in bands, and without."""
+    pipe, seen = load(kind), {}
+    vae = pipe.vae
+    hooks = [
+        getattr(vae, name).register_forward_hook(lambda m, args, out, n=name: seen.update({n: type(args[0])}))
+        for name in ("encoder", "decoder")
+    ]
+    with ditmesh.parallelized(pipe, {**config, "vae": "whole"}):
+        truth = pictures(kind, count)
+    if tiled:
+        vae.enable_tiling()
+    try:
+        with ditmesh.parallelized(pipe, config), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            before = dict(vars(vae))
+            found = pictures(kind, count)
+            again = pictures(kind, count)
+            between = dict(vars(vae))
+    finally:
+        vae.disable_tiling()
+        for hook in hooks:
+            hook.remove()
+    return {
+        "error": float(abs(found - truth).max()),
+        "repeats": bool((found == again).all()),
+        "banded": {name: kind is Banded for name, kind in seen.items()},
+        "untouched": before == between,
+        "said": [str(one.message) for one in said if "whole" in str(one.message)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "config"),
+    [
+        ("text", 1, {"ulysses": 2}),
+        ("image", 1, {"ring": 2}),
+        ("text", 2, {"data": 2}),
+        ("image", 3, {"cfg": 2}),
+        ("text", 1, {"pipe": 2, "warmup": "fixed(1)"}),
+        ("text", 2, {"data": 2, "ulysses": 2}),
+    ],
+    ids=str,
+)
+def test_pipelines(ranks, kind, count, config):
+    """The same pixels; between requests the autoencoder is as it was."""
+    axes = [value for key, value in config.items() if key != "warmup"]
+    for found in ranks(prod(axes)).run(in_pipeline, kind, count, {**config, "vae": "bands"}):
+        assert found["error"] <= TOLERANCE
+        assert found["repeats"]
+        assert all(found["banded"].values())
+        assert found["untouched"]
+        assert found["said"] == []
+
+
+def test_small_pictures_stay_whole(ranks):
+    """By default, and without a word."""
+    for found in ranks(2).run(in_pipeline, "text", 1, {"ulysses": 2}):
+        assert found["error"] == 0.0
+        assert not any(found["banded"].values())
+        assert found["said"] == []
+
+
+def test_tiling_is_left_alone(ranks):
+    """It computes another picture: whoever wants it has it, and is told."""
+    for found in ranks(2).run(in_pipeline, "text", 1, {"ulysses": 2, "vae": "bands"}, True):
+        assert not any(found["banded"].values())
+        assert len(found["said"]) == 1
+        assert "tiling is on" in found["said"][0]
+
+
+def fail_in_bands() -> tuple[bool, bool, float]:
+    """A decode fails on one rank; whether this one heard, the autoencoder is as before, the error of the next call."""
+    pipe = load("text")
+    before = dict(vars(pipe.vae))
+    truth = pictures("text", 1)
+
+    def fail(*_: Any) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("had enough")
+
+    with ditmesh.parallelized(pipe, {"ulysses": 2, "vae": "bands"}):
+        hook = pipe.vae.decoder.up_blocks[0].register_forward_hook(fail)
+        heard = True
+        with suppress(ValueError, ditmesh.PeerError):
+            pictures("text", 1)
+            heard = False
+        hook.remove()
+        same = dict(vars(pipe.vae)) == before
+        found = pictures("text", 1)
+    return heard, same, float(abs(found - truth).max())
+
+
+def test_a_failure_in_bands(ranks):
+    for heard, same, error in ranks(2).run(fail_in_bands):
+        assert heard
+        assert same
+        assert error <= TOLERANCE
+
+
+def test_not_reproducible():
+    with pytest.raises(ConfigError, match="vae='bands' adds the statistics"):
+        ParallelConfig(ulysses=2, reproducible=True, vae="bands")
+
+
+def test_settings_are_shown():
+    assert ParallelConfig(ring=2, vae="bands").describe() == "ring=2 vae=bands"
+    assert ParallelConfig(ring=2).describe() == "ring=2"
