@@ -295,8 +295,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_training_resumes_bit_equal_and_exports_a_pipeline(archive: Path, tmp_path: Path):
     from diffusers import DiffusionPipeline
-    from training import evaluate, train
     from training.data import build
+
+    from training import evaluate, train
 
     recipe, pictures = tiny_recipe(), build(archive, 16, entries())
     record = train.run(tmp_path / "a", tmp_path / "wa", recipe, pictures=pictures, check=False)
@@ -321,8 +322,9 @@ def test_training_resumes_bit_equal_and_exports_a_pipeline(archive: Path, tmp_pa
 
 
 def test_a_run_out_of_time_can_go_on(archive: Path, tmp_path: Path):
-    from training import train
     from training.data import build
+
+    from training import train
 
     pictures = build(archive, 16, entries())
     record = train.run(tmp_path / "a", tmp_path / "w", tiny_recipe(), pictures=pictures, minutes=0, check=False)

@@ -141,10 +141,9 @@ def test_an_embedded_model_is_found_by_its_name(tmp_path: Path, monkeypatch: pyt
 def test_generate_draws_a_class_by_name_with_the_settings_of_the_card(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    from training import evaluate_dit
-
     from ditmesh.cli.main import main
     from ditmesh.generate.receipt import read_receipt
+    from training import evaluate_dit
 
     name = "emoji-dit-s"
     with pytest.raises(SystemExit) as left:
@@ -185,6 +184,7 @@ def weights(file: Path) -> dict[str, torch.Tensor]:
 
 def test_training_resumes_bit_equal_and_exports_a_pipeline(tmp_path: Path):
     from diffusers import DiTPipeline
+
     from training import evaluate_dit, train_dit
 
     recipe, pictures, vae = tiny()

@@ -112,6 +112,7 @@ class Hardware(_Data):
         devices: of one host.
         hosts: how many.
         between: between hosts; its bandwidth is that of a host, which its devices share.
+        error: mean absolute error of a predicted step, relative, where it is known.
         scale: factors on the terms of a step by class (``"linear"``, ``"attention"``, ``"pointwise"``, ``"launch"``,
             ``"transfer"``), fitted to measured steps.
     """
@@ -122,6 +123,7 @@ class Hardware(_Data):
     hosts: int = Field(default=1, ge=1, le=4096)
     between: Link | None = None
     scale: dict[str, float] = {}
+    error: float | None = Field(default=None, ge=0)
 
     @property
     def world_size(self) -> int:
@@ -245,7 +247,7 @@ def device(name: str, dtype: str = "bfloat16") -> Device:
     entry, shares = table[key], _parts()["shares"]
     if "matmul" in entry:
         # Measured as a whole.
-        return Device(name=key, **entry)
+        return Device(name=key, **{name: value for name, value in entry.items() if name != "link"})
     if dtype not in entry["flops"]:
         raise InputError(
             f"the table has no speed of {key} in {dtype}; it has {', '.join(entry['flops'])}: use --dtype with one of "
@@ -266,6 +268,17 @@ def device(name: str, dtype: str = "bfloat16") -> Device:
         dtype=dtype,
         source=f"{entry['source']}; shares of the peak: {shares['source']}",
     )
+
+
+def machine(name: str, devices: int, dtype: str = "bfloat16") -> Hardware:
+    """So many devices of the table on one host, with their usual link.
+
+    Raises:
+        InputError: there is no such device.
+    """
+    one, table = device(name, dtype), _parts()
+    error = None if "matmul" in table["devices"][one.name] else table["shares"]["error"]
+    return Hardware(device=one, link=link(table["devices"][one.name]["link"]), devices=devices, error=error)
 
 
 def link(name: str) -> Link:

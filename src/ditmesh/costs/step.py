@@ -142,7 +142,7 @@ class Step:
 
     def compute(self) -> list[Term]:
         """What the rank computes, by class."""
-        totals = dict.fromkeys(("linear", "attention", "pointwise", "launch"), 0.0)
+        totals: dict[str, float] = dict.fromkeys(("linear", "attention", "pointwise", "launch"), 0.0)
         for block, count in self.kinds():
             self._add(totals, block, count * self.share.calls, self.share.pieces, whole=False)
         self._add(totals, self.work.rest, self.share.rest * self.share.calls, 1, whole=True)

@@ -8,7 +8,7 @@ from ..costs.hardware import Hardware
 from ..costs.step import CLASSES, Term
 
 # How firmly a factor stays at what the profile says, while few steps speak against it.
-TRUST = 0.02
+TRUST = 0.0005
 
 
 def fitted(hardware: Hardware, measured: Sequence[tuple[Sequence[Term], float]]) -> Hardware:
@@ -20,6 +20,8 @@ def fitted(hardware: Hardware, measured: Sequence[tuple[Sequence[Term], float]])
     """
     import numpy as np
 
+    if not measured:
+        return hardware
     rows, classes = [], list(CLASSES)
     for terms, seconds in measured:
         parts = dict.fromkeys(classes, 0.0)

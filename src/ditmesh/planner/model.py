@@ -32,8 +32,8 @@ from ..strategies.heads import heads_of
 from ..strategies.pipefusion.stages import blocks_of, kinds_of
 from ..strategies.tensor.slices import plan
 
-# Of three sizes two differ in one kind of tokens each. Some models want squares and multiples of 32.
-SIZES = (Size(16, 16, 32, batch=1), Size(32, 32, 32, batch=1), Size(16, 16, 64, batch=1))
+# Rows of the picture and text tokens. Some models want squares and multiples of 32 tokens.
+SIDE, TEXT = 32, 32
 
 
 @dataclass
@@ -225,10 +225,11 @@ def _runs(model: nn.Module, layout: TokenLayout, numbers: dict[nn.Module, int]) 
     # Tensors that say they are on the CPU are for models that ask; they are slower.
     attempts = product((False, True), (False, True), sorted(ways(model), key=lambda way: way.optional))
     for fake, fixed, way in attempts:
-        length = Conventions(model, way).entry("max_text_seq_length")
+        conventions = Conventions(model, way)
+        length = conventions.entry("max_text_seq_length")
         if fixed and length is None:
             continue
-        sizes = [replace(size, text=length) for size in SIZES] if fixed else SIZES
+        sizes = _sizes(conventions, length if fixed else None)
         try:
             return [_run(model, layout, numbers, way, size, fake) for size in sizes]
         except DitmeshError:
@@ -239,6 +240,15 @@ def _runs(model: nn.Module, layout: TokenLayout, numbers: dict[nn.Module, int]) 
         f"{type(model).__name__} cannot run on the meta device, so its work is not known: "
         + ("; ".join(reasons) or "no way to call it was found")
     )
+
+
+def _sizes(conventions: Conventions, text: int | None) -> list[Size]:
+    """Three sizes, of which two differ in one kind of tokens each; ``text``: so many, which cannot be changed."""
+    # Tables of positions end somewhere.
+    most = conventions.entry("pos_embed_max_size")
+    side = min(SIDE, most) if isinstance(most, int) else SIDE
+    small = Size(side // 2, side // 2, text or TEXT, batch=1)
+    return [small, replace(small, rows=side, cols=side), small if text else replace(small, text=2 * TEXT)]
 
 
 def _run(

@@ -144,7 +144,7 @@ def candidates(model: Model, job: Job, devices: int, limits: Limits) -> Iterator
     # A cut that nobody can share evenly wastes what it leaves.
     degrees = [[d for d in range(1, most[axis] + 1) if devices % d == 0] for axis in AXES]
     for combination in product(*degrees):
-        chosen = dict(zip(AXES, combination, strict=True))
+        chosen: dict[str, int] = dict(zip(AXES, combination, strict=True))
         world = 1
         for degree in combination:
             world *= degree

@@ -480,5 +480,5 @@ class PipeFusionCalls(PipeStrategy):
         yield step.transfer("patches (pipe)", ("pipe",), "shift", tokens, times, behind)
         yield step.transfer("predictions (pipe)", ("pipe",), "shift", back / share.pieces, times, behind)
         waits = max(0.0, config.pipe / share.pieces - 1)
-        yield Term("waiting for the next step's patch", "idle", waits * compute)
+        yield Term("the next step's patch", "idle", waits * compute)
         yield Term("filling the pipeline", "request", compute * (config.pipe - 1) / share.pieces)
