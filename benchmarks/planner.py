@@ -3,6 +3,7 @@
     python benchmarks/planner.py measure out.json      # two ranks; wants a quiet machine
     python benchmarks/planner.py report out.json       # fits on one half of the cases, reports on the other
     python benchmarks/planner.py published             # tables of others: predictions beside their figures
+    python benchmarks/planner.py memory               # predicted and measured peaks of four configurations
 
 A case is a model's shape, a number of tokens, and guidance on or off; under each all configurations of two ranks are
 measured, over shared memory and over gloo. In every repeat each configuration takes its turn, and the best repeat
@@ -342,6 +343,99 @@ def published() -> dict[str, Any]:
     return result
 
 
+# What is loaded for the memory of four configurations: 576 MB of transformer, and a small VAE.
+MEMORY = {"1 device": {}, "ulysses=2": {"ulysses": 2}, "tensor=2": {"tensor": 2}, "pipe=2": {"pipe": 2, "patches": 2}}
+ABSENT = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
+LARGE = {
+    "sample_size": 64,
+    "num_layers": 10,
+    "attention_head_dim": 64,
+    "num_attention_heads": 12,
+    "joint_attention_dim": 256,
+    "caption_projection_dim": 768,
+    "pooled_projection_dim": 128,
+    "in_channels": 4,
+    "out_channels": 4,
+}
+
+
+def peaks(folder: str, config: dict[str, Any]) -> dict[str, int]:
+    """Bytes of this process: before anything, and at most after loading, one step, and decoding."""
+    import resource
+
+    import psutil
+
+    import ditmesh
+
+    def most() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    torch.nn.functional.scaled_dot_product_attention(*[torch.randn(1, 1, 8, 8)] * 3)
+    found = {"process": psutil.Process().memory_info().rss}
+    pipe = ditmesh.load(folder, config, **dict.fromkeys(ABSENT))
+    found["load"] = most()
+    given = {"prompt_embeds": torch.randn(1, TEXT, 256), "pooled_prompt_embeds": torch.randn(1, 128)}
+    given |= {f"negative_{name}": value.clone() for name, value in given.items()}
+    pipe.set_progress_bar_config(disable=True)
+    pipe(**given, num_inference_steps=1, height=512, width=512, output_type="latent")
+    found["step"] = most()
+    pipe(**given, num_inference_steps=1, height=512, width=512)
+    return {**found, "decode": most()}
+
+
+def memory() -> dict[str, Any]:
+    """Predicted and measured peaks of a rank."""
+    import tempfile
+
+    import diffusers
+
+    from ditmesh import ParallelConfig
+    from ditmesh.costs.hardware import machine
+    from ditmesh.costs.work import Job
+    from ditmesh.launch import RankPool
+    from ditmesh.layout import known_models
+    from ditmesh.layout.describe import on_meta
+    from ditmesh.planner.model import work_of
+    from ditmesh.planner.predict import predict
+
+    name = "SD3Transformer2DModel"
+    work = work_of(on_meta(name, LARGE), known_models()[name])
+    result: dict[str, Any] = {"parameters": work.parameters}
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        vae = diffusers.AutoencoderKL(
+            block_out_channels=(32, 32, 32, 32),
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+        )
+        diffusers.StableDiffusion3Pipeline(
+            transformer=diffusers.SD3Transformer2DModel(**LARGE),
+            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+            vae=vae,
+            **dict.fromkeys(ABSENT),
+        ).save_pretrained(folder)
+        beside = 4.0 * sum(parameter.numel() for parameter in vae.parameters())
+        for label, config in MEMORY.items():
+            ranks = ParallelConfig(**config).world_size
+            with RankPool(ranks, threads=1, device="cpu") as pool:
+                found = pool.run(peaks, folder, config)
+            worst = {key: max(one[key] for one in found) for key in found[0]}
+            here = machine("cpu", ranks)
+            process = here.device.model_copy(update={"runtime": float(worst["process"])})
+            job = Job(1024, TEXT, branches=2, steps=1, element=4, beside=beside)
+            made = predict(ParallelConfig(**config), work, job, here.model_copy(update={"device": process}))
+            parts = {term.name: term.memory for term in made.kept}
+            load = sum(value for key, value in parts.items() if key not in ("activations", "keys kept"))
+            guess = {"load": load, "step": made.memory}
+            result[label] = {
+                "measured MB": {key: round(value / 1e6) for key, value in worst.items()},
+                "predicted MB": {key: round(value / 1e6) for key, value in guess.items()},
+                "error": {key: round(value / worst[key] - 1, 3) for key, value in guess.items()},
+            }
+    print(json.dumps(result, indent=1))
+    return result
+
+
 def _error(predicted: Sequence[float], times: Sequence[float], which: Any) -> float:
     return round(statistics.mean(abs(predicted[at] / times[at] - 1) for at in which), 3)
 
@@ -357,7 +451,7 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["measure", "report", "published"])
+    parser.add_argument("what", choices=["measure", "report", "published", "memory"])
     parser.add_argument("file", type=Path, nargs="?")
     parser.add_argument("--minutes", type=float, default=10, help="measure at least once, and for so long")
     parser.add_argument("--runs", type=int, default=1, help="steps per round; the best counts")
@@ -366,5 +460,7 @@ if __name__ == "__main__":
         measure(options.file, options.minutes, options.runs)
     elif options.what == "report":
         report(options.file)
+    elif options.what == "memory":
+        memory()
     else:
         published()
