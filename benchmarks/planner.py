@@ -138,27 +138,31 @@ def mesh_of(config: str) -> Any:
     return ditmesh.Mesh(ditmesh.ParallelConfig(**json.loads(config)))
 
 
-def seconds(case: dict[str, Any], config: dict[str, Any], runs: int) -> float:
-    """Best time of some steps on this rank, after two that do not count: one synchronous, one that is not."""
+def seconds(case: dict[str, Any], config: dict[str, Any], runs: int) -> tuple[float, float]:
+    """Best time of some steps on this rank, and the best processor time, in seconds.
+
+    After two steps that do not count: one synchronous, one that is not.
+    """
     import ditmesh
 
     model, inputs = model_of(case["model"]), inputs_of(case["model"], case["side"], case["branches"])
     step = 0
 
-    def once() -> float:
+    def once() -> tuple[float, float]:
         nonlocal step
         step += 1
         made = {**inputs, "timestep": inputs["timestep"] * (1 - 0.01 * step)}
         if torch.distributed.get_world_size() > 1:
             torch.distributed.barrier()
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         with torch.no_grad():
             model(**made)
-        return time.perf_counter() - start
+        return time.perf_counter() - start, time.process_time() - busy
 
-    def best() -> float:
+    def best() -> tuple[float, float]:
         once(), once()
-        return min(once() for _ in range(runs))
+        walls, busies = zip(*(once() for _ in range(runs)), strict=True)
+        return min(walls), min(busies)
 
     if not config:
         return best()
@@ -173,7 +177,12 @@ def measure(out: Path, minutes: float, runs: int) -> None:
     from ditmesh.launch.profile import profile
 
     found: list[dict[str, Any]] = [
-        {**case, "seconds": {name: [] for name in configurations(case["branches"])}} for case in cases()
+        {
+            **case,
+            "seconds": {name: [] for name in configurations(case["branches"])},
+            "processor": {name: [] for name in configurations(case["branches"])},
+        }
+        for case in cases()
     ]
     profiles: list[Any] = []
     end = time.monotonic() + 60 * minutes
@@ -184,7 +193,9 @@ def measure(out: Path, minutes: float, runs: int) -> None:
                 shape = {key: case[key] for key in ("model", "side", "branches")}
                 for name, config in configurations(case["branches"]).items():
                     pool = two if config else one
-                    case["seconds"][name].append(max(pool.run(seconds, shape, config, runs)))
+                    walls, busies = zip(*pool.run(seconds, shape, config, runs), strict=True)
+                    case["seconds"][name].append(max(walls))
+                    case["processor"][name].append(max(busies))
             out.write_text(json.dumps({"machine": describe_machine(), "profiles": profiles, "cases": found}, indent=1))
             print(f"round {len(profiles)} of {len(found)} cases", flush=True)
 
@@ -211,12 +222,23 @@ def prediction(case: dict[str, Any], name: str, hardware: dict[str, Any]) -> Any
     return predict(ParallelConfig(**config), works()[case["model"]], job, chosen)
 
 
-def report(path: Path) -> dict[str, Any]:
-    """Fit on every other case, report on the others; then the other way round."""
+def report(path: Path, clock: str) -> dict[str, Any]:
+    """Fit on every other case, report on the others; then the other way round.
+
+    Args:
+        path: what `measure` has written.
+        clock: "seconds" of the wall, or of the "processor", which a busy machine leaves alone.
+    """
     from ditmesh.costs.hardware import Hardware
 
     data = json.loads(path.read_text())
+    for case in data["cases"]:
+        case["seconds"] = case[clock]
     shared, *others = fastest([[Hardware(**each) for each in one] for one in data["profiles"]])
+    if clock == "processor":
+        # Which does not see what the other rank takes.
+        alone = shared.device.model_copy(update={"crowded": 1.0})
+        shared, *others = (one.model_copy(update={"device": alone}) for one in (shared, *others))
     plain = {"shared": shared, "gloo": others[0] if others else shared}
     result: dict[str, Any] = {"machine": data["machine"]["text"]}
     everything = list(range(len(data["cases"])))
@@ -360,20 +382,28 @@ LARGE = {
 
 
 def peaks(folder: str, config: dict[str, Any]) -> dict[str, int]:
-    """Bytes of this process: before anything, and at most after loading, one step, and decoding."""
-    import resource
+    """Bytes of this process before anything, and at most in one step of guidance and in decoding.
 
+    Not while loading: files that are mapped then count as this process's memory, and are not.
+    """
     import psutil
 
     import ditmesh
 
     def most() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        """The most since the last time."""
+        status = Path("/proc/self/status").read_text()
+        found = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+        Path("/proc/self/clear_refs").write_text("5")
+        return found * 1024
 
+    from diffusers import StableDiffusion3Pipeline
+
+    assert StableDiffusion3Pipeline
     torch.nn.functional.scaled_dot_product_attention(*[torch.randn(1, 1, 8, 8)] * 3)
     found = {"process": psutil.Process().memory_info().rss}
     pipe = ditmesh.load(folder, config, **dict.fromkeys(ABSENT))
-    found["load"] = most()
+    most()
     given = {"prompt_embeds": torch.randn(1, TEXT, 256), "pooled_prompt_embeds": torch.randn(1, 128)}
     given |= {f"negative_{name}": value.clone() for name, value in given.items()}
     pipe.set_progress_bar_config(disable=True)
@@ -404,6 +434,7 @@ def memory() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         vae = diffusers.AutoencoderKL(
+            shift_factor=0.0,
             block_out_channels=(32, 32, 32, 32),
             down_block_types=("DownEncoderBlock2D",) * 4,
             up_block_types=("UpDecoderBlock2D",) * 4,
@@ -424,9 +455,7 @@ def memory() -> dict[str, Any]:
             process = here.device.model_copy(update={"runtime": float(worst["process"])})
             job = Job(1024, TEXT, branches=2, steps=1, element=4, beside=beside)
             made = predict(ParallelConfig(**config), work, job, here.model_copy(update={"device": process}))
-            parts = {term.name: term.memory for term in made.kept}
-            load = sum(value for key, value in parts.items() if key not in ("activations", "keys kept"))
-            guess = {"load": load, "step": made.memory}
+            guess = {"step": made.memory}
             result[label] = {
                 "measured MB": {key: round(value / 1e6) for key, value in worst.items()},
                 "predicted MB": {key: round(value / 1e6) for key, value in guess.items()},
@@ -455,11 +484,12 @@ if __name__ == "__main__":
     parser.add_argument("file", type=Path, nargs="?")
     parser.add_argument("--minutes", type=float, default=10, help="measure at least once, and for so long")
     parser.add_argument("--runs", type=int, default=1, help="steps per round; the best counts")
+    parser.add_argument("--clock", choices=["seconds", "processor"], default="seconds", help="what is reported on")
     options = parser.parse_args()
     if options.what == "measure":
         measure(options.file, options.minutes, options.runs)
     elif options.what == "report":
-        report(options.file)
+        report(options.file, options.clock)
     elif options.what == "memory":
         memory()
     else:

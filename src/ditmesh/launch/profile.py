@@ -124,6 +124,7 @@ def _products(where: torch.device, rows: int, inputs: int, outputs: int) -> floa
 def _device(where: torch.device) -> dict[str, Any]:
     """Entries of a `Device`."""
     import platform
+    from importlib import import_module
 
     import psutil
     import torch
@@ -151,6 +152,8 @@ def _device(where: torch.device) -> dict[str, Any]:
     element = 2 if gpu else 4
     counts = [count * scale for count in ELEMENTS]
     line = fit_line([2.0 * count * element for count in counts], [elementwise(count) for count in counts])
+    # With what every rank imports.
+    import_module("diffusers.pipelines.pipeline_utils")
     process = psutil.Process().memory_info().rss
     total = torch.cuda.get_device_properties(where).total_memory if gpu else psutil.virtual_memory().total
     return {
