@@ -397,9 +397,6 @@ def peaks(folder: str, config: dict[str, Any]) -> dict[str, int]:
         Path("/proc/self/clear_refs").write_text("5")
         return found * 1024
 
-    from diffusers import StableDiffusion3Pipeline
-
-    assert StableDiffusion3Pipeline
     torch.nn.functional.scaled_dot_product_attention(*[torch.randn(1, 1, 8, 8)] * 3)
     found = {"process": psutil.Process().memory_info().rss}
     pipe = ditmesh.load(folder, config, **dict.fromkeys(ABSENT))
