@@ -73,7 +73,8 @@ def test_two_devices_draw_the_picture_of_one(model: Path, tmp_path: Path, capfd:
         "0002-a-blue-bird-seed7.png",
         "0003-a-blue-bird-seed8.png",
     ]
-    assert result["config"]["ulysses"] == 2
+    # Guidance is on: its branches are shared out.
+    assert result["config"]["cfg"] == 2
     assert result["devices"] == 2
     assert result["compare"]["largest_difference"] <= 1
     assert result["compare"]["ratio"] == pytest.approx(result["compare"]["one_device_seconds"] / result["seconds"])
@@ -114,7 +115,7 @@ def test_torchrun_ranks_are_used_and_none_started(model: Path, tmp_path: Path) -
     assert "requires torchvision" not in done.stderr
     result = json.loads(done.stdout)
     assert result["devices"] == 2
-    assert read_receipt(result["pictures"][0]["path"]).config["ulysses"] == 2
+    assert read_receipt(result["pictures"][0]["path"]).config["cfg"] == 2
     assert processes.wait_until_gone(mark, 10) == []
 
 

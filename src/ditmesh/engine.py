@@ -27,6 +27,7 @@ from .layout import TokenLayout, layout_of
 from .layout.derive import block_lists
 from .layout.probe import probe
 from .layout.types import GIVEN
+from .planner.auto import Call, chosen
 from .recipe import RECIPE, Recipe, check, wanted
 from .staleness.control import StalenessLog, WarmupControl
 from .staleness.policy import WarmupPolicy
@@ -44,7 +45,17 @@ from .strategies.simulated import SimulatedExact, SimulatedStale, virtual_mesh
 from .strategies.stale.warmup import StaleSteps
 from .strategies.tokens import KnownForms
 
-__all__ = ["Engine", "check_heads", "engine_of", "heads_of", "parallelize", "parallelized", "restore", "simulate"]
+__all__ = [
+    "Engine",
+    "check_heads",
+    "configuration_for",
+    "engine_of",
+    "heads_of",
+    "parallelize",
+    "parallelized",
+    "restore",
+    "simulate",
+]
 
 T = TypeVar("T")
 Part = TypeVar("Part")
@@ -379,8 +390,8 @@ def parallelize(
 
     Args:
         target: a `DiffusionPipeline` with a transformer, or a diffusers transformer. Already on its device.
-        config: a `ParallelConfig`, a mapping, the path of a YAML file, or ``"auto"``: Ulysses as far as the
-            heads divide, ring for the rest, over all ranks of the default process group.
+        config: a `ParallelConfig`, a mapping, the path of a YAML file, or ``"auto"``: the exact configuration for all
+            ranks of the default process group that is predicted to be the fastest; see `configuration_for`.
         mesh: share the groups of several pipelines; default: groups of its own, given back by `restore`.
         layout: the transformer's token layout; default: the reviewed one of its class, else a probed one, else the
             first call shows it. One of your own is compared with one device in the first call of every form.
@@ -405,9 +416,7 @@ def parallelize(
         return target
     layouts = [_given(layout, model) or _layout_before_a_call(model) for model in models]
     if config == "auto":
-        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        # Of a model that does not name its heads one is sure: the ring takes any number of ranks.
-        config = ParallelConfig.auto(world_size, min(heads_of(*one) or 1 for one in zip(models, layouts, strict=True)))
+        config = mesh.config if mesh is not None else configuration_for(target)
     config = ParallelConfig.read(config)
     pairs = [(model, found) for model, found in zip(models, layouts, strict=True) if found is not None]
     check(recipe, config, pairs)
@@ -424,6 +433,42 @@ def parallelize(
     else:
         _wait_for_a_call(target, models, layouts, config, mesh, owns_mesh, recipe)
     return target
+
+
+def configuration_for(target: Any, *, guidance: bool | None = None, image: int | None = None) -> ParallelConfig:
+    """What ``"auto"`` stands for: the fastest exact configuration for all ranks of the default process group.
+
+    Predicted from the model's shapes (`ditmesh.planner`), unless ``ditmesh plan --measure`` has measured it on this
+    machine; on rank 0, whose choice counts for all. A collective call.
+
+    Args:
+        target: as for `parallelize`.
+        guidance: whether guidance will run two branches; default: whether the pipeline does when it is not told.
+        image: image tokens of a sample; default: the model's usual number.
+    """
+    models = denoisers(target)
+
+    def choose(world_size: int) -> ParallelConfig:
+        model, layout = models[0], layout_of(models[0])
+        # Of a model that does not name its heads one is sure: the ring takes any number of ranks.
+        heads = min(heads_of(one, layout_of(one)) or 1 for one in models)
+        element = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
+        pipeline = None if isinstance(target, nn.Module) else type(target)
+        call = Call(pipeline, guidance, image, element=element)
+        config = getattr(model, "config", {})
+        return chosen(type(model).__name__, config, layout, heads, call, world_size, _device_of(model))
+
+    return agreed(choose)
+
+
+def agreed(choose: Callable[[int], ParallelConfig]) -> ParallelConfig:
+    """What rank 0 of the default process group chooses for all its ranks: others may have measured something else."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return choose(1)
+    box = [choose(dist.get_world_size()) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    assert box[0] is not None
+    return box[0]
 
 
 def _wait_for_a_call(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .options import AsJson, Device, at_least
 from .show import emit
+
+if TYPE_CHECKING:
+    from ..launch import Launcher
 
 
 def doctor(
@@ -15,6 +19,12 @@ def doctor(
         int, typer.Option("--devices", "-n", help="Ranks to measure between; 1 measures nothing.", callback=at_least(1))
     ] = 2,
     device: Device = "auto",
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            "--save", metavar="FILE", help="Measure computation, too, and write a hardware profile for ditmesh plan."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show versions, devices and backends, measure transfers between ranks, and say what is missing.
@@ -30,14 +40,30 @@ def doctor(
     facts["missing"] = missing(facts)
     facts["devices"] = devices
     facts["transfers"] = []
-    if devices > 1:
+    if devices > 1 or save is not None:
         if device == "auto" and len(facts["gpus"]) < devices:
             device = "cpu"
         quick = ("torch", "torch.distributed")
         with launcher(None, devices, device, threads=1, timeout=120.0, preload=quick) as pool:
             facts["device"] = pool.device
             facts["transfers"] = measure_links(pool)
+            if save is not None:
+                facts["profiles"] = _saved(pool, save)
     emit(facts, as_json, _show)
+
+
+def _saved(pool: Launcher, path: Path) -> list[str]:
+    """Measure the profile and write it; where ranks share memory, a second one for their process group beside it."""
+    from ..launch.profile import profile
+
+    fastest, other = profile(pool)
+    fastest.save(path)
+    names = [str(path)]
+    if other is not None:
+        beside = path.with_name(f"{path.stem}-{other.link.name}{path.suffix}")
+        other.save(beside)
+        names.append(str(beside))
+    return names
 
 
 def _peers(access: list[list[bool]]) -> str:
@@ -86,6 +112,8 @@ def _show(facts: dict[str, Any]) -> None:
             numbers = f"{row['megabytes']:g}", f"{row['milliseconds']:.2f}", f"{row['gigabytes_per_second']:.2f}"
             table.add_row(row["what"], row["through"], *numbers)
         console.print(table)
+    for name in facts.get("profiles", ()):
+        console.print(f"wrote {escape(name)}")
     for sentence in facts["missing"]:
         console.print(f"[yellow]missing[/] {escape(sentence)}", soft_wrap=True)
     if not facts["missing"]:

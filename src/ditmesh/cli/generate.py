@@ -186,7 +186,9 @@ def _on_ranks(
     result: dict[str, Any] = {
         "pictures": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in made],
         "out": job.out,
-        "config": job.config.model_dump() if not isinstance(job.config, str) else made[0].receipt.config,
+        "config": ParallelConfig.read(
+            made[0].receipt.config if isinstance(job.config, str) else job.config
+        ).model_dump(),
         "devices": world_size,
         "device": kind,
         "threads": threads,

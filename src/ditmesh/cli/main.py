@@ -16,6 +16,7 @@ from ..launch import Terminated, interrupt_behind, interrupts_end, interrupts_ra
 from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
+from .plan import plan
 from .replay import replay
 from .serve import serve
 from .study import study
@@ -23,7 +24,7 @@ from .train import train
 from .verify import verify
 
 # Commands that start their own ranks.
-OF_OWN_RANKS = ("serve", "verify", "study", "replay", "doctor")
+OF_OWN_RANKS = ("serve", "verify", "study", "replay", "doctor", "plan")
 
 
 @contextlib.contextmanager
@@ -59,7 +60,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (generate, serve, train, verify, study, replay, inspect, doctor):
+for command in (generate, serve, train, verify, study, replay, plan, inspect, doctor):
     app.command()(command)
 
 

@@ -87,7 +87,7 @@ def parallel_config(
         raise ConfigError(f"--config {str(file)!r} and {options} both configure; write all of it into the file")
     if file is None and not degrees:
         devices = devices or 1
-        if heads is None and not settings:
+        if not settings:
             return devices, None
         # Of a model that does not name its heads one is sure.
         stale = settings.get("exchange", "exact") != "exact"

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm.mesh import DEFAULT_DEADLINE, Mesh
 from ..config import ParallelConfig
 from ..core.digests import digest, digest_of_parts, tensor_digest, weights_of
 from ..core.partition import Partition
-from ..engine import DENOISERS, ConfigLike, denoisers, engine_of, parallelize
+from ..engine import DENOISERS, ConfigLike, agreed, denoisers, engine_of, parallelize
 from ..errors import InputError
 from ..layout import layout_of
 from ..layout.table import known_models
+from ..planner.auto import Call, chosen
 from ..strategies.pipefusion.stages import ABSENT, elsewhere, first_cut, shape_of
 from ..strategies.tensor.parallel import already_cut
 from ..strategies.tensor.slices import base_of, plan
@@ -88,8 +88,7 @@ def load(
     if not info.local:
         info = replace(info, files=Path(DiffusionPipeline.download(info.name, variant=variant)), local=True)
     if config == "auto" and mesh is None:
-        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        config = ParallelConfig.auto(world_size, info.heads or 1)
+        config = _chosen(info)
     config = ParallelConfig.read(mesh.config if mesh is not None and config == "auto" else config)
     with ExitStack() as undo:
         owned = mesh is None
@@ -104,6 +103,16 @@ def load(
             engine_of(pipe).own_mesh()
         undo.pop_all()
     return pipe
+
+
+def _chosen(info: ModelInfo) -> ParallelConfig:
+    """What ``"auto"`` stands for, before anything is loaded."""
+    import diffusers
+
+    name, layout = info.transformer_class, known_models().get(info.transformer_class)
+    call = Call(getattr(diffusers, info.pipeline_class, None))
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    return agreed(lambda size: chosen(name, info.transformer, layout, info.heads or 1, call, size, device))
 
 
 def read_pipeline(

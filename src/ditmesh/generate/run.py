@@ -54,7 +54,7 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
 
     from ..comm.mesh import Mesh
     from ..core.digests import sampled_fingerprint
-    from ..engine import DENOISERS, denoisers, engine_of, parallelize
+    from ..engine import DENOISERS, configuration_for, denoisers, engine_of, parallelize
     from .files import pictures_of
     from .journal import Journal
     from .offload import offload
@@ -74,7 +74,10 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
     sampled = sampled_fingerprint(pipe) if job.sampled and rank == 0 else None
     if job.offload != "none":
         offload(pipe, job.offload, device)
-    parallelize(pipe, job.config, mesh=mesh, timeout=job.timeout)
+    config = job.config
+    if isinstance(config, str):
+        config = configuration_for(pipe, guidance=None if job.guidance is None else job.guidance > 1)
+    parallelize(pipe, config, mesh=mesh, timeout=job.timeout)
     engine, parameters = engine_of(pipe), call_parameters(pipe)
     facts |= {"config": engine.config.model_dump(), "devices": dist.get_world_size() if grouped else 1}
     journal = None

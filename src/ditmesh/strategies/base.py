@@ -6,6 +6,7 @@ the recipe's order, from the inside of a call to its outside. What one leaves fo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
@@ -16,6 +17,8 @@ from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.clock import CallClock
 from ..core.patching import CallChain
+from ..costs.step import Share, Step, Term
+from ..costs.work import Job, Work
 from ..errors import ConfigError
 from ..layout import TokenLayout
 
@@ -131,6 +134,22 @@ class Strategy:
         Raises:
             ConfigError: naming the model, the value and the way out.
         """
+
+    @classmethod
+    def share(cls, config: ParallelConfig, work: Work, job: Job, share: Share, stale: bool) -> Share:
+        """What a rank computes of a step, from what it computes without this strategy.
+
+        Args:
+            config, work, job: who computes what.
+            share: as the strategies before this one in the recipe left it.
+            stale: whether the step reuses keys of the one before.
+        """
+        return share
+
+    @classmethod
+    def terms(cls, step: Step) -> Iterator[Term]:
+        """What it adds to a step: what ranks exchange, wait for, copy and keep. Figures only; nothing runs."""
+        return iter(())
 
     def prepare(self, pipe: Any) -> None:
         """Look at a pipeline (None: bare transformers) before any strategy has changed anything."""

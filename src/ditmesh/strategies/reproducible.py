@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -32,6 +32,8 @@ from ..core.arguments import Arguments, parameter_names
 from ..core.partition import Partition, even_cut, offsets, weighted_cut
 from ..core.patching import Patch
 from ..core.values import tracked
+from ..costs.step import Share
+from ..costs.work import Job, Work
 from ..errors import ConfigError, LayoutError
 from ..layout import Region, Stream, TokenLayout
 from . import tiled_gradients as tiled
@@ -585,6 +587,12 @@ class ReproducibleSequence(ExactSequence):
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
         super().check(config, model, layout)
         check_tiles(layout)
+
+    @classmethod
+    def share(cls, config: ParallelConfig, work: Work, job: Job, share: Share, stale: bool) -> Share:
+        # Every block runs once for each of a rank's tiles.
+        share = super().share(config, work, job, share, stale)
+        return replace(share, pieces=-(-config.tiles // config.sequence))
 
     def before_training(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().before_training(model, args, kwargs)

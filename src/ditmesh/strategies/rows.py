@@ -9,9 +9,9 @@ are exchanged, and the later calls are answered from them once their arguments h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,8 @@ from ..core.clock import Call, CallClock, timestep_of
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch, Proceed
 from ..core.values import Seen, seen, tracked
+from ..costs.step import Share, Step, Term
+from ..costs.work import Job, Work
 from ..errors import ConfigError, InputError, LayoutError
 from ..layout import TokenLayout
 from ..layout.forms import holds_tensors, kind_of
@@ -422,6 +424,21 @@ class Rows(Strategy):
     def wanted(cls, config: ParallelConfig) -> bool:
         # On one device in reproducible mode, too: its rows run one by one.
         return config.data * config.cfg > 1 or config.reproducible
+
+    @classmethod
+    def share(cls, config: ParallelConfig, work: Work, job: Job, share: Share, stale: bool) -> Share:
+        rows = -(-job.pictures // config.data) * -(-job.branches // config.cfg)
+        # In reproducible mode one by one.
+        return replace(share, rows=1, calls=rows) if config.reproducible else replace(share, rows=rows)
+
+    @classmethod
+    def terms(cls, step: Step) -> Iterator[Term]:
+        """The predictions of all rows, once a step."""
+        config, job = step.config, step.job
+        own = step.share.rows * step.share.calls * step.work.output.of(job.image, job.text) * job.element
+        for axis in ("data", "cfg"):
+            if (size := config.degrees[axis]) > 1:
+                yield step.transfer(f"predictions ({axis})", (axis,), "all_gather", own * (size - 1), 1)
 
     def apply(self, undo: ExitStack) -> None:
         context = self.context

@@ -8,7 +8,7 @@ travel between the groups.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +25,8 @@ from ..core.group import Group
 from ..core.partition import Partition, weighted_cut
 from ..core.patching import Patch
 from ..core.shared_tensor import PerToken
+from ..costs.step import Share, Step, Term
+from ..costs.work import Job, Work
 from ..errors import ConfigError, LayoutError
 from ..layout import Attention, Count, Grid, Leaf, Region, Stream, TokenLayout
 from ..layout.forms import dtype_class
@@ -590,3 +592,57 @@ class ExactSequence(TokenStrategy):
 
     def handler(self, model: ParallelModel) -> Handler:
         return self.kind(self.context.config, self.context.mesh)
+
+    @classmethod
+    def share(cls, config: ParallelConfig, work: Work, job: Job, share: Share, stale: bool) -> Share:
+        short = config.text == "replicate" or (config.text == "auto" and job.text < MIN_TEXT_TOKENS * config.sequence)
+        return replace(
+            share,
+            image=config.sequence,
+            text=1 if short else config.sequence,
+            queries=config.ring,
+            heads=config.ulysses,
+            chunks=config.ring if cls.kind.travels else 1,
+        )
+
+    @classmethod
+    def terms(cls, step: Step) -> Iterator[Term]:
+        """Tokens against heads and back, keys round the ring, and the streams at the end of a list of blocks.
+
+        A rank trades (N - 1) / N of its queries, keys, values and results with its Ulysses group (arXiv:2309.14509),
+        and passes on the keys and values of a ring rank N - 1 times (arXiv:2310.01889), while it computes on others.
+        """
+        config = step.config
+        yield from traded(step, step.share.pieces if config.stages_or_patches else 1)
+        for _, times, one in step.attentions() if config.ring > 1 else ():
+            sent = step.size_of(one, queries=0) / config.sequence
+            if not cls.kind.travels:
+                yield step.transfer(
+                    "keys gathered (ring)", ("ring",), "all_gather", sent * (config.ring - 1), times=times
+                )
+                continue
+            behind = step.attention_seconds(one) / config.ring
+            yield step.transfer("keys (ring)", ("ring",), "shift", sent, times * (config.ring - 1), behind)
+            results = step.size_of(one, queries=1, keys=0) / config.sequence / step.job.element
+            yield step.pointwise("merging (ring)", 6 * results, times * (config.ring - 1))
+        yield from gathered(step)
+
+
+def traded(step: Step, pieces: int = 1) -> Iterator[Term]:
+    """Tokens against heads and back at every attention that runs once for each of so many pieces."""
+    config = step.config
+    for _, times, one in step.attentions() if config.ulysses > 1 else ():
+        part = (config.ulysses - 1) / config.ulysses / config.sequence / pieces
+        for what, size in (("to heads", step.size_of(one)), ("to tokens", step.size_of(one, queries=1, keys=0))):
+            yield step.transfer(f"{what} (ulysses)", ("ulysses",), "all_to_all", size * part, times * pieces)
+
+
+def gathered(step: Step) -> Iterator[Term]:
+    """The streams' tokens of all sequence ranks, where a list of blocks ends."""
+    config, share = step.config, step.share
+    if config.sequence > 1:
+        width = max(block.width for block in step.work.blocks)
+        own = share.rows * step.job.image / config.sequence * width * step.job.element
+        yield step.transfer(
+            "tokens gathered", ("ring", "ulysses"), "all_gather", own * (config.sequence - 1), share.calls
+        )

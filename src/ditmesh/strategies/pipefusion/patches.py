@@ -8,8 +8,8 @@ before it have filled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ from ...core.alignment import aligned
 from ...core.arguments import Arguments, parameter_names
 from ...core.partition import Partition, even_cut
 from ...core.patching import Patch
+from ...costs.step import Share, Step, Term
+from ...costs.work import Job, Work
 from ...errors import ConfigError, LayoutError
 from ...layout import Region, Stream, TokenLayout
 from ...staleness.control import WarmupControl
@@ -33,7 +35,7 @@ from ..base import ParallelModel
 from ..heads import check_heads, heads_of
 from ..hooks import BlockSite, Handler
 from ..reproducible import check_tiles
-from ..sequence import MIN_TEXT_TOKENS, SequenceParallel, replicated, shared
+from ..sequence import MIN_TEXT_TOKENS, ExactSequence, SequenceParallel, gathered, replicated, shared, traded
 from ..stale.warmup import numbered
 from ..tokens import TokenStrategy
 from .stages import PipeStrategy
@@ -450,3 +452,22 @@ class PatchTokens(PipeStrategy, TokenStrategy):
     def handler(self, model: ParallelModel) -> Handler:
         monitor = self.context.get(WarmupControl).monitor
         return PatchParallel(self.context.config, self.context.mesh, monitor, numbered(model, monitor))
+
+    @classmethod
+    def share(cls, config: ParallelConfig, work: Work, job: Job, share: Share, stale: bool) -> Share:
+        share = replace(ExactSequence.share(config, work, job, share, stale), chunks=1)
+        return replace(share, pieces=config.patches or config.pipe) if stale else share
+
+    @classmethod
+    def terms(cls, step: Step) -> Iterator[Term]:
+        """Heads and keys of a patch's tokens among the sequence ranks; keys of the whole picture are kept."""
+        config, share = step.config, step.share
+        yield from traded(step, share.pieces)
+        for _, times, one in step.attentions():
+            keys = step.size_of(one, queries=0) / share.heads
+            if config.ring > 1:
+                sent = keys * (config.ring - 1) / config.ring / share.pieces
+                yield step.transfer("keys gathered (ring)", ("ring",), "all_gather", sent, times * share.pieces)
+            yield step.pointwise("copies of keys", 2 * keys / step.job.element, times)
+            yield Term("keys kept", "memory", memory=keys * times)
+        yield from gathered(step)

@@ -13,8 +13,9 @@ The pipeline runs as it is, on every rank. What the transformer returns is a ten
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
@@ -26,11 +27,14 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from ...comm.link import Transfer
 from ...comm.mesh import Mesh
+from ...config import ParallelConfig
 from ...core.alignment import aligned
 from ...core.arguments import Arguments, parameter_names
 from ...core.partition import Partition, even_cut
 from ...core.patching import Proceed
 from ...core.values import seen
+from ...costs.step import Share, Step, Term
+from ...costs.work import Job, Work
 from ...errors import ConfigError, LayoutError
 from ...layout import Region
 from ...staleness.control import PATIENCE, WarmupControl
@@ -447,3 +451,34 @@ class PipeFusionCalls(PipeStrategy):
         for pipe, count in zip(self.pipes, flushes, strict=True):
             pipe.flushes = count
         return value
+
+    @classmethod
+    def share(cls, config: ParallelConfig, work: Work, job: Job, share: Share, stale: bool) -> Share:
+        # What surrounds the blocks runs with every patch.
+        return replace(share, rest=share.pieces) if stale else share
+
+    @classmethod
+    def terms(cls, step: Step) -> Iterator[Term]:
+        """A patch's tokens to the next stage, its prediction back to the first; what stages wait for one another.
+
+        With fewer patches than stages a stage waits for the first of the next step; and a request begins with
+        ``(stages - 1) / patches`` of a stage's step in which the last stage has nothing to do yet.
+        """
+        config, share, job = step.config, step.share, step.job
+        if config.pipe == 1:
+            return
+        width = max(block.width for block in step.work.blocks)
+        tokens = share.rows * (job.image / share.image / share.pieces + job.text / share.text) * width * job.element
+        back = share.rows * step.work.output.of(job.image, job.text) * job.element
+        compute = sum(term.seconds for term in step.compute())
+        times = share.calls * share.pieces
+        if not step.stale:
+            yield step.transfer("patches (pipe)", ("pipe",), "shift", tokens, times * (config.pipe - 1))
+            yield step.transfer("predictions (pipe)", ("pipe",), "broadcast", back, share.calls)
+            return
+        behind = compute / times
+        yield step.transfer("patches (pipe)", ("pipe",), "shift", tokens, times, behind)
+        yield step.transfer("predictions (pipe)", ("pipe",), "shift", back / share.pieces, times, behind)
+        waits = max(0.0, config.pipe / share.pieces - 1)
+        yield Term("the next step's patch", "idle", waits * compute)
+        yield Term("filling the pipeline", "request", compute * (config.pipe - 1) / share.pieces)

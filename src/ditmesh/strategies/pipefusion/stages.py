@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +20,8 @@ from ...comm import Link, PeerError
 from ...comm.mesh import Mesh
 from ...config import ParallelConfig
 from ...core.patching import refuse_calls, refuse_saving
+from ...costs.step import Share
+from ...costs.work import Job, Linear, Work
 from ...errors import ConfigError, InputError
 from ...layout import Stream, TokenLayout
 from ..balance import Balance, mixed
@@ -44,7 +48,12 @@ def balanced(costs: Sequence[float], stages: int, speeds: Sequence[float] | None
     >>> balanced([1, 1, 1, 1, 1, 1], 2, (2, 1))
     (4, 2)
     """
-    speeds = (1.0,) * stages if speeds is None else speeds
+    return _balanced(tuple(costs), stages, (1.0,) * stages if speeds is None else tuple(speeds))
+
+
+@lru_cache(maxsize=256)
+def _balanced(costs: tuple[float, ...], stages: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
+    """`balanced`, remembered: a search asks for the same cuts again and again."""
     blocks = len(costs)
     if stages > blocks:
         way = f"pipe={blocks} or less" if blocks > 1 else "pipe=1"
@@ -417,6 +426,35 @@ def spread_parameters(model: nn.Module, layout: TokenLayout) -> set[str]:
     return {f"{path}.{name}" for path, block in blocks_of(model, layout) for name, _ in block.named_parameters()}
 
 
+def stage_blocks(work: Work, config: ParallelConfig) -> list[tuple[int, ...]]:
+    """How many blocks of every kind each stage has.
+
+    Raises:
+        ConfigError: fewer blocks than stages.
+    """
+    costs = [_cost(work, tuple(int(kind == one) for one in range(len(work.blocks)))) for kind in work.order]
+    speeds = config.speeds if isinstance(config.speeds, tuple) else None
+    lengths = config.stages if isinstance(config.stages, tuple) else balanced(costs, config.pipe, speeds)
+    stages, order = stage_of(lengths), work.order
+    return [
+        tuple(
+            sum(at == stage and kind == one for at, kind in zip(stages, order, strict=True))
+            for one in range(len(work.blocks))
+        )
+        for stage in range(len(lengths))
+    ]
+
+
+def _cost(work: Work, blocks: Sequence[int]) -> float:
+    """As `estimated_costs`: the weights that each image token passes through."""
+    return sum(
+        count * one.count * one.inputs * one.outputs
+        for block, count in zip(work.blocks, blocks, strict=True)
+        for one in block.operations
+        if isinstance(one, Linear) and one.rows.image
+    )
+
+
 class PipeStrategy(Strategy):
     """What the strategies share that run patches of the picture through stages."""
 
@@ -434,12 +472,6 @@ class PipelineStages(PipeStrategy):
 
     @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
-        absent = next((path for path, p in model.named_parameters() if p.is_meta), None)
-        if absent is not None:
-            raise InputError(
-                f"{absent} is not loaded (it is on the meta device), so pipe={config.pipe} could not share it out; "
-                "take off CPU offloading, or load the model with ditmesh.load()"
-            )
         reason = None
         streams = [stream for region in layout.regions for stream in region.streams]
         if layout.alternating:
@@ -453,6 +485,21 @@ class PipelineStages(PipeStrategy):
         if reason is not None:
             raise ConfigError(f"{layout.model} cannot run with pipe or patches: {reason}; use ulysses, ring or tensor")
         first_cut(model, layout, config)
+
+    @classmethod
+    def share(cls, config: ParallelConfig, work: Work, job: Job, share: Share, stale: bool) -> Share:
+        # The blocks of the slowest stage; in a synchronous step the stages run one after the other.
+        stages = stage_blocks(work, config)
+        return replace(share, blocks=max(stages, key=lambda one: _cost(work, one))) if stale else share
+
+    def prepare(self, pipe: Any) -> None:
+        for model in self.context.models:
+            absent = next((path for path, p in model.model.named_parameters() if p.is_meta), None)
+            if absent is not None:
+                raise InputError(
+                    f"{absent} is not loaded (it is on the meta device), so pipe={self.context.config.pipe} could not "
+                    "share it out; take off CPU offloading, or load the model with ditmesh.load()"
+                )
 
     def apply(self, undo: ExitStack) -> None:
         for model in self.context.models:

@@ -11,7 +11,9 @@ them. A rank writes its own tokens into their place, and the others' into theirs
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -23,10 +25,12 @@ from ...comm import Codec, Link, Transfer, codec
 from ...comm.mesh import Mesh
 from ...config import ParallelConfig
 from ...core.partition import Partition
+from ...costs.step import Share, Step, Term
+from ...costs.work import Job, Work
 from ...staleness.control import WarmupControl
 from ..base import ParallelModel, Request
 from ..hooks import Handler
-from ..sequence import SequenceParallel
+from ..sequence import ExactSequence, SequenceParallel, gathered
 from ..tokens import TokenStrategy
 from .warmup import numbered
 
@@ -253,6 +257,10 @@ class StaleStrategy(TokenStrategy):
     def wanted(cls, config: ParallelConfig) -> bool:
         return config.exchange == cls.name
 
+    @classmethod
+    def share(cls, config: ParallelConfig, work: Work, job: Job, share: Share, stale: bool) -> Share:
+        return replace(ExactSequence.share(config, work, job, share, stale), chunks=1)
+
     def handler(self, model: ParallelModel) -> Handler:
         control = self.context.get(WarmupControl)
         return self.kind(self.context.config, self.context.mesh, control, numbered(model, control.monitor))
@@ -272,3 +280,22 @@ class Displaced(StaleStrategy):
 
     name = "displaced"
     kind = DisplacedParallel
+
+    @classmethod
+    def terms(cls, step: Step) -> Iterator[Term]:
+        """Own keys to all others, which a stale step waits for a step later; keys of all ranks are kept.
+
+        A step sends 2 (N - 1) / N of its keys' size from every rank, and copies keys into the buffer and out of the
+        messages. Compression makes messages smaller and is not counted.
+        """
+        config = step.config
+        compute = sum(term.seconds for term in step.compute())
+        calls = sum(times for _, times, _ in step.attentions())
+        for _, times, one in step.attentions():
+            keys = step.size_of(one, queries=0)
+            own = keys / config.ring
+            behind = compute / calls if step.stale else 0.0
+            yield step.transfer("keys (displaced)", ("ring",), "all_gather", own * (config.ring - 1), times, behind)
+            yield step.pointwise("copies of keys", 2 * keys / step.job.element, times)
+            yield Term("keys kept", "memory", memory=keys * times)
+        yield from gathered(step)

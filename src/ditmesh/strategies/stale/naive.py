@@ -6,10 +6,16 @@ is worth, and is of no other use.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from torch import Tensor
 
 from ...attention.mixer import AttentionCall
-from ..sequence import SequenceParallel
+from ...config import ParallelConfig
+from ...costs.step import Share, Step, Term
+from ...costs.work import Job, Work
+from ..sequence import ExactSequence, SequenceParallel, gathered
 from .displaced import Key, StaleSequence, StaleStrategy
 
 
@@ -27,3 +33,13 @@ class Naive(StaleStrategy):
 
     name = "naive"
     kind = NaiveParallel
+
+    @classmethod
+    def share(cls, config: ParallelConfig, work: Work, job: Job, share: Share, stale: bool) -> Share:
+        share = super().share(config, work, job, share, stale)
+        return replace(share, keys=config.ring) if stale else share
+
+    @classmethod
+    def terms(cls, step: Step) -> Iterator[Term]:
+        """Nothing, but in synchronous steps what exact attention exchanges."""
+        return gathered(step) if step.stale else ExactSequence.terms(step)

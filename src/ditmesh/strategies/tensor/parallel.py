@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from ...config import ParallelConfig
 from ...core.arguments import Arguments, covers, parameter_names
 from ...core.partition import Partition
 from ...core.patching import Patch, refuse_saving
+from ...costs.step import Share, Step, Term
+from ...costs.work import Job, Linear, Work
 from ...errors import ConfigError, InputError
 from ...layout import Table, TokenLayout
 from ..base import Strategy
@@ -423,3 +426,26 @@ class TensorSlices(Strategy):
     def apply(self, undo: ExitStack) -> None:
         for model in self.context.models:
             undo.callback(model.add(TensorParallel(model.model, self.context.mesh.tensor)).close)
+
+    @classmethod
+    def share(cls, config: ParallelConfig, work: Work, job: Job, share: Share, stale: bool) -> Share:
+        return replace(share, tensor=config.tensor)
+
+    @classmethod
+    def terms(cls, step: Step) -> Iterator[Term]:
+        """A sum over ranks behind every linear that is cut by row: 2 (N - 1) / N of its output (arXiv:1909.08053)."""
+        share, size = step.share, step.config.tensor
+        for block, count in step.kinds():
+            image, text = step.job.image / share.image, step.job.text / (share.text if block.text else 1)
+            for one in block.operations:
+                if not isinstance(one, Linear) or one.cut not in ("row", "gathered"):
+                    continue
+                pieces = share.pieces if one.rows.image else 1
+                output = share.rows * one.rows.of(image, text) * one.outputs * step.job.element / pieces
+                times = count * share.calls * one.count * pieces
+                if one.cut == "row":
+                    sent = output * 2 * (size - 1) / size
+                    yield step.transfer("sums (tensor)", ("tensor",), "all_reduce", sent, times)
+                else:
+                    sent = output * (size - 1) / size
+                    yield step.transfer("features (tensor)", ("tensor",), "all_gather", sent, times)

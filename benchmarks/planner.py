@@ -1,0 +1,493 @@
+"""How far predictions are from measured steps, and how often the configuration picked is the fastest.
+
+    python benchmarks/planner.py measure out.json      # two ranks; wants a quiet machine
+    python benchmarks/planner.py report out.json       # fits on one half of the cases, reports on the other
+    python benchmarks/planner.py published             # tables of others: predictions beside their figures
+    python benchmarks/planner.py memory               # predicted and measured peaks of four configurations
+
+A case is a model's shape, a number of tokens, and guidance on or off; under each all configurations of two ranks are
+measured, over shared memory and over gloo. In every repeat each configuration takes its turn, and the best repeat
+counts. Half of the cases fit a factor for each class of terms; the errors are those of the other half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+import yaml
+
+from machine import describe_machine
+
+TEXT = 64
+SIDES = (16, 24, 32)
+FLUX = {"patch_size": 1, "in_channels": 64, "joint_attention_dim": 256, "pooled_projection_dim": 128}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "flux": (
+        "FluxTransformer2DModel",
+        "bsc",
+        {
+            **FLUX,
+            "num_layers": 2,
+            "num_single_layers": 4,
+            "attention_head_dim": 64,
+            "num_attention_heads": 8,
+            "axes_dims_rope": (16, 24, 24),
+        },
+    ),
+    "sd3": (
+        "SD3Transformer2DModel",
+        "bchw",
+        {
+            "sample_size": 64,
+            "num_layers": 6,
+            "attention_head_dim": 64,
+            "num_attention_heads": 6,
+            "joint_attention_dim": 256,
+            "caption_projection_dim": 384,
+            "pooled_projection_dim": 128,
+        },
+    ),
+    "pixart": (
+        "PixArtTransformer2DModel",
+        "bchw",
+        {
+            "num_layers": 6,
+            "attention_head_dim": 48,
+            "num_attention_heads": 10,
+            "cross_attention_dim": 480,
+            "caption_channels": 256,
+            "sample_size": 64,
+        },
+    ),
+    "wan": (
+        "WanTransformer3DModel",
+        "bcfhw",
+        {
+            "num_layers": 6,
+            "attention_head_dim": 64,
+            "num_attention_heads": 6,
+            "text_dim": 256,
+            "freq_dim": 64,
+            "ffn_dim": 1152,
+        },
+    ),
+}
+EXACT: dict[str, dict[str, Any]] = {
+    "1 rank": {},
+    "ulysses=2": {"ulysses": 2},
+    "ring=2": {"ring": 2},
+    "tensor=2": {"tensor": 2},
+}
+STALE = {"displaced": {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"}}
+GUIDED = {"cfg=2": {"cfg": 2}}
+
+
+def cases() -> Iterator[dict[str, Any]]:
+    """Model, side, guidance: 24 of them."""
+    for name in MODELS:
+        for side in SIDES:
+            for branches in (1, 2):
+                yield {"model": name, "side": side, "branches": branches}
+
+
+def configurations(branches: int) -> dict[str, dict[str, Any]]:
+    """Those of a case, by name."""
+    plain = {**EXACT, **STALE, **(GUIDED if branches == 2 else {})}
+    return {
+        f"{name}{' over gloo' if gloo else ''}": {**settings, **({"shared_memory": False} if gloo else {})}
+        for gloo in (False, True)
+        for name, settings in plain.items()
+        if not (gloo and not settings)
+    }
+
+
+@cache
+def model_of(name: str) -> torch.nn.Module:
+    """The model with random weights."""
+    import diffusers
+
+    torch.manual_seed(0)
+    kind, _, config = MODELS[name]
+    return getattr(diffusers, kind)(**config).eval()
+
+
+@cache
+def inputs_of(name: str, side: int, branches: int) -> dict[str, Any]:
+    """Arguments of its forward, a row for each branch."""
+    from ditmesh.layout.conventions import Conventions, Size, Way
+
+    return Conventions(model_of(name), Way(MODELS[name][1])).inputs(Size(side, side, TEXT, batch=branches))
+
+
+@cache
+def mesh_of(config: str) -> Any:
+    """The mesh of a configuration, made once."""
+    import ditmesh
+
+    return ditmesh.Mesh(ditmesh.ParallelConfig(**json.loads(config)))
+
+
+def seconds(case: dict[str, Any], config: dict[str, Any], runs: int) -> tuple[float, float]:
+    """Best time of some steps on this rank, and the best processor time, in seconds.
+
+    After two steps that do not count: one synchronous, one that is not.
+    """
+    import ditmesh
+
+    model, inputs = model_of(case["model"]), inputs_of(case["model"], case["side"], case["branches"])
+    step = 0
+
+    def once() -> tuple[float, float]:
+        nonlocal step
+        step += 1
+        made = {**inputs, "timestep": inputs["timestep"] * (1 - 0.01 * step)}
+        if torch.distributed.get_world_size() > 1:
+            torch.distributed.barrier()
+        start, busy = time.perf_counter(), time.process_time()
+        with torch.no_grad():
+            model(**made)
+        return time.perf_counter() - start, time.process_time() - busy
+
+    def best() -> tuple[float, float]:
+        once(), once()
+        walls, busies = zip(*(once() for _ in range(runs)), strict=True)
+        return min(walls), min(busies)
+
+    if not config:
+        return best()
+    with ditmesh.parallelized(model, config, mesh=mesh_of(json.dumps(config))):
+        ditmesh.engine_of(model).begin_request(runs + 2)
+        return best()
+
+
+def measure(out: Path, minutes: float, runs: int) -> None:
+    """Measure every case in turn, again and again; the file is written after every round."""
+    from ditmesh.launch import RankPool
+    from ditmesh.launch.profile import profile
+
+    found: list[dict[str, Any]] = [
+        {
+            **case,
+            "seconds": {name: [] for name in configurations(case["branches"])},
+            "processor": {name: [] for name in configurations(case["branches"])},
+        }
+        for case in cases()
+    ]
+    profiles: list[Any] = []
+    end = time.monotonic() + 60 * minutes
+    with RankPool(1, threads=1, device="cpu") as one, RankPool(2, threads=1, device="cpu") as two:
+        while not profiles or time.monotonic() < end:
+            profiles.append([each.model_dump() for each in profile(two) if each])
+            for case in found:
+                shape = {key: case[key] for key in ("model", "side", "branches")}
+                for name, config in configurations(case["branches"]).items():
+                    pool = two if config else one
+                    walls, busies = zip(*pool.run(seconds, shape, config, runs), strict=True)
+                    case["seconds"][name].append(max(walls))
+                    case["processor"][name].append(max(busies))
+            out.write_text(json.dumps({"machine": describe_machine(), "profiles": profiles, "cases": found}, indent=1))
+            print(f"round {len(profiles)} of {len(found)} cases", flush=True)
+
+
+@cache
+def works() -> dict[str, Any]:
+    """Every model's work."""
+    from ditmesh.layout import known_models
+    from ditmesh.layout.describe import on_meta
+    from ditmesh.planner.model import work_of
+
+    return {name: work_of(on_meta(kind, config), known_models()[kind]) for name, (kind, _, config) in MODELS.items()}
+
+
+def prediction(case: dict[str, Any], name: str, hardware: dict[str, Any]) -> Any:
+    """What is predicted for a configuration of a case."""
+    from ditmesh import ParallelConfig
+    from ditmesh.costs.work import Job
+    from ditmesh.planner.predict import predict
+
+    config = configurations(case["branches"])[name]
+    job = Job(case["side"] ** 2, TEXT, branches=case["branches"], steps=10, element=4)
+    chosen = hardware["gloo" if "gloo" in name else "shared"]
+    return predict(ParallelConfig(**config), works()[case["model"]], job, chosen)
+
+
+def report(path: Path, clock: str) -> dict[str, Any]:
+    """Fit on every other case, report on the others; then the other way round.
+
+    Args:
+        path: what `measure` has written.
+        clock: "seconds" of the wall, or of the "processor", which a busy machine leaves alone.
+    """
+    from ditmesh.costs.hardware import Hardware
+
+    data = json.loads(path.read_text())
+    for case in data["cases"]:
+        case["seconds"] = case[clock]
+    shared, *others = fastest([[Hardware(**each) for each in one] for one in data["profiles"]])
+    if clock == "processor":
+        # Which does not see what the other rank takes.
+        alone = shared.device.model_copy(update={"crowded": 1.0})
+        shared, *others = (one.model_copy(update={"device": alone}) for one in (shared, *others))
+    plain = {"shared": shared, "gloo": others[0] if others else shared}
+    result: dict[str, Any] = {"machine": data["machine"]["text"]}
+    everything = list(range(len(data["cases"])))
+    # Neither half has all of one model, side or guidance.
+    halves = [[at for at in everything if (at + at // 2 + at // 6) % 2 == half] for half in (0, 1)]
+    for label, fit_on, seen in (
+        ("profile alone", [], everything),
+        ("first half fits the second", halves[0], halves[1]),
+        ("second half fits the first", halves[1], halves[0]),
+    ):
+        hardware = refit(plain, [data["cases"][at] for at in fit_on]) if fit_on else plain
+        result[label] = judged([data["cases"][at] for at in seen], hardware)
+    print(json.dumps(result, indent=1))
+    return result
+
+
+def fastest(profiles: Sequence[Sequence[Any]]) -> list[Any]:
+    """Of several profiles of one machine the fastest device and links: of repeats the best counts."""
+    links = [
+        min((one[at].link for one in profiles), key=lambda link: link.seconds(1e6)) for at in range(len(profiles[0]))
+    ]
+    device = max((one[0].device for one in profiles), key=lambda device: device.matmul)
+    crowded = sorted(one[0].device.crowded for one in profiles)[0]
+    device = device.model_copy(update={"crowded": crowded})
+    return [
+        one.model_copy(update={"device": device, "link": link}) for one, link in zip(profiles[0], links, strict=True)
+    ]
+
+
+def refit(plain: dict[str, Any], some: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Profiles with factors that fit some cases, those of each transport by themselves."""
+    from ditmesh.planner.fit import fitted
+
+    made = {}
+    for transport, hardware in plain.items():
+        measured = [
+            (prediction(case, name, plain).stale, min(times))
+            for case in some
+            for name, times in case["seconds"].items()
+            if ("gloo" in name) == (transport == "gloo") or name == "1 rank"
+        ]
+        made[transport] = fitted(hardware, measured)
+    return made
+
+
+def judged(some: Sequence[dict[str, Any]], hardware: dict[str, Any]) -> dict[str, Any]:
+    """Errors of predicted steps, and how good the configurations are that would be picked."""
+    errors: dict[str, list[float]] = {}
+    picks: dict[str, list[float]] = {"exact": [], "with stale": []}
+    for case in some:
+        times = {name: min(each) for name, each in case["seconds"].items()}
+        predicted = {name: prediction(case, name, hardware).step for name in times}
+        for name in times:
+            errors.setdefault(name, []).append(predicted[name] / times[name] - 1)
+        for transport in ("", " over gloo"):
+            for which, left_out in (("exact", "displaced"), ("with stale", "-")):
+                names = [n for n in times if (n.endswith("gloo") == bool(transport) or n == "1 rank")]
+                names = [n for n in names if not n.startswith(left_out)]
+                picked = min(names, key=lambda name: predicted[name])
+                picks[which].append(times[picked] / min(times[name] for name in names))
+    every = [abs(error) for each in errors.values() for error in each]
+    return {
+        "cases": len(some),
+        "steps": len(every),
+        "mean absolute error": round(statistics.mean(every), 4),
+        "of configurations": {
+            name: {"mean": round(statistics.mean(each), 3), "absolute": round(statistics.mean(map(abs, each)), 3)}
+            for name, each in errors.items()
+        },
+        "factors": {name: each.scale for name, each in hardware.items()},
+        "picked fastest or within 5 %": {
+            which: f"{sum(loss <= 1.05 for loss in each)} of {len(each)}" for which, each in picks.items()
+        },
+        "most lost by a pick": {which: round(max(each) - 1, 3) for which, each in picks.items()},
+    }
+
+
+TABLES = Path(__file__).with_name("published")
+
+
+def published() -> dict[str, Any]:
+    """Predictions beside published tables: errors, rank correlation, winners. Nothing is fitted to them."""
+    from ditmesh import ParallelConfig
+    from ditmesh.costs.hardware import Hardware, device, link
+    from ditmesh.costs.work import Job
+    from ditmesh.layout import known_models
+    from ditmesh.layout.describe import on_meta
+    from ditmesh.planner.catalogue import shape
+    from ditmesh.planner.model import work_of
+    from ditmesh.planner.predict import predict
+
+    result: dict[str, Any] = {}
+    for path in sorted(TABLES.glob("*.yaml")):
+        table = yaml.safe_load(path.read_text())
+        known = shape(table["model"])
+        work = work_of(on_meta(known.transformer, known.config), known_models()[known.transformer])
+        image = known.tokens(*table["size"], table.get("frames", 1))
+        job = Job(image, table.get("text", known.text), branches=table["branches"], steps=table["steps"])
+        hardware = Hardware(device=device(table["device"]), link=link(table["link"]), devices=table["devices"])
+        rows = [(row["config"], row["seconds"]) for row in table["rows"]]
+        predicted = [predict(ParallelConfig(**config), work, job, hardware).latency for config, _ in rows]
+        times = [seconds for _, seconds in rows]
+        # The row of one device says how fast that machine is; it is then no prediction.
+        base = next((at for at, (config, _) in enumerate(rows) if not config), None)
+        factor = times[base] / predicted[base] if base is not None else None
+        others = [at for at in range(len(rows)) if at != base]
+        result[path.stem] = {
+            "source": table["source"],
+            "rows": [
+                {"config": ParallelConfig(**config).describe(), "seconds": seconds, "predicted": round(guess, 2)}
+                for (config, seconds), guess in zip(rows, predicted, strict=True)
+            ],
+            "mean absolute error": _error(predicted, times, range(len(rows))),
+            "scaled by the row of one device": None
+            if factor is None
+            else _error([guess * factor for guess in predicted], times, others),
+            "rank correlation": round(rank_correlation(predicted, times), 3),
+            "winner predicted": predicted.index(min(predicted)) == times.index(min(times)),
+            "loss of the predicted winner": round(times[predicted.index(min(predicted))] / min(times) - 1, 3),
+        }
+    shares = [each["winner predicted"] for each in result.values()]
+    result["winners predicted"] = f"{sum(shares)} of {len(shares)}"
+    print(json.dumps(result, indent=1))
+    return result
+
+
+# What is loaded for the memory of four configurations: 576 MB of transformer, and a small VAE.
+MEMORY = {"1 device": {}, "ulysses=2": {"ulysses": 2}, "tensor=2": {"tensor": 2}, "pipe=2": {"pipe": 2, "patches": 2}}
+ABSENT = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
+LARGE = {
+    "sample_size": 64,
+    "num_layers": 10,
+    "attention_head_dim": 64,
+    "num_attention_heads": 12,
+    "joint_attention_dim": 256,
+    "caption_projection_dim": 768,
+    "pooled_projection_dim": 128,
+    "in_channels": 4,
+    "out_channels": 4,
+}
+
+
+def peaks(folder: str, config: dict[str, Any]) -> dict[str, int]:
+    """Bytes of this process before anything, and at most in one step of guidance and in decoding.
+
+    Not while loading: files that are mapped then count as this process's memory, and are not.
+    """
+    import psutil
+
+    import ditmesh
+
+    def most() -> int:
+        """The most since the last time."""
+        status = Path("/proc/self/status").read_text()
+        found = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+        Path("/proc/self/clear_refs").write_text("5")
+        return found * 1024
+
+    torch.nn.functional.scaled_dot_product_attention(*[torch.randn(1, 1, 8, 8)] * 3)
+    found = {"process": psutil.Process().memory_info().rss}
+    pipe = ditmesh.load(folder, config, **dict.fromkeys(ABSENT))
+    most()
+    given = {"prompt_embeds": torch.randn(1, TEXT, 256), "pooled_prompt_embeds": torch.randn(1, 128)}
+    given |= {f"negative_{name}": value.clone() for name, value in given.items()}
+    pipe.set_progress_bar_config(disable=True)
+    pipe(**given, num_inference_steps=1, height=512, width=512, output_type="latent")
+    found["step"] = most()
+    pipe(**given, num_inference_steps=1, height=512, width=512)
+    return {**found, "decode": most()}
+
+
+def memory() -> dict[str, Any]:
+    """Predicted and measured peaks of a rank."""
+    import tempfile
+
+    import diffusers
+
+    from ditmesh import ParallelConfig
+    from ditmesh.costs.hardware import machine
+    from ditmesh.costs.work import Job
+    from ditmesh.launch import RankPool
+    from ditmesh.layout import known_models
+    from ditmesh.layout.describe import on_meta
+    from ditmesh.planner.model import work_of
+    from ditmesh.planner.predict import predict
+
+    name = "SD3Transformer2DModel"
+    work = work_of(on_meta(name, LARGE), known_models()[name])
+    result: dict[str, Any] = {"parameters": work.parameters}
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        vae = diffusers.AutoencoderKL(
+            shift_factor=0.0,
+            block_out_channels=(32, 32, 32, 32),
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+        )
+        diffusers.StableDiffusion3Pipeline(
+            transformer=diffusers.SD3Transformer2DModel(**LARGE),
+            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+            vae=vae,
+            **dict.fromkeys(ABSENT),
+        ).save_pretrained(folder)
+        beside = 4.0 * sum(parameter.numel() for parameter in vae.parameters())
+        for label, config in MEMORY.items():
+            ranks = ParallelConfig(**config).world_size
+            with RankPool(ranks, threads=1, device="cpu") as pool:
+                found = pool.run(peaks, folder, config)
+            worst = {key: max(one[key] for one in found) for key in found[0]}
+            here = machine("cpu", ranks)
+            process = here.device.model_copy(update={"runtime": float(worst["process"])})
+            job = Job(1024, TEXT, branches=2, steps=1, element=4, beside=beside)
+            made = predict(ParallelConfig(**config), work, job, here.model_copy(update={"device": process}))
+            guess = {"step": made.memory}
+            result[label] = {
+                "measured MB": {key: round(value / 1e6) for key, value in worst.items()},
+                "predicted MB": {key: round(value / 1e6) for key, value in guess.items()},
+                "error": {key: round(value / worst[key] - 1, 3) for key, value in guess.items()},
+            }
+    print(json.dumps(result, indent=1))
+    return result
+
+
+def _error(predicted: Sequence[float], times: Sequence[float], which: Any) -> float:
+    return round(statistics.mean(abs(predicted[at] / times[at] - 1) for at in which), 3)
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Spearman's."""
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        return [sum(v < value for v in values) + (sum(v == value for v in values) - 1) / 2 for value in values]
+
+    return statistics.correlation(ranks(one), ranks(other))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["measure", "report", "published", "memory"])
+    parser.add_argument("file", type=Path, nargs="?")
+    parser.add_argument("--minutes", type=float, default=10, help="measure at least once, and for so long")
+    parser.add_argument("--runs", type=int, default=1, help="steps per round; the best counts")
+    parser.add_argument("--clock", choices=["seconds", "processor"], default="seconds", help="what is reported on")
+    options = parser.parse_args()
+    if options.what == "measure":
+        measure(options.file, options.minutes, options.runs)
+    elif options.what == "report":
+        report(options.file, options.clock)
+    elif options.what == "memory":
+        memory()
+    else:
+        published()

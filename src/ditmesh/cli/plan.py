@@ -1,0 +1,381 @@
+"""`ditmesh plan`: which configuration, why, and how sure. Needs no GPU and no weights."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import ConfigError, InputError
+from .options import AsJson, Device, Size, at_least, one_of
+from .show import emit
+from .values import parse_size
+
+if TYPE_CHECKING:
+    from ..costs.hardware import Hardware
+    from ..planner.explain import Line
+    from ..planner.search import Found
+    from ..tools.planning.subject import Asked, Subject
+
+OBJECTIVES = ("latency", "throughput", "cost")
+HARDWARE = "Hardware"
+JOB = "What is generated"
+GOAL = "Goal"
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(help="A model whose sizes ship (flux.1-dev, wan-14b …), or a pipeline's folder or hub id."),
+    ] = "",
+    devices: Annotated[
+        int | None,
+        typer.Option("--devices", "-n", help="Devices of all hosts.", callback=at_least(1), rich_help_panel=HARDWARE),
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PART|FILE",
+            help="A device of the table (h100, l40s, 4090 …), or a profile that doctor --save has written.",
+            show_default="this machine's",
+            rich_help_panel=HARDWARE,
+        ),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LINK",
+            help="Between devices of a host: nvlink4, pcie4 …, or 10GB/s.",
+            show_default="the device's usual one",
+            rich_help_panel=HARDWARE,
+        ),
+    ] = None,
+    hosts: Annotated[
+        int, typer.Option(help="Hosts that share the devices evenly.", callback=at_least(1), rich_help_panel=HARDWARE)
+    ] = 1,
+    between: Annotated[
+        str | None,
+        typer.Option(metavar="LINK", help="Between hosts: infiniband-ndr, 25Gb/s …", rich_help_panel=HARDWARE),
+    ] = None,
+    memory: Annotated[
+        float | None,
+        typer.Option(metavar="GB", help="Of a device.", callback=at_least(0.001), rich_help_panel=HARDWARE),
+    ] = None,
+    size: Size = None,
+    frames: Annotated[int | None, typer.Option(help="Of a video.", callback=at_least(1), rich_help_panel=JOB)] = None,
+    text: Annotated[int | None, typer.Option(help="Text tokens.", callback=at_least(0), rich_help_panel=JOB)] = None,
+    pictures: Annotated[
+        int, typer.Option(help="Pictures that are generated at once.", callback=at_least(1), rich_help_panel=JOB)
+    ] = 1,
+    steps: Annotated[
+        int | None, typer.Option("--steps", "-s", help="Denoising steps.", callback=at_least(1), rich_help_panel=JOB)
+    ] = None,
+    guidance: Annotated[
+        bool | None,
+        typer.Option("--guidance/--no-guidance", help="Whether guidance runs two branches.", rich_help_panel=JOB),
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Of the weights.",
+            callback=one_of(("float32", "bfloat16", "float16"), {"bf16": "bfloat16", "fp32": "float32"}),
+            rich_help_panel=JOB,
+        ),
+    ] = "bfloat16",
+    objective: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(OBJECTIVES),
+            help="Seconds of a request, pictures per hour, or device-seconds per picture.",
+            callback=one_of(OBJECTIVES, {}),
+            rich_help_panel=GOAL,
+        ),
+    ] = "latency",
+    exact: Annotated[
+        bool, typer.Option("--exact", help="The same picture as one device (the default).", rich_help_panel=GOAL)
+    ] = False,
+    reproducible: Annotated[
+        bool, typer.Option("--reproducible", help="The same bits on any number of devices.", rich_help_panel=GOAL)
+    ] = False,
+    stale: Annotated[
+        bool, typer.Option("--stale", help="Strategies that reuse keys of the step before, too.", rich_help_panel=GOAL)
+    ] = False,
+    deadline: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", help="All steps are to be done in so long.", callback=at_least(0), rich_help_panel=GOAL
+        ),
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--what-if",
+            metavar="NAME=VALUE",
+            help="The plan again with other hardware: link=10GB/s, devices=16, hosts=2, memory=24.",
+        ),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with charts.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run the best few for some steps here, and keep the fastest.")
+    ] = False,
+    device: Device = "auto",
+    show_cache: Annotated[bool, typer.Option("--show-cache", help="Show what --measure has kept.")] = False,
+    forget: Annotated[bool, typer.Option("--forget", help="Delete what --measure has kept.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Predict which configuration serves best, why, and what the others lose. Every figure is predicted.
+
+    [bold]Examples[/bold]
+
+    ditmesh plan flux.1-dev --hardware h100 --devices 8
+
+    ditmesh plan wan-14b --hardware 4090 --devices 4 --stale --what-if link=nvlink4
+    """
+    from ..planner import cache
+
+    if forget:
+        count = cache.forget()
+        emit({"forgotten": count}, as_json, lambda _: print(f"{count} kept plans deleted"))
+        return
+    if show_cache:
+        emit({"kept": _kept()}, as_json, _show_kept)
+        return
+    if sum((exact, reproducible, stale)) > 1:
+        raise InputError("--exact, --reproducible and --stale contradict one another; give one of them")
+    exactness = "reproducible" if reproducible else "stale" if stale else "exact"
+    from ..tools.planning.subject import Asked
+
+    started = time.perf_counter()
+    asked = Asked(parse_size(size), frames, text, pictures, guidance, steps, dtype)
+    settings: dict[str, Any] = {
+        "hardware": hardware,
+        "devices": devices,
+        "link": link,
+        "hosts": hosts,
+        "between": between,
+        "memory": memory,
+        "dtype": dtype,
+        "device": device,
+    }
+    made = _planned(model, asked, settings, exactness, deadline, objective)
+    result = made.data()
+    result["what_if"] = [
+        {
+            "changed": change,
+            **_planned(model, asked, {**settings, **_changed(change)}, exactness, deadline, objective).data(),
+        }
+        for change in what_if or []
+    ]
+    if measure:
+        result["measured"] = made.measure(exactness, device)
+    result["seconds"] = time.perf_counter() - started
+    emit(result, as_json, partial(_show, made=made))
+    if html is not None:
+        from ..tools.planning.page import page_of
+
+        page_of(made.subject, made.hardware, made.found, made.lines, result).write(html)
+
+
+class _Planned:
+    """A plan: what for, on what, and all predictions."""
+
+    def __init__(self, subject: Subject, hardware: Hardware, found: Found, lines: list[Line]) -> None:
+        self.subject, self.hardware, self.found, self.lines = subject, hardware, found, lines
+
+    def data(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        from ..planner.explain import as_data
+
+        job = self.subject.job
+        return {
+            "model": self.subject.name,
+            "hardware": self.hardware.describe(),
+            "predicted": True,
+            "image_tokens": job.image,
+            "text_tokens": job.text,
+            "branches": job.branches,
+            "pictures": job.pictures,
+            "steps": job.steps,
+            "parameters": self.subject.model.work.parameters,
+            "flops_of_a_step": self.subject.model.work.flops(job.image, job.text) * job.branches * job.pictures,
+            "valid": len(self.found.best),
+            "too_large": len(self.found.too_large),
+            "configurations": [
+                {**as_data(line.prediction, self.hardware), "fits": line.fits, "why": line.sentence}
+                for line in self.lines
+            ],
+        }
+
+    def measure(self, exactness: str, device: str, most: int = 3) -> list[dict[str, Any]]:
+        """Measure the best few that use all ranks, keep the fastest."""
+        from ..launch import launcher
+        from ..tools.planning.measured import keep, measured
+
+        world = self.hardware.world_size
+        some = [one for one in self.found.best if one.config.world_size == world and one.config.pipe == 1][:most]
+        if not some:
+            raise InputError(f"no valid configuration has all {world} devices, so there is nothing to measure")
+        with launcher(None, world, device, threads=1, timeout=600.0) as pool:
+            results = measured(pool, self.subject, some, self.hardware)
+        keep(self.subject, results, self.hardware, exactness)
+        return [
+            {"words": one.config.describe(), "step_seconds": seconds, "predicted_step_seconds": one.step}
+            for one, seconds in results
+        ]
+
+
+def _planned(
+    model: str, asked: Asked, settings: dict[str, Any], exactness: Any, deadline: float | None, objective: Any
+) -> _Planned:
+    from ..planner.explain import table
+    from ..planner.search import Limits, search
+    from ..tools.planning.subject import subject
+
+    if not model:
+        from ..planner.catalogue import shapes
+
+        raise InputError(f"say which model: {', '.join(shapes())}, or the folder of a pipeline")
+    chosen = _hardware(settings)
+    dtype = chosen.device.dtype if settings["hardware"] is None else settings["dtype"]
+    about = subject(model, asked if asked.dtype == dtype else _with_dtype(asked, dtype))
+    room = None if settings["memory"] is None else settings["memory"] * 1e9
+    found = search(about.model, about.job, chosen, Limits(exactness, room, deadline), objective)
+    return _Planned(about, chosen, found, table(found, chosen, objective))
+
+
+def _with_dtype(asked: Asked, dtype: str) -> Asked:
+    from dataclasses import replace
+
+    return replace(asked, dtype=dtype)
+
+
+def _hardware(settings: dict[str, Any]) -> Hardware:
+    """Devices and links as the options say."""
+    import torch
+
+    from ..costs.hardware import Hardware, machine
+    from ..costs.hardware import link as link_of
+    from ..planner.auto import hardware_here
+
+    name, hosts = settings["hardware"], settings["hosts"]
+    if name is None:
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() and settings["device"] != "cpu" else 0
+        count = settings["devices"] or max(gpus, 1)
+        made = hardware_here(count, torch.device("cuda", 0) if gpus else None)
+    elif Path(name).suffix in (".yaml", ".yml") or Path(name).is_file():
+        made = Hardware.read(name)
+        hosts = hosts if hosts > 1 else made.hosts
+    else:
+        made = machine(name, 1, settings["dtype"])
+    count = settings["devices"] or made.world_size
+    if count % hosts:
+        raise ConfigError(f"{count} devices cannot be shared by {hosts} hosts evenly; use a multiple of {hosts}")
+    changes: dict[str, Any] = {"devices": count // hosts, "hosts": hosts}
+    if settings["link"] is not None:
+        changes["link"] = link_of(settings["link"])
+    if settings["between"] is not None:
+        changes["between"] = link_of(settings["between"])
+    if hosts > 1 and settings["between"] is None and made.between is None:
+        raise InputError(f"{hosts} hosts: say what is --between them, such as infiniband-ndr, ethernet-25g or 25Gb/s")
+    return made.model_copy(update=changes)
+
+
+def _changed(text: str) -> dict[str, Any]:
+    """What ``--what-if`` changes."""
+    name, equals, value = text.partition("=")
+    kinds = {"devices": int, "hosts": int, "memory": float, "link": str, "between": str, "hardware": str}
+    if not equals or name not in kinds:
+        raise InputError(f"--what-if {text!r} is not NAME=VALUE with one of {', '.join(kinds)}")
+    try:
+        made = kinds[name](value)
+    except ValueError:
+        raise InputError(f"--what-if {text!r}: {value!r} is not a number") from None
+    if isinstance(made, (int, float)) and not made > 0:
+        raise InputError(f"--what-if {text!r}: use a number above 0")
+    return {name: made}
+
+
+def _kept() -> list[dict[str, Any]]:
+    from ..planner import cache
+
+    names = ("model", "image", "text", "branches", "device", "devices", "exactness", "step_seconds")
+    return [
+        {"key": key, "config": entry["config"].describe(), **{name: entry.get(name) for name in names}}
+        for key, entry in cache.entries().items()
+    ]
+
+
+def _show_kept(result: dict[str, Any]) -> None:
+    for entry in result["kept"]:
+        print(
+            f"{entry['model']}: {entry['image']} image tokens, {entry['branches']} branches, "
+            f"{entry['devices']} x {entry['device']}: {entry['config']}, {entry['step_seconds'] * 1e3:.3g} ms a step"
+        )
+    if not result["kept"]:
+        print("nothing is kept; ditmesh plan MODEL --measure keeps what it finds")
+
+
+def _show(result: dict[str, Any], made: _Planned) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False)
+    _show_plan(console, result)
+    for changed in result["what_if"]:
+        console.print(f"\n[bold]what if {escape(changed['changed'])}[/]")
+        _show_plan(console, changed)
+    if "measured" in result:
+        console.print("\n[bold]measured[/], milliseconds a step (predicted in brackets); the fastest is kept")
+        for one in result["measured"]:
+            console.print(
+                f"  {one['words']}: {one['step_seconds'] * 1e3:.3g} ({one['predicted_step_seconds'] * 1e3:.3g})"
+            )
+    reasons = made.found.refused.most_common(2)
+    if reasons:
+        more = "; ".join(reason for reason, _ in reasons)
+        console.print(f"[dim]{sum(made.found.refused.values())} were refused: {escape(more)}[/]", soft_wrap=True)
+
+
+def _show_plan(console: Any, result: dict[str, Any]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from ..planner.explain import number
+
+    console.print(
+        f"{escape(result['model'])} on {escape(result['hardware'])}: {result['image_tokens']:,} image and "
+        f"{result['text_tokens']:,} text tokens, {result['steps']} steps, "
+        f"guidance {'on' if result['branches'] > 1 else 'off'}; all figures are predicted"
+    )
+    table = Table()
+    for column, side in (
+        ("configuration", "left"),
+        ("devices", "right"),
+        ("denoising s", "right"),
+        ("ms a step", "right"),
+        ("GB a rank", "right"),
+        ("why", "left"),
+    ):
+        table.add_column(column, justify=side)  # type: ignore[arg-type]
+    for one in result["configurations"]:
+        table.add_row(
+            escape(one["words"]),
+            str(one["devices"]),
+            number(one["denoising_seconds"]),
+            number(one["step_seconds"] * 1e3),
+            f"{one['memory_bytes'] / 1e9:.3g}",
+            escape(one["why"]),
+            style=None if one["fits"] else "red",
+        )
+    console.print(table)
+    error = result["configurations"][0]["error"]
+    if error is not None:
+        console.print(f"[dim]Predictions with this hardware profile were off by {error:.0%} on average.[/]")
+    if any(one["synchronous_steps"] < result["steps"] for one in result["configurations"]):
+        console.print(
+            "[dim]Stale strategies lose something: on an embedded model displaced patches were 36 dB, PipeFusion 42 dB "
+            "from the exact picture with one synchronous step (docs/findings.md).[/]"
+        )

@@ -1,0 +1,242 @@
+"""A denoising step as a sum of terms: what the slowest rank computes, and what it waits for.
+
+Strategies say two things of a step, each beside its own code (`ditmesh.strategies.base.Strategy`): ``share``, what
+part of the work a rank has, and ``terms``, what it exchanges and keeps. The rest is here, the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from ..config import AXES, ParallelConfig
+from .hardware import Collective, Hardware
+from .work import Attention, Block, Job, Linear, Pointwise, Work
+
+# Classes of terms that are fitted to measured steps, each by a factor.
+CLASSES = ("linear", "attention", "pointwise", "launch", "transfer")
+
+
+@dataclass(frozen=True)
+class Term:
+    """One line of a prediction.
+
+    Attributes:
+        name: what takes the time, or the memory.
+        kind: its class.
+        seconds: of a step that nothing hides.
+        hidden: seconds that run beside computation.
+        sent: bytes that a rank sends in a step.
+        memory: bytes that a rank keeps.
+        through: name of the link.
+    """
+
+    name: str
+    kind: str
+    seconds: float = 0.0
+    hidden: float = 0.0
+    sent: float = 0.0
+    memory: float = 0.0
+    through: str = ""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank computes of a step.
+
+    Attributes:
+        rows: samples of a call.
+        calls: of the transformer.
+        image, text: ranks that share the tokens outside of attention.
+        queries, keys: ranks that share them in attention.
+        heads: ranks that share the heads, besides those that share weights.
+        chunks: kernels that one attention is computed with.
+        tensor: ranks that share weights.
+        pieces: times that a block runs, each on a part of the image's tokens.
+        blocks: of every kind, how many run.
+        rest: times that what surrounds the blocks runs.
+    """
+
+    rows: float
+    calls: float
+    blocks: tuple[int, ...]
+    image: int = 1
+    text: int = 1
+    queries: int = 1
+    keys: int = 1
+    heads: int = 1
+    chunks: int = 1
+    tensor: int = 1
+    pieces: int = 1
+    rest: int = 1
+
+
+class Step:
+    """One step of a request under a configuration.
+
+    Args:
+        config: degrees and settings.
+        work, job, hardware: what is computed, how much of it, on what.
+        share: what a rank has of it.
+        stale: whether it is one that reuses keys of the step before.
+    """
+
+    def __init__(
+        self, config: ParallelConfig, work: Work, job: Job, hardware: Hardware, share: Share, stale: bool = False
+    ) -> None:
+        self.config, self.work, self.job, self.hardware = config, work, job, hardware
+        self.share, self.stale = share, stale
+
+    def kinds(self) -> Iterator[tuple[Block, int]]:
+        """Kinds of blocks that run here, with how often one forward runs each."""
+        yield from zip(self.work.blocks, self.share.blocks, strict=True)
+
+    def attentions(self) -> Iterator[tuple[Block, int, Attention]]:
+        """Attention over tokens of all sequence ranks, with its block and how often a step makes it."""
+        for block, count in self.kinds():
+            for one in block.operations:
+                if isinstance(one, Attention) and not one.local:
+                    yield block, round(count * one.count * self.share.calls), one
+
+    def size_of(self, one: Attention, queries: int = 1, keys: int = 2) -> float:
+        """Bytes of so many tensors of all queries, and of all keys, of one attention call, of this rank's heads."""
+        image, text = self.job.image, self.job.text
+        tokens = queries * one.queries.of(image, text) + keys * one.keys.of(image, text)
+        return tokens * self.share.rows * one.heads * one.width * self.job.element / self.share.tensor
+
+    def transfer(
+        self,
+        name: str,
+        axes: tuple[str, ...],
+        collective: Collective,
+        sent: float,
+        times: float,
+        behind: float = 0.0,
+    ) -> Term:
+        """Transfers between the ranks of neighbouring axes.
+
+        Args:
+            name: of the term.
+            axes: whose ranks take part.
+            collective: what they call.
+            sent: bytes that one rank sends in each call.
+            times: calls of a step.
+            behind: seconds of computation that each may run beside.
+        """
+        size = self.config.size_of(axes)
+        stride = prod(self.config.degrees[axis] for axis in AXES[AXES.index(axes[-1]) + 1 :])
+        seconds, share, through = self.hardware.transfer(collective, sent, size, stride)
+        seconds *= self.hardware.scale.get("transfer", 1.0)
+        hidden = min(seconds * share, behind)
+        return Term(name, "transfer", times * (seconds - hidden), times * hidden, times * sent, through=through)
+
+    # --- computation ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def crowded(self) -> float:
+        """How much longer computation takes beside that of the other ranks of a host."""
+        here, most = min(self.config.world_size, self.hardware.devices), self.hardware.devices
+        return 1.0 if most == 1 else 1 + (self.hardware.device.crowded - 1) * (here - 1) / (most - 1)
+
+    def compute(self) -> list[Term]:
+        """What the rank computes, by class."""
+        totals: dict[str, float] = dict.fromkeys(("linear", "attention", "pointwise", "launch"), 0.0)
+        for block, count in self.kinds():
+            self._add(totals, block, count * self.share.calls, self.share.pieces, whole=False)
+        self._add(totals, self.work.rest, self.share.rest * self.share.calls, 1, whole=True)
+        scale = self.hardware.scale
+        names = {"linear": "matrix products", "pointwise": "elementwise", "launch": "kernel launches"}
+        return [
+            Term(names.get(kind, kind), kind, seconds * self.crowded * scale.get(kind, 1.0))
+            for kind, seconds in totals.items()
+        ]
+
+    def attention_seconds(self, one: Attention) -> float:
+        """One attention call of this rank, without launches."""
+        totals = {"attention": 0.0, "launch": 0.0}
+        self._add_attention(totals, one, 1, 1, self.share)
+        return totals["attention"] * self.crowded * self.hardware.scale.get("attention", 1.0)
+
+    def _add(self, totals: dict[str, float], block: Block, times: float, pieces: int, whole: bool) -> None:
+        """Add a kind of blocks that runs so many times; ``whole``: on all tokens."""
+        share = Share(self.share.rows, 1, (), tensor=1) if whole else self.share
+        for one in block.operations:
+            if isinstance(one, Attention):
+                self._add_attention(totals, one, times, pieces, share)
+            elif isinstance(one, Linear):
+                self._add_linear(totals, one, block, times, pieces, share)
+            else:
+                self._add_pointwise(totals, one, block, times, pieces, share)
+
+    def _tokens(self, block: Block, pieces: int, share: Share) -> tuple[float, float]:
+        """Image and text tokens of one run of a block outside of attention."""
+        return self.job.image / share.image / pieces, self.job.text / (share.text if block.text else 1)
+
+    def _add_linear(
+        self, totals: dict[str, float], one: Linear, block: Block, times: float, pieces: int, share: Share
+    ) -> None:
+        device, cut = self.hardware.device, share.tensor
+        image, text = self._tokens(block, pieces, share)
+        # Text runs with the first piece of a step only.
+        runs = times * one.count * (pieces if one.rows.image or not one.rows.text else 1)
+        rows = share.rows * one.rows.of(image, text)
+        inputs = one.inputs / (cut if one.cut == "row" else 1)
+        outputs = one.outputs / (cut if one.cut in ("column", "gathered") else 1)
+        totals["linear"] += runs * 2 * (rows + device.rows) * inputs * (outputs + device.columns) / device.matmul
+        totals["launch"] += runs * device.launch
+
+    def _add_attention(self, totals: dict[str, float], one: Attention, times: float, pieces: int, share: Share) -> None:
+        device = self.hardware.device
+        queries = one.queries.of(self.job.image / pieces, self.job.text)
+        keys = one.keys.of(self.job.image, self.job.text)
+        heads = one.heads / share.tensor
+        if one.local:
+            queries /= share.image
+        else:
+            queries, keys, heads = queries / share.queries, keys / share.keys, heads / share.heads
+        runs, chunks = times * one.count * pieces, 1 if one.local else share.chunks
+        flops = 4 * share.rows * (queries + device.queries) * keys * heads * one.width
+        totals["attention"] += runs * flops / device.attention
+        totals["launch"] += runs * chunks * device.launch
+
+    def _add_pointwise(
+        self, totals: dict[str, float], one: Pointwise, block: Block, times: float, pieces: int, share: Share
+    ) -> None:
+        device = self.hardware.device
+        image, text = self._tokens(block, pieces, share)
+        part = share.rows / (share.tensor if one.sliced else 1)
+        totals["pointwise"] += (
+            times * pieces * part * one.elements.of(image, text) * self.job.element / device.bandwidth
+        )
+        totals["linear"] += times * pieces * part * one.flops.of(image, text) / device.matmul
+        totals["launch"] += times * pieces * one.kernels * device.launch
+
+    def pointwise(self, name: str, elements: float, times: float) -> Term:
+        """A term for so many elements that are read or written, each of so many times."""
+        seconds = elements * self.job.element / self.hardware.device.bandwidth + self.hardware.device.launch
+        return Term(name, "pointwise", times * seconds * self.crowded * self.hardware.scale.get("pointwise", 1.0))
+
+    # --- memory --------------------------------------------------------------------------------------------
+
+    def memory(self) -> list[Term]:
+        """What a rank holds beside what strategies keep."""
+        job, share, work = self.job, self.share, self.work
+        weights = work.rest.parameters * 1.0
+        for block, count in self.kinds():
+            weights += count * (block.parameters - block.sliced + block.sliced / share.tensor)
+        image, text = job.image / share.image, job.text / share.text
+        peak = share.rows * max(
+            [block.peak.of(image / share.pieces, text) for block in work.blocks],
+            default=0.0,
+        )
+        # What surrounds the blocks sees all tokens.
+        around = share.rows * work.rest.peak.of(job.image, job.text)
+        activations = max(peak, around) * job.element
+        return [
+            Term("weights", "memory", memory=weights * job.element * job.transformers),
+            Term("text encoders and VAE", "memory", memory=job.beside),
+            Term("activations", "memory", memory=max(activations, job.decode)),
+            Term("process", "memory", memory=self.hardware.device.runtime),
+        ]

@@ -1,0 +1,211 @@
+"""What a transformer does for one sample, as numbers: operations, tokens, widths. No tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+# How tensor parallelism cuts a linear: see `ditmesh.strategies.tensor.slices`.
+Cut = Literal["", "column", "row", "gathered"]
+
+
+class Tokens(NamedTuple):
+    """So many of them a sample, image token and text token."""
+
+    sample: float = 0.0
+    image: float = 0.0
+    text: float = 0.0
+
+    def of(self, image: float, text: float) -> float:
+        """The number for a sample of so many image and text tokens."""
+        return self.sample + self.image * image + self.text * text
+
+
+NONE = Tokens()
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A product of (rows, inputs) by (inputs, outputs)."""
+
+    rows: Tokens
+    inputs: int
+    outputs: int
+    cut: Cut = ""
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Softmax attention of queries over keys; ``local``: all keys are text that every rank has."""
+
+    queries: Tokens
+    keys: Tokens
+    heads: int
+    width: int
+    local: bool = False
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """Everything else: elements read and written, kernels launched, FLOPs of matrix products without weights.
+
+    ``sliced``: tensor parallelism cuts the features that it works on.
+    """
+
+    elements: Tokens
+    kernels: int
+    flops: Tokens = NONE
+    sliced: bool = False
+
+
+Operation = Linear | Attention | Pointwise
+
+
+@dataclass(frozen=True)
+class Block:
+    """A kind of block: those of one list with weights of one shape.
+
+    Attributes:
+        name: of its list.
+        count: how many there are.
+        operations: in no order.
+        parameters: of one block.
+        sliced: of these, how many tensor parallelism shares out.
+        width: features of a token between blocks.
+        text: whether its text is a stream that ranks share out, and not a constant.
+        peak: elements alive at once beside weights, and the streams.
+    """
+
+    name: str
+    count: int
+    operations: tuple[Operation, ...]
+    parameters: int
+    sliced: int = 0
+    width: int = 0
+    text: bool = False
+    peak: Tokens = NONE
+
+
+@dataclass(frozen=True)
+class Work:
+    """A transformer's work.
+
+    Attributes:
+        model: name of its class.
+        blocks: kinds of blocks.
+        order: kind of every block, in the order in which they run.
+        rest: what runs before and behind the blocks.
+        heads: the smallest number of heads.
+        output: elements of the prediction.
+    """
+
+    model: str
+    blocks: tuple[Block, ...]
+    order: tuple[int, ...]
+    rest: Block
+    heads: int
+    output: Tokens
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole transformer."""
+        return self.rest.parameters + sum(block.parameters * block.count for block in self.blocks)
+
+    def flops(self, image: float, text: float) -> float:
+        """Of one sample, as torch's counter counts them."""
+        return sum(
+            block.count * sum(_flops(one, image, text) for one in block.operations)
+            for block in (*self.blocks, self.rest)
+        )
+
+    def everything(self) -> Iterator[Block]:
+        """All kinds of blocks, and the rest."""
+        yield from self.blocks
+        yield self.rest
+
+
+def _flops(one: Operation, image: float, text: float) -> float:
+    if isinstance(one, Linear):
+        return 2 * one.count * one.rows.of(image, text) * one.inputs * one.outputs
+    if isinstance(one, Attention):
+        queries, keys = one.queries.of(image, text), one.keys.of(image, text)
+        return 4 * one.count * queries * keys * one.heads * one.width
+    return one.flops.of(image, text)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked for.
+
+    Attributes:
+        image, text: tokens of a sample.
+        pictures: made at once.
+        branches: of guidance; 1 without.
+        steps: of denoising.
+        element: bytes of an element.
+        beside: bytes of what every rank holds beside the transformer: text encoders, VAE.
+        decode: bytes that decoding takes at most, beside those.
+        transformers: with weights of their own, of which one runs a step (Wan 2.2 has two).
+    """
+
+    image: int
+    text: int
+    pictures: int = 1
+    branches: int = 1
+    steps: int = 28
+    element: int = 2
+    beside: float = 0.0
+    decode: float = 0.0
+    transformers: int = 1
+
+
+def as_data(work: Work) -> dict[str, Any]:
+    """The work as plain data, for JSON."""
+    data = asdict(work)
+    for block, made in zip(work.everything(), [*data["blocks"], data["rest"]], strict=True):
+        for one, entry in zip(block.operations, made["operations"], strict=True):
+            entry["kind"] = type(one).__name__
+    return data
+
+
+def from_data(data: dict[str, Any]) -> Work:
+    """The inverse of `as_data`."""
+    kinds = {kind.__name__: kind for kind in (Linear, Attention, Pointwise)}
+
+    def tokens(entry: dict[str, Any]) -> dict[str, Any]:
+        return {key: Tokens(*value) if isinstance(value, list) else value for key, value in entry.items()}
+
+    def block(entry: dict[str, Any]) -> Block:
+        entry = dict(entry)
+        made = []
+        for one in entry.pop("operations"):
+            one = dict(one)
+            made.append(kinds[one.pop("kind")](**tokens(one)))
+        return Block(operations=tuple(made), **tokens(entry))
+
+    return Work(
+        data["model"],
+        tuple(map(block, data["blocks"])),
+        tuple(data["order"]),
+        block(data["rest"]),
+        data["heads"],
+        Tokens(*data["output"]),
+    )
+
+
+__all__ = [
+    "Attention",
+    "Block",
+    "Cut",
+    "Job",
+    "Linear",
+    "Operation",
+    "Pointwise",
+    "Tokens",
+    "Work",
+    "as_data",
+    "from_data",
+]

@@ -1,0 +1,118 @@
+"""The configuration that ``"auto"`` stands for: the exact one that is predicted, or was measured, to be the fastest."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..config import ParallelConfig
+from ..costs.hardware import Hardware, known_devices, machine
+from ..costs.work import Job
+from ..errors import DitmeshError, InputError
+from ..layout import TokenLayout
+from ..layout.describe import on_meta
+from . import cache
+from .model import work_of
+from .search import Limits, Model, search
+
+# Axes of which a rank holds all weights, and of which every step is exact.
+AXES = ("cfg", "ring", "ulysses")
+# Tokens of a picture and of its text where nobody has said how many.
+IMAGE, TEXT = 4096, 256
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is known of the calls that a pipeline will get; None: its usual ones.
+
+    Attributes:
+        pipeline: the class; None: a bare transformer.
+        guidance: whether guidance runs two branches.
+        image, text: tokens of a sample.
+        element: bytes of an element.
+    """
+
+    pipeline: type | None = None
+    guidance: bool | None = None
+    image: int | None = None
+    text: int | None = None
+    element: int = 4
+
+
+def chosen(
+    transformer: str,
+    config: Mapping[str, Any],
+    layout: TokenLayout | None,
+    heads: int,
+    call: Call,
+    world_size: int,
+    device: torch.device | None = None,
+) -> ParallelConfig:
+    """The exact configuration of so many ranks that is predicted, or was measured, to be the fastest.
+
+    Where the model's work cannot be looked at: Ulysses as far as the heads divide, ring for the rest.
+
+    Args:
+        transformer, config: class and configuration of the transformer.
+        layout: where its tokens are, if that is known.
+        heads: the smallest number of heads.
+        call: what it will be asked for.
+        world_size: number of ranks.
+        device: where they compute; default: the CPU.
+    """
+    simple = ParallelConfig.auto(world_size, heads)
+    if world_size == 1 or layout is None or layout.source != "reviewed":
+        return simple
+    try:
+        twin = on_meta(transformer, dict(config))
+        work, job = work_of(twin, layout), _job(config, call)
+        hardware = hardware_here(world_size, device)
+        measured = cache.entries().get(cache.key_of(work, job, hardware.device.name, world_size))
+        if measured is not None and measured.get("exactness") == "exact":
+            return measured["config"]
+        found = search(Model(twin, layout, work), job, hardware, Limits(memory=float("inf"), axes=AXES))
+    except (DitmeshError, RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+        # A model that cannot be looked at is parallelised all the same.
+        return simple
+    # A rank without work would be a waste that nobody has asked for.
+    return next((one.config for one in found.best if one.config.world_size == world_size), simple)
+
+
+def hardware_here(devices: int, device: torch.device | None = None) -> Hardware:
+    """What ranks of this host compute on: the part of the table that a GPU is, else a CPU's usual figures."""
+    if device is None or device.type != "cuda":
+        return machine("cpu", devices)
+    name = torch.cuda.get_device_name(device).lower().replace(" ", "-")
+    # The longest name: an L40S is no L40.
+    parts = sorted((part for part in known_devices() if part in name), key=len)
+    if not parts:
+        raise InputError(f"{name} is not in the table of parts; measure it with ditmesh doctor --save FILE")
+    return machine(parts[-1], devices)
+
+
+def guided(pipeline: type | None, config: Mapping[str, Any]) -> bool:
+    """Whether a pipeline runs two branches of guidance when it is called without a word of it.
+
+    Args:
+        pipeline: its class; None: there is none.
+        config: of its transformer.
+    """
+    # Guidance beside a distilled one needs a negative prompt to be given.
+    given = {} if pipeline is None else inspect.signature(pipeline.__call__).parameters
+    if "true_cfg_scale" in given or "guidance_scale" not in given or config.get("guidance_embeds"):
+        return False
+    default = given["guidance_scale"].default
+    return isinstance(default, (int, float)) and default > 1
+
+
+def _job(config: Mapping[str, Any], call: Call) -> Job:
+    branches = guided(call.pipeline, config) if call.guidance is None else call.guidance
+    size, patch = config.get("sample_size"), config.get("patch_size")
+    side = size // patch if isinstance(size, int) and isinstance(patch, int) and patch > 0 else None
+    usual = side * side if side else IMAGE
+    image, text = call.image or usual, TEXT if call.text is None else call.text
+    return Job(image, text, branches=1 + branches, element=call.element)

@@ -1,0 +1,65 @@
+"""What was measured on a machine, kept for the next time: the fastest configuration of a model and a size."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from .._version import library_versions
+from ..config import ParallelConfig
+from ..costs.work import Job, Work, as_data
+from ..errors import InputError
+
+LIBRARIES = ("torch", "diffusers")
+
+
+def folder() -> Path:
+    """Where it is kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "ditmesh" / "plans"
+
+
+def key_of(work: Work, job: Job, device: str, devices: int) -> str:
+    """Of a model's shapes, a request's size, the hardware and the versions; another number of steps changes nothing."""
+    parts = [as_data(work), asdict(replace(job, steps=1, beside=0.0, decode=0.0)), device, devices]
+    parts.append(dict(sorted(library_versions(LIBRARIES).items())))
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def keep(key: str, entry: dict[str, Any]) -> Path:
+    """Write an entry: ``config``, ``seconds``, and what else is known.
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
+    path = folder() / f"{key}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(entry, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot keep the plan in {folder()}: {error.strerror}; set XDG_CACHE_HOME") from None
+    return path
+
+
+def entries() -> dict[str, dict[str, Any]]:
+    """All that is kept, by key; what cannot be read is left out."""
+    found = {}
+    for path in sorted(folder().glob("*.json")):
+        try:
+            entry = json.loads(path.read_text(encoding="utf-8"))
+            found[path.stem] = {**entry, "config": ParallelConfig.read(entry["config"])}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return found
+
+
+def forget() -> int:
+    """Delete all of it; returns how many entries there were."""
+    paths = [*folder().glob("*.json")]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    return len(paths)

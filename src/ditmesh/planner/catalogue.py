@@ -1,0 +1,84 @@
+"""Models whose true sizes ship with ditmesh: configurations without weights, each with its source."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, did_you_mean
+
+CONFIGS = Path(__file__).with_name("configs")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model as the planner needs it: class and configuration of its transformer, and how pixels become tokens.
+
+    Attributes:
+        name: as the user gives it.
+        transformer: the class.
+        config: entries that are not the class's defaults.
+        pixels: along one side of an image token.
+        frames: of a video along one token, but for the first.
+        size: usual width and height.
+        num_frames: usual frames; 1 for pictures.
+        text: usual text tokens.
+        branches: of guidance: 2, or 1 for models that have it distilled in.
+        steps: usual denoising steps.
+        source: where the figures are from.
+    """
+
+    name: str
+    transformer: str
+    config: dict[str, Any]
+    pixels: int
+    frames: int
+    size: tuple[int, int]
+    num_frames: int
+    text: int
+    branches: int
+    steps: int
+    source: str
+
+    def tokens(self, width: int, height: int, frames: int) -> int:
+        """Image tokens of a picture or video.
+
+        Raises:
+            InputError: the size is no multiple of what a token covers.
+        """
+        if width % self.pixels or height % self.pixels:
+            raise InputError(
+                f"size {width}x{height}: {self.name} needs multiples of {self.pixels}; use "
+                f"{max(1, width // self.pixels) * self.pixels}x{max(1, height // self.pixels) * self.pixels}"
+            )
+        return (width // self.pixels) * (height // self.pixels) * ((frames - 1) // self.frames + 1)
+
+
+@cache
+def shapes() -> dict[str, Shape]:
+    """Those that ship, by name."""
+    found = {}
+    for path in sorted(CONFIGS.glob("*.json")):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        data["transformer"], data["size"] = data.pop("class"), tuple(data["size"])
+        name = path.name.removesuffix(".json")
+        found[name] = Shape(name=name, **data)
+    return found
+
+
+def shape(name: str) -> Shape:
+    """The one of that name.
+
+    Raises:
+        InputError: there is none; names those there are.
+    """
+    try:
+        return shapes()[name.lower()]
+    except KeyError:
+        raise InputError(
+            f"model {name!r} is not one of {', '.join(shapes())}{did_you_mean(name.lower(), shapes())}; give one of "
+            "these, or the folder of a pipeline"
+        ) from None

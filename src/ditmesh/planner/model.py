@@ -1,0 +1,393 @@
+"""A transformer's work, from its configuration alone: one block of every kind runs on the meta device.
+
+Nothing is computed and no weights are read. FLOPs are those of torch's own counter (`torch.utils.flop_counter`); how
+they grow with the tokens of picture and text is solved from runs of three sizes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+from weakref import finalize
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ..costs.work import Attention, Block, Cut, Linear, Operation, Pointwise, Tokens, Work
+from ..errors import DitmeshError, LayoutError
+from ..layout import TokenLayout
+from ..layout.conventions import Conventions, Size, Way, ways
+from ..strategies.heads import heads_of
+from ..strategies.pipefusion.stages import blocks_of, kinds_of
+from ..strategies.tensor.slices import plan
+
+# Rows of the picture and text tokens. Some models want squares and multiples of 32 tokens.
+SIDE, TEXT = 32, 32
+
+
+@dataclass
+class _Record:
+    """One operation as it ran: rows of a product, queries and keys, or elements and FLOPs."""
+
+    kind: str
+    block: int | None
+    path: str
+    amounts: tuple[float, ...]
+    widths: tuple[int, ...] = ()
+
+
+class _AttentionTo(TorchFunctionMode):
+    """Hands attention to a recorder, and answers what only values could."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nonzero and isinstance(args[0], Tensor):
+            # Of a mask, which hides nothing here.
+            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+        return self._recorder.attend(given["query"], given["key"], given["value"])
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes every operation, in which block, and how many elements are alive."""
+
+    def __init__(self, model: nn.Module, blocks: dict[nn.Module, int]) -> None:
+        super().__init__()
+        self._blocks, self._names = blocks, {module: name for name, module in model.named_modules()}
+        self._weights: set[int] = set()
+        self._inside: list[nn.Module] = []
+        self.records: list[_Record] = []
+        self.peaks: dict[int | None, float] = {}
+        self._alive: Counter[int] = Counter()
+        self._living = 0.0
+
+    @property
+    def block(self) -> int | None:
+        """The block that runs."""
+        return next((self._blocks[module] for module in self._inside if module in self._blocks), None)
+
+    def enter(self, module: nn.Module, _: Any) -> None:
+        """A module begins."""
+        # Memory of weights is no activation's.
+        held = (*module._parameters.values(), *module._buffers.values())
+        self._weights.update(one.untyped_storage()._cdata for one in held if one is not None)
+        self._inside.append(module)
+
+    def leave(self, *_: Any) -> None:
+        """It ends."""
+        self._inside.pop()
+
+    def attend(self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor) -> Tensor:
+        """Attention, which is noted and not computed."""
+        heads, width = q_bhsd.shape[1], q_bhsd.shape[3]
+        self._note("attention", (q_bhsd.shape[2], k_bhsd.shape[2]), (heads, width))
+        return q_bhsd.new_empty((*q_bhsd.shape[:3], v_bhsd.shape[3]))
+
+    def _note(self, kind: str, amounts: tuple[float, ...], widths: tuple[int, ...] = ()) -> None:
+        path = self._names.get(self._inside[-1], "") if self._inside else ""
+        self.records.append(_Record(kind, self.block, path, amounts, widths))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        for tensor in made:
+            self._watch(tensor)
+        if views or not made:
+            return out
+        name = func._overloadpacket.__name__
+        if name in ("mm", "addmm"):
+            rows, inputs = args[name == "addmm"].shape
+            self._note("linear", (rows,), (inputs, args[1 + (name == "addmm")].shape[1]))
+            return out
+        counter = flop_registry.get(func._overloadpacket)
+        flops = counter(*args, **(kwargs or {}), out_val=out) if counter else 0
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        elements = sum(tensor.numel() for tensor in (*made, *read))
+        self._note("pointwise", (float(elements), float(flops)))
+        return out
+
+    def _watch(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes() / tensor.element_size()
+        if key in self._weights:
+            return
+        if self._alive[key] == 0:
+            self._living += size
+        self._alive[key] += 1
+        finalize(tensor, self._dropped, key, size)
+        block = self.block
+        self.peaks[block] = max(self.peaks.get(block, 0.0), self._living)
+
+    def _dropped(self, key: int, size: float) -> None:
+        self._alive[key] -= 1
+        if self._alive[key] == 0:
+            del self._alive[key]
+            self._living -= size
+
+
+def work_of(model: nn.Module, layout: TokenLayout) -> Work:
+    """What a transformer does.
+
+    Args:
+        model: on the meta device, as `ditmesh.layout.describe.on_meta` makes it. Left as it was.
+        layout: where its tokens are.
+
+    Raises:
+        LayoutError: it cannot be called on the meta device; says why.
+    """
+    order = kinds_of(model, layout)
+    with one_of_a_kind(model, layout) as (lists, numbers):
+        runs = _runs(model, layout, numbers)
+        cuts, sliced = _cuts(model, numbers)
+    tokens = [run.tokens for run in runs]
+    solved = _solved(runs)
+    kinds: list[Block] = []
+    for block, kind in numbers.items():
+        region = next(region for region in layout.regions if region.blocks == lists[kind])
+        kinds.append(
+            Block(
+                name=lists[kind],
+                count=order.count(kind),
+                operations=_operations(solved, kind, cuts, names=sliced[kind][1]),
+                parameters=sum(parameter.numel() for parameter in block.parameters()),
+                sliced=sliced[kind][0],
+                width=runs[0].widths[kind],
+                text=any(stream.name == "text" for stream in region.streams),
+                peak=_solve([run.peaks.get(kind, 0.0) for run in runs], tokens),
+            )
+        )
+    total = sum(parameter.numel() for parameter in model.parameters())
+    rest = Block(
+        name="",
+        count=1,
+        operations=_operations(solved, None, {}, names=set()),
+        parameters=total - sum(block.parameters * block.count for block in kinds),
+        width=0,
+        peak=_solve([run.peaks.get(None, 0.0) for run in runs], tokens),
+    )
+    output = _solve([run.output for run in runs], tokens)
+    return Work(type(model).__name__, tuple(kinds), tuple(order), rest, heads_of(model, layout) or 1, output)
+
+
+@contextmanager
+def one_of_a_kind(model: nn.Module, layout: TokenLayout) -> Iterator[tuple[list[str], dict[nn.Module, int]]]:
+    """The model with one block of every kind; gives the kinds' lists, and their numbers by block."""
+    order, every = kinds_of(model, layout), blocks_of(model, layout)
+    firsts = [order.index(kind) for kind in range(max(order) + 1)]
+    lists = [every[first][0].rpartition(".")[0] for first in firsts]
+    numbers = {every[first][1]: kind for kind, first in enumerate(firsts)}
+    before = {path: model.get_submodule(path) for path in dict.fromkeys(region.blocks for region in layout.regions)}
+    try:
+        for path in before:
+            parent, _, name = path.rpartition(".")
+            short = [block for block, kind in numbers.items() if lists[kind] == path]
+            setattr(model.get_submodule(parent), name, nn.ModuleList(short))
+        yield lists, numbers
+    finally:
+        for path, whole in before.items():
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, whole)
+
+
+@dataclass
+class _Run:
+    """What one run of a size has shown."""
+
+    tokens: tuple[float, float]
+    records: list[_Record]
+    peaks: dict[int | None, float]
+    widths: dict[int, int]
+    output: float
+
+
+def _runs(model: nn.Module, layout: TokenLayout, numbers: dict[nn.Module, int]) -> list[_Run]:
+    """A run of every size, in the first way of calling the model that works."""
+    reasons: list[str] = []
+    # Without what is optional first: masks are looked at, and on the meta device there is nothing to see.
+    # Tensors that say they are on the CPU are for models that ask; they are slower.
+    attempts = product((False, True), (False, True), sorted(ways(model), key=lambda way: way.optional))
+    for fake, fixed, way in attempts:
+        conventions = Conventions(model, way)
+        length = conventions.entry("max_text_seq_length")
+        if fixed and length is None:
+            continue
+        sizes = _sizes(conventions, length if fixed else None)
+        try:
+            return [_run(model, layout, numbers, way, size, fake) for size in sizes]
+        except DitmeshError:
+            continue
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+            reasons.append(f"{(str(error).splitlines() or [type(error).__name__])[0]} ({way})")
+    raise LayoutError(
+        f"{type(model).__name__} cannot run on the meta device, so its work is not known: "
+        + ("; ".join(reasons) or "no way to call it was found")
+    )
+
+
+def _sizes(conventions: Conventions, text: int | None) -> list[Size]:
+    """Three sizes, of which two differ in one kind of tokens each; ``text``: so many, which cannot be changed."""
+    # Tables of positions end somewhere.
+    most = conventions.entry("pos_embed_max_size")
+    side = min(SIDE, most) if isinstance(most, int) else SIDE
+    small = Size(side // 2, side // 2, text or TEXT, batch=1)
+    return [small, replace(small, rows=side, cols=side), small if text else replace(small, text=2 * TEXT)]
+
+
+def _run(
+    model: nn.Module, layout: TokenLayout, numbers: dict[nn.Module, int], way: Way, size: Size, fake: bool
+) -> _Run:
+    recorder = _Recorder(model, numbers)
+    conventions = Conventions(model, way)
+    size = replace(size, frames=conventions.entry("video_length") or size.frames)
+    widths: dict[int, int] = {}
+    seen: dict[str, float] = {}
+    regions = {numbers[block]: region for region in layout.regions for block in _of(model, region.blocks)}
+
+    def look(module: nn.Module, args: Any, kwargs: Any) -> None:
+        kind = numbers[module]
+        for stream in regions[kind].streams:
+            names_ = list(_parameters(module))
+            value = kwargs.get(stream.arg)
+            if value is None and stream.arg in names_ and names_.index(stream.arg) < len(args):
+                value = args[names_.index(stream.arg)]
+            if isinstance(value, Tensor):
+                seen.setdefault(stream.name, value.shape[stream.dim])
+                if stream is regions[kind].main:
+                    widths[kind] = value.shape[-1]
+
+    hooks = [module.register_forward_pre_hook(recorder.enter) for module in model.modules()]
+    hooks += [module.register_forward_hook(recorder.leave, always_call=True) for module in model.modules()]
+    hooks += [block.register_forward_pre_hook(look, with_kwargs=True) for block in numbers]
+    try:
+        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
+            weights = {}
+            if fake:
+                conventions.device = torch.device("cpu")
+                held = (*model.named_parameters(), *model.named_buffers())
+                weights = {name: torch.empty(one.shape, dtype=one.dtype, device="cpu") for name, one in held}
+            inputs = conventions.inputs(size)
+            with recorder, _AttentionTo(recorder):
+                output = functional_call(model, weights, (), inputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    elements = sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+    image = seen.get("image", next(iter(seen.values()), size.image))
+    return _Run((image, seen.get("text", size.text)), recorder.records, recorder.peaks, widths, elements)
+
+
+def _of(model: nn.Module, path: str) -> Iterator[nn.Module]:
+    return model.get_submodule(path).children()
+
+
+def _parameters(module: nn.Module) -> Iterator[str]:
+    code = type(module).forward.__code__
+    yield from code.co_varnames[1 : code.co_argcount]
+
+
+def _cuts(model: nn.Module, numbers: dict[nn.Module, int]) -> tuple[dict[str, Cut], dict[int, tuple[int, set[str]]]]:
+    """How tensor parallelism cuts linears, by path; of every kind the parameters that are cut, and holders' paths."""
+    cuts: dict[str, Cut] = {}
+    sliced: dict[int, tuple[int, set[str]]] = {kind: (0, set()) for kind in numbers.values()}
+    try:
+        sites = plan(model, 2).sites
+    except DitmeshError:
+        # Not for this model; the search asks, too.
+        return cuts, sliced
+    places = {name: kind for name, module in model.named_modules() if (kind := numbers.get(module)) is not None}
+    for site in sites:
+        if site.kind != "norm":
+            cuts[site.path] = site.kind
+        for place, kind in places.items():
+            if site.path.startswith(f"{place}."):
+                module = model.get_submodule(site.path)
+                own = [(name, p) for name, p in module.named_parameters() if site.dim_of(name) is not None]
+                count, holders = sliced[kind]
+                # Between the linears of an attention or a feed-forward features are cut.
+                holder = ".".join([place, site.path.removeprefix(f"{place}.").split(".")[0]])
+                sliced[kind] = count + sum(p.numel() for _, p in own), holders | {holder}
+    return cuts, sliced
+
+
+def _solve(values: list[float], tokens: list[tuple[float, float]]) -> Tokens:
+    """How an amount grows with tokens, from its values for three numbers of them."""
+    (image, text), (more_image, _), (_, more_text) = tokens
+    first, wider, longer = values
+    per_image = (wider - first) / (more_image - image) if more_image != image else 0.0
+    per_text = (longer - first) / (more_text - text) if more_text != text else 0.0
+    return Tokens(first - per_image * image - per_text * text, per_image, per_text)
+
+
+def _solved(runs: list[_Run]) -> list[tuple[_Record, list[Tokens]]]:
+    """Every operation of the runs, with how its amounts grow."""
+    tokens = [run.tokens for run in runs]
+    solved = []
+    for block in {record.block for record in runs[0].records}:
+        of = [[record for record in run.records if record.block == block] for run in runs]
+        forms = [[(one.kind, one.path, one.widths) for one in records] for records in of]
+        if any(form != forms[0] for form in forms):
+            if block is not None:
+                raise LayoutError(f"what runs at {of[0][0].path} depends on the number of tokens in another way")
+            # Tables that are kept from call to call.
+            common = Counter(forms[0]) & Counter(forms[1]) & Counter(forms[2])
+            of = [_some(records, Counter(common)) for records in of]
+        for records in zip(*of, strict=True):
+            amounts = zip(*(one.amounts for one in records), strict=True)
+            solved.append((records[0], [_solve(list(values), tokens) for values in amounts]))
+    return solved
+
+
+def _some(records: list[_Record], wanted: Counter[Any]) -> list[_Record]:
+    """So many of every form, those of one form side by side."""
+    kept = []
+    for record in sorted(records, key=lambda one: (one.kind, one.path, one.widths)):
+        form = (record.kind, record.path, record.widths)
+        if wanted[form] > 0:
+            wanted[form] -= 1
+            kept.append(record)
+    return kept
+
+
+def _operations(
+    solved: list[tuple[_Record, list[Tokens]]], kind: int | None, cuts: dict[str, Cut], names: set[str]
+) -> tuple[Operation, ...]:
+    """The operations of one kind of block, equal ones counted, what is elementwise added up."""
+    counted: Counter[Operation] = Counter()
+    rest = {True: [Tokens(), Tokens(), 0], False: [Tokens(), Tokens(), 0]}
+    for record, amounts in solved:
+        if record.block != kind:
+            continue
+        if record.kind == "linear":
+            counted[Linear(amounts[0], *record.widths, cut=cuts.get(record.path, ""))] += 1
+        elif record.kind == "attention":
+            local = not amounts[1].image
+            counted[Attention(amounts[0], amounts[1], *record.widths, local=local)] += 1
+        else:
+            part = rest[any(f"{record.path}.".startswith(f"{name}.") for name in names)]
+            part[0], part[1] = _sum(part[0], amounts[0]), _sum(part[1], amounts[1])
+            part[2] += 1
+    merged: list[Operation] = [replace(one, count=count) for one, count in counted.items()]
+    merged += [Pointwise(el, kernels, flops, sliced) for sliced, (el, flops, kernels) in rest.items() if kernels]
+    return tuple(merged)
+
+
+def _sum(one: Tokens, other: Tokens) -> Tokens:
+    return Tokens(*(a + b for a, b in zip(one, other, strict=True)))

@@ -1,0 +1,134 @@
+"""What a configuration costs: seconds of a step and of a request, bytes of a rank, term by term."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ..config import ParallelConfig
+from ..costs.hardware import Hardware
+from ..costs.step import Share, Step, Term
+from ..costs.work import Job, Work
+from ..recipe import RECIPE, Recipe, wanted
+from ..staleness.policy import Outlook, parse
+from ..strategies.stale.warmup import StaleSteps
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A configuration's prediction.
+
+    Attributes:
+        config: the configuration.
+        job: what is asked for.
+        synchronous: terms of an exact step.
+        stale: terms of one that reuses keys; as ``synchronous`` where none does.
+        exact_steps: how many steps are synchronous.
+        kept: terms of memory.
+    """
+
+    config: ParallelConfig
+    job: Job
+    synchronous: tuple[Term, ...]
+    stale: tuple[Term, ...]
+    exact_steps: int
+    kept: tuple[Term, ...]
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step after the warm-up."""
+        return _seconds(self.stale)
+
+    @property
+    def first_step(self) -> float:
+        """Seconds of a synchronous step."""
+        return _seconds(self.synchronous)
+
+    @cached_property
+    def latency(self) -> float:
+        """Seconds of all denoising steps of a request."""
+        late = self.job.steps - self.exact_steps
+        once = sum(term.seconds for term in self.stale if term.kind == "request") if late else 0.0
+        return self.exact_steps * self.first_step + late * self.step + once
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the rank that needs most."""
+        return sum(term.memory for term in self.kept)
+
+    @property
+    def waiting(self) -> float:
+        """Seconds of a step in which nothing is computed."""
+        return sum(term.seconds for term in self.stale if term.kind in ("transfer", "idle"))
+
+    def throughput(self, devices: int) -> float:
+        """Pictures per hour of so many devices, which run as many of these side by side as they can."""
+        return 3600 * self.job.pictures * (devices // self.config.world_size) / self.latency
+
+    @property
+    def device_seconds(self) -> float:
+        """Device-seconds of a picture."""
+        return self.latency * self.config.world_size / self.job.pictures
+
+
+def _seconds(terms: Sequence[Term]) -> float:
+    return sum(term.seconds for term in terms if term.kind != "request")
+
+
+def predict(config: ParallelConfig, work: Work, job: Job, hardware: Hardware, recipe: Recipe = RECIPE) -> Prediction:
+    """Predict what a configuration costs.
+
+    Args:
+        config: a valid configuration for the model.
+        work: of the transformer.
+        job: what is asked for.
+        hardware: devices and links.
+        recipe: its strategies say what they share out and exchange.
+    """
+    strategies = wanted(recipe, config)
+    late = StaleSteps in strategies
+    exact = synchronous_steps(config, job.steps) if late else job.steps
+    steps, terms = [], []
+    for stale in (False, True) if late else (False,):
+        blocks = tuple(block.count for block in work.blocks)
+        share = Share(rows=float(job.pictures * job.branches), calls=1.0, blocks=blocks)
+        for strategy in strategies:
+            share = strategy.share(config, work, job, share, stale)
+        step = Step(config, work, job, hardware, share, stale)
+        steps.append(step)
+        terms.append([*step.compute(), *(term for strategy in strategies for term in strategy.terms(step))])
+    # A stage holds its own blocks only, in every step.
+    memory = [*steps[-1].memory(), *(term for term in terms[-1] if term.kind == "memory")]
+    timed = [_merged([term for term in some if term.kind != "memory"]) for some in terms]
+    return Prediction(config, job, timed[0], timed[-1], min(exact, job.steps), _merged(memory))
+
+
+def synchronous_steps(config: ParallelConfig, steps: int) -> int:
+    """How many steps of a request a stale strategy's policy makes synchronous; all of them if it goes by drift."""
+    policy = parse(config.warmup)
+    if getattr(policy, "reads_drift", True):
+        return steps
+    levels = tuple(1 - at / steps for at in range(steps + 1))
+    outlook = Outlook(config.patches or max(config.sequence, config.pipe), levels)
+    return sum(policy.decide(step, outlook, ()).synchronous for step in range(steps))
+
+
+def _merged(terms: Sequence[Term]) -> tuple[Term, ...]:
+    """Terms of one name and link added up, the longest first."""
+    found: dict[tuple[str, str, str], Term] = {}
+    for term in terms:
+        key = (term.name, term.kind, term.through)
+        one = found.get(key)
+        found[key] = (
+            term
+            if one is None
+            else replace(
+                one,
+                seconds=one.seconds + term.seconds,
+                hidden=one.hidden + term.hidden,
+                sent=one.sent + term.sent,
+                memory=one.memory + term.memory,
+            )
+        )
+    return tuple(sorted(found.values(), key=lambda term: (-term.seconds, -term.memory)))

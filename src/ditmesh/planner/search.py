@@ -1,0 +1,207 @@
+"""All configurations that a model and so many devices allow, and which of them serves best."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Literal
+
+from torch import nn
+
+from ..config import AXES, ParallelConfig
+from ..costs.hardware import Hardware
+from ..costs.work import Job, Work
+from ..errors import ConfigError, DitmeshError, InputError
+from ..layout import TokenLayout
+from ..recipe import RECIPE, check
+from ..strategies import support
+from ..strategies.tensor.slices import plan as tensor_plan
+from .model import one_of_a_kind
+from .predict import Prediction, predict
+
+Objective = Literal["latency", "throughput", "cost"]
+Exactness = Literal["exact", "reproducible", "stale"]
+# Patches for each stage of PipeFusion that are tried.
+PATCHES = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A transformer that configurations are checked against.
+
+    Attributes:
+        module: on the meta device, or with its weights.
+        layout: where its tokens are.
+        work: what it does.
+    """
+
+    module: nn.Module
+    layout: TokenLayout
+    work: Work
+    _uncut: dict[int, str | None] = field(default_factory=dict, repr=False, compare=False)
+
+    def why_not_cut(self, degree: int) -> str | None:
+        """Why tensor parallelism of a degree is not for the model; looked at in one block of every kind."""
+        if degree not in self._uncut:
+            self._uncut[degree] = None
+            with one_of_a_kind(self.module, self.layout):
+                try:
+                    tensor_plan(self.module, degree)
+                except DitmeshError as error:
+                    self._uncut[degree] = str(error)
+        return self._uncut[degree]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a configuration has to keep to.
+
+    Attributes:
+        exactness: ``"exact"``: the same picture; ``"reproducible"``: the same bits; ``"stale"``: keys of the step
+            before are allowed.
+        memory: bytes of a device; default: the hardware's.
+        deadline: seconds of a request.
+        axes: those that may have a degree.
+        tested: leave out what the parity matrix has not run.
+        shared_memory: whether ranks of one host share memory.
+    """
+
+    exactness: Exactness = "exact"
+    memory: float | None = None
+    deadline: float | None = None
+    axes: tuple[str, ...] = AXES
+    tested: bool = True
+    shared_memory: bool = True
+
+
+@dataclass
+class Found:
+    """What a search has found.
+
+    Attributes:
+        best: predictions that keep to all limits, best first.
+        too_large: those that need more memory than a device has, the smallest first.
+        too_slow: those that miss the deadline.
+        refused: sentences of the checks, and how many configurations each has refused.
+    """
+
+    best: list[Prediction] = field(default_factory=list)
+    too_large: list[Prediction] = field(default_factory=list)
+    too_slow: list[Prediction] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+
+
+def search(model: Model, job: Job, hardware: Hardware, limits: Limits, objective: Objective = "latency") -> Found:
+    """Predict every valid configuration for the hardware's devices, or for some of them.
+
+    Raises:
+        InputError: none is valid, or none fits; says what is missing and what would fit.
+    """
+    found = Found()
+    room = hardware.device.memory if limits.memory is None else limits.memory
+    for config in candidates(model, job, hardware.world_size, limits):
+        reason = refusal(config, model, limits)
+        if reason is not None:
+            found.refused[reason] += 1
+            continue
+        prediction = predict(config, model.work, job, hardware)
+        if prediction.memory > room:
+            found.too_large.append(prediction)
+        elif limits.deadline is not None and prediction.latency > limits.deadline:
+            found.too_slow.append(prediction)
+        else:
+            found.best.append(prediction)
+    # Of two that are as good the one with fewer devices.
+    found.best.sort(key=lambda one: (score(objective, hardware.world_size)(one), one.config.world_size))
+    found.too_large.sort(key=lambda one: one.memory)
+    found.too_slow.sort(key=lambda one: one.latency)
+    if not found.best:
+        raise InputError(_nothing(found, hardware, room, limits))
+    return found
+
+
+def score(objective: Objective, devices: int) -> Callable[[Prediction], float]:
+    """What is to be small."""
+    if objective == "latency":
+        return lambda one: one.latency
+    if objective == "cost":
+        return lambda one: one.device_seconds
+    return lambda one: -one.throughput(devices)
+
+
+def candidates(model: Model, job: Job, devices: int, limits: Limits) -> Iterator[ParallelConfig]:
+    """Configurations for all of the devices, and for divisors of their number, that contradict nothing."""
+    most = {axis: devices if axis in limits.axes else 1 for axis in AXES}
+    most["data"] = min(most["data"], job.pictures)
+    most["cfg"] = min(most["cfg"], job.branches)
+    most["tensor"] = min(most["tensor"], model.work.heads)
+    most["ulysses"] = min(most["ulysses"], model.work.heads)
+    most["pipe"] = min(most["pipe"], len(model.work.order))
+    if limits.exactness == "exact":
+        most["pipe"] = 1
+    # A cut that nobody can share evenly wastes what it leaves.
+    degrees = [[d for d in range(1, most[axis] + 1) if devices % d == 0] for axis in AXES]
+    for combination in product(*degrees):
+        chosen: dict[str, int] = dict(zip(AXES, combination, strict=True))
+        world = 1
+        for degree in combination:
+            world *= degree
+        if devices % world:
+            continue
+        yield from _settings(chosen, job, limits)
+
+
+def _settings(degrees: dict[str, int], job: Job, limits: Limits) -> Iterator[ParallelConfig]:
+    """The configurations of some degrees."""
+    more: list[dict[str, object]] = [{}]
+    if limits.exactness == "reproducible":
+        more = [{"reproducible": True}]
+    elif degrees["pipe"] > 1:
+        more = [{"patches": degrees["pipe"] * times} for times in PATCHES if degrees["pipe"] * times <= job.image]
+    elif limits.exactness == "stale" and degrees["ring"] > 1:
+        more.append({"exchange": "displaced"})
+    for settings in more:
+        try:
+            yield ParallelConfig(**degrees, shared_memory=limits.shared_memory, **settings)
+        except ConfigError:
+            # Settings that contradict one another are no candidates.
+            continue
+
+
+def refusal(config: ParallelConfig, model: Model, limits: Limits) -> str | None:
+    """Why a configuration is not for a model, as the engine would say; None: it is."""
+    name = type(model.module).__name__
+    key = support.combination(config)
+    outcome = support.table().get(name, {}).get(key, {}) if key else {"error": 0.0}
+    if "refused" in outcome:
+        return str(outcome["refused"])
+    if "wrong" in outcome:
+        return f"{name} with {key} is known to give a wrong picture"
+    if limits.tested and "error" not in outcome:
+        return f"{name} with {key} has not been tested"
+    try:
+        check(RECIPE, config, [(model.module, model.layout)])
+    except DitmeshError as error:
+        return str(error)
+    return model.why_not_cut(config.tensor) if config.tensor > 1 else None
+
+
+def _nothing(found: Found, hardware: Hardware, room: float, limits: Limits) -> str:
+    """Why nothing is left, and what would fit."""
+    if found.too_slow:
+        return (
+            f"no configuration for {hardware.describe()} is done in {limits.deadline:g} s; the fastest, "
+            f"{found.too_slow[0].config.describe()}, is predicted to take {found.too_slow[0].latency:.3g} s"
+        )
+    if found.too_large:
+        least = found.too_large[0]
+        needs = ", ".join(f"{term.memory / 1e9:.3g} GB of {term.name}" for term in least.kept if term.memory > 1e7)
+        return (
+            f"the model fits on no device of {room / 1e9:g} GB: the smallest, {least.config.describe()}, needs "
+            f"{least.memory / 1e9:.3g} GB on a rank ({needs}); use devices with that much memory, more of them with "
+            "tensor or (with --stale) pipe, or a smaller --dtype"
+        )
+    reasons = "; ".join(reason for reason, _ in found.refused.most_common(2)) or "none was tried"
+    return f"no configuration of {hardware.world_size} devices is valid for this model: {reasons}"

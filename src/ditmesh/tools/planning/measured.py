@@ -1,0 +1,138 @@
+"""The best few of a plan on real ranks: some steps of each, with random weights; the fastest is kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from ...config import ParallelConfig
+from ...costs.hardware import Hardware
+from ...launch import Launcher
+from ...planner import cache as kept
+from ...planner.fit import fitted
+from ...planner.predict import Prediction, predict
+from .subject import Subject
+
+# Steps of each configuration, of which the first two do not count.
+STEPS = 5
+
+
+def measured(
+    pool: Launcher, subject: Subject, some: Sequence[Prediction], hardware: Hardware, rounds: int = 2
+) -> list[tuple[Prediction, float]]:
+    """Seconds of a step of each prediction's configuration, the fastest first.
+
+    Configurations take turns, and the best of several rounds counts.
+
+    Args:
+        pool: as many ranks as every configuration has.
+        subject: whose transformer runs, with random weights and inputs.
+        some: predictions.
+        hardware: what they were made with.
+        rounds: turns of each.
+    """
+    job, times = subject.job, [float("inf")] * len(some)
+    side = max(1, round(job.image**0.5))
+    for _ in range(rounds):
+        for at, one in enumerate(some):
+            settings = one.config.model_dump(exclude_defaults=True)
+            sizes = (side, max(1, job.image // side), job.text, job.pictures * job.branches)
+            seconds = max(pool.run(_seconds, subject.transformer, subject.config, sizes, settings))
+            times[at] = min(times[at], seconds)
+    return sorted(zip(some, times, strict=True), key=lambda pair: pair[1])
+
+
+def keep(
+    subject: Subject, results: Sequence[tuple[Prediction, float]], hardware: Hardware, exactness: str
+) -> tuple[Hardware, float]:
+    """Keep the fastest configuration, and the profile that the measured steps fit; returns that and its mean error."""
+    refined = fitted(hardware, [(one.stale, seconds) for one, seconds in results])
+    errors = [
+        abs(predict(one.config, subject.model.work, subject.job, refined).step / seconds - 1)
+        for one, seconds in results
+    ]
+    error = sum(errors) / len(errors)
+    refined = refined.model_copy(update={"error": round(error, 4)})
+    best, seconds = results[0]
+    key = kept.key_of(subject.model.work, subject.job, hardware.device.name, best.config.world_size)
+    kept.keep(
+        key,
+        {
+            "model": subject.name,
+            "image": subject.job.image,
+            "text": subject.job.text,
+            "branches": subject.job.branches,
+            "device": hardware.device.name,
+            "devices": best.config.world_size,
+            "exactness": exactness,
+            "config": best.config.model_dump(exclude_defaults=True),
+            "step_seconds": seconds,
+            "hardware": refined.model_dump(),
+        },
+    )
+    return refined, error
+
+
+@cache
+def _model(transformer: str, config: str) -> Any:
+    """The transformer with random weights, on this rank's device."""
+    import json
+
+    import torch
+
+    from ...layout.describe import model_class
+
+    torch.manual_seed(0)
+    model = model_class(transformer).from_config(json.loads(config)).eval()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        model = model.to("cuda", torch.bfloat16)
+    return model
+
+
+def _seconds(
+    transformer: str, config: dict[str, Any], sizes: tuple[int, int, int, int], settings: dict[str, Any]
+) -> float:
+    """Best time of some steps on this rank."""
+    import json
+
+    import torch
+    import torch.distributed as dist
+
+    from ...engine import engine_of, parallelized
+    from ...layout.conventions import Conventions, Size
+
+    model = _model(transformer, json.dumps(config))
+    rows, cols, text, batch = sizes
+    inputs = Conventions(model, _way(model)).inputs(Size(rows, cols, text, batch=batch))
+    parallel = ParallelConfig(**{**settings, **({"warmup": "fixed(1)"} if _late(settings) else {})})
+    times = []
+    with parallelized(model, parallel), torch.no_grad():
+        engine_of(model).begin_request(STEPS)
+        for step in range(STEPS):
+            made = dict(inputs)
+            name = next((name for name in ("timestep", "t") if name in made), None)
+            if name is not None:
+                made[name] = made[name] * (1 - 0.01 * step)
+            if dist.is_initialized():
+                dist.barrier()
+            started = time.perf_counter()
+            model(**made)
+            if next(model.parameters()).is_cuda:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - started)
+        engine_of(model).end_request()
+    return min(times[2:])
+
+
+def _late(settings: dict[str, Any]) -> bool:
+    return settings.get("exchange", "exact") != "exact" or settings.get("pipe", 1) > 1
+
+
+@cache
+def _way(model: Any) -> Any:
+    """A way of calling the model that works."""
+    from ...layout.probe import _first_way
+
+    return _first_way(model, type(model).__name__).way

@@ -1,0 +1,112 @@
+"""The page that `ditmesh plan --html` writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from ...costs.hardware import Hardware
+from ...planner.explain import Line, number
+from ...planner.predict import Prediction
+from ...planner.search import Found
+from ...quality import figures
+from ...quality.curves import Point
+from ...quality.report import Cell, Download, Page
+from .subject import Subject
+
+# Configurations of a chart: more are a cloud.
+POINTS = 40
+
+
+def page_of(subject: Subject, hardware: Hardware, found: Found, lines: Sequence[Line], data: dict[str, Any]) -> Page:
+    """The page of a plan; every figure on it is predicted.
+
+    Args:
+        subject, hardware: what is planned for, and on what.
+        found: all predictions.
+        lines: those that the table shows.
+        data: everything, as JSON can hold it; it can be saved from the page.
+    """
+    job = subject.job
+    page = Page(
+        f"Plan for {subject.name}",
+        f"Predicted, not measured: {hardware.describe()}, {job.image:,} image and {job.text:,} text tokens, "
+        f"{job.steps} steps, {job.pictures} at once, guidance {'on' if job.branches > 1 else 'off'}",
+    )
+    page.section("Configurations")
+    page.table(
+        ("configuration", "devices", "s, denoising", "ms a step", "GB a rank", "why"),
+        [_row(line) for line in lines],
+        "The best configurations, and the obvious ones that lose; predicted",
+    )
+    if hardware.error is not None:
+        page.text(f"Predictions with this profile were off by {hardware.error:.0%} on average.", note=True)
+    page.downloads([Download("plan.json", json.dumps(data, indent=1) + "\n")])
+    page.section("Time and memory")
+    some = found.best[:POINTS]
+    page.charts(
+        [
+            (
+                figures.scatter_chart(
+                    [_point(one, one.config.world_size, one.latency) for one in some],
+                    "Predicted seconds of all denoising steps over the devices",
+                    "devices",
+                    "seconds, predicted",
+                ),
+                "Time over devices; predicted",
+            ),
+            (
+                figures.scatter_chart(
+                    [_point(one, one.memory / 1e9, one.latency) for one in some],
+                    "Predicted seconds of all denoising steps over the memory of a rank",
+                    "GB of a rank",
+                    "seconds, predicted",
+                ),
+                "Time over memory; predicted",
+            ),
+        ]
+    )
+    page.section("The best one, term by term")
+    best = found.best[0]
+    page.table(
+        ("term", "ms a step", "hidden, ms", "MB sent", "through"),
+        [
+            (t.name, f"{t.seconds * 1e3:.3g}", _number(t.hidden * 1e3), _number(t.sent / 1e6), t.through)
+            for t in best.stale
+            if t.seconds or t.hidden
+        ],
+        f"A step of {best.config.describe()}; predicted",
+    )
+    page.table(
+        ("what", "GB"),
+        [(term.name, f"{term.memory / 1e9:.3g}") for term in best.kept if term.memory],
+        f"Memory of a rank of {best.config.describe()}; predicted",
+    )
+    page.section("What was planned with")
+    page.facts(
+        {"model": subject.source, "device": hardware.device.source, "link": hardware.link.source},
+        "Sources of the figures",
+    )
+    return page
+
+
+def _row(line: Line) -> tuple[str | Cell, ...]:
+    one = line.prediction
+    return (
+        one.config.describe(),
+        str(one.config.world_size),
+        number(one.latency),
+        number(one.step * 1e3),
+        Cell(f"{one.memory / 1e9:.3g}", "" if line.fits else "bad"),
+        Cell(line.sentence, "words"),
+    )
+
+
+def _point(one: Prediction, x: float, y: float) -> Point:
+    names = one.config.describe()
+    return Point(names, names, f"{one.config.world_size} devices", x, y)
+
+
+def _number(value: float) -> str:
+    return number(value) if value else ""
