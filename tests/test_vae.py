@@ -22,6 +22,7 @@ from ditmesh import ConfigError, ParallelConfig, zoo
 from ditmesh.strategies.vae.band import Band, bands_of
 from ditmesh.strategies.vae.banded import Banded, Uncut
 from ditmesh.strategies.vae.parallel import in_bands
+from ditmesh.strategies.vae.tested import TESTED
 from support.autoencoders import CASES, against_whole, bands_of_ranks, without
 from support.sample import sampled
 
@@ -39,6 +40,10 @@ def test_equals_one_device(ranks, name, direction, ranks_):
         assert found["error"] <= TOLERANCE
         assert found["plain"]
         assert set(found["whole"]) <= WITHOUT.get(name, set())
+
+
+def test_what_auto_takes_is_what_is_tested():
+    assert {name.split()[0] for name in CASES} == TESTED
 
 
 @pytest.mark.parametrize("what", ["halo", "statistics", "keys"])

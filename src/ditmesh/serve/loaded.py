@@ -15,7 +15,7 @@ from PIL import Image
 from ..comm.mesh import Mesh
 from ..core.digests import WeightDigests, digest
 from ..engine import Engine, engine_of, parallelize
-from ..errors import InputError
+from ..errors import ConfigError, InputError
 from ..first_call import FirstCall
 from ..generate.files import PICTURES, InputFile, adapter, load_adapters, pictures_of, pipeline_for
 from ..generate.job import Job, check_config, check_content, check_layout, job_for
@@ -23,9 +23,14 @@ from ..generate.loading import why_whole
 from ..generate.model_info import ModelInfo, find_model
 from ..generate.offload import offload
 from ..generate.run import call_arguments, call_parameters, check_call, denoising_steps, facts_of, load_pipeline
+from ..recipe import RECIPE
+from ..strategies.vae.parallel import BandedVae
 from .batching import Batcher, Run, copied
 from .previews import Latents, Projection, watch_steps
 from .protocol import ModelSpec, Task
+
+# Pictures that are done at the same time are decoded on a rank each: bands of one would need all ranks at once.
+RECIPE_OF_SERVERS = tuple(strategy for strategy in RECIPE if strategy is not BandedVae)
 
 # Of the picture that a model is tried with when it is loaded: tokens along a side, at most, steps and frames.
 TRIED_SIDE, TRIED_STEPS, TRIED_FRAMES = 16, 4, 9
@@ -86,10 +91,15 @@ class LoadedModel:
             check_layout(self.info)
         if not isinstance(spec.config, str):
             check_config(spec.config, self.info, size)
+            if spec.config.vae == "bands":
+                raise ConfigError(
+                    "vae='bands' is for one request at a time, and a server decodes pictures of several on a rank "
+                    "each; leave vae out"
+                )
         pipe = self._load(rank)
         self.kind = type(pipe).__name__
         template = copy.copy(pipe)
-        parallelize(pipe, spec.config, mesh=self._mesh)
+        parallelize(pipe, spec.config, mesh=self._mesh, recipe=RECIPE_OF_SERVERS)
         if self._mesh is not None:
             # Its groups are given back with the engine.
             engine_of(pipe).own_mesh()

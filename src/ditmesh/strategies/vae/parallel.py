@@ -21,11 +21,13 @@ from ...comm import Link
 from ...config import ParallelConfig
 from ...core.partition import even_cut
 from ...core.patching import Patch
+from ...errors import UntestedWarning
 from ..base import Context, Request, Strategy
 from ..pipefusion.lazy import whole_of
 from .band import bands_of
 from .banded import Banded, Bands, Uncut
 from .rules import FUNCTIONS, RULES
+from .tested import TESTED
 
 # Rows of latents for each rank, and latents of a picture, from which bands are worth their exchanges.
 LEAST_ROWS, LEAST_LATENTS = 16, 64 * 64
@@ -134,9 +136,15 @@ class BandedVae(Strategy):
         if not args:
             return original(*args, **kwargs)
         given = whole_of(args[0])
-        reason = _why_whole(vae, given, banded.bands.link)
-        if self.context.config.vae == "auto" and (reason or not self._gains(name, given)):
+        reason, tested = _why_whole(vae, given, banded.bands.link), type(vae).__name__ in TESTED
+        if self.context.config.vae == "auto" and (reason or not tested or not self._gains(name, given)):
             return original(*args, **kwargs)
+        if reason is None and not tested:
+            self._say(
+                f"{type(vae).__name__} in bands has not been tested; compare a picture with vae='whole' before you "
+                "rely on it",
+                UntestedWarning,
+            )
         if reason is None:
             before = Counter(banded.bands.whole)
             try:
@@ -163,10 +171,10 @@ class BandedVae(Strategy):
         scale = 1 if name == "decode" else _PIXELS_OF_A_LATENT
         return height >= LEAST_ROWS * scale * mesh.world.size and height * width >= LEAST_LATENTS * scale**2
 
-    def _say(self, sentence: str) -> None:
+    def _say(self, sentence: str, kind: type[Warning] = UserWarning) -> None:
         if sentence not in self._said:
             self._said.add(sentence)
-            warnings.warn(sentence, stacklevel=2)
+            warnings.warn(sentence, kind, stacklevel=2)
 
 
 def _why_whole(vae: nn.Module, given: Any, link: Link) -> str | None:
