@@ -29,9 +29,8 @@ def script(name: str, *arguments: Any, **environment: str) -> subprocess.Complet
 PARTS = ("kernels", "backends", "parity", "collectives", "strategies", "reproducible", "host", "flux")
 
 
-@pytest.mark.parametrize(
-    "parts", [("kernels", "flux"), pytest.param(PARTS, marks=pytest.mark.matrix)], ids=["some", "all"]
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize("parts", [("kernels", "flux"), PARTS], ids=["some", "all"])
 def test_gpu_check_on_the_cpu(tmp_path: Path, parts: tuple[str, ...]) -> None:
     """Parts run to their end without a GPU; the messages go through the copies that CUDA tensors need."""
     figures, tables = tmp_path / "out.json", tmp_path / "out.md"

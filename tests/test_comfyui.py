@@ -558,6 +558,7 @@ def test_what_a_server_cannot_do_is_said(comfy: ComfyUI, url: str) -> None:
         comfy.run(at_server("http://127.0.0.1:9"))
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(200)
 def test_ditmesh_serve_makes_the_command_s_picture(
     comfy: ComfyUI, command: Callable[..., list[Path]], tmp_path: Path

@@ -273,6 +273,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     return folder, whole
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("config", [{"tensor": 2}, pytest.param({"pipe": 2}, marks=pytest.mark.matrix)], ids=str)
 def test_peak_memory_of_a_rank(large, tmp_path, config):
     """300 MB of weights: a rank's private memory peaks near its own half, not near the whole."""

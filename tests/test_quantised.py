@@ -129,7 +129,9 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused():
         ditmesh.parallelize(model, {})
 
 
-@pytest.mark.parametrize("how", ["compile after", "blocks before", "blocks after"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("compile after", marks=pytest.mark.matrix), "blocks before", "blocks after"]
+)
 def test_compiled_before_or_after(ranks, how):
     for error in ranks(2).run(compiled, how):
         assert error <= TOLERANCE

@@ -234,7 +234,7 @@ def serve_broken(specs: Any, *, report: Any, rows: int, rank: int) -> None:
         SD3Transformer2DModel.forward = whole
 
 
-@pytest.mark.parametrize("rank", [-1, 1])
+@pytest.mark.parametrize("rank", [pytest.param(-1, marks=pytest.mark.matrix), 1])
 def test_a_batch_for_which_there_is_no_memory_is_made_smaller(ranks, rank):
     """Looking at the model takes 4 rows; 3 requests have 6."""
     from functools import partial

@@ -807,6 +807,7 @@ def test_the_oldest_results_go_when_there_are_too_many(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.matrix
 def test_hundreds_of_cancelled_and_refused_jobs_leave_nothing(quick: Path) -> None:
     generator = random.Random(0)
 

@@ -61,7 +61,9 @@ def run(*arguments: str | Path) -> int:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     folder = tmp_path_factory.mktemp("serve")
-    process, mark = started("--devices", "2", "--threads", "1", "--port", "0", "--folder", folder / "state")
+    process, mark = started(
+        "--devices", "2", "--ulysses", "2", "--threads", "1", "--port", "0", "--folder", folder / "state"
+    )
     try:
         assert process.stdout is not None
         said = process.stdout.readline()

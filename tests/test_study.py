@@ -266,6 +266,7 @@ def test_pipefusion(tmp_path, capsys):
     assert all(drifts[1:])
 
 
+@pytest.mark.matrix
 def test_two_processes(tmp_path, capsys):
     options = [*OPTIONS, "--warmup", "1,2", "--strategy", "naive", "--no-detail"]
     both = study(capsys, tmp_path / "two", *options, "--jobs", "2")

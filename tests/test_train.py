@@ -62,7 +62,7 @@ def alone(data, tmp_path_factory):
         {"parallel": {"data": 2}, "sharding": "ddp", "gradient_checkpointing": True},
         {"parallel": {"ring": 2}, "sharding": "fsdp"},
         {"parallel": {"tensor": 2}},
-        {"parallel": {"tensor": 2, "data": 2}, "sharding": "fsdp"},
+        pytest.param({"parallel": {"tensor": 2, "data": 2}, "sharding": "fsdp"}, marks=pytest.mark.matrix),
         pytest.param({"parallel": {"tensor": 2, "ulysses": 2}, "sharding": "ddp"}, marks=pytest.mark.matrix),
     ],
     ids=str,
@@ -134,7 +134,7 @@ def test_a_run_that_stopped_goes_on_to_the_bit(data, tmp_path):
     assert first | second == whole
 
 
-@pytest.mark.parametrize("objective", [SD3, DIT])
+@pytest.mark.parametrize("objective", [pytest.param(SD3, marks=pytest.mark.matrix), DIT])
 def test_something_is_learned(data, tmp_path, objective):
     """Two pictures, from noise: the loss falls to a fraction."""
     few = folder_of(tmp_path / "few", 2)
@@ -187,7 +187,7 @@ print(json.dumps(losses))
 """
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.matrix)])
 def test_a_full_disk_while_saving_loses_nothing(data, tmp_path, background):
     given = settings(data, tmp_path, checkpointing_steps=2, checkpointing_async=background)
     losses_of(given, 2)
@@ -211,6 +211,7 @@ def test_a_full_disk_while_saving_loses_nothing(data, tmp_path, background):
     assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == ["checkpoint-2"]
 
 
+@pytest.mark.matrix
 def test_kill_9_of_a_rank(data, tmp_path):
     """The job ends with a sentence; what was saved is whole, and the run goes on from there."""
     file = tmp_path / "run.yaml"

@@ -58,6 +58,7 @@ def slowly(given):
     return outcome.losses, there, outcome.unsaved
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "more",
     [

@@ -29,6 +29,7 @@ def found(ranks, way, given):
     return results[0]
 
 
+@pytest.mark.matrix
 def test_the_same_weights_on_any_number_of_ranks(ranks, data, tmp_path):
     """1, 2, 3 and 4 ranks: text encoders trained along, pictures mirrored, captions left out, an uneven last batch."""
     given = settings(

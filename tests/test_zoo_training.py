@@ -93,6 +93,7 @@ def small(monkeypatch: pytest.MonkeyPatch):
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "name",
     [

@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import queue
+import socket
 import sys
 import threading
 import time
@@ -29,6 +30,7 @@ from .messages import encode, encode_call
 START_LIMIT = 300.0  # for Ray to find room, for all ranks to import what they need and to find one another
 GRACE = 2.0  # for a failure's cause to show up when it looks like a consequence
 LOST_LIMIT = 30.0  # for Ray to notice that a host is gone
+CONNECT_LIMIT = 10.0  # for the cluster to answer
 CLOSE_LIMIT = 5.0  # for actors to end
 LOOK = 1.0  # between looks at what is not a message
 WHERE_LIMIT = 2.0  # for a rank to say where it is
@@ -117,7 +119,9 @@ class RayRanks(Conversing):
         for place in range(self.world_size):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
             self._actors.append(
-                kind.options(num_cpus=self.threads, num_gpus=gpus, scheduling_strategy=strategy).remote(self.threads)
+                kind.options(num_cpus=self.threads, num_gpus=gpus, scheduling_strategy=strategy).remote(
+                    self.threads, sys.path
+                )
             )
         facts = self._all([actor.facts.remote() for actor in self._actors], "start")
         ours = library_versions()
@@ -312,7 +316,9 @@ class RayRanks(Conversing):
 class _Rank:
     """The actor of a rank. What the ranks compute runs in one thread, which CUDA's current device belongs to."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, path: Sequence[str]) -> None:
+        # The program's own modules, where this host has them.
+        sys.path += [folder for folder in path if folder not in sys.path]
         # Before torch is imported.
         os.environ["OMP_NUM_THREADS"] = str(threads)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="ditmesh-rank")
@@ -323,8 +329,6 @@ class _Rank:
 
     def facts(self) -> dict[str, Any]:
         """Where this is, and with which versions."""
-        import socket
-
         import ray
 
         address = ray.util.get_node_ip_address()
@@ -435,12 +439,14 @@ def _import() -> Any:
 
 def _connect(ray: Any, address: str | None) -> None:
     """Join the cluster, or start one on this machine."""
-    quiet = {"include_dashboard": False} if not (address or os.environ.get("RAY_ADDRESS")) else {}
+    asked = address or os.environ.get("RAY_ADDRESS")
+    quiet = {} if asked else {"include_dashboard": False}
     try:
+        _look_for(asked or "")
         ray.init(address=address, log_to_driver=False, logging_level="error", **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"no Ray cluster answers at {address or os.environ.get('RAY_ADDRESS')} "
+            f"no Ray cluster answers at {asked} "
             f"({' '.join(str(error).split())[:200]}); start one with ray start --head, or leave the address out"
         ) from error
 
@@ -480,6 +486,13 @@ def device_of_cluster(device: DeviceChoice, world_size: int, address: str | None
     finally:
         if ours:
             ray.shutdown()
+
+
+def _look_for(address: str) -> None:
+    """Whether anybody listens at ``host:port``, which Ray tries for minutes to find out: `OSError` if not."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_LIMIT).close()
 
 
 def _device(device: DeviceChoice, there: dict[str, float], world_size: int) -> DeviceKind:
