@@ -96,7 +96,8 @@ def test_clients_get_what_generate_gives(
 ):
     """The official client, and generate with --server: the picture of the prompt and the seed on as many devices."""
     common = ["generate", "a red fox", "--seed", "3", "--num-images", "2", "--json-full"]
-    assert run(*common, "--devices", "2", "--threads", "1", "--batch", "1", "--out", tmp_path / "local") == 0
+    ranks = ("--devices", "2", "--ulysses", "2", "--threads", "1")
+    assert run(*common, *ranks, "--batch", "1", "--out", tmp_path / "local") == 0
     local = json.loads(capfd.readouterr().out)
     assert run(*common, "--server", server.url, "--out", tmp_path / "remote") == 0
     remote = json.loads(capfd.readouterr().out)
