@@ -99,6 +99,29 @@ class Conversing(Launcher, Protocol):
         ...
 
 
+class StayingRanks(Conversing):
+    """Ranks that stay for any number of calls, until they are closed or have failed for good."""
+
+    # Why they are closed; how often the ranks have joined a process group.
+    _closed: str | None = None
+    _meetings: int = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether these ranks can run nothing more."""
+        return self._closed is not None
+
+    @property
+    def reason(self) -> str:
+        """Why they are closed; empty while they are open."""
+        return self._closed or ""
+
+    @property
+    def generation(self) -> int:
+        """How often the ranks have joined a process group; groups made in an earlier generation are no more."""
+        return self._meetings
+
+
 def launcher(name: str | None, world_size: int, *arguments: Any, **options: Any) -> Launcher:
     """Ranks, from the launcher of that name.
 

@@ -21,7 +21,7 @@ from typing import Any
 from ..errors import ConfigError, RankFailed
 from . import failures
 from . import rank as rank_
-from .backend import Launcher, OnMessage, Watch
+from .backend import OnMessage, StayingRanks, Watch
 from .devices import DeviceChoice, DeviceKind, check_timeout, default_threads, resolve_device
 from .failures import Failure
 from .messages import CHUNK, OwnerChannel, Reply, encode, encode_call
@@ -43,7 +43,7 @@ LOOK = 1.0  # between looks at whether ranks are stopped
 STOPPED = "it is stopped by a signal such as SIGSTOP"
 
 
-class RankPool(Launcher):
+class RankPool(StayingRanks):
     """Ranks on this machine that stay: worker processes with a process group, for any number of calls.
 
     ::
@@ -107,7 +107,6 @@ class RankPool(Launcher):
         self.threads = default_threads(world_size, self.device) if threads is None else threads
         self.timeout = timeout
         self.stop_limit = timeout if stop_limit is None else stop_limit
-        self._closed: str | None = None
         self._lock = threading.Lock()
         self._processes: list[Any] = []
         self._channels: list[OwnerChannel] = []
@@ -161,21 +160,6 @@ class RankPool(Launcher):
             self._processes.append(process)
             # Otherwise the end of the rank would not be seen as the end of its connection.
             theirs.close()
-
-    @property
-    def closed(self) -> bool:
-        """Whether the pool can run nothing more."""
-        return self._closed is not None
-
-    @property
-    def reason(self) -> str:
-        """Why the pool is closed; empty while it is open."""
-        return self._closed or ""
-
-    @property
-    def generation(self) -> int:
-        """How often the ranks have joined a process group; groups made in an earlier generation are no more."""
-        return self._meetings
 
     @property
     def pids(self) -> list[int]:

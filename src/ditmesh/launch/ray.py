@@ -21,7 +21,7 @@ from typing import Any
 from .._version import library_versions
 from ..errors import ConfigError, RankFailed
 from . import failures
-from .backend import Conversing, OnMessage, Watch
+from .backend import OnMessage, StayingRanks, Watch
 from .devices import DeviceChoice, DeviceKind, check_timeout, stay_on_loopback
 from .failures import Failure, of_exception
 from .messages import encode, encode_call
@@ -38,7 +38,7 @@ WHERE_LIMIT = 2.0  # for a rank to say where it is
 SAME = ("ditmesh", "torch", "diffusers", "python")
 
 
-class RayRanks(Conversing):
+class RayRanks(StayingRanks):
     """Ranks on a Ray cluster, one actor each, placed together where there is room.
 
     Ranks are numbered host by host, so that neighbours share one. The cluster is the one that ``address`` or
@@ -83,9 +83,7 @@ class RayRanks(Conversing):
         check_timeout(timeout)
         ray = self._ray = _import()
         self.world_size, self.timeout = world_size, timeout
-        self._closed: str | None = None
         self._lock = threading.Lock()
-        self._meetings = 0
         self._actors: list[Any] = []
         with contextlib.ExitStack() as undo:
             if not ray.is_initialized():
@@ -158,21 +156,6 @@ class RayRanks(Conversing):
             raise RankFailed(f"the ranks could not {what} within {START_LIMIT:g} s", 0) from None
         except self._ray.exceptions.RayError as error:
             raise RankFailed(f"a rank could not {what}: {str(error).strip().splitlines()[-1]}", 0) from error
-
-    @property
-    def closed(self) -> bool:
-        """Whether these ranks can run nothing more."""
-        return self._closed is not None
-
-    @property
-    def reason(self) -> str:
-        """Why they are closed; empty while they are open."""
-        return self._closed or ""
-
-    @property
-    def generation(self) -> int:
-        """How often the ranks have joined a process group; groups made in an earlier generation are no more."""
-        return self._meetings
 
     def run(
         self,
