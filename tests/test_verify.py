@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import namedtuple
+from collections import Counter, namedtuple
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -238,6 +238,16 @@ class ForgetfulTiles(TiledSequence):
 def run_forgetful(job: Job, tasks: list[Task]) -> list[Run]:
     with mock.patch("ditmesh.strategies.reproducible.ReproducibleSequence.kind", ForgetfulTiles):
         return run_tasks(job, tasks)
+
+
+def test_stages_are_judged_by_what_the_scheduler_sees(ranks, job, alone):
+    """The first steps of a pipeline of stages are exact; blocks, which run patch by patch, are not shown."""
+    (found,) = verdicts(ranks, job, alone, [ParallelConfig(pipe=2, warmup="fixed(2)")])
+    assert found.passed
+    assert 0 < found.seen < 0.5
+    assert not found.blocks_equal
+    assert (found.first_beyond.step, found.first_beyond.block) == (3, "scheduler")
+    assert found.growth[0].latents < 1e-5
 
 
 def test_reproducible_configurations_are_held_to_the_bit(ranks, job, tmp_path):
@@ -558,6 +568,54 @@ def test_the_command_says_what_fails_and_writes_a_page(model, tmp_path, capfd):
     assert json.loads(files["verify.json"])["configs"] == result["configs"]
 
 
+def test_a_chrome_trace_shows_ranks_side_by_side_and_what_hides(model, tmp_path, capfd):
+    """Every block of every step, every message where the traffic counter has it, and each wait after its posting."""
+    file = tmp_path / "verify.trace.json"
+    code = command(
+        "--configs", "ring=2", "--configs", "ring=2 exchange=displaced warmup=fixed(1)", "--model", model,
+        "--prompt", "a red fox", "--steps", "4", "--guidance", "1", "--threads", "1", "--device", "cpu", "--json",
+        "--trace", file,
+    )  # fmt: skip
+    captured = capfd.readouterr()
+    assert code == 0, captured.err
+    result = json.loads(captured.out)
+    assert result["trace"] == str(file)
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    stale = [name for name in names.values() if "displaced" in name]
+    assert sorted(names.values()) == sorted(
+        ["one device, rank 0", "ring=2, rank 0", "ring=2, rank 1", stale[0], stale[0][:-1] + "1"]
+    )
+    for process, name in names.items():
+        mine = [event for event in events if event["pid"] == process]
+        blocks = [event for event in mine if event.get("cat") == "blocks"]
+        assert Counter(event["name"] for event in blocks) == {f"transformer_blocks.{index}": 4 for index in (0, 1)}
+        assert all(event["dur"] > 0 for event in blocks)
+        waits = [event for event in mine if event.get("cat") == "waiting for ranks"]
+        begun = {event["id"]: event["ts"] for event in mine if event["ph"] == "b"}
+        ended = {event["id"]: event["ts"] for event in mine if event["ph"] == "e"}
+        assert len(waits) == len(begun) == len(ended)
+        if name.startswith("one device"):
+            assert not waits
+            continue
+        assert all(begun[one] <= ended[one] for one in begun)
+        attention = sum(event["args"]["bytes_sent"] for event in waits if event["name"] == "ring shift")
+        config = result["configs"]["displaced" in name]
+        if "displaced" not in name:
+            # Keys and values of both blocks, posted before this rank's own attention and waited for after it.
+            assert attention > 0
+            assert min(ended[one] - begun[one] for one in begun) > 0
+        overlap = config["overlap"]["ring"]
+        assert 0 <= overlap["waited"] <= overlap["under_way"]
+        assert 0 < overlap["sent"] <= config["bytes_sent"]["ring"]
+    inside = next(e for e in events if e["name"] == "transformer_blocks.0" and names[e["pid"]] == "ring=2, rank 0")
+    assert any(
+        event["name"] == "ring shift" and inside["ts"] <= event["ts"] <= inside["ts"] + inside["dur"]
+        for event in events
+        if event["pid"] == inside["pid"]
+    )
+
+
 def test_the_command_in_words(model, tmp_path, capfd):
     assert command("cfg=2", "--model", model, "--prompt", "a red fox", "--steps", "2", "--threads", "1") == 0
     said = capfd.readouterr().out
@@ -579,7 +637,8 @@ BAD = [
     (("ring=2", "--model", "./nowhere"), ("'./nowhere'", "no such folder")),
     (("ring=2", "--threads", "0"), ("--threads 0",)),
     (("ring=2", "--timeout", "0"), ("--timeout 0",)),
-    (("ring=2", "--html", "FOLDER"), ("is a folder",)),
+    (("ring=2", "--html", "FOLDER"), ("--html", "is a folder")),
+    (("ring=2", "--trace", "FOLDER"), ("--trace", "is a folder")),
     (("ring=2", "--no-prompt"), ("there is no prompt",)),
 ]
 

@@ -54,6 +54,12 @@ class CompareOptions:
         ),
     ] = 4.0
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page with pictures and curves.")] = None
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Write when ranks compute and wait, as a Chrome trace (ui.perfetto.dev reads it)."
+        ),
+    ] = None
 
 
 @with_groups
@@ -100,7 +106,7 @@ def verify(
         raise InputError('there is no configuration to verify; write one, such as "ulysses=2", or say --all 2')
     if pictures.num_images > MOST_TOGETHER:
         raise InputError(f"--num-images {pictures.num_images}: verify compares one call's; use {MOST_TOGETHER} at most")
-    page_at = _page_at(comparing.html)
+    page_at, trace_at = _file_at(comparing.html, "--html"), _file_at(comparing.trace, "--trace")
     room = comparing.trace_dir if comparing.trace_dir is not None else tempfile.gettempdir()
     check_folder(room, "--trace-dir")
     default = ["a red fox"] if model is None and pictures.prompts_file is None else None
@@ -113,6 +119,8 @@ def verify(
     job = fetched(replace(job, dtype=ranks.dtype_on(kind)), info)
     made_by = None if page_at is None else provenance(context.obj or ())
     result, page = _verify(job, asked, offered, kind, ranks, comparing, made_by)
+    if trace_at is not None:
+        result["trace"] = str(trace_at)
     if page_at is not None and page is not None:
         page.write(page_at)
         result["html"] = str(page_at)
@@ -139,16 +147,16 @@ def _checked(job: Job, info: ModelInfo, asked: Sequence[ParallelConfig], all_of:
     return [config for config in sensible(all_of, info, job.images, guided, job.size) if config not in asked]
 
 
-def _page_at(html: str | None) -> Path | None:
-    """Where the page goes, if it can be written there."""
+def _file_at(name: str | None, option: str) -> Path | None:
+    """Where a file goes, if it can be written there."""
     from ..generate.job import check_folder
 
-    if html is None:
+    if name is None:
         return None
-    if not html or Path(html).is_dir():
-        raise InputError(f"--html {html!r} is a folder; give the name of a file in it")
-    check_folder(Path(html).parent, "--html")
-    return Path(html)
+    if not name or Path(name).is_dir():
+        raise InputError(f"{option} {name!r} is a folder; give the name of a file in it")
+    check_folder(Path(name).parent, option)
+    return Path(name)
 
 
 def _verify(
@@ -164,6 +172,7 @@ def _verify(
     from ..launch import default_threads, guarded_folder, launcher
     from ..quality import perceptual
     from ..tools.verify.runs import Task, budget_of, name_of, reference_of, run_tasks
+    from ..tools.verify.timeline import write_chrome_trace
     from ..tools.verify.verdicts import judge
 
     configs = [*asked, *offered]
@@ -191,7 +200,8 @@ def _verify(
                 every = pool.run(run_tasks, job, tasks, on_message=begin)
             return [list(of_ranks) for of_ranks in zip(*every, strict=True)]
 
-        tasks = [Task(reference, traces[reference], writes=True, budget=budget) for reference in references]
+        timed = comparing.trace is not None
+        tasks = [Task(reference, traces[reference], True, budget, timed) for reference in references]
         for reference, (done,) in zip(references, run(1, tasks), strict=True):
             alone[name_of(reference)] = done
         for devices in sorted({config.world_size for config in configs}):
@@ -200,7 +210,11 @@ def _verify(
                 for config in configs
                 if config.world_size == devices and not alone[name_of(reference_of(config))].refused
             ]
-            done = run(devices, [Task(config, traces[reference_of(config)]) for config in mine]) if mine else []
+            done = (
+                run(devices, [Task(config, traces[reference_of(config)], timeline=timed) for config in mine])
+                if mine
+                else []
+            )
             runs |= {name_of(config): of_ranks for config, of_ranks in zip(mine, done, strict=True)}
         progress.update(task, description="comparing")
         learned = perceptual.available()
@@ -214,6 +228,10 @@ def _verify(
             if found.refused and config in asked:
                 raise ConfigError(f"{name}: {found.refused}")
             verdicts.append(found)
+    if comparing.trace is not None:
+        every = {name: [one] for name, one in alone.items()} | runs
+        timelines = {name: [run.timeline for run in of_ranks if run.timeline] for name, of_ranks in every.items()}
+        write_chrome_trace(comparing.trace, [(name, found) for name, found in timelines.items() if found])
     rank_0 = {name: of_ranks[0] for name, of_ranks in runs.items()}
     where = {"device": kind, "threads": threads}
     return _result(job, verdicts, alone, where, rank_0, made_by)
@@ -300,7 +318,7 @@ def _say(result: dict[str, Any]) -> None:
             )
     for verdict in result["configs"]:
         lines += _lines(verdict)
-    for line in [*lines, *([result["html"]] if "html" in result else [])]:
+    for line in [*lines, *(result[file] for file in ("html", "trace") if file in result)]:
         console.print(line, markup=False, soft_wrap=True)
 
 
@@ -324,10 +342,19 @@ def _lines(verdict: dict[str, Any]) -> list[str]:
                 f"{name}: difference of the latents {_error(start['latents'])} after step {start['step']}, "
                 f"{_error(end['latents'])} after step {end['step']}"
             )
+    for axis, found in verdict["overlap"].items():
+        hidden = 1 - found["waited"] / found["under_way"] if found["under_way"] else 1.0
+        lines.append(
+            f"{name}: {axis}: {found['messages']} messages under way for {found['under_way']:.3f} s, ranks waited "
+            f"{found['waited']:.3f} s for them; {hidden:.0%} was beside computation"
+        )
     if not verdict["repeats"]:
         lines.append(f"{name}: two runs of it gave different bits")
     if verdict["seen"] < 1:
-        lines.append(f"{name}: {verdict['seen']:.1%} of one device's tensors were compared; the rest was not computed")
+        lines.append(
+            f"{name}: {verdict['seen']:.1%} of one device's tensors were compared; the rest was not computed, or "
+            "stages do not show it"
+        )
     return lines
 
 

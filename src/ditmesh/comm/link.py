@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import reduce
 from math import prod
@@ -16,13 +17,17 @@ from torch import Tensor
 from .shared import SharedChannel
 from .state import Header, PeerError, RequestState, Traffic, raise_for_peer
 
+# Nobody looks at a message.
+_UNSEEN = nullcontext()
+
 
 class Transfer:
     """Tensors on their way from other ranks.
 
     Holds the buffers of what is received and sent, and the process group's handles, until `wait`: gloo hangs when a
     send's handle is dropped, and a buffer must outlive its transfer. ``messages`` are functions that wait for more
-    tensors, which come after ``received``; ``link`` is the link's name, for error messages; ``state`` counts waiting.
+    tensors, which come after ``received``; ``link`` is the link's name, for error messages; ``state`` counts waiting;
+    ``watched`` is entered while `wait` waits.
     """
 
     def __init__(
@@ -33,8 +38,9 @@ class Transfer:
         messages: Sequence[Callable[[timedelta | None], list[Tensor]]] = (),
         link: str = "",
         state: RequestState | None = None,
+        watched: AbstractContextManager[object] = _UNSEEN,
     ) -> None:
-        self._state = state or RequestState()
+        self._state, self._watched = state or RequestState(), watched
         self._received, self._sent = list(received), list(sent)
         self._works, self._messages = list(works), list(messages)
         self._link = link
@@ -58,15 +64,16 @@ class Transfer:
         if self._cancelled:
             raise PeerError(f"the request of this transfer over the {self._link} link is over; call the model again")
         limit = () if timeout is None else (timeout,)
-        while self._works:
-            try:
-                with self._state.waiting():
-                    self._works.pop(0).wait(*limit)
-            except RuntimeError as error:
-                raise_for_peer(self._link, error)
-        self._sent.clear()
-        while self._messages:
-            self._received += self._messages.pop(0)(timeout)
+        with self._watched:
+            while self._works:
+                try:
+                    with self._state.waiting():
+                        self._works.pop(0).wait(*limit)
+                except RuntimeError as error:
+                    raise_for_peer(self._link, error)
+            self._sent.clear()
+            while self._messages:
+                self._received += self._messages.pop(0)(timeout)
         return self._received
 
 
@@ -145,6 +152,12 @@ class Link:
         if self.traffic.observer is not None:
             self.traffic.observer(self.name, kind)
 
+    def _watch(self, kind: str, sent: int) -> AbstractContextManager[object]:
+        """Show that a message is posted; what is returned is entered to wait for it. No part of a compiled graph."""
+        if torch.compiler.is_compiling() or self.traffic.watcher is None:
+            return _UNSEEN
+        return self.traffic.watcher.post(self.name, kind, sent)
+
     def _together(self, collective: Callable[..., Any], *tensors: Any) -> None:
         """Run a collective of the process group."""
         if torch.compiler.is_compiling():
@@ -190,7 +203,9 @@ class Link:
     ) -> list[list[Tensor]]:
         me, others, sample = self.rank, self._others, outgoing[self.rank][0]
         if (shared := self._shared) is not None:
-            self.traffic.add(self.name, sum(t.nbytes for peer in others for t in outgoing[peer]))
+            sent = sum(t.nbytes for peer in others for t in outgoing[peer])
+            self.traffic.add(self.name, sent)
+            watched = self._watch(kind, sent)
             if kind == "all_gather":
                 # One message for all.
                 shared.send(kind, outgoing[me], others)
@@ -201,7 +216,8 @@ class Link:
                 peer: shared.expect(kind, [(tuple(shape), sample.dtype) for shape in shapes[peer]], peer)
                 for peer in others
             }
-            return [list(outgoing[me]) if peer == me else receive[peer](None) for peer in range(self.size)]
+            with watched:
+                return [list(outgoing[me]) if peer == me else receive[peer](None) for peer in range(self.size)]
         in_splits = [0 if peer == me else sum(t.numel() for t in parts) for peer, parts in enumerate(outgoing)]
         out_splits = [0 if peer == me else sum(map(prod, wanted)) for peer, wanted in enumerate(shapes)]
         # One message per peer: the tensors for it lie one after the other.
@@ -215,8 +231,9 @@ class Link:
             chunks, places = send.split(in_splits), receive.split(out_splits)
             self._start(kind, [([chunks[p]], [p]) for p in others], [([places[p]], p) for p in others]).wait()
         else:
-            self._together(dist.all_to_all_single, receive, send, out_splits, in_splits)
-        self.traffic.add(self.name, send.numel() * send.element_size())
+            with self._watch(kind, send.nbytes):
+                self._together(dist.all_to_all_single, receive, send, out_splits, in_splits)
+        self.traffic.add(self.name, send.nbytes)
         return [
             list(outgoing[me]) if peer == me else _views(chunk, shapes[peer])
             for peer, chunk in enumerate(receive.split(out_splits))
@@ -264,11 +281,13 @@ class Link:
             return tensor
         self._enter("all_reduce")
         tensor = tensor.contiguous()
+        sent = 2 * (self.size - 1) * tensor.nbytes // self.size
         if self._shared is None:
-            self._together(dist.all_reduce, tensor)
+            with self._watch("all_reduce", sent):
+                self._together(dist.all_reduce, tensor)
         else:
             self._sum(tensor.view(-1))
-        self.traffic.add(self.name, 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size)
+        self.traffic.add(self.name, sent)
         return tensor
 
     def all_reduce_async(self, tensor: Tensor) -> Callable[[timedelta | None], Tensor]:
@@ -342,7 +361,8 @@ class Link:
             return tensor
         self._enter("broadcast")
         if self._shared is None:
-            self._together(dist.broadcast, tensor, self.ranks[source])
+            with self._watch("broadcast", (self.size - 1) * tensor.nbytes if self.rank == source else 0):
+                self._together(dist.broadcast, tensor, self.ranks[source])
         elif self.rank == source:
             self._start("broadcast", [([tensor], self._others)], [])
         else:
@@ -377,11 +397,12 @@ class Link:
         ``outgoing`` are tensors and the ranks of the group that all of them go to; ``incoming`` are tensors of the
         shapes and dtypes of what comes, which may take it, and the rank it comes from.
         """
+        watched = self._watch(kind, sum(t.nbytes for tensors, to in outgoing for t in tensors for _ in to))
         if (shared := self._shared) is not None:
             for tensors, to in outgoing:
                 shared.send(kind, tensors, to)
             messages = [shared.expect(kind, [(tuple(t.shape), t.dtype) for t in like], peer) for like, peer in incoming]
-            return Transfer(messages=messages, link=self.name)
+            return Transfer(messages=messages, link=self.name, watched=watched)
         sent = [([tensor.contiguous() for tensor in tensors], to) for tensors, to in outgoing]
         # Empty tensors are not sent: both sides know the shapes, and not every backend carries zero bytes.
         moves = [(dist.irecv, t, peer) for tensors, peer in incoming for t in tensors if t.numel()]
@@ -405,6 +426,7 @@ class Link:
             [work for work in works if work is not None],
             link=self.name,
             state=self._state,
+            watched=watched,
         )
         self._transfers.add(transfer)
         return transfer

@@ -11,10 +11,10 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -76,6 +76,14 @@ class RequestState:
             raise PeerError(self.refusal)
 
 
+class MessageWatcher(Protocol):
+    """Sees messages from their posting to the end of waiting for them."""
+
+    def post(self, axis: str, kind: str, sent: int) -> AbstractContextManager[object]:
+        """A message or collective of ``sent`` bytes is posted now; what is returned is entered to wait for it."""
+        ...
+
+
 class Traffic:
     """Bytes this rank has sent to other ranks and messages posted, by axis name.
 
@@ -85,9 +93,11 @@ class Traffic:
     Attributes:
         observer: called as ``observer(axis, kind)`` before every operation of a link, where ``kind`` is the link's
             method; what it raises, the operation raises. For tests and measurements; None: nobody looks.
+        watcher: sees when tensors are posted and waited for; None: nobody looks.
     """
 
     def __init__(self) -> None:
+        self.watcher: MessageWatcher | None = None
         self.observer: Callable[[str, str], None] | None = None
         self.bytes_sent: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ...generate.model_info import ModelInfo
+    from .timeline import RankTimeline
     from .tracing import Part, Recorder, Spot
 
 # Bytes that the values of one trace may take on disk, and those without which a trace is not begun.
@@ -114,6 +115,7 @@ class Run:
         parts, unknown: results of the comparison, when there was one.
         stride: every so manieth channel is in the trace, when one was written.
         refused: why this configuration cannot run, if it cannot.
+        timeline: of the first unrecorded call, when it was asked for.
     """
 
     pictures: tuple[np.ndarray, ...] = ()
@@ -125,6 +127,7 @@ class Run:
     unknown: tuple[Spot, ...] = ()
     stride: int = 1
     refused: str | None = None
+    timeline: RankTimeline | None = None
 
 
 @dataclass(frozen=True)
@@ -136,12 +139,14 @@ class Task:
         trace: folder of one device's trace: written by the one device, read by all others.
         writes: whether this run is the one device.
         budget: bytes that the values of the trace may take, about.
+        timeline: record when this rank computes and waits.
     """
 
     config: ParallelConfig | None
     trace: str
     writes: bool = False
     budget: float = TRACE_BUDGET
+    timeline: bool = False
 
 
 def budget_of(folder: str | Path, traces: int, wanted: float = TRACE_BUDGET) -> float:
@@ -226,7 +231,8 @@ def _run(job: Job, pipe: Any, task: Task, rank: int) -> Run:
     import torch.distributed as dist
 
     from ...core.digests import digest
-    from ...engine import engine_of
+    from ...engine import denoisers, engine_of, find_layout
+    from .timeline import TimelineRecorder
     from .tracing import Recorder, Trace, TraceComparer, TraceWriter
 
     steps = call_arguments(job, pipe, 0)["num_inference_steps"]
@@ -251,7 +257,15 @@ def _run(job: Job, pipe: Any, task: Task, rank: int) -> Run:
         # The clock starts when all are here.
         dist.barrier()
     started = time.perf_counter()
-    pictures = [_generate(job, pipe, number) for number in range(job.calls)]
+    timeline = None
+    if task.timeline:
+        models = [(model, [one.blocks for one in find_layout(model).regions]) for model in denoisers(pipe)]
+        with TimelineRecorder(pipe, models, traffic if task.config is not None else None) as recorder:
+            pictures = [_generate(job, pipe, 0)]
+        timeline = recorder.result()
+    else:
+        pictures = [_generate(job, pipe, 0)]
+    pictures += [_generate(job, pipe, number) for number in range(1, job.calls)]
     seconds = time.perf_counter() - started
     digests = tuple(map(digest, pictures))
     return Run(
@@ -263,6 +277,7 @@ def _run(job: Job, pipe: Any, task: Task, rank: int) -> Run:
         parts=() if task.writes else tuple(sink.parts),
         unknown=() if task.writes else tuple(sink.unknown),
         stride=(sink.stride or 1) if task.writes else 1,
+        timeline=timeline,
     )
 
 

@@ -28,6 +28,7 @@ from ...engine import DENOISERS, ENGINE, Engine, denoisers, find_layout
 from ...layout import Region, TokenLayout
 from ...quality.metrics import absolute_error, token_digests
 from ...strategies.hooks import Piece, Tap
+from ...strategies.pipefusion.lazy import whole_of
 
 SCHEDULER = "scheduler"
 
@@ -97,16 +98,22 @@ class Recorder:
             for model in models:
                 undo.callback(model.register_forward_pre_hook(lambda *_: sink.end_call(), prepend=True).remove)
                 tap = functools.partial(self._observe, names[id(model)] if len(models) > 1 else "")
-                hooks = [hooks for hooks in engine.hooks if hooks.model is model] if engine is not None else []
-                for one in hooks:
-                    one.tap = tap
-                    undo.callback(setattr, one, "tap", None)
-                if not hooks:
-                    undo.callback(watch_blocks(model, find_layout(model), tap))
+                # Stages run patches; the forward that could be watched only plans that, with no values.
+                if engine is None or not engine.pipes:
+                    self._watch_blocks(undo, engine, model, tap)
                 if self._own_clock is not None:
                     undo.callback(self._own_clock.watch(model, timestep_of(model)))
             undo.callback(Patch(pipe.scheduler, "step", self._stepping(pipe.scheduler.step)))
             self._undo = undo.pop_all()
+
+    @staticmethod
+    def _watch_blocks(undo: ExitStack, engine: Engine | None, model: nn.Module, tap: Tap) -> None:
+        hooks = [hooks for hooks in engine.hooks if hooks.model is model] if engine is not None else []
+        for one in hooks:
+            one.tap = tap
+            undo.callback(setattr, one, "tap", None)
+        if not hooks:
+            undo.callback(watch_blocks(model, find_layout(model), tap))
 
     def begin(self, request: int) -> None:
         """A call of the pipeline is about to start."""
@@ -121,7 +128,8 @@ class Recorder:
         if self._own_clock is not None:
             self._own_clock.end_request()
         for step, name, value in self._held:
-            flat = value.detach()
+            # Of stages a tensor may still be in patches; every rank asks for the same ones in the same order.
+            flat = whole_of(value).detach()
             # (B, ·, W): rows first, and a last dimension to digest.
             flat = flat.reshape(flat.shape[0], -1, flat.shape[-1]) if flat.dim() > 1 else flat.reshape(1, 1, -1)
             self.sink.take(Spot(self.request, step, 0, SCHEDULER, name), flat, 0, 1, 0)

@@ -16,6 +16,7 @@ from ...quality import metrics
 from ...recipe import promise_of
 from ...strategies.base import Promise
 from .runs import Run, name_of, reference_of
+from .timeline import Overlap, overlaps
 from .tracing import SCHEDULER, Compared, Trace, merge
 
 # Largest relative difference of latents and pictures that rounding explains, by type of the weights. Measured with the
@@ -86,6 +87,7 @@ class Verdict:
         seconds, one_device_seconds: unrecorded, without loading; bytes_sent: then, by axis, all ranks together.
         first_bit, first_beyond: where it first differs at all, and beyond the tolerance.
         growth: difference per step; heat: the largest by block and step, over all prompts and streams.
+        overlap: how far messages of the first call hid behind computation, by axis, where that was recorded.
     """
 
     config: str
@@ -115,6 +117,7 @@ class Verdict:
     first_beyond: Divergence | None = None
     growth: tuple[Step, ...] = ()
     heat: dict[str, dict[int, float]] = field(default_factory=dict)
+    overlap: dict[str, Overlap] = field(default_factory=dict)
 
     @property
     def judged(self) -> bool:
@@ -192,7 +195,7 @@ def judge(
         **_worst(pictures),
         passed=equal if promise == "bits" else tolerance is None or error <= tolerance,
         equal=equal,
-        blocks_equal=all(one.equal for one in compared) and not any(run.unknown for run in runs),
+        blocks_equal=all(one.equal and one.seen == 1 for one in compared) and not any(run.unknown for run in runs),
         seen=sum(one.seen for one in compared) / len(compared) if compared else 0.0,
         repeats=all(run.repeats for run in runs),
         error=error,
@@ -205,6 +208,7 @@ def judge(
         first_beyond=_first(compared, lambda one: not one.error <= beyond),
         growth=_growth(compared),
         heat=_heat(compared),
+        overlap=overlaps([run.timeline for run in runs if run.timeline is not None]),
     )
 
 
