@@ -144,3 +144,67 @@ def test_transfers_hide_behind_compute(ranks, world):
     """Each transfer is posted before a block is computed and waited for after it."""
     expected = ["post", "compute", "wait"] * (world - 1) + ["compute"]
     assert ranks(world).run(ring_events, {"ring": world}) == [expected] * world
+
+
+class _Watched:
+    """What is posted and waited for, in order."""
+
+    def __init__(self) -> None:
+        self.events = []
+
+    def post(self, axis, kind, sent):
+        from contextlib import contextmanager
+
+        @contextmanager
+        def waiting():
+            self.events.append(("wait", axis, kind))
+            yield
+
+        self.events.append(("post", axis, kind))
+        return waiting()
+
+
+def in_chunks(name, config, size):
+    """One forward in chunks: against the unmodified model, with bytes sent and the order of one block's exchanges."""
+    import torch
+
+    from ditmesh.attention.mixer import Mixer
+    from support.models import inputs, run
+    from support.parity import relative_error
+
+    model, arguments = tiny(name), inputs(name, size, True)
+    truth = run(model, arguments)
+    watched, compute = _Watched(), Mixer._compute
+
+    def noted(self, *given):
+        watched.events.append(("compute", given[0][0].shape[1]))
+        return compute(self, *given)
+
+    with ditmesh.parallelized(model, config), mock.patch.object(Mixer, "_compute", noted):
+        traffic = ditmesh.engine_of(model).mesh.traffic
+        traffic.watcher = watched
+        value = run(model, arguments)
+        sent = dict(traffic.bytes_sent)
+    mine = [one for one in watched.events if one[0] == "compute" or one[1:] == ("ulysses", "all_to_all")]
+    return torch.equal(value, truth), relative_error(value, truth), sent, mine
+
+
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
+@pytest.mark.parametrize("config", [{"ulysses": 2}, {"ulysses": 3}, {"ulysses": 2, "ring": 2}], ids=str)
+def test_chunks_of_heads_travel_beside_attention(ranks, config, shared_memory):
+    """The same bits and bytes as all heads at once; every chunk is on its way before the first is computed."""
+    config = {**config, "text": "shard", "shared_memory": shared_memory}
+    pool = ranks(ranks_of(config))
+    for model in ("SD3", "PixArt"):
+        whole = pool.run(parity, model, config, RAGGED)
+        for result, (equal, error, sent, events) in zip(
+            whole, pool.run(in_chunks, model, {**config, "chunks": 2}, RAGGED), strict=True
+        ):
+            assert equal == result["equal"]
+            assert error <= TOLERANCE
+            assert sent == result["sent"]
+            kinds = [event[0] for event in events]
+            if "ring" in config:
+                assert kinds[:2] == ["post", "post"]
+                continue
+            assert kinds[:8] == ["post", "post", "wait", "compute", "post", "wait", "compute", "post"]

@@ -83,6 +83,9 @@ class ParallelConfig(BaseModel):
             arXiv:2310.01889.
         ulysses: degree of Ulysses sequence parallelism (all-to-all between heads and sequence). Jacobs et
             al. 2023, arXiv:2309.14509. Does not have to divide the number of heads, but cannot exceed it.
+        chunks: parts that a Ulysses rank's heads are traded and computed in, one while others travel: of use where
+            links are slow, between hosts. The result is the same to the bit. Not for gradients and reproducible mode,
+            which trade all heads at once.
         tensor: degree of tensor parallelism (weights cut by column and row). Shoeybi et al. 2019,
             arXiv:1909.08053.
         text: what happens to a text stream that the blocks update: ``"shard"`` cuts it over the sequence
@@ -140,6 +143,9 @@ class ParallelConfig(BaseModel):
     cfg: Annotated[int, Setting("Ranks that share the guidance branches.")] = Field(default=1, ge=1, le=MOST)
     ring: Annotated[int, Setting("Degree of ring attention.")] = Field(default=1, ge=1, le=MOST)
     ulysses: Annotated[int, Setting("Degree of Ulysses sequence parallelism.")] = Field(default=1, ge=1, le=MOST)
+    chunks: Annotated[int, Setting("Parts that Ulysses trades heads in, one while others travel.")] = Field(
+        default=1, ge=1, le=MOST
+    )
     tensor: Annotated[int, Setting("Degree of tensor parallelism.")] = Field(default=1, ge=1, le=MOST)
     pipe: Annotated[int, Setting("Stages of PipeFusion: each has some of the blocks.")] = Field(
         default=1, ge=1, le=MOST

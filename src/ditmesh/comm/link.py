@@ -186,58 +186,101 @@ class Link:
         Returns:
             What every rank sent, contiguous; in this rank's own place what it gave itself, untouched.
         """
+        return self._exchange("all_to_all", outgoing, shapes)()
+
+    def all_to_all_async(
+        self, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
+    ) -> Callable[[], list[list[Tensor]]]:
+        """`all_to_all` that returns at once: a function that waits for the others'. Call it once.
+
+        The outgoing tensors may be written to at once.
+        """
         return self._exchange("all_to_all", outgoing, shapes)
 
     def _exchange(
         self, kind: str, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
-    ) -> list[list[Tensor]]:
+    ) -> Callable[[], list[list[Tensor]]]:
         if self.size == 1:
-            return [list(outgoing[0])]
+            return lambda: [list(outgoing[0])]
         if not any(outgoing) and not any(shapes):
-            return [[] for _ in outgoing]
+            return lambda: [[] for _ in outgoing]
         self._enter(kind)
-        return self._all_to_all(kind, outgoing, shapes)
+        mine = list(outgoing[self.rank])
+        if self._shared is not None:
+            return self._exchange_shared(self._shared, kind, outgoing, shapes, mine)
+        return self._exchange_packed(kind, outgoing, shapes, mine)
 
-    def _all_to_all(
-        self, kind: str, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
-    ) -> list[list[Tensor]]:
-        me, others, sample = self.rank, self._others, outgoing[self.rank][0]
-        if (shared := self._shared) is not None:
-            sent = sum(t.nbytes for peer in others for t in outgoing[peer])
-            self.traffic.add(self.name, sent)
-            watched = self._watch(kind, sent)
-            if kind == "all_gather":
-                # One message for all.
-                shared.send(kind, outgoing[me], others)
-            else:
-                for peer in others:
-                    shared.send(kind, outgoing[peer], [peer])
-            receive = {
-                peer: shared.expect(kind, [(tuple(shape), sample.dtype) for shape in shapes[peer]], peer)
-                for peer in others
-            }
+    def _exchange_shared(
+        self,
+        shared: SharedChannel,
+        kind: str,
+        outgoing: Sequence[Sequence[Tensor]],
+        shapes: Sequence[Sequence[tuple[int, ...]]],
+        mine: list[Tensor],
+    ) -> Callable[[], list[list[Tensor]]]:
+        me, others, dtype = self.rank, self._others, mine[0].dtype
+        sent = sum(t.nbytes for peer in others for t in outgoing[peer])
+        self.traffic.add(self.name, sent)
+        watched = self._watch(kind, sent)
+        if kind == "all_gather":
+            # One message for all.
+            shared.send(kind, mine, others)
+        else:
+            for peer in others:
+                shared.send(kind, outgoing[peer], [peer])
+        receive = {
+            peer: shared.expect(kind, [(tuple(shape), dtype) for shape in shapes[peer]], peer) for peer in others
+        }
+
+        def wait() -> list[list[Tensor]]:
             with watched:
-                return [list(outgoing[me]) if peer == me else receive[peer](None) for peer in range(self.size)]
+                return [mine if peer == me else receive[peer](None) for peer in range(self.size)]
+
+        return wait
+
+    def _exchange_packed(
+        self,
+        kind: str,
+        outgoing: Sequence[Sequence[Tensor]],
+        shapes: Sequence[Sequence[tuple[int, ...]]],
+        mine: list[Tensor],
+    ) -> Callable[[], list[list[Tensor]]]:
+        """Over the process group, one message per peer: the tensors for it lie one after the other."""
+        me, others, sample = self.rank, self._others, mine[0]
         in_splits = [0 if peer == me else sum(t.numel() for t in parts) for peer, parts in enumerate(outgoing)]
         out_splits = [0 if peer == me else sum(map(prod, wanted)) for peer, wanted in enumerate(shapes)]
-        # One message per peer: the tensors for it lie one after the other.
         send = sample.new_empty(sum(in_splits))
         parts = [part for peer in others for part in outgoing[peer]]
         for place, part in zip(_views(send, [part.shape for part in parts]), parts, strict=True):
             place.copy_(part)
         receive = sample.new_empty(sum(out_splits))
+        self.traffic.add(self.name, send.nbytes)
+        transfer = None
         if self._matches:
             # gloo takes a short message for a long one, and ends the process over the opposite: tags tell them apart.
             chunks, places = send.split(in_splits), receive.split(out_splits)
-            self._start(kind, [([chunks[p]], [p]) for p in others], [([places[p]], p) for p in others]).wait()
+            transfer = self._start(kind, [([chunks[p]], [p]) for p in others], [([places[p]], p) for p in others])
+        elif torch.compiler.is_compiling():
+            dist.all_to_all_single(receive, send, out_splits, in_splits, group=self.group)
         else:
-            with self._watch(kind, send.nbytes):
-                self._together(dist.all_to_all_single, receive, send, out_splits, in_splits)
-        self.traffic.add(self.name, send.nbytes)
-        return [
-            list(outgoing[me]) if peer == me else _views(chunk, shapes[peer])
-            for peer, chunk in enumerate(receive.split(out_splits))
-        ]
+            watched = self._watch(kind, send.nbytes)
+            try:
+                work = dist.all_to_all_single(receive, send, out_splits, in_splits, group=self.group, async_op=True)
+            except RuntimeError as error:
+                raise_for_peer(self.name, error)
+            assert work is not None
+            transfer = Transfer((), [send], [work], link=self.name, state=self._state, watched=watched)
+            self._transfers.add(transfer)
+
+        def wait() -> list[list[Tensor]]:
+            if transfer is not None:
+                transfer.wait()
+            return [
+                mine if peer == me else _views(chunk, shapes[peer])
+                for peer, chunk in enumerate(receive.split(out_splits))
+            ]
+
+        return wait
 
     def all_gather(self, piece: Tensor, lengths: Sequence[int], dim: int) -> Tensor:
         """Every rank's piece, in rank order, along ``dim``; on every rank.
@@ -250,7 +293,7 @@ class Link:
         if self.size == 1:
             return piece
         shapes = [[(*piece.shape[:dim], length, *piece.shape[dim + 1 :])] for length in lengths]
-        parts = self._exchange("all_gather", [[piece]] * self.size, shapes)
+        parts = self._exchange("all_gather", [[piece]] * self.size, shapes)()
         return torch.cat([part for (part,) in parts], dim=dim)
 
     def all_gather_list(
@@ -262,7 +305,7 @@ class Link:
             tensors: this rank's, any strides; all of one dtype.
             shapes: shapes of every rank's tensors.
         """
-        parts = self._exchange("all_gather", [tensors] * self.size, shapes)
+        parts = self._exchange("all_gather", [tensors] * self.size, shapes)()
         if self._shared is None or self.size == 2:
             return parts
         # The other receivers of a message read the same memory.

@@ -86,7 +86,7 @@ class SequenceParallel:
         self.link: Group = mesh.sequence
         ring = mesh.ring.size if self.travels else 1
         self.kernel = local_attention(config.attention, ring, config.reproducible)
-        self.mixer = Mixer(mesh.ulysses, mesh.ring, self.kernel, self.travels)
+        self.mixer = Mixer(mesh.ulysses, mesh.ring, self.kernel, self.travels, config.chunks)
         self.coverage = Coverage()
         # All tokens are here and the model's own attention is wanted: nothing is to be done at a block.
         self.passive = self.link.size == 1 and not self.keeps_keys and config.attention in (None, "native")
@@ -629,12 +629,22 @@ class ExactSequence(TokenStrategy):
 
 
 def traded(step: Step, pieces: int = 1) -> Iterator[Term]:
-    """Tokens against heads and back at every attention that runs once for each of so many pieces."""
+    """Tokens against heads and back at every attention that runs once for each of so many pieces.
+
+    Of ``chunks`` the first one's way there and the last one's way back have no attention beside them.
+    """
     config = step.config
     for _, times, one in step.attentions() if config.ulysses > 1 else ():
         part = (config.ulysses - 1) / config.ulysses / config.sequence / pieces
+        chunks = 1 if config.reproducible else config.chunks
+        behind = step.attention_seconds(one) / pieces * (chunks - 1) / chunks / 2
         for what, size in (("to heads", step.size_of(one)), ("to tokens", step.size_of(one, queries=1, keys=0))):
-            yield step.transfer(f"{what} (ulysses)", ("ulysses",), "all_to_all", size * part, times * pieces)
+            sent, calls = size * part / chunks, times * pieces
+            yield step.transfer(f"{what} (ulysses)", ("ulysses",), "all_to_all", sent, calls)
+            if chunks > 1:
+                beside = behind / (chunks - 1)
+                name = f"{what} (ulysses, other chunks)"
+                yield step.transfer(name, ("ulysses",), "all_to_all", sent, calls * (chunks - 1), beside)
 
 
 def gathered(step: Step) -> Iterator[Term]:
