@@ -294,7 +294,7 @@ def test_the_form_follows_the_model(seen: Seen, backend: Scripted, address: str)
     page = seen.page
     seen.until(lambda: page.input_value("#steps") == "12")
     assert page.input_value("#guidance") == "2"
-    assert "r0: ulysses=2, 2 ranks" in text(seen, "#served")
+    seen.until(lambda: "r0: ulysses=2, 2 ranks" in text(seen, "#served"))
     sizes = page.locator("#size option").evaluate_all("(options) => options.map(({ value }) => value)")
     assert sizes[0] == "64x64"
     assert sizes[-1] == "custom"
