@@ -8,6 +8,7 @@ import re
 import time
 from contextlib import suppress
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -303,6 +304,38 @@ def test_memory_grows_by_regions(ranks):
 
 
 def test_a_processor_that_reorders_stores_does_without(monkeypatch):
-    assert shared._host() is not None
+    assert shared.possible(2)
     monkeypatch.setattr(shared.platform, "machine", lambda: "aarch64")
-    assert shared._host() is None
+    assert not shared.possible(2)
+
+
+def hosts_of_all(same_name: bool) -> tuple[int, ...]:
+    """The hosts of a mesh's ranks, of which the last shows another process's number, as one on another machine has."""
+    from ditmesh.comm import hosts
+
+    class Far:
+        """As `os`, but for the process id of the last rank: here it is another process's."""
+
+        def __getattr__(self, name):
+            return getattr(os, name)
+
+        def getpid(self):
+            return os.getppid() if dist.get_rank() == dist.get_world_size() - 1 else os.getpid()
+
+    name = "alike" if same_name else f"host {dist.get_rank()}"
+    with mock.patch.object(hosts, "os", Far()), mock.patch.object(hosts, "_system", return_value=name):
+        return hosts.find_hosts(None, True).numbers
+
+
+def test_hosts_are_told_apart_by_their_memory_and_not_by_their_names(ranks):
+    assert ranks(3).run(hosts_of_all, True) == [(0, 0, 1)] * 3
+    assert ranks(3).run(hosts_of_all, False) == [(0, 1, 2)] * 3
+    mesh = ranks(3).run(all_near)
+    assert mesh == [((0, 0, 0), "shared memory")] * 3
+
+
+def all_near() -> tuple[tuple[int, ...], str]:
+    mesh, link = opened()
+    found = mesh.hosts.numbers, link.transport
+    mesh.close()
+    return found

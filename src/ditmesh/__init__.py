@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from ._moved import MovedFinder
 from ._version import __version__
-from .errors import ConfigError, DitmeshError, InputDifferenceWarning, InputError, LayoutError, RankFailed, ServerError
+from .errors import (
+    ConfigError,
+    DitmeshError,
+    HostsWarning,
+    InputDifferenceWarning,
+    InputError,
+    LayoutError,
+    MeetingError,
+    RankFailed,
+    ServerError,
+)
 
 if TYPE_CHECKING:
     from .client import AsyncClient, Client
@@ -27,9 +37,11 @@ __all__ = [
     "ConfigError",
     "DesyncError",
     "DitmeshError",
+    "HostsWarning",
     "InputDifferenceWarning",
     "InputError",
     "LayoutError",
+    "MeetingError",
     "Mesh",
     "ParallelConfig",
     "PeerError",

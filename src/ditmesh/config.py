@@ -345,6 +345,14 @@ class ParallelConfig(BaseModel):
         """Product of the degrees of ``axes``."""
         return prod(self.degrees[axis] for axis in axes)
 
+    def groups(self, axes: tuple[str, ...]) -> list[list[int]]:
+        """All sets of ranks that differ only on these axes, which are neighbours in mesh order."""
+        sets: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in enumerate(product(*(range(degree) for degree in self.degrees.values()))):
+            where = tuple(at for axis, at in zip(AXES, place, strict=True) if axis not in axes)
+            sets.setdefault(where, []).append(rank)
+        return list(sets.values())
+
     @property
     def sequence(self) -> int:
         """Degree of sequence parallelism: ring × ulysses."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,12 +22,13 @@ from .config import ParallelConfig
 from .core.clock import CallClock, timestep_of
 from .core.patching import Proceed
 from .core.request import PipelineCall, RequestLeft
-from .errors import ConfigError, InputError, LayoutError
+from .errors import ConfigError, HostsWarning, InputError, LayoutError
 from .first_call import Alone, FirstCall, FirstControl
 from .layout import TokenLayout, layout_of
 from .layout.derive import block_lists
 from .layout.probe import probe
 from .layout.types import GIVEN
+from .planner.across import advice
 from .planner.auto import Call, chosen
 from .recipe import RECIPE, Recipe, check, wanted
 from .staleness.control import StalenessLog, WarmupControl
@@ -427,12 +429,35 @@ def parallelize(
         mesh = Mesh(config, _device_of(models[0]), timeout)
     elif mesh.config.degrees != config.degrees:
         raise ConfigError(f"the mesh is for {mesh.config.describe()}, the configuration for {config.describe()}")
+    _warn_of_hosts(target, models[0], mesh)
     cuts_weights = config.tensor > 1 or config.pipe > 1
     if len(pairs) == len(models) and not (cuts_weights and any(found.source == GIVEN for _, found in pairs)):
         Engine(pairs, config, mesh, owns_mesh, recipe).open(target)
     else:
         _wait_for_a_call(target, models, layouts, config, mesh, owns_mesh, recipe)
     return target
+
+
+def _warn_of_hosts(target: Any, model: nn.Module, mesh: Mesh) -> None:
+    """Say, once for all ranks, that tensor or Ulysses ranks are on several hosts, and what sends less."""
+    if mesh.rank == 0 and any(mesh.hosts.numbers):
+        said = advice(
+            type(model).__name__,
+            getattr(model, "config", {}),
+            layout_of(model),
+            _usual_call(target, model),
+            mesh.config,
+            mesh.hosts.numbers,
+            mesh.device,
+        )
+        if said is not None:
+            warnings.warn(said, HostsWarning, stacklevel=3)
+
+
+def _usual_call(target: Any, model: nn.Module, guidance: bool | None = None, image: int | None = None) -> Call:
+    """What is known of the calls that a pipeline, or a bare transformer, will get."""
+    element = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
+    return Call(None if isinstance(target, nn.Module) else type(target), guidance, image, element=element)
 
 
 def configuration_for(target: Any, *, guidance: bool | None = None, image: int | None = None) -> ParallelConfig:
@@ -452,9 +477,7 @@ def configuration_for(target: Any, *, guidance: bool | None = None, image: int |
         model, layout = models[0], layout_of(models[0])
         # Of a model that does not name its heads one is sure: the ring takes any number of ranks.
         heads = min(heads_of(one, layout_of(one)) or 1 for one in models)
-        element = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
-        pipeline = None if isinstance(target, nn.Module) else type(target)
-        call = Call(pipeline, guidance, image, element=element)
+        call = _usual_call(target, model, guidance, image)
         config = getattr(model, "config", {})
         return chosen(type(model).__name__, config, layout, heads, call, world_size, _device_of(model))
 

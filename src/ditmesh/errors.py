@@ -55,6 +55,10 @@ class RankFailed(DitmeshError, RuntimeError):
         self.pool_open = pool_open
 
 
+class MeetingError(DitmeshError, RuntimeError):
+    """Ranks on several hosts did not come together: one is late or cannot be reached, or has other versions."""
+
+
 class ServerError(DitmeshError, RuntimeError):
     """The server could not do it, or cannot be reached.
 
@@ -70,6 +74,10 @@ class ServerError(DitmeshError, RuntimeError):
 
 class UntestedWarning(UserWarning):
     """A combination of model and strategies that the parity matrix has not run."""
+
+
+class HostsWarning(UserWarning):
+    """A configuration lets ranks on several hosts exchange what is better kept inside of one."""
 
 
 class InputDifferenceWarning(UserWarning):

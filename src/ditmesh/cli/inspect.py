@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import InputError
+from ..errors import ConfigError, InputError
 from .options import AsJson, Size
 from .show import emit
 from .values import parse_size
@@ -26,11 +26,23 @@ def inspect(
     save: Annotated[
         Path | None, typer.Option("--save", metavar="FILE", help="Write the layout as JSON, for TokenLayout.read.")
     ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(metavar="WORDS|FILE", help='A configuration, such as "ulysses=4 cfg=2", for --hosts.'),
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|N,N", help="Say what the configuration sends between so many hosts, or these with so many ranks."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a model's token layout, parameters and token counts; with --check, probe it and compare.
 
     Example: ditmesh inspect ./my-model --size 1024x1024 --check
+
+    ditmesh inspect ./my-model --config "ulysses=4 cfg=2" --hosts 2
 
     Exits with code 1 when --check finds a difference.
     """
@@ -62,6 +74,10 @@ def inspect(
     if check:
         facts["probed"] = as_data(probed) if probed else None
         facts["differences"] = differences
+    if (config is None) != (hosts is None):
+        raise InputError("--config and --hosts say together what travels between hosts; give both or neither")
+    if config is not None and hosts is not None:
+        facts["between_hosts"] = _between(str(model or zoo.path()), (width, height), config, hosts)
     if save is not None:
         try:
             layout.save(save)
@@ -70,6 +86,61 @@ def inspect(
     emit(facts, as_json, partial(_show, layout=layout, check=check))
     if differences:
         raise typer.Exit(1)
+
+
+def _between(model: str, size: tuple[int, int], words: str, hosts: str) -> dict[str, Any]:
+    """What a configuration sends between hosts, as plain data."""
+    from ..costs.between import host_numbers
+    from ..costs.hardware import machine
+    from ..planner.across import better, between_hosts
+    from ..planner.search import Limits, refusal
+    from ..tools.planning.subject import Asked, subject
+    from .values import config_of
+
+    config = config_of(words)
+    numbers = host_numbers(hosts, config.world_size)
+    asked = subject(model, Asked(size=size))
+    if reason := refusal(config, asked.model, Limits(tested=False)):
+        raise ConfigError(reason)
+    hardware = machine("h100", config.world_size)
+    one = between_hosts(config, asked.model, asked.job, hardware, numbers)
+    other = better(one, asked.model, asked.job, hardware, numbers) if one.busy else None
+    return {
+        "config": config.describe(),
+        "hosts": [numbers.count(host) for host in range(max(numbers) + 1)],
+        "element_bytes": asked.job.element,
+        "branches": asked.job.branches,
+        "axes": list(one.axes),
+        "bytes_a_step": one.sent,
+        "bytes_a_synchronous_step": one.synchronous,
+        "better": None if other is None else {"config": other.config.describe(), "bytes_a_step": other.sent},
+    }
+
+
+def _show_between(between: dict[str, Any]) -> None:
+    """Lines about what goes between hosts."""
+    from rich.console import Console
+
+    from ..costs.between import BUSY
+    from ..planner.across import describe_bytes
+
+    def say(text: str) -> None:
+        Console().print(text, highlight=False, soft_wrap=True)
+
+    ranks = " + ".join(map(str, between["hosts"]))
+    say(f"[bold]{between['config']}[/] on {ranks} ranks of {len(between['hosts'])} hosts, predicted, a step:")
+    names = [*between["axes"], *(axis for axis in between["bytes_a_step"] if axis not in between["axes"])]
+    for axis in names:
+        sent = describe_bytes(between["bytes_a_step"].get(axis, 0.0))
+        first = between["bytes_a_synchronous_step"].get(axis, 0.0)
+        late = "" if first == between["bytes_a_step"].get(axis, 0.0) else f" ({describe_bytes(first)} when synchronous)"
+        say(f"  {axis} reaches across hosts: {sent}{late}")
+    if not names:
+        say("  nothing goes between hosts")
+    if set(names) & set(BUSY):
+        best = between["better"]
+        least = best and f"{best['config']} sends {describe_bytes(sum(best['bytes_a_step'].values()))}"
+        say(f"  [yellow]keep ulysses and tensor inside of a host[/]{': ' + least if least else ''}")
 
 
 def _show(facts: dict[str, Any], layout: TokenLayout, check: bool) -> None:
@@ -103,6 +174,8 @@ def _show(facts: dict[str, Any], layout: TokenLayout, check: bool) -> None:
     console.print(table)
     if layout.refused:
         console.print("Derived from the call that sets one: " + ", ".join(layout.refused), highlight=False)
+    if "between_hosts" in facts:
+        _show_between(facts["between_hosts"])
     if check and not facts["differences"]:
         console.print("[green]The probe agrees with this layout.[/]")
     for difference in facts.get("differences", []):

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..errors import InputError, LayoutError, RankFailed, ServerError
+from ..errors import InputError, LayoutError, MeetingError, RankFailed, ServerError
 from ..launch import Terminated, interrupt_behind, interrupts_end, interrupts_raise, leave, torchrun_rank
 from .doctor import doctor
 from .generate import generate
@@ -118,6 +118,10 @@ def _run(arguments: list[str] | None) -> None:
         if isinstance(error.__cause__, (InputError, LayoutError)):
             _leave(str(error.__cause__), 2)
         _leave(str(error), 1)
+    except MeetingError as error:
+        # Each host has its own to say.
+        there = torchrun_rank()
+        _leave(str(error), 1, there is None or there.local_rank == 0)
     except ServerError as error:
         _leave(str(error), 1)
 
@@ -149,14 +153,14 @@ def _deprecations_on_stderr() -> Iterator[None]:
         yield
 
 
-def _leave(message: str, code: int) -> None:
-    _say(message)
+def _leave(message: str, code: int, speaks: bool | None = None) -> None:
+    _say(message, speaks)
     sys.exit(code)
 
 
-def _say(message: str) -> None:
+def _say(message: str, speaks: bool | None = None) -> None:
     # Under torchrun all ranks arrive here; one says it.
-    if not _rank():
+    if not _rank() if speaks is None else speaks:
         print(f"ditmesh: {message}", file=sys.stderr)
 
 

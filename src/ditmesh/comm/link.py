@@ -100,6 +100,8 @@ class Link:
         # Transfers over the process group that may be under way.
         self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._others = [peer for peer in range(self.size) if peer != rank]
+        # Of them those on other hosts.
+        self._far: frozenset[int] = frozenset()
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -124,9 +126,9 @@ class Link:
             transfer.cancel()
         self._group = self._channel = None
 
-    def connect(self, group: dist.ProcessGroup | None, shared: SharedChannel | None) -> None:
-        """Use a process group and, where given, shared memory between the ranks."""
-        self._group, self._channel = group, shared
+    def connect(self, group: dist.ProcessGroup | None, shared: SharedChannel | None, far: Sequence[int] = ()) -> None:
+        """Use a process group and, where given, shared memory between the ranks; ``far`` are those on other hosts."""
+        self._group, self._channel, self._far = group, shared, frozenset(far)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order: anything that can be pickled. Not counted."""
@@ -143,6 +145,10 @@ class Link:
             self._enter("broadcast_object")
             self._together(dist.broadcast_object_list, box, self.ranks[source])
         return box[0]
+
+    def _count_to(self, peer: int, sent: int) -> None:
+        """Count bytes that go to one rank of the group."""
+        self.traffic.add(self.name, sent, sent if peer in self._far else 0)
 
     def _enter(self, kind: str) -> None:
         """Begin an operation; no part of a compiled graph."""
@@ -254,7 +260,8 @@ class Link:
         for place, part in zip(_views(send, [part.shape for part in parts]), parts, strict=True):
             place.copy_(part)
         receive = sample.new_empty(sum(out_splits))
-        self.traffic.add(self.name, send.nbytes)
+        across = sum(in_splits[peer] for peer in self._far)
+        self.traffic.add(self.name, send.nbytes, across * send.element_size())
         transfer = None
         if self._matches:
             # gloo takes a short message for a long one, and ends the process over the opposite: tags tell them apart.
@@ -330,7 +337,7 @@ class Link:
                 self._together(dist.all_reduce, tensor)
         else:
             self._sum(tensor.view(-1))
-        self.traffic.add(self.name, sent)
+        self._count_to((self.rank + 1) % self.size, sent)
         return tensor
 
     def all_reduce_async(self, tensor: Tensor) -> Callable[[timedelta | None], Tensor]:
@@ -367,9 +374,9 @@ class Link:
             shapes: shapes of what the previous rank sends, in the same order; dtypes are those of ``tensors``.
         """
         self._enter("shift")
-        self.traffic.add(self.name, sum(t.nbytes for t in tensors))
         received = [t.new_empty(shape) for t, shape in zip(tensors, shapes, strict=True)]
         following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        self._count_to(following, sum(t.nbytes for t in tensors))
         return self._start("shift", [(tensors, [following])], [(received, previous)])
 
     def send(self, tensors: Sequence[Tensor], to: int) -> Transfer:
@@ -380,7 +387,7 @@ class Link:
             to: rank in the group. It calls `receive` with the same shapes, in the same order.
         """
         self._enter("send")
-        self.traffic.add(self.name, sum(t.nbytes for t in tensors))
+        self._count_to(to, sum(t.nbytes for t in tensors))
         return self._start("send", [(tensors, [to])], [])
 
     def receive(self, tensors: Sequence[Tensor], source: int) -> Transfer:
@@ -412,7 +419,7 @@ class Link:
             # Copied: all receivers read the same memory.
             tensor.copy_(self._start("broadcast", [], [([tensor], source)]).wait()[0])
         if self.rank == source:
-            self.traffic.add(self.name, (self.size - 1) * tensor.numel() * tensor.element_size())
+            self.traffic.add(self.name, (self.size - 1) * tensor.nbytes, len(self._far) * tensor.nbytes)
         return tensor
 
     def all_gather_async(self, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Transfer:
@@ -426,7 +433,8 @@ class Link:
         """
         kind, others = "all_gather_async", self._others
         self._enter(kind)
-        self.traffic.add(self.name, len(others) * sum(t.nbytes for t in outgoing))
+        sent = sum(t.nbytes for t in outgoing)
+        self.traffic.add(self.name, len(others) * sent, len(self._far) * sent)
         return self._start(kind, [(outgoing, others)], [(incoming[peer], peer) for peer in others])
 
     def _start(

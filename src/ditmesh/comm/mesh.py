@@ -24,7 +24,7 @@ from torch import nn
 
 from ..config import AXES, ParallelConfig
 from ..errors import ConfigError
-from . import Link, PeerError, RequestState, SharedChannel, SharedMemory, Traffic
+from . import Hosts, Link, PeerError, RequestState, SharedChannel, SharedMemory, Traffic, find_hosts, possible
 
 # Seconds a collective may wait for a rank that does not come.
 DEFAULT_DEADLINE = 600.0
@@ -88,6 +88,7 @@ class Mesh:
         config: the configuration it was made from.
         device: the device this rank computes on.
         traffic: bytes this rank has sent, by axis.
+        hosts: which ranks share a host.
         world: link over all ranks.
         batch: link over the data and cfg axes, which both share out rows.
         data, cfg: links of the two alone.
@@ -133,6 +134,7 @@ class Mesh:
         self.config, self.device = config, torch.device(device)
         self.rank, self.world_size = dist.get_rank() if initialised else 0, world_size
         self.traffic = Traffic() if links is None else next(iter(links.values())).traffic
+        self.hosts = Hosts.one(world_size)
         self._deadline = timedelta(seconds=timeout)
         self._groups: list[dist.ProcessGroup] = []
         # The group of `gradient_group`, once made.
@@ -181,7 +183,7 @@ class Mesh:
         None for one rank. Made when it is first asked for, which is a collective call of all ranks of the job.
         """
         if not self._averaging and self.config.size_of(AVERAGED) > 1:
-            group, _ = dist.new_subgroups_by_enumeration(self._sets_of(AVERAGED), timeout=self._deadline)
+            group, _ = dist.new_subgroups_by_enumeration(self.config.groups(AVERAGED), timeout=self._deadline)
             assert isinstance(group, dist.ProcessGroup)
             self._averaging.append(group)
         return self._averaging[0] if self._averaging else None
@@ -197,16 +199,8 @@ class Mesh:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def _sets_of(self, axes: tuple[str, ...]) -> list[list[int]]:
-        """All sets of ranks that differ only on these axes."""
-        inner = [AXES.index(axis) for axis in axes]
-        outer = [dim for dim in range(len(AXES)) if dim not in inner]
-        assert inner == sorted(inner), "torch numbers the ranks of a group in ascending order"
-        ranks = torch.arange(self.world_size).reshape(tuple(self.config.degrees.values()))
-        return ranks.permute(*outer, *inner).reshape(-1, self.config.size_of(axes)).tolist()
-
     def _link(self, name: str) -> Link:
-        ranks = next(ranks for ranks in self._sets_of(LINKS[name]) if self.rank in ranks)
+        ranks = next(ranks for ranks in self.config.groups(LINKS[name]) if self.rank in ranks)
         return Link(name, ranks, ranks.index(self.rank), self.traffic, self._state)
 
     def _connect(self) -> None:
@@ -216,16 +210,20 @@ class Mesh:
         if self._control is None:
             # Between hosts, also where the tensors travel between GPUs.
             self._control = self.new_host_group()
-        if self.config.shared_memory and self.device.type == "cpu":
-            self._memory = SharedMemory(len(self._links), self._deadline, self._state, self._control)
+            self.hosts = find_hosts(self._control, possible(self.world_size))
+        if self.config.shared_memory and self.device.type == "cpu" and self.hosts.shares:
+            near = self.hosts.near[self.rank]
+            self._memory = SharedMemory(len(self._links), self._deadline, self._state, self._control, near)
         memory = self._memory
         for number, (name, link) in enumerate(self._links.items()):
             if link.size > 1:
-                group, _ = dist.new_subgroups_by_enumeration(self._sets_of(LINKS[name]), timeout=self._deadline)
+                group, _ = dist.new_subgroups_by_enumeration(self.config.groups(LINKS[name]), timeout=self._deadline)
                 assert isinstance(group, dist.ProcessGroup)
                 self._groups.append(group)
-                shared = SharedChannel(memory, number, link.ranks) if memory and memory.joins(link.ranks) else None
-                link.connect(group, shared)
+                shared = SharedChannel(memory, number, link.ranks) if memory and self.hosts.joins(link.ranks) else None
+                here = self.hosts.numbers
+                far = [place for place, rank in enumerate(link.ranks) if here[rank] != here[self.rank]]
+                link.connect(group, shared, far)
         # A group is there for one rank while another still connects, and would be lost if the first one failed now.
         dist.barrier(group=self._control)
 

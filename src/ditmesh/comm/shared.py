@@ -28,7 +28,7 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -91,10 +91,21 @@ class _Peer:
 class SharedMemory:
     """One rank's side of the memory that the ranks of a job on one host share, for a number of links.
 
-    Made collectively over all ranks, by the process group ``group``. ``timeout`` is the deadline of every wait.
+    Made collectively over all ranks, by the process group ``group``, where it is `possible`. ``timeout`` is the
+    deadline of every wait, ``near`` are the ranks that share it with this one, itself included.
+
+    Raises:
+        PeerError: one of them has ended meanwhile.
     """
 
-    def __init__(self, links: int, timeout: timedelta, state: RequestState, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        links: int,
+        timeout: timedelta,
+        state: RequestState,
+        group: dist.ProcessGroup | None,
+        near: Collection[int],
+    ) -> None:
         self.rank, self._world = dist.get_rank(), dist.get_world_size()
         self.state, self._timeout = state, timeout
         # Number + 1 of the request that has failed on this rank.
@@ -102,38 +113,28 @@ class SharedMemory:
         self._table_bytes = _rounded((self._failed + 1) * 8, _PAGE)
         self._slots: dict[int, list[_Slot]] = {}
         self._peers: dict[int, _Peer] = {}
-        host = _host() if self._world <= MOST_RANKS else None
-        self._fd = -1
         self._files = ExitStack()
         # Also for a mesh that nobody closed.
         weakref.finalize(self, self._files.close)
-        if host is not None:
-            self._fd = os.memfd_create("ditmesh", os.MFD_CLOEXEC)
-            self._files.callback(os.close, self._fd)
-            os.ftruncate(self._fd, self._table_bytes)
-            self._table = memoryview(mmap.mmap(self._fd, self._table_bytes)).cast("q")
+        self._fd = os.memfd_create("ditmesh", os.MFD_CLOEXEC)
+        self._files.callback(os.close, self._fd)
+        os.ftruncate(self._fd, self._table_bytes)
+        self._table = memoryview(mmap.mmap(self._fd, self._table_bytes)).cast("q")
         # The region that slots are cut from: its place and size, its memory, and what of it is in use.
         self._region, self._memory, self._used = (self._table_bytes, 0), memoryview(b""), 0
-        addresses: list[tuple[str | None, int, int]] = [(None, 0, 0)] * self._world
-        dist.all_gather_object(addresses, (host, os.getpid(), self._fd), group=group)
-        for rank, (its_host, process, fd) in enumerate(addresses):
-            if rank != self.rank and host is not None and its_host == host:
-                # Fails in another container, or on a system that hides processes from one another.
-                with suppress(OSError):
+        addresses: list[tuple[int, int]] = [(0, 0)] * self._world
+        dist.all_gather_object(addresses, (os.getpid(), self._fd), group=group)
+        for rank, (process, fd) in enumerate(addresses):
+            if rank != self.rank and rank in near:
+                try:
                     self._peers[rank] = self._open(process, fd)
-        reached = set() if host is None else {self.rank, *self._peers}
-        # For every rank the ranks it shares memory with, itself included; the same on all ranks.
-        self._near: list[set[int]] = [set()] * self._world
-        dist.all_gather_object(self._near, reached, group=group)
-
-    def joins(self, ranks: Sequence[int]) -> bool:
-        """Whether all of these ranks share memory with one another."""
-        return all(self._near[rank] >= set(ranks) for rank in ranks)
+                except OSError as error:
+                    what = f"the memory of rank {rank} (process {process}) cannot be opened ({error.strerror})"
+                    raise PeerError(f"{what}; it may have ended: see what it says") from error
 
     def fail(self) -> None:
         """Let whoever waits for this rank know that the request has failed here."""
-        if self._fd >= 0:
-            self._table[self._failed] = self.state.number + 1
+        self._table[self._failed] = self.state.number + 1
 
     def failed(self, rank: int) -> bool:
         """Whether another rank has said that this request has failed there."""
@@ -330,12 +331,7 @@ def _rounded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _host() -> str | None:
-    """A name of the host, for processes that may share memory; None where they cannot."""
-    if sys.platform != "linux" or platform.machine() != "x86_64" or not hasattr(os, "memfd_create"):
-        return None
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
-    except OSError:
-        return None
+def possible(ranks: int) -> bool:
+    """Whether processes of this system can send messages through memory, in a job of so many ranks."""
+    system = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "memfd_create")
+    return system and ranks <= MOST_RANKS

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Literal
 
 from ..config import AXES, ParallelConfig
 from .hardware import Collective, Hardware
@@ -17,6 +18,18 @@ from .work import Attention, Block, Job, Linear, Pointwise, Work
 
 # Classes of terms that are fitted to measured steps, each by a factor.
 CLASSES = ("linear", "attention", "pointwise", "launch", "transfer")
+
+# From whom to whom the bytes of a transfer go that each rank of a group sends: evenly to all others; to the next one,
+# from the last to the first, too; from the last one to every other; only to the next one; the same, one rank after the
+# other, so that the bytes are those of all of them; from the last one to the first.
+Route = Literal["all", "ring", "from last", "chain", "in turn", "back"]
+ROUTES: dict[Collective, Route] = {
+    "all_to_all": "all",
+    "all_gather": "all",
+    "all_reduce": "ring",
+    "shift": "ring",
+    "broadcast": "from last",
+}
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,8 @@ class Term:
         sent: bytes that a rank sends in a step.
         memory: bytes that a rank keeps.
         through: name of the link.
+        axes: whose ranks exchange it.
+        route: from whom to whom; see `Route`.
     """
 
     name: str
@@ -40,6 +55,8 @@ class Term:
     sent: float = 0.0
     memory: float = 0.0
     through: str = ""
+    axes: tuple[str, ...] = ()
+    route: Route | Literal[""] = ""
 
 
 @dataclass(frozen=True)
@@ -114,6 +131,7 @@ class Step:
         sent: float,
         times: float,
         behind: float = 0.0,
+        route: Route | None = None,
     ) -> Term:
         """Transfers between the ranks of neighbouring axes.
 
@@ -124,13 +142,23 @@ class Step:
             sent: bytes that one rank sends in each call.
             times: calls of a step.
             behind: seconds of computation that each may run beside.
+            route: from whom to whom; default: as the collective has it.
         """
         size = self.config.size_of(axes)
         stride = prod(self.config.degrees[axis] for axis in AXES[AXES.index(axes[-1]) + 1 :])
         seconds, share, through = self.hardware.transfer(collective, sent, size, stride)
         seconds *= self.hardware.scale.get("transfer", 1.0)
         hidden = min(seconds * share, behind)
-        return Term(name, "transfer", times * (seconds - hidden), times * hidden, times * sent, through=through)
+        return Term(
+            name,
+            "transfer",
+            times * (seconds - hidden),
+            times * hidden,
+            times * sent,
+            through=through,
+            axes=axes,
+            route=ROUTES[collective] if route is None else route,
+        )
 
     # --- computation ---------------------------------------------------------------------------------------
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import ConfigError
+from .nccl import watch_nccl
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 DeviceKind = Literal["cpu", "cuda"]
@@ -92,14 +94,36 @@ def stay_on_loopback() -> None:
     """Keep the ranks of one machine off the network: no firewall, VPN or second interface gets in the way."""
     loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)
     if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+        use_interface(loopback)
 
 
-def join(kind: DeviceKind, rank: int, world_size: int, gpu: int, timeout: float, rendezvous: str) -> torch.device:
+def use_interface(name: str, nccl: bool = True) -> None:
+    """Let gloo, and NCCL, use this network interface, unless the user has named one.
+
+    gloo takes the one that the host's name leads to, and that is the loopback on many systems; NCCL looks for itself.
+    """
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")[: 1 + nccl]:
+        os.environ.setdefault(variable, name)
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this host that has an address; None where there is none."""
+    import psutil
+
+    every = psutil.net_if_addrs().items()
+    return next((name for name, those in every if any(one.address == address for one in those)), None)
+
+
+def join(
+    kind: DeviceKind, rank: int, world_size: int, gpu: int, timeout: float, rendezvous: str | dist.Store
+) -> torch.device:
     """Join the default process group (gloo or NCCL), unless this process is in one; the device of this rank.
 
-    ``timeout`` is the deadline of every collective in seconds; ``rendezvous``: ``init_method`` of `torch.distributed`.
+    Args:
+        kind, gpu: what the rank computes on.
+        rank, world_size: which it is, and of how many.
+        timeout: deadline of every collective, in seconds.
+        rendezvous: ``init_method`` or ``store`` of `torch.distributed`.
     """
     import torch
     import torch.distributed as dist
@@ -109,9 +133,11 @@ def join(kind: DeviceKind, rank: int, world_size: int, gpu: int, timeout: float,
         device = torch.device("cuda", gpu)
         torch.cuda.set_device(device)
     if not dist.is_initialized():
+        if kind == "cuda":
+            watch_nccl(timeout)
         dist.init_process_group(
             backend="nccl" if kind == "cuda" else "gloo",
-            init_method=rendezvous,
+            **{"init_method" if isinstance(rendezvous, str) else "store": rendezvous},
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout),

@@ -22,8 +22,9 @@ from .._version import library_versions
 from ..errors import ConfigError, RankFailed
 from . import failures
 from .backend import OnMessage, StayingRanks, Watch
-from .devices import DeviceChoice, DeviceKind, check_timeout, stay_on_loopback
+from .devices import DeviceChoice, DeviceKind, check_timeout, interface_of, stay_on_loopback, use_interface
 from .failures import Failure, of_exception
+from .meeting import SAME
 from .messages import encode, encode_call
 
 # Seconds.
@@ -34,8 +35,6 @@ CONNECT_LIMIT = 10.0  # for the cluster to answer
 CLOSE_LIMIT = 5.0  # for actors to end
 LOOK = 1.0  # between looks at what is not a message
 WHERE_LIMIT = 2.0  # for a rank to say where it is
-# What has to be the same on all hosts.
-SAME = ("ditmesh", "torch", "diffusers", "python")
 
 
 class RayRanks(StayingRanks):
@@ -314,9 +313,8 @@ class _Rank:
         """Where this is, and with which versions."""
         import ray
 
-        address = ray.util.get_node_ip_address()
         node = ray.get_runtime_context().get_node_id()
-        return {"host": socket.gethostname(), "address": address, "node": node, "versions": library_versions()}
+        return {"host": socket.gethostname(), "address": _ray_address(), "node": node, "versions": library_versions()}
 
     def meet(self, address: str) -> int:
         """Open a port at which ranks find one another."""
@@ -338,9 +336,8 @@ class _Rank:
         torch.set_num_threads(self._threads)
         if alone:
             stay_on_loopback()
-        elif name := _interface():
-            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                os.environ.setdefault(variable, name)
+        elif name := interface_of(_ray_address()):
+            use_interface(name)
         if dist.is_initialized():
             dist.destroy_process_group()
         self._rank, limit = rank, timedelta(seconds=timeout)
@@ -501,11 +498,8 @@ def _threads(threads: int | None, there: dict[str, float], world_size: int) -> i
     return threads or max(1, cpus // world_size)
 
 
-def _interface() -> str | None:
-    """The network interface that has the address by which Ray knows this host."""
-    import psutil
+def _ray_address() -> str:
+    """The address by which Ray knows this host."""
     import ray
 
-    address = ray.util.get_node_ip_address()
-    every = psutil.net_if_addrs().items()
-    return next((name for name, those in every if any(one.address == address for one in those)), None)
+    return ray.util.get_node_ip_address()

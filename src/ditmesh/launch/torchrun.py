@@ -12,6 +12,7 @@ from ..errors import ConfigError
 from .backend import Launcher, OnMessage, Watch
 from .devices import DeviceChoice, DeviceKind, check_timeout, join, resolve_device, stay_on_loopback
 from .failures import lost_peer
+from .meeting import meet, not_joined
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,8 @@ class TorchrunRank(NamedTuple):
     world_size: int
     local_rank: int
     local_size: int
+    # Whether all ranks are on this machine, as far as is known.
+    alone: bool
 
 
 def torchrun_rank() -> TorchrunRank | None:
@@ -54,7 +57,10 @@ def torchrun_rank() -> TorchrunRank | None:
         if not (value.isascii() and value.isdigit()):
             raise ConfigError(f"{name}={value!r} is not a number; start this with torchrun, or unset {names}")
     rank, world_size, local_rank = (int(values[name]) for name in NAMES)
-    return TorchrunRank(rank, world_size, local_rank, int(values.get("LOCAL_WORLD_SIZE", world_size)))
+    # Without it all may be here, or on other hosts: then the address at which they meet shows it.
+    local_size = int(values.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    alone = "LOCAL_WORLD_SIZE" in values and local_size == world_size
+    return TorchrunRank(rank, world_size, local_rank, local_size, alone)
 
 
 def from_torchrun() -> bool:
@@ -71,6 +77,7 @@ def init_from_environment(timeout: float = 600.0, device: DeviceChoice = "auto")
 
     Raises:
         ConfigError: this process is not a rank of torchrun, or the device is not there.
+        MeetingError: the ranks did not come together in time, or their versions differ.
     """
     import torch.distributed as dist
 
@@ -88,9 +95,14 @@ def init_from_environment(timeout: float = 600.0, device: DeviceChoice = "auto")
                 f"set; start this with torchrun, or unset RANK, WORLD_SIZE and LOCAL_RANK"
             )
     kind = resolve_device(device, there.local_size)
-    if there.local_size == there.world_size:
+    if there.alone:
         stay_on_loopback()
-    return join(kind, there.rank, there.world_size, there.local_rank, timeout, "env://")
+    # A process that has joined already does not meet again.
+    rendezvous = "env://" if dist.is_initialized() else meet(there.rank, there.world_size, timeout)
+    try:
+        return join(kind, there.rank, there.world_size, there.local_rank, timeout, rendezvous)
+    except RuntimeError as error:
+        raise not_joined(there.rank, error) from error
 
 
 class TorchrunRanks(Launcher):

@@ -69,7 +69,7 @@ def chosen(
         return simple
     try:
         twin = on_meta(transformer, dict(config))
-        work, job = work_of(twin, layout), _job(config, call)
+        work, job = work_of(twin, layout), job_of(config, call)
         hardware = hardware_here(world_size, device)
         measured = cache.entries().get(cache.key_of(work, job, hardware.device.name, world_size))
         if measured is not None and measured.get("exactness") == "exact":
@@ -109,7 +109,8 @@ def guided(pipeline: type | None, config: Mapping[str, Any]) -> bool:
     return isinstance(default, (int, float)) and default > 1
 
 
-def _job(config: Mapping[str, Any], call: Call) -> Job:
+def job_of(config: Mapping[str, Any], call: Call) -> Job:
+    """What a transformer of this configuration is asked for by such calls."""
     branches = guided(call.pipeline, config) if call.guidance is None else call.guidance
     size, patch = config.get("sample_size"), config.get("patch_size")
     side = size // patch if isinstance(size, int) and isinstance(patch, int) and patch > 0 else None

@@ -96,7 +96,7 @@ def as_data(one: Prediction, hardware: Hardware) -> dict[str, Any]:
     """A prediction as plain data, with every term."""
 
     def terms(some: Sequence[Term]) -> list[dict[str, Any]]:
-        return [{key: value for key, value in vars(term).items() if value not in ("", 0.0)} for term in some]
+        return [{key: value for key, value in vars(term).items() if value not in ("", 0.0, ())} for term in some]
 
     return {
         "config": one.config.model_dump(exclude_defaults=True),

@@ -473,12 +473,13 @@ class PipeFusionCalls(PipeStrategy):
         compute = sum(term.seconds for term in step.compute())
         times = share.calls * share.pieces
         if not step.stale:
-            yield step.transfer("patches (pipe)", ("pipe",), "shift", tokens, times * (config.pipe - 1))
+            turns = times * (config.pipe - 1)
+            yield step.transfer("patches (pipe)", ("pipe",), "shift", tokens, turns, route="in turn")
             yield step.transfer("predictions (pipe)", ("pipe",), "broadcast", back, share.calls)
             return
         behind = compute / times
-        yield step.transfer("patches (pipe)", ("pipe",), "shift", tokens, times, behind)
-        yield step.transfer("predictions (pipe)", ("pipe",), "shift", back / share.pieces, times, behind)
+        yield step.transfer("patches (pipe)", ("pipe",), "shift", tokens, times, behind, "chain")
+        yield step.transfer("predictions (pipe)", ("pipe",), "shift", back / share.pieces, times, behind, "back")
         waits = max(0.0, config.pipe / share.pieces - 1)
         yield Term("the next step's patch", "idle", waits * compute)
         yield Term("filling the pipeline", "request", compute * (config.pipe - 1) / share.pieces)

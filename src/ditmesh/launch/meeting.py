@@ -1,0 +1,176 @@
+"""How ranks that others have started find one another: at one address, with the same versions, within the deadline.
+
+Before the first collective every rank leaves a note at the store of `torch.distributed`: its host, its address and its
+versions. Whoever does not come, or comes with something else, is named. Only the monotonic clock of each host is
+asked, never what time it is.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from .._version import library_versions
+from ..errors import MeetingError
+from .devices import interface_of, use_interface
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+# What has to be the same on all hosts.
+SAME = ("ditmesh", "torch", "diffusers", "python")
+
+
+def meet(rank: int, world_size: int, timeout: float) -> dist.Store:
+    """Wait for all ranks at ``MASTER_ADDR`` and ``MASTER_PORT``; the store by which process groups are made.
+
+    Args:
+        rank, world_size: which rank this is, and of how many.
+        timeout: seconds until all have to be there.
+
+    Raises:
+        MeetingError: they are not, they cannot reach one another, or their versions differ.
+    """
+    import torch.distributed as dist
+
+    limit, place = time.monotonic() + timeout, f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    mine = _note()
+    store = _store(rank, mine["host"], place, timeout)
+    notes = dist.PrefixStore("ditmesh", store)
+    keys = [str(other) for other in range(world_size)]
+    try:
+        notes.set(str(rank), json.dumps(mine))
+        try:
+            notes.wait(keys, timedelta(seconds=max(0.001, limit - time.monotonic())))
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not notes.check([key])]
+            if not missing:
+                raise
+            names = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} of {world_size}"
+            raise MeetingError(
+                f"{names} did not come to {place} within {timeout:g} s; start all ranks within that time with the same "
+                "--master-addr and --master-port, or give more with --timeout"
+            ) from error
+        every = [json.loads(notes.get(key)) for key in keys]
+        # Whoever keeps the store leaves only when all have read it.
+        notes.set(f"read-{rank}", "")
+        if rank == 0:
+            notes.wait([f"read-{other}" for other in keys], timedelta(seconds=max(1.0, limit - time.monotonic())))
+    except MeetingError:
+        raise
+    except RuntimeError as error:
+        raise MeetingError(
+            f"rank {rank} on {mine['host']} has lost rank 0 at {place} before all ranks had come; see what that says"
+        ) from error
+    _compare(every)
+    return store
+
+
+def _store(rank: int, host: str, place: str, timeout: float) -> dist.Store:
+    """The store at an address, which rank 0 opens there unless an agent of torchrun has."""
+    import torch.distributed as dist
+
+    address, _, port = place.rpartition(":")
+    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        # Of several attempts of one agent, each has keys of its own.
+        return dist.PrefixStore(
+            f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+            dist.TCPStore(
+                address,
+                int(port),
+                None,
+                is_master=opens,
+                timeout=timedelta(seconds=timeout),
+                wait_for_workers=False,
+                multi_tenant=True,
+            ),
+        )
+    except (RuntimeError, ValueError) as error:
+        if opens:
+            raise MeetingError(
+                f"rank 0 on {host} cannot open port {port} ({_reason(error)}); choose another with --master-port"
+            ) from error
+        raise MeetingError(
+            f"rank {rank} on {host} did not reach rank 0 at {place} within {timeout:g} s; give the first host's "
+            "address as --master-addr on every host, and open that port between them"
+        ) from error
+
+
+def _note() -> dict[str, Any]:
+    """What the others are to know of this rank; gloo is told to use the interface on which rank 0 is reached."""
+    note = {"host": socket.gethostname(), "address": "", "versions": library_versions()}
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return note
+    master = os.environ["MASTER_ADDR"]
+    try:
+        address = own_address(master)
+    except OSError as error:
+        raise MeetingError(
+            f"MASTER_ADDR={master!r} cannot be reached from {note['host']} ({error.strerror or error}); give the first "
+            "host's address as --master-addr on every host"
+        ) from error
+    if name := interface_of(address):
+        use_interface(name, nccl=False)
+    return {**note, "address": address}
+
+
+def own_address(other: str) -> str:
+    """The address of this host by which it reaches another one; nothing is sent.
+
+    Raises:
+        OSError: it is not known, or there is no way to it.
+    """
+    family, kind, protocol, _, place = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(place)
+        return probe.getsockname()[0]
+
+
+def _compare(every: Sequence[dict[str, Any]]) -> None:
+    """Refuse ranks that cannot work together: `MeetingError`."""
+    first = every[0]
+    for rank, one in enumerate(every):
+        if other := [name for name in SAME if one["versions"].get(name) != first["versions"].get(name)]:
+            name = other[0]
+            raise MeetingError(
+                f"rank {rank} on {one['host']} has {name} {one['versions'].get(name)}, and rank 0 on {first['host']} "
+                f"{first['versions'].get(name)}; install the same on all hosts"
+            )
+    # Where all of them are on the loopback it is one host's.
+    inside = [rank for rank, one in enumerate(every) if one["address"] and _loops(one["address"])]
+    if 0 < len(inside) < len(every):
+        one = every[inside[0]]
+        raise MeetingError(
+            f"MASTER_ADDR={os.environ['MASTER_ADDR']} is {one['address']} on {one['host']}, an address that no other "
+            "host reaches; give the first host's address in the network that hosts share as --master-addr"
+        )
+
+
+def _loops(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _reason(error: Exception) -> str:
+    """What the system has said, as far as torch passes it on."""
+    text = str(error)
+    return "the address is in use" if "EADDRINUSE" in text or "in use" in text else text.splitlines()[0][:100]
+
+
+def not_joined(rank: int, error: RuntimeError) -> RuntimeError:
+    """What to raise when a rank could not join the process group of ranks that have met."""
+    text = str(error)
+    if "gloo" not in text.lower() and "nccl" not in text.lower():
+        return error
+    host, name = socket.gethostname(), os.environ.get("GLOO_SOCKET_IFNAME", "its usual interface")
+    return MeetingError(
+        f"rank {rank} on {host} has met the others, but cannot exchange tensors with all of them over {name} "
+        f"({' '.join(text.split())[:160]}); open all ports between the hosts, or name the interface they share in "
+        "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on every host"
+    )

@@ -1,0 +1,34 @@
+"""torch's own watch over NCCL: what it does about a collective that does not end, in one place.
+
+Deadlines are the process group's ``timeout``. What is set here is only what torch reads from the environment, before
+the first NCCL group of a process, and nothing that the user has set.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Seconds: torch's own for a watchdog that hangs itself, in a call of CUDA or NCCL that does not return.
+HEARTBEAT = 480
+# Collectives that the flight recorder remembers of every rank.
+RECORDED = 2000
+
+
+def nccl_settings(timeout: float) -> dict[str, str]:
+    """Variables of torch for ranks whose collectives have a deadline of so many seconds, with their values."""
+    return {
+        # A collective that fails or is late ends the process: NCCL cannot go on, and its launcher names the rank.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+        # A thread ends the process whose watchdog has said nothing for this long: it hangs itself.
+        "TORCH_NCCL_ENABLE_MONITORING": "1",
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(60, min(HEARTBEAT, round(timeout)))),
+        # The last collectives of every rank are written to a file when one is late; see docs/hosts.md.
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(RECORDED),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+
+
+def watch_nccl(timeout: float) -> None:
+    """Set them for this process, where the user has not."""
+    for name, value in nccl_settings(timeout).items():
+        os.environ.setdefault(name, value)

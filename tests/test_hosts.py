@@ -1,0 +1,209 @@
+"""Two hosts: network namespaces of this machine, with a real network path between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ditmesh.config import ParallelConfig
+from support import hosts as support
+from support.hosts import hosts
+from support.processes import alive
+
+pytestmark = pytest.mark.skipif(support.missing() is not None, reason=str(support.missing()))
+
+# Takes one connection and says the bits a second that came through it.
+RECEIVER = """
+import socket, time
+listening = socket.create_server(("0.0.0.0", 5000))
+print("listening", flush=True)
+connection, _ = listening.accept()
+count = len(connection.recv(1))
+began = time.perf_counter()
+while got := len(connection.recv(1 << 20)):
+    count += got
+print(8 * count / (time.perf_counter() - began))
+"""
+SENDER = "import socket, sys; socket.create_connection((sys.argv[1], 5000)).sendall(bytes(int(sys.argv[2])))"
+
+
+def throughput(source: support.Host, target: support.Host, size: int) -> float:
+    """Bits a second of one TCP connection."""
+    receiver = target.start([sys.executable, "-c", RECEIVER], stdout=subprocess.PIPE, text=True)
+    receiver.stdout.readline()
+    source.run([sys.executable, "-c", SENDER, target.address, str(size)])
+    return float(receiver.communicate()[0])
+
+
+def test_hosts_share_a_network_of_a_rate_and_nothing_else(tmp_path):
+    with hosts(2, rate=200e6, folder=tmp_path) as two:
+        one, other = two
+        before = one.sent(), other.received()
+        # The clock of a busy machine only makes it slower.
+        assert 0.5 * 200e6 < throughput(one, other, 4 << 20) < 1.1 * 200e6
+        # Headers of Ethernet, IP and TCP are a twentieth of what is sent; most are of packets of 64 KiB.
+        for counted in (one.sent() - before[0], other.received() - before[1]):
+            assert 4 << 20 < counted < 1.05 * (4 << 20)
+        two.set_rate(1e9)
+        assert throughput(other, one, 4 << 20) > 200e6
+        for folder in ("/dev/shm", "/tmp", str(tmp_path)):
+            one.run(["touch", f"{folder}/a"])
+            assert ("a" in other.run(["ls", folder]).split()) == (folder == str(tmp_path))
+        assert (one.run(["hostname"]), other.run(["hostname"])) == ("host0\n", "host1\n")
+        assert not Path("/dev/shm/a").exists()
+
+
+def test_three_hosts_meet_at_a_switch():
+    with hosts(3, rate=200e6) as three:
+        assert 0.5 * 200e6 < throughput(three[2], three[0], 2 << 20) < 1.1 * 200e6
+
+
+# Makes hosts in which something runs, says its process ids, and waits to be killed.
+KILLED = """
+import time
+from support.hosts import hosts
+with hosts(2) as two:
+    for host in two:
+        host.start(["sleep", "1000"])
+    while not all(host.processes() for host in two):
+        time.sleep(0.01)
+    print(*[pid for host in two for pid in (host.inside, *host.processes())], flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_nothing_is_left_of_hosts_whose_maker_was_killed():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    maker = subprocess.Popen([sys.executable, "-c", KILLED], env=environment, stdout=subprocess.PIPE, text=True)
+    processes = [int(pid) for pid in maker.stdout.readline().split()]
+    assert list(map(alive, processes)) == [True] * 4
+    maker.kill()
+    maker.wait()
+    limit = time.monotonic() + 10
+    while any(map(alive, processes)) and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert not any(map(alive, processes))
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------
+
+TEST_PATH = os.pathsep.join(sys.path)
+# The longest that ranks may take to import, meet and compute on a busy machine.
+LIMIT = 300
+
+TWO = [
+    {"ulysses": 2},
+    {"ring": 2},
+    {"tensor": 2},
+    {"cfg": 2},
+    {"data": 2},
+    {"pipe": 2, "warmup": "fixed(4)"},
+    {"ulysses": 2, "reproducible": True},
+    {"ring": 2, "reproducible": True},
+]
+FOUR = [
+    {"ulysses": 2, "ring": 2},
+    {"ulysses": 4},
+    {"ring": 4},
+    {"tensor": 4},
+    {"tensor": 2, "ring": 2},
+    {"cfg": 2, "tensor": 2},
+    {"cfg": 2, "ulysses": 2},
+    {"data": 2, "ring": 2},
+    {"data": 2, "cfg": 2},
+    {"pipe": 2, "ulysses": 2, "warmup": "fixed(4)"},
+    {"ulysses": 2, "ring": 2, "reproducible": True},
+    {"cfg": 2, "ulysses": 2, "reproducible": True},
+]
+
+
+def on_hosts(
+    folder: Path, tasks: list[tuple[str, dict[str, Any]]], ranks: int | list[int], count: int = 2
+) -> list[list[dict[str, Any]]]:
+    """For every task the results of all ranks, which torchrun starts on so many hosts; see `support.host_ranks`."""
+    (folder / "tasks.json").write_text(json.dumps(tasks))
+    with hosts(count, folder=folder) as some:
+        extra = {"PYTHONPATH": TEST_PATH, "OMP_NUM_THREADS": "1"}
+        command = ["-m", "support.host_ranks", str(folder)]
+        agents = some.torchrun(command, ranks, extra=extra, stderr=subprocess.PIPE, text=True)
+        said = [agent.communicate(timeout=LIMIT)[1] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0] * count, "\n".join(said)
+    every = [json.loads(file.read_text()) for file in sorted(folder.glob("[0-9]*.json"))]
+    return [list(of_ranks) for of_ranks in zip(*every, strict=True)]
+
+
+def check(name: str, config: dict[str, Any], of_ranks: list[dict[str, Any]], numbers: list[int]) -> None:
+    """What ranks on hosts of these numbers have to find."""
+    shown = name, config, of_ranks
+    assert [one["hosts"] for one in of_ranks] == [numbers] * len(numbers), shown
+    assert max(one["error"] for one in of_ranks) <= 1e-5, shown
+    if config.get("reproducible"):
+        assert {one["hash"] for one in of_ranks} == {hash_on_one_device(name)}, shown
+
+
+def hash_on_one_device(name: str) -> str:
+    """Of the same settings on one device, in this process."""
+    import ditmesh
+    from support.host_ranks import example, hash_of, run
+
+    model, call = example(name)
+    with ditmesh.parallelized(model, {"reproducible": True}):
+        return hash_of(run(model, call))
+
+
+def predicted(name: str, config: dict[str, Any], numbers: list[int]) -> float:
+    """Bytes that go between hosts in an exact step, by the formulas."""
+    from ditmesh.costs.hardware import machine
+    from ditmesh.costs.work import Job
+    from ditmesh.layout import layout_of
+    from ditmesh.layout.describe import on_meta
+    from ditmesh.planner.across import between_hosts
+    from ditmesh.planner.model import work_of
+    from ditmesh.planner.search import Model
+    from support.host_ranks import SIZE
+    from support.models import tiny
+
+    model = tiny(name)
+    module, layout = on_meta(type(model).__name__, dict(model.config)), layout_of(model)
+    chosen = ParallelConfig(**config)
+    rows = {"branches": 2} if chosen.cfg > 1 and chosen.data == 1 else {"pictures": 2}
+    job = Job(SIZE.rows * SIZE.cols, SIZE.text, element=4, **rows)
+    one = between_hosts(chosen, Model(module, layout, work_of(module, layout)), job, machine("cpu", 4), numbers)
+    return sum(one.synchronous.values())
+
+
+def check_bytes(name: str, config: dict[str, Any], of_ranks: list[dict[str, Any]], numbers: list[int]) -> None:
+    """What was counted is what the formulas say, and what went through the interfaces."""
+    counted = sum(sum(one["across"].values()) for one in of_ranks)
+    if not config.get("reproducible"):
+        assert counted == pytest.approx(predicted(name, config, numbers), rel=0.02), (name, config)
+    through = sum(of_ranks[numbers.index(host)]["interface"] for host in set(numbers))
+    # Headers, acknowledgements, and two barriers.
+    assert counted <= through <= 1.1 * counted + 64 * 1024, (name, config, counted, through)
+
+
+def test_two_hosts_compute_what_one_device_does(tmp_path):
+    tasks = [("SD3", config) for config in TWO]
+    for (name, config), of_ranks in zip(tasks, on_hosts(tmp_path, tasks, 1), strict=True):
+        check(name, config, of_ranks, [0, 1])
+        check_bytes(name, config, of_ranks, [0, 1])
+        assert all(set(one["transports"].values()) <= {"gloo"} for one in of_ranks)
+        # The busiest axes, and on one rank.
+        busy = [axis for axis in ("ulysses", "tensor") if axis in config]
+        assert [len(one["warned"]) for one in of_ranks] == [len(busy), 0]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["SD3", "Flux"])
+def test_two_hosts_of_two_ranks(tmp_path, name):
+    tasks = [(name, config) for config in FOUR]
+    for (_, config), of_ranks in zip(tasks, on_hosts(tmp_path, tasks, 2), strict=True):
+        check(name, config, of_ranks, [0, 0, 1, 1])
+        check_bytes(name, config, of_ranks, [0, 0, 1, 1])
