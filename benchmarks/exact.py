@@ -91,11 +91,11 @@ def benchmark_model() -> torch.nn.Module:
 
 
 @cache
-def benchmark_inputs() -> dict[str, Any]:
+def benchmark_inputs(batch: int = 1) -> dict[str, Any]:
     """Arguments of its forward."""
     from ditmesh.layout.conventions import Conventions, Size, Way
 
-    return Conventions(benchmark_model(), Way("bsc")).inputs(Size(SIDE, SIDE, TEXT, batch=1))
+    return Conventions(benchmark_model(), Way("bsc")).inputs(Size(SIDE, SIDE, TEXT, batch=batch))
 
 
 @cache

@@ -168,7 +168,7 @@ def traffic(name: str, config: dict[str, Any], size: Any) -> tuple[int, int, int
         return sent[0], sent[1], handler_of(model).buffer_bytes, events[0], events[1]
 
 
-@pytest.mark.parametrize("compress", [None, "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("compress", [None, "fp16", "bf16", "int8", "int4"])
 @pytest.mark.parametrize(("name", "world"), [("SD3", 2), ("Flux", 3)])
 def test_bytes(ranks, name, world, compress):
     """What is sent and what is kept equal their formulas; only what is stale is compressed."""
@@ -216,9 +216,9 @@ def test_masks_travel_only_when_they_change(ranks):
         assert events.count("exchange") > 1
 
 
-@pytest.mark.parametrize(("name", "bound"), [("fp16", 2**-11), ("bf16", 2**-8), ("int8", 1 / 254)])
+@pytest.mark.parametrize(("name", "bound"), [("fp16", 2**-11), ("bf16", 2**-8), ("int8", 1 / 254), ("int4", 1 / 14)])
 def test_compression_error(name, bound):
-    """Casts: relative to every value. Integers: half a scale, of the largest value of its sample and head."""
+    """Casts: relative to every value. Integers: half a scale, of the largest value of a sample's or token's head."""
     packer = codec(name)
     tokens = torch.randn(37, 2, 3, 4, 8, generator=torch.Generator().manual_seed(0)) * 50
     tokens[:, 1, 2, 3] = 0
@@ -226,13 +226,16 @@ def test_compression_error(name, bound):
     assert flat.shape == packer.empty(tuple(tokens.shape), tokens.device).shape
     assert flat.dtype == packer.empty(tuple(tokens.shape), tokens.device).dtype
     error = (packer.decode(flat, tuple(tokens.shape)).float() - tokens).abs()
-    scale = tokens.abs().amax(dim=(0, 4), keepdim=True) if name == "int8" else tokens.abs()
-    assert (error <= bound * scale * (1 + 1e-5) + 1e-12).all()
+    largest = {"int8": (0, 4), "int4": (4,)}
+    scale = tokens.abs().amax(dim=largest[name], keepdim=True) if name in largest else tokens.abs()
+    # The scale of int4 is itself rounded, by 2^-11 at most, and the largest value is seven of it.
+    slack = 1 + (14 * 2**-11 if name == "int4" else 1e-5)
+    assert (error <= bound * scale * slack + 1e-12).all()
     assert error.max() > 0
 
 
 def test_compressed_keys_are_nearly_the_same(ranks):
-    for compress, low, high in (("fp16", 0.0, 1e-3), ("bf16", 1e-5, 1e-2), ("int8", 1e-5, 3e-2)):
+    for compress, low, high in (("fp16", 0.0, 1e-3), ("bf16", 1e-5, 1e-2), ("int8", 1e-5, 3e-2), ("int4", 1e-3, 0.2)):
         for error, _, _ in ranks(2).run(all_frozen, "Flux", displaced(compress=compress), ("shard",)):
             assert low < error < high
 

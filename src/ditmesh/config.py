@@ -19,7 +19,7 @@ from .staleness.policy import parse as parse_warmup
 TextPolicy = Literal["auto", "shard", "replicate"]
 InputPolicy = Literal["broadcast", "per-data-rank", "strict", "trust"]
 Exchange = Literal["exact", "displaced", "naive"]
-Compression = Literal["fp16", "bf16", "int8"]
+Compression = Literal["fp16", "bf16", "int8", "int4"]
 VaePolicy = Literal["auto", "bands", "whole"]
 
 # Mesh axes from the slowest-varying to the fastest: neighbours on the last axes sit on neighbouring ranks,

@@ -206,9 +206,11 @@ def expected_ring_bytes(name: str, size: Size, ranks: int, rank: int, compress: 
     total = 0
     for streams in CALLS[name]:
         elements = 2 * sum(lengths[stream][rank] for stream in streams) * size.batch * heads * dim
-        total += elements * {None: FLOAT, "fp16": 2, "bf16": 2, "int8": 1}[compress]
+        total += int(elements * {None: FLOAT, "fp16": 2, "bf16": 2, "int8": 1, "int4": 0.5}[compress])
         if compress == "int8":
             total += 2 * size.batch * heads * FLOAT
+        if compress == "int4":
+            total += 2 * elements // dim
     return total * (ranks - 1)
 
 

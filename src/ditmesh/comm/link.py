@@ -211,6 +211,11 @@ class Link:
         if not any(outgoing) and not any(shapes):
             return lambda: [[] for _ in outgoing]
         self._enter(kind)
+        return self._all_to_all(kind, outgoing, shapes)
+
+    def _all_to_all(
+        self, kind: str, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
+    ) -> Callable[[], list[list[Tensor]]]:
         mine = list(outgoing[self.rank])
         if self._shared is not None:
             return self._exchange_shared(self._shared, kind, outgoing, shapes, mine)

@@ -54,15 +54,16 @@ class VirtualLink(Link):
 
     def _all_to_all(
         self, kind: str, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]
-    ) -> list[list[Tensor]]:
+    ) -> Callable[[], list[list[Tensor]]]:
         self._count([part for peer, parts in enumerate(outgoing) if peer != self.rank for part in parts])
         everyone: list[Any] = ask(("exchange", outgoing))
-        return [
+        received = [
             list(outgoing[self.rank])
             if peer == self.rank
             else [_copy(part).view(shape) for part, shape in zip(sent[self.rank], shapes[peer], strict=True)]
             for peer, sent in enumerate(everyone)
         ]
+        return lambda: received
 
     def shift(self, tensors: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> Transfer:
         self._count(tensors)

@@ -1,0 +1,280 @@
+"""Two hosts joined by a slow link: every strategy at several rates, against its bound and against one host.
+
+    python benchmarks/links.py                                   # a table; wants a quiet machine, and root
+    python benchmarks/links.py --json out.json --picture links.svg
+    python benchmarks/links.py --rates 1e9 --only ulysses=2      # one column, one line
+
+A host is a set of Linux namespaces, with a network, shared memory and process numbers of its own; the link between
+two is a pair of virtual interfaces that a token bucket holds to a rate (headers included: 4.5 % of what TCP sends).
+Ranks stay up for a rate and take turns between strategies; the model and its inputs are those of
+``benchmarks/exact.py``, and ``cfg`` has a batch of two. Each has one thread, and gloo's threads share the two cores
+with both ranks, which those of real hosts would not do: the processor's seconds are in the JSON.
+
+The bound of an exact strategy is half of one rank's time, and then its bytes over the link; of a stale one the larger
+of the two. Stale strategies are timed once they are stale, a pipeline once its stages are full.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from exact import SIDE, TEXT, benchmark_inputs, benchmark_model, mesh_of
+from machine import describe_machine
+
+DISPLACED = {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"}
+RATES = (10e9, 1e9, 200e6)
+# Of what TCP sends, in packets of 1500 bytes and with time stamps.
+PAYLOAD = 1448 / 1514
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One line: a configuration, whether it is stale, and rows of the batch."""
+
+    config: dict[str, Any]
+    stale: bool = False
+    batch: int = 1
+
+
+CONTENDERS = {
+    "ulysses=2": Contender({"ulysses": 2}),
+    "ulysses=2 chunks=2": Contender({"ulysses": 2, "chunks": 2}),
+    "ulysses=2 chunks=4": Contender({"ulysses": 2, "chunks": 4}),
+    "ring=2": Contender({"ring": 2}),
+    "tensor=2": Contender({"tensor": 2}),
+    "cfg=2 (batch of 2)": Contender({"cfg": 2}, batch=2),
+    "displaced": Contender(DISPLACED, stale=True),
+    "displaced, fp16": Contender({**DISPLACED, "compress": "fp16"}, stale=True),
+    "displaced, int8": Contender({**DISPLACED, "compress": "int8"}, stale=True),
+    "displaced, int4": Contender({**DISPLACED, "compress": "int4"}, stale=True),
+    "pipe=2 patches=4": Contender({"pipe": 2, "patches": 4, "warmup": "fixed(1)"}, stale=True),
+}
+# In the chart.
+SHOWN = ("ulysses=2", "ring=2", "tensor=2", "displaced", "displaced, int8", "pipe=2 patches=4")
+ALONE = {"one rank": Contender({}), "one rank (batch of 2)": Contender({}, batch=2)}
+
+
+def request(inputs: dict[str, Any], steps: int) -> dict[str, float]:
+    """One synchronous step, then ``steps`` timed ones with an Euler step between them.
+
+    Seconds a step on the clock and of this process; of a pipeline of stages, while they are full: the first half.
+    """
+    model, latents = benchmark_model(), inputs["hidden_states"]
+    start = middle = busy = 0.0
+    with torch.no_grad():
+        for step in range(steps + 1):
+            if step == 1:
+                if torch.distributed.get_world_size() > 1:
+                    torch.distributed.barrier()
+                start, busy = time.perf_counter(), time.process_time()
+            if step == 1 + steps // 2:
+                middle = time.perf_counter()
+            timestep = torch.full_like(inputs["timestep"], 1.0 - step / (steps + 1))
+            prediction = model(**{**inputs, "hidden_states": latents, "timestep": timestep})[0]
+            latents = latents - prediction / (steps + 1)
+        float(latents.sum())
+    end = time.perf_counter()
+    return {
+        "whole": (end - start) / steps,
+        "full": (middle - start) / (steps // 2),
+        "processor": (time.process_time() - busy) / steps,
+    }
+
+
+def measured(contender: Contender, steps: int) -> dict[str, float]:
+    """A request of this rank, with the bytes a step that it sends to other hosts."""
+    import warnings
+
+    import ditmesh
+
+    inputs = benchmark_inputs(contender.batch)
+    if not contender.config:
+        return request(inputs, steps)
+    mesh = mesh_of(json.dumps(contender.config))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with ditmesh.parallelized(benchmark_model(), contender.config, mesh=mesh):
+            engine = ditmesh.engine_of(benchmark_model())
+            engine.begin_request(3)
+            request(inputs, 2)
+            engine.begin_request(steps + 1)
+            mesh.traffic.reset()
+            found = request(inputs, steps)
+    found["across"] = sum(mesh.traffic.bytes_across.values()) / (steps + 1)
+    return found
+
+
+def rank(folder: Path, names: Sequence[str], steps: int, repeats: int) -> None:
+    """What a rank of a run does: every contender in turn, so often; one file of results."""
+    import torch.distributed as dist
+
+    from ditmesh.launch import init_from_environment
+
+    init_from_environment(timeout=300, device="cpu")
+    torch.set_num_threads(1)
+    every = CONTENDERS | ALONE
+    results = [{name: measured(every[name], steps) for name in names} for _ in range(repeats)]
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(
+    hosts: Any, ranks: Sequence[int], names: Sequence[str], options: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """Run contenders on hosts with so many ranks each; the median of the repeats, each of the slowest rank."""
+    with tempfile.TemporaryDirectory(dir=hosts[0].folder) as room:
+        command = [sys.executable, "-P", __file__, "--rank", room, "--steps", str(options.steps)]
+        command += ["--repeats", str(options.repeats), "--only", *names]
+        paths = os.pathsep.join([str(Path(__file__).parent.parent / "src"), os.environ.get("PYTHONPATH", "")])
+        started = hosts.ranks(command, ranks, extra={"OMP_NUM_THREADS": "1", "PYTHONPATH": paths})
+        if sum(one.wait() != 0 for one in started):
+            raise SystemExit("a rank has failed")
+        every = [json.loads(file.read_text()) for file in Path(room).glob("*.json")]
+    found = {}
+    for name in names:
+        turns = [
+            {key: max(of[turn][name][key] for of in every) for key in every[0][0][name]}
+            for turn in range(options.repeats)
+        ]
+        found[name] = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
+        found[name]["all"] = [turn["whole"] for turn in turns]
+    return found
+
+
+def throughput(hosts: Any) -> float:
+    """Bits a second of one TCP connection from the first host to the second, headers not counted."""
+    take = (
+        "import socket, time\n"
+        "s = socket.create_server(('0.0.0.0', 5201)); print('up', flush=True); c, _ = s.accept()\n"
+        "n = 0; a = None\n"
+        "while (d := c.recv(1 << 20)):\n    a = a or time.perf_counter(); n += len(d)\n"
+        "print(8 * n / (time.perf_counter() - a))"
+    )
+    give = (
+        "import socket, sys, time\n"
+        f"s = socket.create_connection(({hosts[1].address!r}, 5201)); d = bytes(1 << 20); e = time.monotonic() + 3\n"
+        "while time.monotonic() < e:\n    s.sendall(d)"
+    )
+    taker = hosts[1].start([sys.executable, "-c", take], stdout=subprocess.PIPE, text=True)
+    taker.stdout.readline()
+    hosts[0].run([sys.executable, "-c", give])
+    return float(taker.communicate()[0])
+
+
+def bound(contender: Contender, alone: float, across: float, rate: float) -> float:
+    """Seconds a step that nothing can beat: see the top."""
+    wire = 8 * across / (rate * PAYLOAD)
+    return max(alone / 2, wire) if contender.stale else alone / 2 + wire
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Every figure."""
+    from support.hosts import hosts
+
+    names = options.only or list(CONTENDERS)
+    result: dict[str, Any] = {"machine": describe_machine(), "steps": options.steps, "repeats": options.repeats}
+    console = Console(stderr=True)
+    with tempfile.TemporaryDirectory() as folder, hosts(2, folder=folder) as pair:
+        console.print("one rank")
+        result["alone"] = run(pair, [1, 0], list(ALONE), options)
+        console.print("one host")
+        result["one host"] = run(pair, [2, 0], names, options)
+        for rate in options.rates:
+            pair.set_rate(rate)
+            console.print(f"{rate / 1e6:g} Mb/s")
+            result[f"{rate:g}"] = {"throughput": throughput(pair), "results": run(pair, [1, 1], names, options)}
+    return result
+
+
+def show(result: dict[str, Any], rates: Sequence[float]) -> None:
+    """The table."""
+    table = Table(title=f"Flux class, 4 + 8 blocks, {SIDE * SIDE} + {TEXT} tokens, float32: seconds a step")
+    table.add_column("")
+    table.add_column("one host", justify="right")
+    table.add_column("MiB a step", justify="right")
+    for rate in rates:
+        table.add_column(f"{rate / 1e6:g} Mb/s", justify="right")
+        table.add_column("bound", justify="right")
+    alone = result["alone"]
+    for name in result["one host"]:
+        contender = CONTENDERS[name]
+        key = "full" if "pipe" in contender.config else "whole"
+        one = alone["one rank" if contender.batch == 1 else "one rank (batch of 2)"]["whole"]
+        cells = [name, f"{result['one host'][name][key]:.3f}"]
+        for number, rate in enumerate(rates):
+            found = result[f"{rate:g}"]["results"][name]
+            if number == 0:
+                cells.append(f"{found['across'] / 2**20:.1f}")
+            least = bound(contender, one, found["across"], rate)
+            cells += [f"{found[key]:.3f}", f"{least:.3f} ({found[key] / least:.2f}x)"]
+        table.add_row(*cells)
+    console = Console()
+    console.print(table)
+    console.print(
+        f"one rank: {alone['one rank']['whole']:.3f} s, batch of 2: {alone['one rank (batch of 2)']['whole']:.3f} s; "
+        "one TCP connection: "
+        + ", ".join(f"{result[f'{rate:g}']['throughput'] / 1e6:.0f} of {rate / 1e6:g} Mb/s" for rate in rates)
+    )
+    console.print(result["machine"]["text"])
+
+
+def picture(result: dict[str, Any], rates: Sequence[float], file: Path) -> None:
+    """A chart of seconds over nanoseconds a bit, in which times are straight lines and crossings can be read."""
+    from ditmesh.quality.curves import Series
+    from ditmesh.quality.figures import line_chart
+    from ditmesh.quality.report import STYLE
+
+    across = [1e9 / rate for rate in rates]
+    lines = []
+    for name in (name for name in result["one host"] if name in SHOWN):
+        key = "full" if "pipe" in CONTENDERS[name].config else "whole"
+        lines.append(Series(name, tuple(across), tuple(result[f"{rate:g}"]["results"][name][key] for rate in rates)))
+    x_label, y_label = "nanoseconds a bit (1 is 1 Gb/s, 5 is 200 Mb/s)", "seconds a step"
+    chart = line_chart(lines, "Two hosts, one rank each", x_label, y_label)
+    start, _, rest = chart.svg.partition(">")
+    file.write_text(f'{start} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}</style>{rest}', encoding="utf-8")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", type=float, nargs="*", default=list(RATES), help="bits a second")
+    parser.add_argument("--only", nargs="*", help="contenders")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps of a request")
+    parser.add_argument("--repeats", type=int, default=3, help="requests of each, in turns")
+    parser.add_argument("--json", type=Path, help="write every figure here")
+    parser.add_argument("--picture", type=Path, help="draw a chart into this SVG")
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        rank(options.rank, options.only, options.steps, options.repeats)
+        return
+    result = measure(options)
+    show(result, options.rates)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+    if options.picture:
+        picture(result, options.rates, options.picture)
+
+
+if __name__ == "__main__":
+    main()
