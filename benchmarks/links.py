@@ -118,8 +118,8 @@ def measured(contender: Contender, steps: int) -> dict[str, float]:
             engine.begin_request(steps + 1)
             mesh.traffic.reset()
             found = request(inputs, steps)
-    found["across"] = sum(mesh.traffic.bytes_across.values()) / (steps + 1)
-    return found
+            found["across"] = sum(mesh.traffic.bytes_across.values()) / (steps + 1)
+            return found
 
 
 def rank(folder: Path, names: Sequence[str], steps: int, repeats: int) -> None:
