@@ -83,9 +83,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Stop:
-    """Return: at once, or when what is under way is done."""
-
-    drain: bool = False
+    """Return at once. The last command: the owner lets what is under way end before, and may cancel it till then."""
 
 
 Command = Load | Start | Cancel | Stop
