@@ -48,8 +48,10 @@ from ditmesh import zoo
 from serving_load import MODEL, TOLERANCE, Wish, all_at_once, asked, difference, wishes
 
 FAULTS = ("kill-rank", "kill-http", "stop-rank", "full-disk")
-# Seconds in which the service is to be back, for which the disk is full, and for which a client tries.
-BACK, FULL, PATIENCE = 30.0, 6.0, 300.0
+# Seconds in which the service is to be back, and for which a client tries.
+BACK, PATIENCE = 30.0, 300.0
+# Seconds for which the disk is full: at least, and at most if no client has noticed by then.
+FULL, LONGEST_FULL = 6.0, 30.0
 # In the environment of the server and of all that it starts.
 MARK = "DITMESH_FAULT_DRILL"
 SHARED = Path("/dev/shm")
@@ -145,6 +147,7 @@ class Outcome:
         differences: of pictures from those made alone.
         lost: what clients were told of requests that came to nothing.
         errors: what they were told on the way.
+        over: no more requests are under way.
     """
 
     accepted: set[str] = field(default_factory=set)
@@ -152,10 +155,16 @@ class Outcome:
     differences: list[int] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
+    over: bool = False
 
     def error(self, said: str) -> None:
-        """Something that a client was told; numbers and ids do not make it another thing."""
-        self.errors[re.sub(r"job_[0-9a-f]{32}", "job_…", re.sub(r"\d+(\.\d+)?", "N", said))[:300]] += 1
+        """Something that a client was told."""
+        self.errors[alike(said)] += 1
+
+
+def alike(said: str) -> str:
+    """A sentence without numbers and ids, which do not make it another one."""
+    return re.sub(r"\d+(\.\d+)?", "N", re.sub(r"job_[0-9a-f]{32}", "job_…", said))[:300]
 
 
 # --- clients
@@ -227,6 +236,7 @@ def load(url: str, chosen: list[Wish], alone: dict[Wish, bytes], requests: int, 
             outcome.done.append(time.monotonic())
 
     all_at_once(client, clients)
+    outcome.over = True
 
 
 # --- faults
@@ -260,28 +270,33 @@ def killed(server: Server) -> float:
 
 def filled(server: Server, small: bool, outcome: Outcome) -> float:
     """The disk is full for a while; seconds until a picture comes when there is room again."""
+    told = outcome.errors.total()
     if small:
         filling = server.folder / "filling"
-        with contextlib.suppress(OSError), filling.open("wb", buffering=0) as file:
-            while True:
-                file.write(b"\0" * 65536)
-        with contextlib.suppress(OSError), filling.open("ab", buffering=0) as file:
-            while True:
-                file.write(b"\0")
-        time.sleep(FULL)
+        for size in (65536, 1):
+            with contextlib.suppress(OSError), filling.open("ab", buffering=0) as file:
+                while True:
+                    file.write(b"\0" * size)
+    else:
+        limit_files(server, 1)
+    time.sleep(FULL)
+    until(lambda: outcome.errors.total() > told, LONGEST_FULL - FULL)
+    if small:
         filling.unlink()
     else:
-        unlimited = resource.RLIM_INFINITY
-        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (1, unlimited))
-        time.sleep(FULL)
-        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (unlimited, unlimited))
+        limit_files(server, resource.RLIM_INFINITY)
     return next_picture(outcome)
 
 
+def limit_files(server: Server, size: int) -> None:
+    """Files of the HTTP process may not grow beyond so many bytes."""
+    resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
 def next_picture(outcome: Outcome) -> float:
-    """Seconds until a client has the next picture."""
+    """Seconds until a client has the next picture, or none is asked for any more."""
     before = len(outcome.done)
-    return until(lambda: len(outcome.done) > before)
+    return until(lambda: len(outcome.done) > before or outcome.over)
 
 
 def drills(
@@ -291,7 +306,7 @@ def drills(
     generator, found = random.Random(seed), []
     for number, fault in enumerate(faults):
         at = int(requests * (number + 0.5) / (len(faults) + 0.5))
-        until(lambda at=at: len(outcome.done) >= at, 3600.0)
+        until(lambda at=at: len(outcome.done) >= at or outcome.over, 3600.0)
         began, before = time.monotonic(), len(outcome.done)
         if fault == "kill-http":
             back = killed(server)
@@ -299,8 +314,8 @@ def drills(
             back = filled(server, small, outcome)
         else:
             back = signalled(server, signal.SIGKILL if fault == "kill-rank" else signal.SIGSTOP, generator)
-        # Those that were on their way out when it happened do not count.
-        next_picture(outcome)
+        if fault != "full-disk":
+            next_picture(outcome)
         picture = time.monotonic() - began
         found.append({"fault": fault, "at": before, "back_seconds": back, "next_picture_seconds": picture})
     return found
@@ -373,7 +388,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
         "equal": outcome.differences.count(0),
         "largest_difference": max(outcome.differences, default=None),
         "errors": dict(outcome.errors.most_common()),
-        "log": dict(Counter(re.sub(r"\d+", "N", line)[:200] for line in server.said).most_common(20)),
+        "log": dict(Counter(alike(line.partition(" ")[2]) for line in server.said).most_common(20)),
         "http_process_bytes": rss,
         "exit_code": code,
         "left": left,
@@ -408,7 +423,11 @@ def show(result: dict[str, Any]) -> None:
         f"{result['accepted']} accepted, {len(result['lost'])} lost, {result['wrong']} wrong, {result['equal']} equal "
         f"to the bit (largest difference {result['largest_difference']} of 255); disk: {result['full_disk']}"
     )
+    console.print("clients were told:")
     for said, count in result["errors"].items():
+        console.print(f"{count:5} x {said}", highlight=False, markup=False)
+    console.print("the log says:")
+    for said, count in result["log"].items():
         console.print(f"{count:5} x {said}", highlight=False, markup=False)
     console.print(f"left: {result['left']}", highlight=False, markup=False)
     for said in result["bad"]:
