@@ -273,8 +273,8 @@ def test_jobs_fail_when_ranks_that_have_served_do_not_start_any_more(
         async with serving(tmp_path, launcher="test_serve_faults:Flaky") as service:
             await assert_right(service, await ended(service, await service.submit(JobRequest(prompt="fox"), "")))
             Flaky.broken = True
+            other = await service.submit(JobRequest(prompt="hen", steps=400), "")
             guilty = await service.submit(JobRequest(prompt=f"! raise once={tmp_path / 'once'}"), "")
-            other = await service.submit(JobRequest(prompt="hen", steps=50), "")
             for job in (guilty, other):
                 failed = await ended(service, job)
                 assert failed.error.code == "rank_failed"
@@ -301,6 +301,8 @@ def test_the_next_model_is_loaded_when_the_first_cannot_be(tmp_path: Path) -> No
             assert job.error.message == "model broken could not be loaded: this model is broken"
             again = await service.submit(JobRequest(prompt="fox", model="well"), "")
             await assert_right(service, await ended(service, again))
+            # The attempt to load the other one had unloaded it.
+            assert service.state().replicas[0].restarts == 0
 
     asyncio.run(main())
 

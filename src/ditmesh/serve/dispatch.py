@@ -276,7 +276,8 @@ class Dispatcher:
         elif isinstance(said, ModelReady):
             self._loaded(group, said)
         elif isinstance(said, ModelFailed):
-            group.loading, group.state.message = "", said.message
+            group.loading, group.models = "", group.models - set(said.unloaded)
+            group.state.message, group.state.models = said.message, sorted(group.models)
             await self._load_failed(said.name, JobError(code="internal", message=said.message), LOADS)
             if not group.models:
                 # Whoever asks whether the server is ready asks for any of them.

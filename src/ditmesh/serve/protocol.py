@@ -105,10 +105,15 @@ class ModelReady:
 
 @dataclass(frozen=True)
 class ModelFailed:
-    """A model cannot be loaded, for a reason that is the same on every rank: they are well."""
+    """A model cannot be loaded, for a reason that is the same on every rank: they are well.
+
+    Attributes:
+        unloaded: models that were unloaded to make room for it.
+    """
 
     name: str
     message: str
+    unloaded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

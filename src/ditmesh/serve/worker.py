@@ -342,7 +342,7 @@ class _Loop:
                 unloaded.append(name)
             answer = self._loaded(spec)
             if isinstance(answer, str):
-                self._say(ModelFailed(spec.name, answer))
+                self._say(ModelFailed(spec.name, answer, tuple(unloaded)))
                 for work in [one for one in self._work.values() if one.task.model == spec.name]:
                     self._drop(work)
                     self._say(TaskFailed(work.task.id, "invalid_request", answer))
