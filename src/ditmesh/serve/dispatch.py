@@ -147,8 +147,8 @@ class Dispatcher:
 
     @property
     def hopeless(self) -> str:
-        """Why jobs that wait would wait in vain, a clause; empty: they would not."""
-        if not all(group.hopeless for group in self.groups):
+        """Why jobs that wait would wait in vain, a clause; empty: they would not, or wait for another server."""
+        if self._gave_up.is_set() or not all(group.hopeless for group in self.groups):
             return ""
         group = min(self.groups, key=lambda one: one.final)
         often = "" if group.final else f" {group.failures} times in a row"
