@@ -125,6 +125,18 @@ def test_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
+@pytest.mark.timeout(600)
+def test_the_faults_of_a_server_under_load_lose_nothing(tmp_path: Path) -> None:
+    figures = tmp_path / "out.json"
+    few = ["--requests", 40, "--clients", 8, "--distinct", 5, "--steps", 4]
+    ended = script("serving_faults.py", *few, "--json", figures)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = json.loads(figures.read_text())
+    assert [one["fault"] for one in result["faults"]] == ["kill-rank", "kill-http", "stop-rank", "full-disk"]
+    assert (result["accepted"], result["lost"], result["wrong"], result["bad"]) == (40, [], 0, [])
+
+
+@pytest.mark.matrix
 def test_the_load_of_a_server_runs_to_its_end(tmp_path: Path) -> None:
     """A few requests: none is lost, none wrong."""
     figures = tmp_path / "out.json"

@@ -222,6 +222,33 @@ def test_lost_connections_are_made_again(url: str):
     assert 0 < int(asked[1] or 0) < int(asked[2] or 0)
 
 
+def test_a_submission_whose_answer_is_lost_is_made_again_and_is_one_job(url: str):
+    sent: list[httpx.Request] = []
+
+    class Lost(httpx.HTTPTransport):
+        """The server has the first request, and its answer does not come."""
+
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            sent.append(request)
+            response = super().handle_request(request)
+            if len(sent) == 1:
+                response.read()
+                raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
+            return response
+
+    with ditmesh.Client(url, patience=5.0) as client:
+        client._http = httpx.Client(transport=Lost(), base_url=url)
+        before = client.jobs(limit=1000)
+        sent.clear()
+        job = client.submit("lost")
+        assert client.wait(job.id).id == job.id
+        assert len(client.jobs(limit=1000)) == len(before) + 1
+        sent.clear()
+        # Whoever breaks off does not wait.
+        with pytest.raises(ditmesh.ServerError, match="does not answer"):
+            client.cancel(job.id)
+
+
 def test_the_asynchronous_client(url: str):
     async def ask() -> None:
         async with ditmesh.AsyncClient(url) as client:

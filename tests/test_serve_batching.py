@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from PIL import Image
 
 from ditmesh import zoo
 from ditmesh.config import ParallelConfig
+from ditmesh.errors import RankFailed
 from ditmesh.generate.receipt import read_receipt
+from ditmesh.launch import RankPool
 from ditmesh.serve.protocol import (
     Beat,
     Began,
@@ -324,6 +327,34 @@ def test_input_pictures_and_masks(ranks, config, tmp_path):
     assert abs(picture(said, "0") - alone(PROMPTS[0], 0)).max() <= 1
     assert [one.step for one in of(said, Stepped, "1")] == [1, 2, 3]
     assert of(said, Finished, "1")[0].receipt["pipeline"] == "StableDiffusion3Img2ImgPipeline"
+
+
+def serve_unlike(specs: Any, *, report: Any) -> None:
+    """As `serve_rank`, with files that are not there on rank 1, while rank 0 waits for it to load them."""
+    import torch.distributed as dist
+
+    from ditmesh.errors import InputError
+    from ditmesh.serve.loaded import LoadedModel
+    from ditmesh.serve.worker import serve_rank
+
+    whole = LoadedModel._load
+
+    def load(self: Any, rank: int) -> Any:
+        if rank == 1:
+            raise InputError("no such file here")
+        dist.barrier()
+        return whole(self, rank)
+
+    LoadedModel._load = load
+    serve_rank(specs, report=report)
+
+
+def test_a_rank_that_cannot_load_a_model_alone_fails_at_once():
+    with RankPool(2, threads=1, timeout=60.0) as pool:
+        began = time.monotonic()
+        with pytest.raises(RankFailed, match="rank 1 of 2 raised InputError: no such file here"):
+            Owner(at_once(), 1).serve(pool, [spec(ulysses=2)], serve_unlike)
+        assert time.monotonic() - began < 20.0
 
 
 def serve_guilty(specs: Any, *, report: Any) -> None:

@@ -19,6 +19,9 @@ import pytest
 
 from ditmesh.errors import ConfigError, RankFailed
 from ditmesh.launch import RankPool
+from ditmesh.serve import replicas
+from ditmesh.serve.backend import NoRanks
+from ditmesh.serve.protocol import ModelSpec
 from ditmesh.serve.replicas import Limits
 from ditmesh.serve.service import Service
 from ditmesh.serve.types import Job, JobRequest
@@ -207,6 +210,99 @@ def test_what_a_launcher_refuses_is_said_and_jobs_wait(tmp_path: Path, launcher:
             job = await service.submit(JobRequest(prompt="fox"), "")
         async with serving(tmp_path) as service:
             await assert_right(service, await ended(service, job))
+
+    asyncio.run(main())
+
+
+class Flaky(ThreadRanks):
+    """Ranks that start unless it is said that they do not."""
+
+    broken = False
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if Flaky.broken:
+            raise RankFailed("rank 0 of 1 ended without an answer (exit code 1)", 0)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "model", "said"),
+    [
+        (
+            "test_serve_faults:Refused",
+            {},
+            "the ranks of replica-0 have failed: ranks cannot be started: there is no GPU",
+        ),
+        ("test_serve_faults:Flaky", {}, "the ranks of replica-0 have failed 6 times in a row: rank 0 of 1 ended"),
+        ("support.serve:ThreadRanks", {"dtype": "bfloat16"}, "model m could not be loaded: this model is broken"),
+        (
+            "support.serve:ThreadRanks",
+            {"dtype": "float16"},
+            "model m could not be loaded: rank 0 of 1 raised Arithmetic",
+        ),
+    ],
+)
+def test_a_server_that_never_serves_gives_up_and_keeps_its_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, model: dict[str, Any], said: str
+) -> None:
+    monkeypatch.setattr(replicas, "BACKOFF", 0.01)
+    monkeypatch.setattr(Flaky, "broken", True)
+
+    async def main() -> None:
+        models = [ModelSpec("m", "emoji-sd3", **model)]
+        async with serving(tmp_path, launcher=launcher, models=models) as service:
+            job = await service.submit(JobRequest(prompt="fox"), "")
+            why = await asyncio.wait_for(service.given_up(), 10.0)
+            assert why.startswith(said)
+            assert why.endswith("; the jobs stay in the queue")
+            assert (await service.job(job.id, "")).status == "queued"
+        async with serving(tmp_path, models=[ModelSpec("m", "emoji-sd3")]) as service:
+            await assert_right(service, await ended(service, job))
+
+    asyncio.run(main())
+
+
+def test_jobs_fail_when_ranks_that_have_served_do_not_start_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas, "BACKOFF", 0.01)
+    monkeypatch.setattr(replicas, "LONGEST_BACKOFF", 0.1)
+    monkeypatch.setattr(Flaky, "broken", False)
+
+    async def main() -> None:
+        async with serving(tmp_path, launcher="test_serve_faults:Flaky") as service:
+            await assert_right(service, await ended(service, await service.submit(JobRequest(prompt="fox"), "")))
+            Flaky.broken = True
+            other = await service.submit(JobRequest(prompt="hen", steps=400), "")
+            guilty = await service.submit(JobRequest(prompt=f"! raise once={tmp_path / 'once'}"), "")
+            for job in (guilty, other):
+                failed = await ended(service, job)
+                assert failed.error.code == "rank_failed"
+                assert failed.error.message.startswith(
+                    "the ranks of replica-0 have failed 6 times in a row: rank 0 of 1"
+                )
+            with pytest.raises(NoRanks, match=r"times in a row: rank 0 of 1 ended .*; ask again in a minute"):
+                await service.submit(JobRequest(prompt="cow"), "")
+            # They are started again all the same.
+            Flaky.broken = False
+            await until(lambda: service.state().ready)
+            await assert_right(service, await ended(service, await service.submit(JobRequest(prompt="cow"), "")))
+
+    asyncio.run(main())
+
+
+def test_the_next_model_is_loaded_when_the_first_cannot_be(tmp_path: Path) -> None:
+    models = [ModelSpec("broken", "emoji-sd3", dtype="bfloat16"), ModelSpec("well", "emoji-sd3")]
+
+    async def main() -> None:
+        async with serving(tmp_path, models=models) as service:
+            await until(lambda: service.state().ready)
+            job = await ended(service, await service.submit(JobRequest(prompt="fox"), ""))
+            assert job.error.message == "model broken could not be loaded: this model is broken"
+            again = await service.submit(JobRequest(prompt="fox", model="well"), "")
+            await assert_right(service, await ended(service, again))
+            # The attempt to load the other one had unloaded it.
+            assert service.state().replicas[0].restarts == 0
 
     asyncio.run(main())
 

@@ -24,9 +24,10 @@ import openai
 import pytest
 from PIL import Image
 
-from ditmesh.errors import InputError
+from ditmesh.errors import InputError, ServerError
 from ditmesh.serve.app import create_app
 from ditmesh.serve.keys import Keys, Limiter, new_key, read_keys
+from ditmesh.serve.listen import HttpServer, bound
 from ditmesh.serve.logs import Lines, log_config
 from ditmesh.serve.settings import LOOPBACK, Settings
 from support.serving import FakeBackend, drawn, serving
@@ -264,6 +265,84 @@ def test_streams_of_clients_that_went_away_are_closed(url: str, http: httpx.Clie
         backend.hold(False)
 
 
+# --- requests that are sent again
+
+
+def keyed(key: str) -> dict[str, str]:
+    return {"Idempotency-Key": key}
+
+
+def test_a_request_that_is_sent_again_with_its_key_is_one_job(http: httpx.Client, client: openai.OpenAI):
+    image = f"data:image/png;base64,{base64.b64encode(file_of(Image.new('RGB', (8, 8)))).decode()}"
+    sent = {"prompt": "again", "inputs": [{"role": "image", "data": image}], "strength": 0.5}
+    first = http.post("/v1/jobs", json=sent, headers=keyed("one")).json()
+    assert ended(http, first["id"])["status"] == "succeeded"
+    second = http.post("/v1/jobs", json=sent, headers=keyed("one"))
+    # The seed that the server took is the job's.
+    assert (second.status_code, second.json()["id"], second.json()["status"]) == (202, first["id"], "succeeded")
+    assert second.json()["request"] == first["request"]
+    assert http.post("/v1/jobs", json=sent, headers=keyed("two")).json()["id"] != first["id"]
+    for path, other in (("/v1/jobs", {**sent, "prompt": "another"}), ("/v1/images/generations", {"prompt": "again"})):
+        refused = http.post(path, json=other, headers=keyed("one"))
+        assert refused.status_code == 409
+        assert error_of(refused)["code"] == "idempotency_key_reused"
+        assert error_of(refused)["param"] == "Idempotency-Key"
+    for wrong in ("", "with a space", "x" * 256):
+        refused = http.post("/v1/jobs", json=sent, headers=keyed(wrong))
+        assert refused.status_code == 400
+        assert error_of(refused)["param"] == "Idempotency-Key"
+    made = [client.images.generate(prompt="again", extra_headers=keyed("three")) for _ in range(2)]
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_with_a_key_may_come_back(stream: bool):
+    """Its job goes on without it for a while, and is cancelled if nobody comes."""
+    backend = FakeBackend()
+
+    def leave(http: httpx.Client, key: str) -> None:
+        sent = {"prompt": key, "stream": stream}
+        with (
+            contextlib.suppress(httpx.ReadTimeout),
+            http.stream("POST", "/v1/images/generations", json=sent, headers=keyed(key), timeout=0.5) as answer,
+        ):
+            assert stream
+            assert next(answer.iter_lines()).startswith(":")
+
+    with (
+        serving(backend, Settings(keep_alive=0.2, come_back=1.0)) as url,
+        httpx.Client(base_url=url, timeout=20) as http,
+        httpx.Client(base_url=url, timeout=20) as other,
+    ):
+        backend.hold(True)
+        leave(other, "back")
+        (job,) = asyncio.run(backend.jobs("", 1))
+        answers: list[httpx.Response] = []
+        again = threading.Thread(
+            target=lambda: answers.append(
+                http.post("/v1/images/generations", json={"prompt": "back", "stream": stream}, headers=keyed("back"))
+            )
+        )
+        again.start()
+        time.sleep(1.5)
+        assert job.status == "running"
+        backend.hold(False)
+        again.join(10)
+        assert answers[0].status_code == 200
+        assert ("image_generation.completed" in answers[0].text) is stream
+        assert len(asyncio.run(backend.jobs("", 9))) == 1
+        backend.hold(True)
+        leave(other, "gone")
+        (job, _) = asyncio.run(backend.jobs("", 9))
+        assert job.status == "running"
+        assert until(lambda: job.status == "cancelled")
+        # And begun anew for who comes still.
+        backend.hold(False)
+        late = http.post("/v1/images/generations", json={"prompt": "gone", "stream": stream}, headers=keyed("gone"))
+        assert late.status_code == 200
+        assert len(asyncio.run(backend.jobs("", 9))) == 3
+
+
 # --- jobs
 
 
@@ -398,6 +477,18 @@ def test_states_and_health(http: httpx.Client, backend: FakeBackend, monkeypatch
     monkeypatch.setattr(backend, "ready", False)
     answer = http.get("/readyz")
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert error_of(answer)["message"] == "no replica is ready yet; ask again"
+    whole = backend.state
+
+    def failed() -> Any:
+        state = whole()
+        state.replicas[0].message = "rank 1 of 2 was killed by SIGKILL"
+        return state
+
+    monkeypatch.setattr(backend, "state", failed)
+    said = error_of(http.get("/readyz"))["message"]
+    assert said == "no replica is ready (rank 1 of 2 was killed by SIGKILL); ask again"
+    monkeypatch.setattr(backend, "state", whole)
     assert http.get("/v1/server").json()["ready"] is False
     with http.stream("GET", "/v1/server/events") as stream:
         events = sse(stream.iter_lines())
@@ -716,6 +807,19 @@ def test_the_first_signal_waits_and_the_second_does_not():
         assert process.wait(5) == 130
     finally:
         process.kill()
+
+
+def test_a_server_ends_with_the_reason_when_its_backend_has_given_up():
+    class Hopeless(FakeBackend):
+        async def given_up(self) -> str:
+            await asyncio.sleep(0.2)
+            return "there is no GPU; the jobs stay in the queue"
+
+    backend = Hopeless()
+    server = HttpServer(create_app(backend), grace=5.0)
+    with bound("127.0.0.1", 0) as listening, pytest.raises(ServerError, match="there is no GPU; the jobs stay"):
+        asyncio.run(server.run_on(listening))
+    assert backend.stopped_with == 5.0
 
 
 # --- the description, and what it does not describe

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from ditmesh.errors import ConfigError, InputError
 from ditmesh.serve import dispatch
-from ditmesh.serve.backend import NoSpace, QueueFull, Stopping, UnknownJob
+from ditmesh.serve.backend import KeyReused, NoSpace, Once, QueueFull, Stopping, UnknownJob
 from ditmesh.serve.protocol import ModelSpec
 from ditmesh.serve.queue import FILE, Queue
 from ditmesh.serve.results import Results
@@ -108,6 +108,59 @@ def test_a_job_lives_and_is_there_after_a_restart(opened: Any) -> None:
     assert queue.cancel("a") is None
     assert (queue.queued, queue.running, queue.run) == (0, 0, 3)
     assert queue.file("a", 0) == "0.png"
+
+
+def test_a_request_with_a_key_is_one_job(opened: Any) -> None:
+    now, once = [1e9], Once("k", "same")
+    options: dict[str, Any] = {"keep": 100.0, "most": 1, "now": lambda: now[0]}
+    queue = opened(**options)
+    first = queue.submit("a", request(), "me", 1.0, once=once)
+    # The queue is full, which it is for others only; and after a restart as well.
+    for _ in range(2):
+        assert queue.submit("b", request(), "me", 1.0, once=once) == first
+        assert queue.repeated("me", once) == first
+        assert queue.repeated("me", Once("other", "same")) is None
+        assert queue.repeated("somebody else", once) is None
+        with pytest.raises(KeyReused, match="'k' came with another request before; use a new key"):
+            queue.submit("b", request(), "me", 1.0, once=Once("k", "different"))
+        queue = opened(**options)
+    # What was cancelled is begun anew.
+    queue.cancel("a")
+    assert queue.repeated("me", once) is None
+    assert queue.submit("b", request(), "me", 1.0, once=once).id == "b"
+    queue.fail("b", JobError(code="internal", message="no"))
+    assert queue.repeated("me", once).status == "failed"
+    now[0] += 101
+    queue.forget(queue.expired())
+    assert queue.ids() == set()
+    assert queue.repeated("me", once) is None
+    assert queue._db.execute("SELECT count(*) FROM keys").fetchone()[0] == 0
+
+
+def test_a_file_of_an_earlier_server_gets_what_it_lacks(opened: Any) -> None:
+    queue = opened()
+    queue.submit("a", request(), "", 1.0)
+    queue._db.execute("DROP TABLE keys")
+    queue = opened()
+    assert queue.job("a").status == "queued"
+    queue.submit("b", request(), "", 1.0, once=Once("k", "same"))
+    assert queue.repeated("", Once("k", "same")).id == "b"
+
+
+def test_jobs_without_results_are_remembered_up_to_a_number(opened: Any) -> None:
+    now = [1e9]
+    queue = opened(now=lambda: now[0])
+    for number in range(6):
+        queue.submit(f"a{number}", request(), "", 1.0)
+        now[0] += 1
+        if number == 0:
+            queue.begin("a0")
+            queue.finish("a0", 0, "0.png", image(0))
+        elif number < 5:
+            queue.cancel(f"a{number}")
+    assert queue.surplus(2) == ["a2", "a1"]
+    queue.forget(queue.surplus(2))
+    assert queue.ids() == {"a0", "a3", "a4", "a5"}
 
 
 @pytest.mark.parametrize("first", ["heavy", "light"])
@@ -555,6 +608,47 @@ def test_cancel(tmp_path: Path) -> None:
             await until(lambda: not any(live.id == running.id for live, _ in group.running.values()), 1.0)
             await assert_right(service, await ended(service, waiting))
             assert (await service.cancel(waiting.id, "")).status == "succeeded"
+
+    asyncio.run(main())
+
+
+def test_a_job_is_cancelled_while_the_server_stops(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path, grace=60.0) as service:
+            job = await service.submit(JobRequest(prompt="fox", steps=2000), "")
+            await until(lambda: service._jobs.lives[job.id].progress.get(0, 0) > 2)
+            began = time.monotonic()
+            stopping = asyncio.create_task(service.stop(60.0))
+            await asyncio.sleep(0.1)
+            assert (await service.cancel(job.id, "")).status == "cancelled"
+            await asyncio.wait_for(stopping, 10.0)
+            assert time.monotonic() - began < 5.0
+
+    with contextlib.suppress(RuntimeError):
+        # It is stopped already.
+        asyncio.run(main())
+
+
+def test_input_pictures_of_refused_jobs_are_removed(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as service:
+            folder = tmp_path / "inputs"
+
+            def asked(digest: str, **more: Any) -> JobRequest:
+                return JobRequest(prompt="fox", inputs=(Input(role="image", digest=digest),), strength=0.5, **more)
+
+            digest, other = await service.put_input(b"fox"), await service.put_input(b"hen")
+            with pytest.raises(InputError):
+                await service.submit(asked(digest, width=66, height=64), "")
+            # Another request has it as well, and is accepted later.
+            assert await service.put_input(b"fox") == digest
+            await service.release_input(digest)
+            assert {path.name for path in folder.iterdir()} == {digest, other}
+            await service.submit(asked(digest), "")
+            await service.release_input(digest)
+            await service.release_input(other)
+            assert [path.name for path in folder.iterdir()] == [digest]
+            assert service._jobs._awaited == {}
 
     asyncio.run(main())
 

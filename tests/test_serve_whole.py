@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy
@@ -28,6 +31,7 @@ from ditmesh.cli.main import main
 from ditmesh.generate.receipt import read_receipt
 from ditmesh.serve.types import Event
 from support import processes
+from support.misuse import QUICK, misuse
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -58,11 +62,24 @@ def run(*arguments: str | Path) -> int:
     return left.value.code
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
-    folder = tmp_path_factory.mktemp("serve")
+@contextlib.contextmanager
+def running(folder: Path, *more: str) -> Iterator[Command]:
+    """A server that is ready, and ends well."""
     process, mark = started(
-        "--devices", "2", "--ulysses", "2", "--threads", "1", "--port", "0", "--folder", folder / "state"
+        "--devices",
+        "2",
+        "--ulysses",
+        "2",
+        "--threads",
+        "1",
+        "--port",
+        "0",
+        "--folder",
+        folder,
+        # Nobody reads the log.
+        "--log-level",
+        "warning",
+        *more,
     )
     try:
         assert process.stdout is not None
@@ -73,12 +90,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
         while httpx.get(f"{url}/readyz").status_code != 200:
             assert time.monotonic() < limit
             time.sleep(0.2)
-        yield Command(process, url, folder / "state", mark)
+        yield Command(process, url, folder, mark)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         assert processes.wait_until_gone(mark, 20) == []
     finally:
         process.kill()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
+    with running(tmp_path_factory.mktemp("serve") / "state") as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +205,91 @@ def test_metrics_of_ranks(server: Command):
             line for line in text.splitlines() if line.startswith(f"ditmesh_rank_{name}{{") and 'rank="1"' in line
         ]
         assert float(line.split()[-1]) > 0
+
+
+# --- what comes to nothing
+
+
+def at_rest(server: Command) -> dict[str, Any]:
+    """What a server holds when nothing is under way."""
+    with ditmesh.Client(server.url) as client:
+        limit = time.monotonic() + 60
+        while (state := client.server()).running or state.queued or any(one.running for one in state.replicas):
+            assert time.monotonic() < limit, state
+            time.sleep(0.1)
+    every = [server.process.pid, *processes.ranks_of(server.process.pid)]
+    files = [path for path in server.folder.rglob("*") if path.is_file() and not path.name.startswith("queue.sqlite")]
+    return {
+        "processes": sorted(processes.family(server.mark)),
+        "files": sorted(str(path) for path in files),
+        "open": [psutil.Process(pid).num_fds() for pid in every],
+        "threads": [psutil.Process(pid).num_threads() for pid in every],
+        "bytes": [psutil.Process(pid).memory_info().rss for pid in every],
+    }
+
+
+def grown(before: dict[str, Any], after: dict[str, Any], name: str) -> list[int]:
+    """By process: the server's and those of the ranks."""
+    return [more - less for less, more in zip(before[name], after[name], strict=True)]
+
+
+def assert_nothing_left(server: Command, before: dict[str, Any]) -> dict[str, Any]:
+    after = at_rest(server)
+    # Connections are closed, and threads end, a moment later.
+    limit = time.monotonic() + 15
+    while max(grown(before, after, "open") + grown(before, after, "threads")) > 0 and time.monotonic() < limit:
+        time.sleep(0.2)
+        after = at_rest(server)
+    assert after["processes"] == before["processes"]
+    assert max(grown(before, after, "open")) <= 2, (before, after)
+    assert max(grown(before, after, "threads")) <= 2, (before, after)
+    return after
+
+
+def rows(server: Command) -> dict[str, int]:
+    """Rows of the queue's tables."""
+    with contextlib.closing(sqlite3.connect(server.folder / "queue.sqlite")) as db:
+        tables = ("jobs", "pictures", "inputs", "keys", "owners")
+        return {name: db.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in tables}
+
+
+def test_requests_that_come_to_nothing_leave_nothing(server: Command, client: ditmesh.Client):
+    # Whatever is opened, imported and allocated once.
+    misuse(server.url, 60, QUICK)
+    client.generate("a fox", steps=2)
+    before = at_rest(server)
+    done = misuse(server.url, 60, QUICK)
+    after = assert_nothing_left(server, before)
+    assert done["requests"] >= 60
+    # A cancelled job is remembered, with its input picture, until it expires.
+    left = {Path(one).parent.name for one in after["files"] if one not in before["files"]}
+    assert left <= {"inputs"}
+    assert max(grown(before, after, "bytes")) < 30e6
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(900)
+def test_a_thousand_requests_that_come_to_nothing_leave_nothing(tmp_path: Path):
+    with running(tmp_path / "state", "--keep", "0.001") as server, ditmesh.Client(server.url) as client:
+        misuse(server.url, 150)
+        client.generate("a fox", steps=2)
+        rest = [at_rest(server)]
+        for _ in range(2):
+            misuse(server.url, 500)
+            rest.append(assert_nothing_left(server, rest[0]))
+        print(json.dumps([grown(rest[number], rest[number + 1], "bytes") for number in range(2)]))
+        # The second half finds what the first has made room for.
+        assert max(grown(rest[1], rest[2], "bytes")) < 4e6, rest
+        # What has expired goes once a minute.
+        limit = time.monotonic() + 90
+        while (left := (rows(server), at_rest(server)["files"])) and time.monotonic() < limit:
+            if not left[0]["jobs"] and len(left[1]) <= 1:
+                break
+            time.sleep(1.0)
+        assert {name: count for name, count in left[0].items() if count} == {}
+        assert [Path(one).name for one in left[1]] == ["lock"]
+        picture = client.generate("a fox", seed=5, steps=2)[0]
+        assert client.generate("a fox", seed=5, steps=2)[0].tobytes() == picture.tobytes()
 
 
 # --- what is refused before a rank is started

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 import os
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -42,12 +43,13 @@ TIMEOUT, SILENCE, PAUSE = 30.0, 45.0, 1.0
 
 @dataclass(frozen=True)
 class Ask:
-    """A request."""
+    """A request that may be sent again, as `httpx.Client.request` takes it."""
 
     method: str
-    path: str
+    url: str
     json: Any = None
     params: Mapping[str, Any] | None = None
+    headers: Mapping[str, str] | None = None
 
 
 # Yields requests, is sent their answers, and returns the result.
@@ -55,7 +57,9 @@ Flow = Generator[Ask, httpx.Response, Result]
 
 
 def _submit(prompt: str, options: Mapping[str, Any]) -> Flow[Job]:
-    response = yield Ask("POST", "/v1/jobs", json=job_body(prompt, options))
+    # Sent again after a lost connection it is the same job.
+    once = {"Idempotency-Key": secrets.token_hex(16)}
+    response = yield Ask("POST", "/v1/jobs", json=job_body(prompt, options), headers=once)
     return Job.model_validate(response.json())
 
 
@@ -263,9 +267,20 @@ class _Settings:
         self.url = url.rstrip("/")
         key = os.environ.get(KEY) if key is None else key
         self._patience = patience
+        # Whether the server has answered before: then it may be back in a moment.
+        self._reached = False
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._options: dict[str, Any] = {"base_url": self.url, "headers": headers, "timeout": timeout}
         self._silence = httpx.Timeout(timeout, read=SILENCE)
+
+    def _lost(self, ask: Ask, error: Exception, waited: float) -> float | None:
+        """Seconds to wait before a request is sent again that found no connection, or lost it; None: it is not."""
+        if ask.method == "DELETE":
+            # Whoever breaks off does not wait.
+            return None
+        passing = isinstance(error, (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException))
+        nobody = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)) and not self._reached
+        return PAUSE if passing and not nobody and waited + PAUSE <= self._patience else None
 
     def _stream(self, id: str, reader: _Reader) -> dict[str, Any]:
         path = f"/v1/jobs/{id}/events"
@@ -406,13 +421,17 @@ class Client(_Settings):
         waited = 0.0
         while True:
             try:
-                response = self._http.request(ask.method, ask.path, json=ask.json, params=ask.params)
+                response = self._http.request(**vars(ask))
             except (httpx.TransportError, httpx.InvalidURL) as error:
-                raise _unreachable(self.url, error) from None
-            wait = _wait(response, waited, self._patience)
-            if wait is None:
-                _check(response)
-                return response
+                wait = self._lost(ask, error, waited)
+                if wait is None:
+                    raise _unreachable(self.url, error) from None
+            else:
+                self._reached = True
+                wait = _wait(response, waited, self._patience)
+                if wait is None:
+                    _check(response)
+                    return response
             waited += wait
             time.sleep(wait)
 
@@ -524,12 +543,16 @@ class AsyncClient(_Settings):
         waited = 0.0
         while True:
             try:
-                response = await self._http.request(ask.method, ask.path, json=ask.json, params=ask.params)
+                response = await self._http.request(**vars(ask))
             except (httpx.TransportError, httpx.InvalidURL) as error:
-                raise _unreachable(self.url, error) from None
-            wait = _wait(response, waited, self._patience)
-            if wait is None:
-                _check(response)
-                return response
+                wait = self._lost(ask, error, waited)
+                if wait is None:
+                    raise _unreachable(self.url, error) from None
+            else:
+                self._reached = True
+                wait = _wait(response, waited, self._patience)
+                if wait is None:
+                    _check(response)
+                    return response
             waited += wait
             await asyncio.sleep(wait)

@@ -152,14 +152,14 @@ def _obey(command: Any, loaded: dict[str, ModelSpec], running: dict[str, Running
     if isinstance(command, Load):
         if command.spec.dtype == "float16":
             raise ArithmeticError("this model breaks")
-        if command.spec.dtype == "bfloat16":
-            say(ModelFailed(command.spec.name, "this model is broken"))
-            return
         loaded.pop(command.spec.name, None)
         unloaded = tuple(list(loaded)[: max(0, len(loaded) + 1 - command.most)])
         for name in unloaded:
             assert not any(one.task.model == name for one in running.values())
             del loaded[name]
+        if command.spec.dtype == "bfloat16":
+            say(ModelFailed(command.spec.name, "this model is broken", unloaded))
+            return
         loaded[command.spec.name] = command.spec
         card = {"pipeline": "Fake", "batching": True, "steps": 4, "inputs": ["image"]}
         say(ModelReady(command.spec.name, card, {"ulysses": 2}, "ulysses=2", unloaded))

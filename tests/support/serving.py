@@ -24,7 +24,7 @@ from ditmesh._version import __version__, library_versions
 from ditmesh.errors import InputError
 from ditmesh.generate.receipt import CHUNK, Receipt
 from ditmesh.serve.app import create_app
-from ditmesh.serve.backend import NoSpace, QueueFull, ResultFile, UnknownJob
+from ditmesh.serve.backend import KeyReused, NoSpace, Once, QueueFull, ResultFile, UnknownJob
 from ditmesh.serve.listen import HttpServer, bound, url_of
 from ditmesh.serve.settings import Settings
 from ditmesh.serve.types import (
@@ -92,6 +92,7 @@ class FakeBackend:
         self._events: dict[str, list[Event]] = {}
         self._news = asyncio.Condition()
         self._queue: list[str] = []
+        self._once: dict[tuple[str, str], tuple[str, str]] = {}
         self._worker: asyncio.Task[None] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="fake-")
         self._hold = asyncio.Event()
@@ -112,7 +113,19 @@ class FakeBackend:
         if self._worker is not None:
             self._worker.cancel()
 
-    async def submit(self, request: JobRequest, owner: str) -> Job:
+    async def given_up(self) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def repeated(self, owner: str, once: Once) -> Job | None:
+        digest, id = self._once.get((owner, once.key), ("", ""))
+        if id and self._jobs[id][1].status == "cancelled":
+            return None
+        if id and digest != once.digest:
+            raise KeyReused(f"Idempotency-Key {once.key!r} came with another request before")
+        return await self.job(id, owner) if id else None
+
+    async def submit(self, request: JobRequest, owner: str, once: Once | None = None) -> Job:
         if self.broken:
             raise RuntimeError("the queue is broken")
         if self.full_disk:
@@ -144,6 +157,8 @@ class FakeBackend:
         )
         self._jobs[job.id], self._events[job.id] = (owner, job), []
         self._queue.append(job.id)
+        if once is not None:
+            self._once[owner, once.key] = once.digest, job.id
         await self._tell(job, "queued", {"position": job.position})
         return job.model_copy(deep=True)
 
@@ -151,6 +166,10 @@ class FakeBackend:
         digest = hashlib.sha256(data).hexdigest()
         self.inputs[digest] = data
         return digest
+
+    async def release_input(self, digest: str) -> None:
+        if not any(one.digest == digest for _, job in self._jobs.values() for one in job.request.inputs):
+            self.inputs.pop(digest, None)
 
     async def job(self, id: str, owner: str) -> Job:
         return self._of(id, owner).model_copy(deep=True)

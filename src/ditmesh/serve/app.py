@@ -27,7 +27,7 @@ from . import openai
 from .backend import Backend, UnknownJob
 from .errors import Refused, answer_to, described, wait_header
 from .guard import Guard
-from .intake import JobBody, Server, sized, validated
+from .intake import IdempotencyKey, JobBody, Server, sized, validated
 from .keys import Keys, Limiter
 from .logs import JobWatch
 from .metrics import Metrics
@@ -41,9 +41,11 @@ if TYPE_CHECKING:
 
 JOB_ID = re.compile(r"job_[0-9a-f]{32}")
 JobId = Annotated[str, Path(description="`job_` and 32 hexadecimal digits", max_length=64)]
+# Characters of what /readyz says has failed.
+LONGEST_REASON = 500
 # What every endpoint of jobs may answer.
 OF_JOBS = described(401, 404)
-OF_SUBMISSION = described(401, 403, 404, 413, 429, 503, 507)
+OF_SUBMISSION = described(401, 403, 404, 409, 413, 429, 503, 507)
 
 
 class JobList(BaseModel):
@@ -77,23 +79,23 @@ def stream_of(*names: str) -> dict[int | str, dict[str, Any]]:
 jobs = APIRouter(prefix="/v1", tags=["jobs"])
 
 
-async def submitted(request: Request, body: JobBody, videos: bool | None) -> Job:
+async def submitted(request: Request, body: JobBody, videos: bool | None, key: str | None) -> Job:
     """Submit a job from its JSON form."""
     server: Server = request.app.state.server
     fields = sized(body.size, body.model_dump(exclude={"size", "inputs"}, exclude_none=True))
-    return await server.accept(validated(JobRequest, fields), request, videos, partial(server.inputs, body.inputs))
+    return await server.accept(validated(JobRequest, fields), request, videos, partial(server.inputs, body.inputs), key)
 
 
 @jobs.post("/jobs", status_code=202, responses=OF_SUBMISSION, summary="Submit a job")
-async def post_job(request: Request, body: JobBody) -> Job:
+async def post_job(request: Request, body: JobBody, key: IdempotencyKey = None) -> Job:
     """Submit a job and return at once. What is accepted is on disk, and done after a restart too."""
-    return await submitted(request, body, None)
+    return await submitted(request, body, None, key)
 
 
 @jobs.post("/videos", status_code=202, responses=OF_SUBMISSION, tags=["videos"], summary="Submit a job of videos")
-async def post_video(request: Request, body: JobBody) -> Job:
+async def post_video(request: Request, body: JobBody, key: IdempotencyKey = None) -> Job:
     """The same for models that make videos; refused for all others."""
-    return await submitted(request, body, True)
+    return await submitted(request, body, True, key)
 
 
 @jobs.get("/jobs", responses=described(401), summary="Jobs")
@@ -246,10 +248,13 @@ async def healthz() -> Alive:
 
 @about.get("/readyz", responses={503: described(503)[503]}, summary="Ready")
 async def readyz(request: Request) -> Alive:
-    """A replica takes jobs; before, and while the server stops, 503."""
+    """A replica takes jobs; before, and while the server stops, 503. Says why when ranks have failed."""
     server: Server = request.app.state.server
-    if server.stopping or not server.backend.state().ready:
-        why = "the server is about to stop" if server.stopping else "no replica is ready yet"
+    state = server.backend.state()
+    if server.stopping or not state.ready:
+        failed = next((one.message for one in state.replicas if one.message), "")
+        waits = f"no replica is ready{f' ({failed[:LONGEST_REASON]})' if failed else ' yet'}"
+        why = "the server is about to stop" if server.stopping else waits
         raise Refused(503, f"{why}; ask again", headers=wait_header(server.settings.retry_after))
     return Alive()
 
@@ -343,7 +348,7 @@ def create_app(backend: Backend, settings: Settings | None = None, tracer: Trace
             CORSMiddleware,
             allow_origins=list(settings.cors),
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["Authorization", "Content-Type", "Last-Event-ID"],
+            allow_headers=["Authorization", "Content-Type", "Idempotency-Key", "Last-Event-ID"],
             expose_headers=["Retry-After"],
         )
     app.openapi = lambda: _openapi(app, keys is not None)  # type: ignore[method-assign]

@@ -27,14 +27,35 @@ class Stopping(QueueFull):
     """The server is on its way out."""
 
 
+class NoRanks(QueueFull):
+    """The ranks have failed so often that nobody waits for them any more; they are started again all the same."""
+
+
 class NoSpace(ServerError):
     """The disk is full: the job was not taken."""
+
+
+class KeyReused(ServerError):
+    """An idempotency key has come with another request before."""
 
 
 class UnknownJob(ServerError, KeyError):
     """There is no such job, or it belongs to somebody else, or has expired."""
 
     __str__ = Exception.__str__
+
+
+@dataclass(frozen=True)
+class Once:
+    """What makes a request that is sent again the same job.
+
+    Attributes:
+        key: the client's, of the header ``Idempotency-Key``.
+        digest: of the request, which is to be the same one.
+    """
+
+    key: str
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -56,18 +77,33 @@ class Backend(Protocol):
         """Take no more jobs, end those under way within ``grace`` seconds; what is left is queued for the next run."""
         ...
 
-    async def submit(self, request: JobRequest, owner: str) -> Job:
+    async def given_up(self) -> str:
+        """Returns when nothing will ever run here, with the reason: the process is to end. Jobs stay queued."""
+        ...
+
+    async def submit(self, request: JobRequest, owner: str, once: Once | None = None) -> Job:
         """Accept a job: once this returns it is on disk and not lost any more.
+
+        A request that was accepted before with the same ``once`` is answered with its job, unless that was cancelled.
 
         Raises:
             InputError: the model cannot do it, in one sentence.
-            QueueFull: too many jobs wait.
+            QueueFull: too many jobs wait, or (`NoRanks`) nothing could run it.
             NoSpace: it cannot be written down.
+            KeyReused: the key belongs to another request.
         """
         ...
 
+    async def repeated(self, owner: str, once: Once) -> Job | None:
+        """The job that was accepted with this key, unless it was cancelled. Raises `KeyReused`."""
+        ...
+
     async def put_input(self, data: bytes) -> str:
-        """Keep an input picture; its digest. It expires as results do."""
+        """Keep an input picture for a job that is submitted next; its digest. To be followed by `release_input`."""
+        ...
+
+    async def release_input(self, digest: str) -> None:
+        """The job of an input picture was submitted, or refused: a picture that no job needs is removed."""
         ...
 
     async def job(self, id: str, owner: str) -> Job:

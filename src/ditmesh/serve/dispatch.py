@@ -37,8 +37,9 @@ logger = logging.getLogger(__name__)
 
 # Seconds for which a replica goes on with the models it has before it gives way to a job that needs another one.
 SWITCH = 2.0
-# Attempts to load a model before its jobs fail; to start ranks before nobody waits for them any more.
-LOADS, STARTS = 2, 3
+# Attempts to load a model before its jobs fail; to start ranks before jobs that could go elsewhere do not wait for
+# them; and before all jobs fail, or the server ends if none has ever served.
+LOADS, STARTS, MOST_STARTS = 2, 3, 6
 
 OfTask = Began | Stepped | Preview | Paused | Finished | TaskFailed | Cancelled
 
@@ -55,6 +56,7 @@ class Group:
         alone: the job that has it for itself, since ranks have failed under it.
         reserved: no task is given to it until it has none: then such a job gets it.
         failures: how often its ranks have failed since they last loaded a model.
+        final: they are not started again.
     """
 
     replica: Replica
@@ -66,6 +68,12 @@ class Group:
     alone: str = ""
     reserved: bool = False
     failures: int = 0
+    final: bool = False
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether its ranks have failed so often that nobody waits for them."""
+        return self.final or self.failures >= MOST_STARTS
 
     @property
     def idle(self) -> bool:
@@ -103,9 +111,10 @@ class Dispatcher:
             replica = Replica(name, make, self._hear, limits, function)
             self.groups.append(Group(replica, ReplicaState(name=name, state="starting")))
         self._group_of = {group.replica: group for group in self.groups}
-        # Loads that have failed, by model.
+        # Loads that have failed, by model; whether any has been loaded.
         self._failed_loads: dict[str, int] = {}
-        self._draining = False
+        self._served = self._draining = False
+        self._gave_up, self._reason = asyncio.Event(), ""
 
     async def start(self) -> None:
         """Start the replicas, and to give them tasks."""
@@ -130,6 +139,24 @@ class Dispatcher:
         await self._listener
         self._giver.cancel()
         await asyncio.gather(self._giver, return_exceptions=True)
+
+    async def given_up(self) -> str:
+        """Returns when no ranks will ever serve, with the reason; jobs stay queued for a server that can."""
+        await self._gave_up.wait()
+        return self._reason
+
+    @property
+    def hopeless(self) -> str:
+        """Why jobs that wait would wait in vain, a clause; empty: they would not, or wait for another server."""
+        if self._gave_up.is_set() or not all(group.hopeless for group in self.groups):
+            return ""
+        group = min(self.groups, key=lambda one: one.final)
+        often = "" if group.final else f" {group.failures} times in a row"
+        return f"the ranks of {group.state.name} have failed{often}: {group.state.message}"
+
+    def _give_up(self, reason: str) -> None:
+        self._reason = reason
+        self._gave_up.set()
 
     # ---- to replicas
 
@@ -249,8 +276,12 @@ class Dispatcher:
         elif isinstance(said, ModelReady):
             self._loaded(group, said)
         elif isinstance(said, ModelFailed):
-            group.loading, group.state.message = "", said.message
+            group.loading, group.models = "", group.models - set(said.unloaded)
+            group.state.message, group.state.models = said.message, sorted(group.models)
             await self._load_failed(said.name, JobError(code="internal", message=said.message), LOADS)
+            if not group.models:
+                # Whoever asks whether the server is ready asks for any of them.
+                await self._load_first(group)
         else:
             state = group.state
             state.ranks, state.bytes = list(said.ranks), dict(said.bytes)
@@ -336,13 +367,18 @@ class Dispatcher:
 
     async def _up(self, group: Group) -> None:
         group.up = True
+        await self._load_first(group)
+
+    async def _load_first(self, group: Group) -> None:
+        """Load the model that is asked for, or the first, unless that has failed."""
         head = await self._jobs.on_disk(self._jobs.queue.head, self._offers.keys())
-        name = head.model if head is not None else next(iter(self._offers))
-        if self._failed_loads.get(name, 0) < LOADS:
+        names = [*self._offers] if head is None else [head.model, *self._offers]
+        name = next((one for one in names if self._failed_loads.get(one, 0) < LOADS), None)
+        if name is not None:
             self._load(group, name)
 
     def _loaded(self, group: Group, said: ModelReady) -> None:
-        group.loading, group.failures = "", 0
+        group.loading, group.failures, self._served = "", 0, True
         self._failed_loads.pop(said.name, None)
         group.models = (group.models | {said.name}) - set(said.unloaded)
         self._offers[said.name].loaded(said.card)
@@ -357,6 +393,7 @@ class Dispatcher:
         state = group.state
         state.state = "stopped" if said.final else "restarting"
         state.message, state.models, state.batch, state.ranks = said.why, [], 0, []
+        group.final = said.final
         if said.why:
             group.failures += 1
             state.restarts += not said.final
@@ -375,6 +412,17 @@ class Dispatcher:
                 await self._again(live, pictures, said.why, counts=bool(said.why) and not loading)
         if loading and said.why:
             await self._load_failed(loading, JobError(code=said.code, message=said.why), 1)
+        if said.why and (why := self.hopeless):
+            await self._despair(why, JobError(code=said.code, message=why))
+
+    async def _despair(self, why: str, error: JobError) -> None:
+        """No ranks start: what waits fails, unless it can wait for a server that has ever served."""
+        if not self._served or all(group.final for group in self.groups):
+            self._give_up(f"{why}; the jobs stay in the queue")
+            return
+        for live in list(self._jobs.lives.values()):
+            if not live.ended:
+                await self._fail(live, error)
 
     async def _load_failed(self, name: str, error: JobError, attempts: int) -> None:
         """A model could not be loaded: after `LOADS` attempts the jobs that wait for it fail."""
@@ -383,6 +431,9 @@ class Dispatcher:
             return
         error = JobError(code=error.code, message=f"model {name} could not be loaded: {error.message}")
         logger.error("%s", error.message)
+        if not self._served and all(self._failed_loads.get(one, 0) >= LOADS for one in self._offers):
+            self._give_up(f"{error.message}; the jobs stay in the queue")
+            return
         for live in list(self._jobs.lives.values()):
             if live.model == name and not live.ended and not live.tasks:
                 await self._fail(live, error)

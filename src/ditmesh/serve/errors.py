@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from ..errors import DitmeshError, InputError
-from .backend import NoSpace, QueueFull, Stopping, UnknownJob
+from .backend import KeyReused, NoRanks, NoSpace, QueueFull, Stopping, UnknownJob
 
 
 class ErrorDetail(BaseModel):
@@ -62,7 +62,7 @@ MEANINGS: dict[int, tuple[str, str, str]] = {
     403: ("A page of another site asks", "permission_error", "foreign_origin"),
     404: ("There is no such thing, or no longer", "not_found_error", "not_found"),
     405: ("Not with this method", "invalid_request_error", "method_not_allowed"),
-    409: ("The job was cancelled", "conflict_error", "cancelled"),
+    409: ("The job was cancelled, or the Idempotency-Key belongs to another request", "conflict_error", "cancelled"),
     413: ("The request's body is too large", "invalid_request_error", "body_too_large"),
     429: ("Too many jobs; Retry-After says when to ask again", "rate_limit_error", "rate_limit_exceeded"),
     500: ("The server has failed, or the job has; the code says of what", "server_error", "internal"),
@@ -95,7 +95,9 @@ def as_refused(error: Exception) -> Refused:
         return Refused(error.status_code, what or f"{error.detail}".lower(), headers=error.headers)
     if isinstance(error, UnknownJob):
         return Refused(404, str(error), "job_not_found")
-    if isinstance(error, Stopping):
+    if isinstance(error, KeyReused):
+        return Refused(409, str(error), "idempotency_key_reused", "Idempotency-Key")
+    if isinstance(error, (Stopping, NoRanks)):
         return Refused(503, str(error), headers=wait_header(error.retry_after))
     if isinstance(error, QueueFull):
         return Refused(429, str(error), "queue_full", headers=wait_header(error.retry_after))

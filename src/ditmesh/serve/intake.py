@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import hashlib
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import Annotated, Any, TypeVar
 
+from fastapi import Header
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from starlette.requests import Request
 
 from ..errors import DitmeshError, InputError
-from .backend import Backend
+from .backend import Backend, Once
 from .errors import Refused, as_refused, wait_header
 from .keys import Limiter
 from .logs import JobWatch
 from .metrics import Metrics
 from .settings import Settings
+from .streams import ended
 from .types import Input, InputRole, Job, JobRequest, ModelCard
 from .uploads import Uploads, from_data_url
 
@@ -25,6 +30,17 @@ Model = TypeVar("Model", bound=BaseModel)
 
 # "auto": the pipeline's own.
 Size = Annotated[str, Field(pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$", examples=["1024x1024"])]
+
+
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        pattern="^[!-~]{1,255}$",
+        description="Of the client's choice, such as a UUID: a request that is sent again with it is the same job, "
+        "for as long as that is remembered",
+    ),
+]
 
 
 class InputData(BaseModel):
@@ -60,6 +76,9 @@ class Server:
     uploads: Uploads
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     stopping: bool = False
+    # Requests that wait for a job's end, by its id; and what cancels those that nobody has come back to.
+    _waiting: Counter[str] = field(default_factory=Counter)
+    _leaving: set[asyncio.Future[None]] = field(default_factory=set)
 
     async def stop(self, grace: float) -> None:
         """Take no more jobs, end those under way within ``grace`` seconds, and end all streams. Once."""
@@ -69,6 +88,8 @@ class Server:
                 await self.backend.stop(grace)
             finally:
                 self.closing.set()
+                for task in list(self._leaving):
+                    await ended(task)
                 await self.watch.close()
 
     def model(self, name: str) -> ModelCard:
@@ -91,21 +112,25 @@ class Server:
         request: JobRequest,
         caller: Request,
         videos: bool | None = None,
-        inputs: Callable[[], Awaitable[tuple[Input, ...]]] | None = None,
+        inputs: Callable[[list[str]], Awaitable[tuple[Input, ...]]] | None = None,
+        key: str | None = None,
     ) -> Job:
-        """Submit a job.
+        """Submit a job, or find the one of a request that is repeated.
 
         Args:
             request: what is asked for.
             caller: whose it is.
             videos: the endpoint is for videos alone, for pictures alone, or (None) for both.
-            inputs: decodes and keeps the input pictures, when all else is allowed.
+            inputs: decodes and keeps the input pictures, when all else is allowed; called with a list that takes the
+                digests of those it keeps.
+            key: the request's ``Idempotency-Key``.
 
         Raises:
             Refused: it is not allowed.
             DitmeshError: as `Backend.submit`.
         """
         owner: str = caller.state.owner
+        kept: list[str] = []
         try:
             if self.stopping:
                 raise Refused(
@@ -124,14 +149,53 @@ class Server:
             # The receipt, the metrics and the log name the model that it was.
             more: dict[str, Any] = {"model": card.id}
             if inputs is not None:
-                more["inputs"] = await inputs()
-            job = await self.backend.submit(request.model_copy(update=more), owner)
+                more["inputs"] = await inputs(kept)
+            request = request.model_copy(update=more)
+            once = None if key is None else Once(key, _digest(caller.url.path, request))
+            job = None if once is None else await self.backend.repeated(owner, once)
+            if job is None:
+                job = await self.backend.submit(request, owner, once)
+                self.watch.follow(job, owner)
         except DitmeshError as error:
             self.metrics.refused(as_refused(error).code)
             raise
+        finally:
+            for digest in kept:
+                await self.backend.release_input(digest)
         caller.state.job = job.id
-        self.watch.follow(job, owner)
         return job
+
+    @asynccontextmanager
+    async def waiting(self, job: Job) -> AsyncIterator[None]:
+        """A request waits for a job's end."""
+        self._waiting[job.id] += 1
+        try:
+            yield
+        finally:
+            self._waiting[job.id] -= 1
+            if not self._waiting[job.id]:
+                del self._waiting[job.id]
+
+    async def left(self, job: Job, owner: str, key: str | None) -> None:
+        """The client that waited for a job has gone away: cancel the job.
+
+        With an ``Idempotency-Key`` it may come back to it: the job is cancelled when nobody has after a while.
+        """
+        if not self.settings.cancel_on_disconnect or self.stopping:
+            return
+        if key is None:
+            await self.backend.cancel(job.id, owner)
+            return
+        task = asyncio.ensure_future(self._cancel_unless_back(job, owner))
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+
+    async def _cancel_unless_back(self, job: Job, owner: str) -> None:
+        await asyncio.sleep(self.settings.come_back)
+        if job.id not in self._waiting:
+            # It may have expired; a full disk lets it run.
+            with suppress(DitmeshError):
+                await self.backend.cancel(job.id, owner)
 
     def _check(self, request: JobRequest, card: ModelCard) -> None:
         limits = self.settings
@@ -154,8 +218,8 @@ class Server:
                 param="size",
             )
 
-    async def inputs(self, given: Sequence[Input | InputData]) -> tuple[Input, ...]:
-        """Input pictures as jobs have them; those that came with the request are kept.
+    async def inputs(self, given: Sequence[Input | InputData], kept: list[str]) -> tuple[Input, ...]:
+        """Input pictures as jobs have them; those that came with the request are kept, and their digests in ``kept``.
 
         Raises:
             Refused: one of them is no picture.
@@ -166,8 +230,14 @@ class Server:
                 name = f"inputs.{number}.data"
                 png, _ = await self.uploads.png(from_data_url(one.data, name), name, one.role == "mask")
                 one = Input(role=one.role, digest=await self.backend.put_input(png), scale=one.scale)
+                kept.append(one.digest)
             found.append(one)
         return tuple(found)
+
+
+def _digest(path: str, request: JobRequest) -> str:
+    """What tells a request that is repeated from another one."""
+    return hashlib.sha256(f"{path} {request.model_dump_json()}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _check_kind(card: ModelCard, videos: bool | None) -> None:

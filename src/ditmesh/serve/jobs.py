@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ..errors import InputError
-from .backend import NoSpace, UnknownJob
+from .backend import NoSpace, Once, UnknownJob
 from .events import EventLog
 from .offers import Offer
 from .protocol import Cancel
@@ -28,8 +29,8 @@ T = TypeVar("T")
 
 # Seconds between looks at what the disk owes and what has changed places, and at what has expired.
 LOOK, SWEEP = 0.5, 60.0
-# Ended jobs whose events are kept in memory.
-ENDED_KEPT = 128
+# Ended jobs whose events are kept in memory; that have no results, on disk: clients make any number of them.
+ENDED_KEPT, WITHOUT_RESULTS = 128, 10_000
 # Numbers of events in one run of the server: a client that was cut off from an earlier run gets all of this one's.
 RUN = 2**32
 # Weight of the latest step in the mean of steps' seconds; pictures over which the ranks' speed is measured.
@@ -151,6 +152,8 @@ class Jobs:
         # Seconds per step, by model.
         self._pace: dict[str, float] = {}
         self._places: dict[str, Place] = {}
+        # Requests with an input picture that are neither accepted nor refused, by its digest.
+        self._awaited: Counter[str] = Counter()
         # Changes that the disk has not taken yet, in order, and what is to be done then.
         self._owed: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
 
@@ -190,25 +193,31 @@ class Jobs:
 
     # ---- what becomes of jobs
 
-    async def accept(self, id: str, request: JobRequest, owner: str, work: float) -> Live:
-        """Take a new job; it is on disk when this returns. Raises `InputError`, `QueueFull`, `NoSpace`."""
+    async def accept(self, id: str, request: JobRequest, owner: str, work: float, once: Once | None = None) -> Job:
+        """Take a new job; it is on disk when this returns. A request that is repeated is answered with its job.
+
+        Raises:
+            InputError, QueueFull, NoSpace, KeyReused: as `Queue.submit`.
+        """
         async with self.change:
             if self._owed:
                 raise NoSpace("the server's disk is full; ask again when room has been made")
-            job = await self.on_disk(self._submit, id, request, owner, work)
+            job = await self.on_disk(self._submit, id, request, owner, work, once)
+            if job.id != id:
+                return self.seen(job)
             live = self._take_up(job, owner)
             await self._find_places()
             live.position = self._places[id].position if id in self._places else 0
             live.log.publish("queued", {"position": live.position})
         self.wake.set()
-        return live
+        return self.view(live)
 
-    def _submit(self, id: str, request: JobRequest, owner: str, work: float) -> Job:
+    def _submit(self, id: str, request: JobRequest, owner: str, work: float, once: Once | None) -> Job:
         self.results.check_space()
         for one in request.inputs:
             if self.results.input(one.digest) is None:
                 raise InputError(f"input {one.digest[:16]}… is not here, or no longer; send the picture again")
-        return self.queue.submit(id, request, owner, work, self.speed.rate)
+        return self.queue.submit(id, request, owner, work, self.speed.rate, once)
 
     def _take_up(self, job: Job, owner: str) -> Live:
         """Keep a job in memory."""
@@ -274,6 +283,28 @@ class Jobs:
         told = {"image": picture, "step": step, "steps": live.steps, "eta": self._eta(live), "batch": batch}
         live.log.publish("step", told)
 
+    async def put_input(self, data: bytes) -> str:
+        """Keep an input picture until it is released; its digest. Raises `NoSpace`."""
+        digest = hashlib.sha256(data).hexdigest()
+        self._awaited[digest] += 1
+        try:
+            return await self.on_disk(self.results.put_input, data)
+        except BaseException:
+            await self.release_input(digest)
+            raise
+
+    async def release_input(self, digest: str) -> None:
+        """A job with an input picture was submitted, or refused: remove the picture if no job needs it."""
+        self._awaited[digest] -= 1
+        if not self._awaited[digest]:
+            del self._awaited[digest]
+            # Whoever sends it from now on comes later on the disk's thread.
+            await self.on_disk(self._drop_input, digest)
+
+    def _drop_input(self, digest: str) -> None:
+        if not self.queue.needs(digest):
+            self.results.remove_input(digest)
+
     # ---- how clients see them
 
     @property
@@ -294,6 +325,11 @@ class Jobs:
             update["position"] = (place.position if place else 0) if job.status == "queued" else None
             update["eta"] = self._eta(live)
         return job.model_copy(update=update)
+
+    def seen(self, job: Job) -> Job:
+        """A job of the queue with what is known of it here."""
+        live = self.lives.get(job.id)
+        return job if live is None else self.view(live)
 
     def _eta(self, live: Live) -> float | None:
         """Seconds until a job is done, as far as that can be told."""
@@ -377,7 +413,11 @@ class Jobs:
 
     def _sweep(self) -> list[str]:
         gone: list[str] = []
-        while more := self.queue.expired() or (self.queue.oldest(8) if self.results.over else []):
+        while more := (
+            self.queue.expired()
+            or self.queue.surplus(WITHOUT_RESULTS)
+            or (self.queue.oldest(8) if self.results.over else [])
+        ):
             self.queue.forget(more)
             for id in more:
                 self.results.remove(id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -10,8 +11,9 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from ..errors import InputError
+from ..errors import InputError, ServerError
 from .intake import Server
+from .streams import ended
 
 # Seconds that answers have to get out in the end; connections under way at a time.
 LAST = 5
@@ -54,6 +56,8 @@ class HttpServer(uvicorn.Server):
 
     The first SIGINT or SIGTERM lets what is under way end, while new jobs are refused; the second ends at once.
 
+    It also ends when the backend has given up.
+
     Args:
         app: the application.
         grace: seconds that jobs under way have to end.
@@ -89,13 +93,24 @@ class HttpServer(uvicorn.Server):
         """Start the backend, answer on a socket that is bound, and stop.
 
         Raises:
-            DitmeshError: the backend cannot start.
+            DitmeshError: the backend cannot start, or (`ServerError`) has given up.
         """
-        await self._server.backend.start()
+        backend, failed = self._server.backend, ""
+
+        async def watch() -> None:
+            nonlocal failed
+            failed = await backend.given_up()
+            self.should_exit = True
+
+        await backend.start()
+        watching = asyncio.ensure_future(watch())
         try:
             await self.serve(sockets=[listening])
         finally:
+            await ended(watching)
             await self._server.stop(0.0)
+        if failed:
+            raise ServerError(failed)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """As uvicorn's."""

@@ -107,10 +107,12 @@ class JobWatch:
 
     def __init__(self, backend: Backend, metrics: Metrics, tracer: Tracer | None, log_prompts: bool) -> None:
         self._backend, self._metrics, self._tracer, self._log_prompts = backend, metrics, tracer, log_prompts
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def follow(self, job: Job, owner: str) -> None:
-        """A job was accepted."""
+        """A job was accepted; once."""
+        if job.id in self._tasks:
+            return
         self._metrics.submitted(job.request.model)
         facts = {"job": job.id, "model": job.request.model, "images": job.request.n}
         if owner:
@@ -119,12 +121,12 @@ class JobWatch:
             facts["prompt"] = job.request.prompt
         logger.info("job accepted", extra={"facts": facts})
         task = asyncio.create_task(self._follow(job, owner), name=f"watch {job.id}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[job.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(job.id, None))
 
     async def close(self) -> None:
         """Follow nothing any more."""
-        for task in list(self._tasks):
+        for task in list(self._tasks.values()):
             await ended(task)
 
     async def _follow(self, job: Job, owner: str) -> None:

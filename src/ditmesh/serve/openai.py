@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .errors import ErrorDetail, Refused, described, wait_header
-from .intake import Server, Size, sized, validated
+from .intake import IdempotencyKey, Server, Size, sized, validated
 from .streams import EventStream, closed_after, ended, event_schema, gone, sse
 from .types import ENDED, Adapter, Event, Format, Input, Job, JobImage, JobRequest, ModelCard
 
@@ -194,13 +194,13 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 
 
 @router.post("/generations", response_model=ImagesResponse, responses=ANSWERS, summary="Pictures from a prompt")
-async def generations(request: Request, body: ImageRequest) -> Response:
+async def generations(request: Request, body: ImageRequest, key: IdempotencyKey = None) -> Response:
     """Generate pictures and wait for them. A client that goes away cancels its job."""
     server: Server = request.app.state.server
     body.check()
     fields = body.fields(server.model(body.model or ""))
-    job = await server.accept(validated(JobRequest, fields), request, videos=False)
-    return await _answered(server, request, body, job, "image_generation")
+    job = await server.accept(validated(JobRequest, fields), request, videos=False, key=key)
+    return await _answered(server, request, body, job, "image_generation", key)
 
 
 def _edit_form() -> dict[str, Any]:
@@ -221,7 +221,7 @@ def _edit_form() -> dict[str, Any]:
     summary="Pictures from a prompt and a picture",
     openapi_extra=_edit_form(),
 )
-async def edits(request: Request) -> Response:
+async def edits(request: Request, key: IdempotencyKey = None) -> Response:
     """Generate a picture anew, wholly or where a mask says: white, or (as OpenAI has it) transparent throughout."""
     server: Server = request.app.state.server
     async with request.form(max_files=4, max_fields=64, max_part_size=server.settings.max_body) as form:
@@ -232,12 +232,12 @@ async def edits(request: Request) -> Response:
     if "image" not in data:
         raise Refused(400, "image: an edit needs a picture; send it as the file `image`", param="image")
     asked = validated(JobRequest, fields | {"strength": body.strength})
-    job = await server.accept(asked, request, False, partial(_kept, server, data))
-    return await _answered(server, request, body, job, "image_edit")
+    job = await server.accept(asked, request, False, partial(_kept, server, data), key)
+    return await _answered(server, request, body, job, "image_edit", key)
 
 
-async def _kept(server: Server, data: Mapping[EditFile, bytes]) -> tuple[Input, ...]:
-    """The pictures of an edit as inputs of a job.
+async def _kept(server: Server, data: Mapping[EditFile, bytes], kept: list[str]) -> tuple[Input, ...]:
+    """The pictures of an edit as inputs of a job; their digests in ``kept``.
 
     Raises:
         Refused: one of them is none, or they are of two sizes.
@@ -249,7 +249,11 @@ async def _kept(server: Server, data: Mapping[EditFile, bytes]) -> tuple[Input, 
         (width, height), (across, down) = found["image"][1], found["mask"][1]
         message = f"mask: it has {across}x{down} pixels and the image {width}x{height}; use one size"
         raise Refused(400, message, param="mask")
-    return tuple([Input(role=role, digest=await server.backend.put_input(png)) for role, (png, _) in found.items()])
+    inputs = []
+    for role, (png, _) in found.items():
+        inputs.append(Input(role=role, digest=await server.backend.put_input(png)))
+        kept.append(inputs[-1].digest)
+    return tuple(inputs)
 
 
 def _parts(form: FormData) -> tuple[EditRequest, dict[EditFile, UploadFile]]:
@@ -276,14 +280,18 @@ def _parts(form: FormData) -> tuple[EditRequest, dict[EditFile, UploadFile]]:
 # --- answers
 
 
-async def _answered(server: Server, request: Request, body: ImageRequest, job: Job, kind: str) -> Response:
+async def _answered(
+    server: Server, request: Request, body: ImageRequest, job: Job, kind: str, key: str | None
+) -> Response:
     """The answer to a request whose job was accepted; ``kind`` is what names of its events begin with."""
     owner: str = request.state.owner
     if body.stream:
-        source = _events(server, job, owner, kind, body.partial_images or 0)
+        source = _events(server, job, owner, kind, body.partial_images or 0, key)
         return EventStream(source, server.settings.keep_alive, server.closing)
-    done = await _ended(server, request, job, owner)
+    async with server.waiting(job):
+        done = await _ended(server, request, job, owner, key)
     if done is None:
+        await server.left(job, owner, key)
         # Nobody reads it.
         return Response(status_code=499)
     _check_success(done)
@@ -306,10 +314,10 @@ async def _answered(server: Server, request: Request, body: ImageRequest, job: J
     return Response(await asyncio.to_thread(answer.model_dump_json, exclude_none=True), media_type="application/json")
 
 
-async def _ended(server: Server, request: Request, job: Job, owner: str) -> Job | None:
+async def _ended(server: Server, request: Request, job: Job, owner: str, key: str | None) -> Job | None:
     """The job when it has ended; None: the client has gone away."""
     tasks = {
-        "end": asyncio.ensure_future(_last(server, job, owner)),
+        "end": asyncio.ensure_future(_last(server, job, owner, key)),
         "gone": asyncio.ensure_future(gone(request.receive)),
         "closing": asyncio.ensure_future(server.closing.wait()),
     }
@@ -321,35 +329,32 @@ async def _ended(server: Server, request: Request, job: Job, owner: str) -> Job 
         for task in tasks.values():
             await ended(task)
     if tasks["gone"].cancelled():
-        raise _stops(server, job)
-    if server.settings.cancel_on_disconnect:
-        await server.backend.cancel(job.id, owner)
+        raise _stops(server, job, key)
     return None
 
 
-async def _last(server: Server, job: Job, owner: str) -> Job:
+async def _last(server: Server, job: Job, owner: str, key: str | None) -> Job:
     """The job as its last event has it."""
     async with closed_after(server.backend.events(job.id, owner)) as events:
         async for event in events:
             if event.event in ENDED:
                 return Job.model_validate(event.data)
-    raise _stops(server, job)
+    raise _stops(server, job, key)
 
 
-def _stops(server: Server, job: Job) -> Refused:
-    return Refused(
-        503,
-        f"the server stops; it goes on with {job.id} when it is back",
+def _stops(server: Server, job: Job, key: str | None) -> Refused:
+    headers = wait_header(server.settings.retry_after)
+    if key is None:
         # A client that asked anew would have the same picture made twice.
-        headers={**wait_header(server.settings.retry_after), "x-should-retry": "false"},
-    )
+        headers["x-should-retry"] = "false"
+    return Refused(503, f"the server stops; it goes on with {job.id} when it is back", headers=headers)
 
 
-async def _events(server: Server, job: Job, owner: str, kind: str, partial: int) -> AsyncIterator[str]:
+async def _events(server: Server, job: Job, owner: str, kind: str, partial: int, key: str | None) -> AsyncIterator[str]:
     """The events of a stream: for each picture at most ``partial`` previews, then itself."""
     over, seen = False, dict.fromkeys(range(job.request.n), 0)
     try:
-        async with closed_after(server.backend.events(job.id, owner)) as events:
+        async with server.waiting(job), closed_after(server.backend.events(job.id, owner)) as events:
             async for event in events:
                 if event.event == "preview" and seen[event.data["image"]] < partial:
                     yield _streamed(_partial(job, event, kind, seen[event.data["image"]]))
@@ -363,11 +368,11 @@ async def _events(server: Server, job: Job, owner: str, kind: str, partial: int)
                     if (refused := _failure(Job.model_validate(event.data))) is not None:
                         yield _error(refused)
         if not over:
-            yield _error(_stops(server, job))
+            yield _error(_stops(server, job, key))
     finally:
         # The client has gone away, or the server stops; that has taken back what it could.
-        if not over and server.settings.cancel_on_disconnect and not server.stopping:
-            await server.backend.cancel(job.id, owner)
+        if not over:
+            await server.left(job, owner, key)
 
 
 def _partial(job: Job, event: Event, kind: str, number: int) -> StreamedImage:

@@ -83,9 +83,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Stop:
-    """Return: at once, or when what is under way is done."""
-
-    drain: bool = False
+    """Return at once. The last command: the owner lets what is under way end before, and may cancel it till then."""
 
 
 Command = Load | Start | Cancel | Stop
@@ -107,10 +105,15 @@ class ModelReady:
 
 @dataclass(frozen=True)
 class ModelFailed:
-    """A model cannot be loaded, for a reason that is the same on every rank: they are well."""
+    """A model cannot be loaded, for a reason that is the same on every rank: they are well.
+
+    Attributes:
+        unloaded: models that were unloaded to make room for it.
+    """
 
     name: str
     message: str
+    unloaded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

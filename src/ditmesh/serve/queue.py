@@ -22,7 +22,7 @@ from typing import Any
 
 from ..core.files import free_names
 from ..errors import ConfigError, InputError
-from .backend import NoSpace, QueueFull, UnknownJob
+from .backend import KeyReused, NoSpace, Once, QueueFull, UnknownJob
 from .results import INPUTS, RESULTS
 from .types import Job, JobError, JobImage, JobRequest, Status
 
@@ -76,6 +76,18 @@ CREATE INDEX inputs_job ON inputs (job);
 CREATE TABLE owners (owner TEXT PRIMARY KEY, used REAL NOT NULL) WITHOUT ROWID;
 CREATE TABLE facts (name TEXT PRIMARY KEY, value REAL NOT NULL) WITHOUT ROWID;
 INSERT INTO facts VALUES ('clock', 0), ('runs', 0);
+"""
+
+# What a file of an earlier server of this version lacks.
+LATER_TABLES = """
+CREATE TABLE IF NOT EXISTS keys (
+    owner TEXT NOT NULL,
+    key TEXT NOT NULL,
+    digest TEXT NOT NULL,
+    job INTEGER NOT NULL REFERENCES jobs (number) ON DELETE CASCADE,
+    PRIMARY KEY (owner, key)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS keys_job ON keys (job);
 """
 
 # Which picture is next: the most urgent; then those of jobs that ranks have failed under; then the fairest; then the
@@ -201,6 +213,7 @@ class Queue:
             if not tables:
                 stamp = f"PRAGMA application_id = {APPLICATION}; PRAGMA user_version = {VERSION};"
                 db.executescript(f"BEGIN; {TABLES} {stamp} COMMIT;")
+            db.executescript(f"BEGIN; {LATER_TABLES} COMMIT;")
         except BaseException:
             db.close()
             raise
@@ -241,8 +254,16 @@ class Queue:
 
     # ---- the life of a job
 
-    def submit(self, id: str, request: JobRequest, owner: str, work: float, rate: float | None = None) -> Job:
-        """Accept a job: it is on disk when this returns.
+    def submit(
+        self,
+        id: str,
+        request: JobRequest,
+        owner: str,
+        work: float,
+        rate: float | None = None,
+        once: Once | None = None,
+    ) -> Job:
+        """Accept a job: it is on disk when this returns. A request that is repeated is answered with its job.
 
         Args:
             id: of the job.
@@ -250,16 +271,20 @@ class Queue:
             owner: who asks.
             work: of one picture, in any unit.
             rate: of all ranks together, in work per second, as far as it has been measured.
+            once: see `repeated`.
 
         Raises:
             InputError: it asks for more pictures than may ever wait.
             QueueFull: too many pictures wait.
             NoSpace: it cannot be written down.
+            KeyReused: the key belongs to another request.
         """
         most = min(self.most, self.most_per_owner) if owner else self.most
         if request.n > most:
             raise InputError(f"n {request.n} is more than the {most} pictures that may wait; use n {most} at most")
         with self._change() as db:
+            if once is not None and (before := self._repeated(db, owner, once)) is not None:
+                return before
             self._check_bounds(db, request.n, owner, rate)
             number = db.execute(
                 "INSERT INTO jobs (id, owner, status, model, priority, request, n, work, waiting, created) "
@@ -271,9 +296,34 @@ class Queue:
             ).lastrowid
             digests = {given.digest for given in request.inputs}
             db.executemany("INSERT INTO inputs VALUES (?, ?)", [(digest, number) for digest in digests])
+            if once is not None:
+                db.execute("INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?)", (owner, once.key, once.digest, number))
             job = self._job(db, id)
         assert job is not None
         return job
+
+    def repeated(self, owner: str, once: Once) -> Job | None:
+        """The job of a request that was accepted with this key, unless it was cancelled: then the key is free again.
+
+        A key is remembered as long as its job.
+
+        Raises:
+            KeyReused: it came with another request.
+        """
+        with self._lock:
+            return self._repeated(self._db, owner, once)
+
+    def _repeated(self, db: sqlite3.Connection, owner: str, once: Once) -> Job | None:
+        row = db.execute(
+            "SELECT j.*, k.digest FROM keys k JOIN jobs j ON j.number = k.job "
+            "WHERE k.owner = ? AND k.key = ? AND j.status != 'cancelled'",
+            (owner, once.key),
+        ).fetchone()
+        if row is not None and row["digest"] != once.digest:
+            raise KeyReused(
+                f"Idempotency-Key {once.key!r} came with another request before; use a new key for this one"
+            )
+        return row and self._as_job(db, row)
 
     def _check_bounds(self, db: sqlite3.Connection, n: int, owner: str, rate: float | None) -> None:
         live = (
@@ -505,6 +555,15 @@ class Queue:
         with self._lock:
             return [row[0] for row in self._db.execute(query, (number,))]
 
+    def surplus(self, number: int) -> list[str]:
+        """The jobs without results that ended first, beyond so many."""
+        query = (
+            "SELECT id FROM jobs WHERE expires IS NOT NULL AND NOT EXISTS (SELECT 1 FROM pictures WHERE job = number) "
+            "ORDER BY expires DESC LIMIT -1 OFFSET ?"
+        )
+        with self._lock:
+            return [row[0] for row in self._db.execute(query, (number,))]
+
     def forget(self, ids: Collection[str]) -> None:
         """Forget jobs that have ended, and owners that have nothing more coming or owing."""
         with self._change() as db:
@@ -518,6 +577,11 @@ class Queue:
         """Of all jobs."""
         with self._lock:
             return {row[0] for row in self._db.execute("SELECT id FROM jobs")}
+
+    def needs(self, digest: str) -> bool:
+        """Whether a job has this input."""
+        with self._lock:
+            return self._db.execute("SELECT 1 FROM inputs WHERE digest = ?", (digest,)).fetchone() is not None
 
     def inputs(self) -> set[str]:
         """Digests of the inputs of all jobs."""

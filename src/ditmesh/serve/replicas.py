@@ -17,7 +17,7 @@ from ..launch.pool import LOOK
 from .protocol import Beat, Command, Load, Message, ModelFailed, ModelReady, Stop
 
 # Seconds between attempts to start ranks, the first and the longest.
-BACKOFF, LONGEST_BACKOFF = 0.2, 10.0
+BACKOFF, LONGEST_BACKOFF = 0.2, 60.0
 # Seconds for ranks to obey `Stop`, and for their thread to end after that.
 STOP_LIMIT = 5.0
 
@@ -86,7 +86,7 @@ class Replica:
 
     A rank that dies or raises, a rank that is stopped, a step that takes longer than `Limits.stall`: all ranks are
     killed, since those left wait for the one that is gone, and new ones started, at once the first time and after up to
-    ten seconds when that keeps failing.
+    a minute when that keeps failing.
     """
 
     def __init__(

@@ -148,6 +148,14 @@ class Results:
         path = self._inputs / digest
         return path if path.is_file() else None
 
+    def remove_input(self, digest: str) -> None:
+        """Remove an input picture; what is not there any more is no error."""
+        path = self._inputs / digest
+        with contextlib.suppress(OSError):
+            size = path.stat().st_size
+            path.unlink()
+            self._count(path, -size)
+
     def sweep(self, jobs: Collection[str], inputs: Collection[str]) -> None:
         """Remove the results of jobs that are no more, and inputs that no job needs, when their time is over."""
         for folder in self._results.iterdir():
@@ -156,9 +164,7 @@ class Results:
         for path in self._inputs.iterdir():
             with contextlib.suppress(OSError):
                 if path.name not in inputs and path.stat().st_mtime <= self._now() - self._keep:
-                    size = path.stat().st_size
-                    path.unlink()
-                    self._count(path, -size)
+                    self.remove_input(path.name)
 
     def _write(self, path: Path, data: bytes) -> None:
         before = path.stat().st_size if path.exists() else 0

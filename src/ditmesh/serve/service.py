@@ -13,12 +13,12 @@ from .._version import __version__
 from ..errors import ConfigError, InputError, did_you_mean
 from ..launch import DeviceChoice, Launcher, default_threads, launcher, resolve_device
 from ..launch.pool import PRELOAD
-from .backend import ResultFile, Stopping, UnknownJob
+from .backend import NoRanks, Once, ResultFile, Stopping, UnknownJob
 from .dispatch import Dispatcher
 from .jobs import Jobs, events_of
 from .offers import Offer
 from .protocol import ModelSpec
-from .replicas import Limits
+from .replicas import LONGEST_BACKOFF, Limits
 from .types import ENDED, Event, Job, JobRequest, ModelCard, ServerState, Status
 
 T = TypeVar("T")
@@ -134,10 +134,16 @@ class Service:
         await asyncio.gather(self._looking, *self._background, return_exceptions=True)
         await self._jobs.close()
 
-    async def submit(self, request: JobRequest, owner: str) -> Job:
+    async def given_up(self) -> str:
+        """Returns when no ranks will ever serve, with the reason; see `Dispatcher.given_up`."""
+        return await self._dispatcher.given_up()
+
+    async def submit(self, request: JobRequest, owner: str, once: Once | None = None) -> Job:
         """Accept a job; see `Backend.submit`. Raises `Stopping` as well."""
         if self._stopping:
             raise Stopping("the server is stopping and takes no more jobs; ask again in a moment", AWAY)
+        if why := self._dispatcher.hopeless:
+            raise NoRanks(f"{why}; ask again in a minute", LONGEST_BACKOFF)
         name = request.model or next(iter(self._offers))
         offer = self._offers.get(name)
         if offer is None:
@@ -147,11 +153,20 @@ class Service:
         request = request.model_copy(update={"model": name, "seed": seed})
         offer.check(request, self._devices)
         id = f"job_{secrets.token_hex(16)}"
-        return self._jobs.view(await self._whole(self._jobs.accept(id, request, owner, offer.work(request))))
+        return await self._whole(self._jobs.accept(id, request, owner, offer.work(request), once))
+
+    async def repeated(self, owner: str, once: Once) -> Job | None:
+        """The job of a request that has come before. Raises `KeyReused`."""
+        job = await self._jobs.on_disk(self._jobs.queue.repeated, owner, once)
+        return job and self._jobs.seen(job)
 
     async def put_input(self, data: bytes) -> str:
         """Keep an input picture; its digest. Raises `NoSpace`."""
-        return await self._jobs.on_disk(self._jobs.results.put_input, data)
+        return await self._jobs.put_input(data)
+
+    async def release_input(self, digest: str) -> None:
+        """Remove an input picture that no job needs."""
+        await self._jobs.release_input(digest)
 
     async def job(self, id: str, owner: str) -> Job:
         """A job. Raises `UnknownJob`."""
@@ -162,9 +177,7 @@ class Service:
 
     async def jobs(self, owner: str, limit: int = 50, status: Status | None = None) -> list[Job]:
         """The newest first."""
-        jobs = await self._jobs.on_disk(self._jobs.queue.jobs, owner, limit, status)
-        lives = self._jobs.lives
-        return [self._jobs.view(lives[job.id]) if job.id in lives else job for job in jobs]
+        return [self._jobs.seen(job) for job in await self._jobs.on_disk(self._jobs.queue.jobs, owner, limit, status)]
 
     async def cancel(self, id: str, owner: str) -> Job:
         """Cancel a job: it has ended at once, and its ranks stop at the next step. Raises `UnknownJob`, `NoSpace`."""

@@ -24,6 +24,7 @@ class Settings(BaseModel):
         max_input_pixels: of an input picture.
         rate: jobs a minute that a key (without keys: an address) may submit; 0: any number.
         cancel_on_disconnect: a client of the OpenAI endpoints that goes away cancels its job.
+        come_back: seconds for which a job of a request with an ``Idempotency-Key`` goes on without its client.
         keep_alive: seconds of silence after which a stream says that it is alive.
         state_interval: seconds between two states of a stream of server states, at least.
         retry_after: seconds after which a client of a server that is not ready may ask again.
@@ -45,6 +46,7 @@ class Settings(BaseModel):
     max_input_pixels: int = Field(default=2**24, ge=1)
     rate: float = Field(default=0.0, ge=0)
     cancel_on_disconnect: bool = True
+    come_back: float = Field(default=10.0, ge=0)
     keep_alive: float = Field(default=15.0, gt=0)
     state_interval: float = Field(default=0.25, gt=0)
     retry_after: float = Field(default=5.0, gt=0)

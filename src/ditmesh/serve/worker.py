@@ -53,6 +53,8 @@ Code = Literal["invalid_request", "out_of_memory", "internal"]
 
 # Seconds between beats while there is nothing to do, and between two looks at all ranks.
 BEAT, LOOK = 1.0, 0.5
+# Seconds for which a rank that cannot load a model waits for the others to say the same.
+ALONE = 2.0
 # Bytes of what ranks exchange before a round that travel at once; more than that travels in a second message.
 ROOM = 2048
 # What a new measurement of a call's seconds counts for.
@@ -91,9 +93,19 @@ class Exchange:
         grouped = dist.is_available() and dist.is_initialized()
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
         self._group: Any = dist.new_group(backend="gloo") if self.size > 1 else None
+        # Somebody has not come: to destroy the group would wait for them.
+        self._lost = False
 
-    def __call__(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order: anything that can be pickled. A collective call."""
+    def __call__(self, value: Any, seconds: float | None = None) -> list[Any]:
+        """Every rank's value, in rank order: anything that can be pickled. A collective call.
+
+        Args:
+            value: this rank's.
+            seconds: for which others are waited for; None: the group's timeout.
+
+        Raises:
+            TimeoutError: somebody has not come. The group cannot be used any more.
+        """
         if self._group is None:
             return [value]
         data = pickle.dumps(value)
@@ -102,7 +114,14 @@ class Exchange:
         if len(data) <= ROOM - 8:
             mine[8 : 8 + len(data)] = _bytes(data)
         every = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(every, mine, group=self._group)
+        gathering: Any = dist.all_gather(every, mine, group=self._group, async_op=True)
+        limit = None if seconds is None else time.monotonic() + seconds
+        while limit is not None and not gathering.is_completed():
+            if time.monotonic() > limit:
+                self._lost = True
+                raise TimeoutError
+            time.sleep(0.01)
+        gathering.wait()
         values = []
         for rank, box in enumerate(every):
             size = int.from_bytes(bytes(box[:8].tolist()), "little")
@@ -115,7 +134,7 @@ class Exchange:
 
     def close(self) -> None:
         """Give the group back."""
-        if self._group is not None:
+        if self._group is not None and not self._lost:
             dist.destroy_process_group(self._group)
 
 
@@ -211,7 +230,8 @@ class _Loop:
     """The loop of one rank. What it decides depends on what all ranks know alone."""
 
     def __init__(self, report: Any) -> None:
-        self.exchange = Exchange()
+        # Of rounds, and of whether a model could be loaded: while it is, ranks may be at different exchanges.
+        self.exchange, self._outcomes = Exchange(), Exchange()
         self.rank, self.size = self.exchange.rank, self.exchange.size
         self.device = device_of_rank()
         self._report = report
@@ -223,7 +243,7 @@ class _Loop:
         # The model whose request is open, and when each was served last.
         self._current: LoadedModel | None = None
         self._served: dict[str, int] = {}
-        self._stop: Stop | None = None
+        self._stop = False
         self._word = _Word()
         # Rank 0 measures; all ranks go by what it says.
         self._measured: dict[str, float] = {}
@@ -241,7 +261,7 @@ class _Loop:
         while True:
             busy = bool(self._work or self._ready_load())
             if self.rank == 0:
-                self._word.commands = self._orders.take(0.0 if busy or self._stop else BEAT)
+                self._word.commands = self._orders.take(0.0 if busy else BEAT)
                 self._word.seconds = self._news()
             self._word.state = self._state()
             words = self.exchange(self._word)
@@ -249,7 +269,7 @@ class _Loop:
             self._heed(words)
             for command in words[0].commands:
                 self._obey(command)
-            if self._stop is not None and not (self._stop.drain and self._work):
+            if self._stop:
                 return
             if (load := self._ready_load()) is not None:
                 self._loads.remove(load)
@@ -269,6 +289,7 @@ class _Loop:
         self._models.clear()
         self._current = None
         self.exchange.close()
+        self._outcomes.close()
         gc.collect()
 
     def _say(self, message: Message) -> None:
@@ -281,7 +302,7 @@ class _Loop:
         if isinstance(command, Load):
             self._loads.append(command)
         elif isinstance(command, Stop):
-            self._stop = command
+            self._stop = True
         elif isinstance(command, Cancel):
             work = self._work.get(command.id)
             if work is not None:
@@ -321,7 +342,7 @@ class _Loop:
                 unloaded.append(name)
             answer = self._loaded(spec)
             if isinstance(answer, str):
-                self._say(ModelFailed(spec.name, answer))
+                self._say(ModelFailed(spec.name, answer, tuple(unloaded)))
                 for work in [one for one in self._work.values() if one.task.model == spec.name]:
                     self._drop(work)
                     self._say(TaskFailed(work.task.id, "invalid_request", answer))
@@ -334,16 +355,21 @@ class _Loop:
         self._say(ModelReady(spec.name, model.card, mesh, config.describe(), tuple(unloaded)))
 
     def _loaded(self, spec: ModelSpec) -> LoadedModel | str:
-        """A model, or why it cannot be loaded: on all ranks alike."""
+        """A model, or why it cannot be loaded: on all ranks alike.
+
+        A rank that fails alone raises: the others may wait for it in the middle of loading, and all are ended at once.
+        """
         model: LoadedModel | None = None
-        answer = ""
         try:
             model = LoadedModel(spec, self.device, self.exchange, self.rank, self.size)
+            every = self._outcomes("")
         except (DitmeshError, MemoryError, torch.OutOfMemoryError) as error:
             if isinstance(error, PeerError):
                 raise
-            answer = _failure(error).message
-        every = self.exchange(answer)
+            try:
+                every = self._outcomes(_failure(error).message, ALONE)
+            except TimeoutError:
+                raise error from None
         if model is not None and not any(every):
             return model
         if model is not None:
