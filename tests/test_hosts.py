@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from ditmesh.config import ParallelConfig
 from support import hosts as support
@@ -37,6 +38,7 @@ SENDER = "import socket, sys; socket.create_connection((sys.argv[1], 5000)).send
 def throughput(source: support.Host, target: support.Host, size: int) -> float:
     """Bits a second of one TCP connection."""
     receiver = target.start([sys.executable, "-c", RECEIVER], stdout=subprocess.PIPE, text=True)
+    assert receiver.stdout
     receiver.stdout.readline()
     source.run([sys.executable, "-c", SENDER, target.address, str(size)])
     return float(receiver.communicate()[0])
@@ -82,6 +84,7 @@ with hosts(2) as two:
 def test_nothing_is_left_of_hosts_whose_maker_was_killed():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     maker = subprocess.Popen([sys.executable, "-c", KILLED], env=environment, stdout=subprocess.PIPE, text=True)
+    assert maker.stdout
     processes = [int(pid) for pid in maker.stdout.readline().split()]
     assert list(map(alive, processes)) == [True] * 4
     maker.kill()
@@ -125,16 +128,16 @@ FOUR = [
 
 
 def on_hosts(
-    folder: Path, tasks: list[tuple[str, dict[str, Any]]], ranks: int | list[int], count: int = 2
+    folder: Path, tasks: list[tuple[str, dict[str, Any]]], ranks: int | list[int], names: list[str] | None = None
 ) -> list[list[dict[str, Any]]]:
-    """For every task the results of all ranks, which torchrun starts on so many hosts; see `support.host_ranks`."""
+    """For every task the results of all ranks, which torchrun starts on two hosts; see `support.host_ranks`."""
     (folder / "tasks.json").write_text(json.dumps(tasks))
-    with hosts(count, folder=folder) as some:
+    with hosts(2, folder=folder, names=names) as two:
         extra = {"PYTHONPATH": TEST_PATH, "OMP_NUM_THREADS": "1"}
         command = ["-m", "support.host_ranks", str(folder)]
-        agents = some.torchrun(command, ranks, extra=extra, stderr=subprocess.PIPE, text=True)
+        agents = two.torchrun(command, ranks, extra=extra, stderr=subprocess.PIPE, text=True)
         said = [agent.communicate(timeout=LIMIT)[1] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0] * count, "\n".join(said)
+    assert [agent.returncode for agent in agents] == [0] * 2, "\n".join(said)
     every = [json.loads(file.read_text()) for file in sorted(folder.glob("[0-9]*.json"))]
     return [list(of_ranks) for of_ranks in zip(*every, strict=True)]
 
@@ -170,8 +173,9 @@ def predicted(name: str, config: dict[str, Any], numbers: list[int]) -> float:
     from support.host_ranks import SIZE
     from support.models import tiny
 
-    model = tiny(name)
+    model: Any = tiny(name)
     module, layout = on_meta(type(model).__name__, dict(model.config)), layout_of(model)
+    assert layout
     chosen = ParallelConfig(**config)
     rows = {"branches": 2} if chosen.cfg > 1 and chosen.data == 1 else {"pictures": 2}
     job = Job(SIZE.rows * SIZE.cols, SIZE.text, element=4, **rows)
@@ -207,3 +211,33 @@ def test_two_hosts_of_two_ranks(tmp_path, name):
     for (_, config), of_ranks in zip(tasks, on_hosts(tmp_path, tasks, 2), strict=True):
         check(name, config, of_ranks, [0, 0, 1, 1])
         check_bytes(name, config, of_ranks, [0, 0, 1, 1])
+
+
+@pytest.mark.matrix
+def test_the_command_line_on_two_hosts_draws_the_bits_of_one(tmp_path):
+    """Under torchrun; the first rank's host writes, and the second one says nothing."""
+    words = ["-m", "ditmesh", "generate", "a red fox", "--steps", "2", "--reproducible", "--threads", "1", "--json"]
+    extra = {"PYTHONPATH": TEST_PATH, "OMP_NUM_THREADS": "1"}
+    with hosts(2, folder=tmp_path) as two:
+        pipe = subprocess.PIPE
+        agents = two.torchrun(
+            [*words, "--ulysses", "2", "--out", str(tmp_path / "two")], extra=extra, stdout=pipe, stderr=pipe, text=True
+        )
+        said = [agent.communicate(timeout=LIMIT) for agent in agents]
+        assert [agent.returncode for agent in agents] == [0, 0], said
+    assert said[1][0] == ""
+    assert json.loads(said[0][0])["devices"] == 2
+    alone = [sys.executable, "-P", *words, "--devices", "1", "--out", str(tmp_path / "one")]
+    subprocess.run(alone, env={**os.environ, **extra}, check=True, capture_output=True, timeout=LIMIT)
+    (one,), (other,) = (list((tmp_path / name).glob("*.png")) for name in ("one", "two"))
+    with Image.open(one) as first, Image.open(other) as second:
+        assert first.tobytes() == second.tobytes()
+
+
+@pytest.mark.matrix
+def test_hosts_of_equal_names_and_unequal_ranks(tmp_path):
+    """Three ranks and one, and both hosts have one name."""
+    tasks = [("SD3", config) for config in ({"ring": 4}, {"cfg": 2, "ulysses": 2}, {"ring": 2, "tensor": 2})]
+    for (name, config), of_ranks in zip(tasks, on_hosts(tmp_path, tasks, [3, 1], names=["node"] * 2), strict=True):
+        check(name, config, of_ranks, [0, 0, 0, 1])
+        check_bytes(name, config, of_ranks, [0, 0, 0, 1])

@@ -120,9 +120,12 @@ class Host:
         """Take its interface down: packets to it and from it get lost."""
         self.net("ip", "link", "set", INTERFACE, "down")
 
-    def drop(self, port: int) -> None:
-        """Lose without a word whatever this host would send from a TCP port, as a firewall that drops it."""
-        self.net("ip", "rule", "add", "ipproto", "tcp", "sport", str(port), "blackhole")
+    def drop(self, ports: str) -> None:
+        """Lose without a word what this host would send from TCP ports, ``"29500"`` or ``"30000-65534"``, to others.
+
+        Whoever connects to one of them waits for an answer in vain, as behind a firewall.
+        """
+        self.net("ip", "rule", "add", "ipproto", "tcp", "sport", ports, "blackhole")
 
     def sent(self) -> int:
         """Bytes that its interface has sent so far, with all headers."""

@@ -52,12 +52,12 @@ def inspect(
     from ..layout.describe import as_data, checked, on_meta
 
     info = find_model(model or zoo.path())
-    name, config = info.transformer_class, info.transformer
+    name, sizes = info.transformer_class, info.transformer
     reviewed = known_models().get(name)
-    probed, differences = checked(name, config) if check or reviewed is None else (None, [])
+    probed, differences = checked(name, sizes) if check or reviewed is None else (None, [])
     layout = reviewed or probed
     assert layout is not None
-    parameters = sum(parameter.numel() for parameter in on_meta(name, config).parameters())
+    parameters = sum(parameter.numel() for parameter in on_meta(name, sizes).parameters())
     width, height = parse_size(size) or info.default_size or (1024, 1024)
     info.check_size(width, height)
     facts: dict[str, Any] = {

@@ -117,11 +117,9 @@ def _run(arguments: list[str] | None) -> None:
         # Every rank refuses what rank 0 refuses: that is an answer, not a failure.
         if isinstance(error.__cause__, (InputError, LayoutError)):
             _leave(str(error.__cause__), 2)
-        _leave(str(error), 1)
+        _leave(str(error), 1, _first_here())
     except MeetingError as error:
-        # Each host has its own to say.
-        there = torchrun_rank()
-        _leave(str(error), 1, there is None or there.local_rank == 0)
+        _leave(str(error), 1, _first_here())
     except ServerError as error:
         _leave(str(error), 1)
 
@@ -162,6 +160,12 @@ def _say(message: str, speaks: bool | None = None) -> None:
     # Under torchrun all ranks arrive here; one says it.
     if not _rank() if speaks is None else speaks:
         print(f"ditmesh: {message}", file=sys.stderr)
+
+
+def _first_here() -> bool:
+    """Whether this process speaks for its host, which may be the only one that can."""
+    there = torchrun_rank()
+    return there is None or there.local_rank == 0
 
 
 def _rank() -> int | None:

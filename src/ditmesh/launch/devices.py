@@ -14,7 +14,7 @@ from .nccl import watch_nccl
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 DeviceKind = Literal["cpu", "cuda"]
@@ -115,7 +115,7 @@ def interface_of(address: str) -> str | None:
 
 
 def join(
-    kind: DeviceKind, rank: int, world_size: int, gpu: int, timeout: float, rendezvous: str | dist.Store
+    kind: DeviceKind, rank: int, world_size: int, gpu: int, timeout: float, rendezvous: str | Store
 ) -> torch.device:
     """Join the default process group (gloo or NCCL), unless this process is in one; the device of this rank.
 
@@ -137,7 +137,8 @@ def join(
             watch_nccl(timeout)
         dist.init_process_group(
             backend="nccl" if kind == "cuda" else "gloo",
-            **{"init_method" if isinstance(rendezvous, str) else "store": rendezvous},
+            init_method=rendezvous if isinstance(rendezvous, str) else None,
+            store=None if isinstance(rendezvous, str) else rendezvous,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout),

@@ -14,21 +14,43 @@ import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._version import library_versions
 from ..errors import MeetingError
 from .devices import interface_of, use_interface
+from .heartbeat import ANSWER, Heartbeat
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
 
 # What has to be the same on all hosts.
 SAME = ("ditmesh", "torch", "diffusers", "python")
 
 
-def meet(rank: int, world_size: int, timeout: float) -> dist.Store:
-    """Wait for all ranks at ``MASTER_ADDR`` and ``MASTER_PORT``; the store by which process groups are made.
+class Meeting(NamedTuple):
+    """Ranks that have met.
+
+    Attributes:
+        store: by which process groups are made.
+        rank, hosts: which rank this is; names of the hosts of all.
+        place: address and port of the store.
+    """
+
+    store: Store
+    rank: int
+    hosts: tuple[str, ...]
+    place: str
+
+    def heartbeat(self) -> Heartbeat:
+        """Begin to say that this rank is there, over a connection of its own."""
+        return Heartbeat(
+            _store(self.rank, self.hosts[self.rank], self.place, ANSWER, opens=False), self.rank, self.hosts
+        )
+
+
+def meet(rank: int, world_size: int, timeout: float) -> Meeting:
+    """Wait for all ranks at ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     Args:
         rank, world_size: which rank this is, and of how many.
@@ -37,12 +59,14 @@ def meet(rank: int, world_size: int, timeout: float) -> dist.Store:
     Raises:
         MeetingError: they are not, they cannot reach one another, or their versions differ.
     """
-    import torch.distributed as dist
+    # Public, and not said to be.
+    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
     limit, place = time.monotonic() + timeout, f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     mine = _note()
-    store = _store(rank, mine["host"], place, timeout)
-    notes = dist.PrefixStore("ditmesh", store)
+    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = _store(rank, mine["host"], place, timeout, opens)
+    notes = PrefixStore("ditmesh", store)
     keys = [str(other) for other in range(world_size)]
     try:
         notes.set(str(rank), json.dumps(mine))
@@ -69,20 +93,19 @@ def meet(rank: int, world_size: int, timeout: float) -> dist.Store:
             f"rank {rank} on {mine['host']} has lost rank 0 at {place} before all ranks had come; see what that says"
         ) from error
     _compare(every)
-    return store
+    return Meeting(store, rank, tuple(one["host"] for one in every), place)
 
 
-def _store(rank: int, host: str, place: str, timeout: float) -> dist.Store:
-    """The store at an address, which rank 0 opens there unless an agent of torchrun has."""
-    import torch.distributed as dist
+def _store(rank: int, host: str, place: str, timeout: float, opens: bool) -> Store:
+    """The store at an address, which rank 0 ``opens`` there unless an agent of torchrun has."""
+    from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     address, _, port = place.rpartition(":")
-    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         # Of several attempts of one agent, each has keys of its own.
-        return dist.PrefixStore(
+        return PrefixStore(
             f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-            dist.TCPStore(
+            TCPStore(
                 address,
                 int(port),
                 None,

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import ConfigError
+from ..errors import ConfigError, RankFailed
 from .backend import Launcher, OnMessage, Watch
 from .devices import DeviceChoice, DeviceKind, check_timeout, join, resolve_device, stay_on_loopback
 from .failures import lost_peer
-from .meeting import meet, not_joined
+from .meeting import Meeting, meet, not_joined
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +79,11 @@ def init_from_environment(timeout: float = 600.0, device: DeviceChoice = "auto")
         ConfigError: this process is not a rank of torchrun, or the device is not there.
         MeetingError: the ranks did not come together in time, or their versions differ.
     """
+    return _join(timeout, device)[0]
+
+
+def _join(timeout: float, device: DeviceChoice) -> tuple[torch.device, Meeting | None]:
+    """`init_from_environment`; how the ranks have met, if they have done so here."""
     import torch.distributed as dist
 
     there = torchrun_rank()
@@ -98,9 +103,10 @@ def init_from_environment(timeout: float = 600.0, device: DeviceChoice = "auto")
     if there.alone:
         stay_on_loopback()
     # A process that has joined already does not meet again.
-    rendezvous = "env://" if dist.is_initialized() else meet(there.rank, there.world_size, timeout)
+    met = None if dist.is_initialized() else meet(there.rank, there.world_size, timeout)
+    rendezvous = "env://" if met is None else met.store
     try:
-        return join(kind, there.rank, there.world_size, there.local_rank, timeout, rendezvous)
+        return join(kind, there.rank, there.world_size, there.local_rank, timeout, rendezvous), met
     except RuntimeError as error:
         raise not_joined(there.rank, error) from error
 
@@ -109,6 +115,7 @@ class TorchrunRanks(Launcher):
     """The ranks that ``torchrun`` has started: every one of them makes this and calls it alike.
 
     A call runs in this process; answers are gathered. What fails raises here as it is: torchrun ends the other ranks.
+    Only where another rank is missed, and says nothing any more, `RankFailed` names it.
 
     Attributes:
         speaks: whether this is rank 0.
@@ -128,7 +135,9 @@ class TorchrunRanks(Launcher):
                 f"with torchrun --nproc-per-node {world_size}"
             )
         self._leaves = not dist.is_initialized()
-        self.device: DeviceKind = "cuda" if init_from_environment(timeout, device).type == "cuda" else "cpu"
+        place, met = _join(timeout, device)
+        self.device: DeviceKind = "cuda" if place.type == "cuda" else "cpu"
+        self._heartbeat = None if met is None or world_size == 1 else met.heartbeat()
         if threads is not None:
             torch.set_num_threads(threads)
         self.world_size, self.threads = world_size, torch.get_num_threads()
@@ -159,8 +168,12 @@ class TorchrunRanks(Launcher):
             dist.all_gather_object(answers, fn(*args, **kwargs))
         except BaseException as error:
             if lost_peer(error):
-                # torchrun takes the rank that ends first for the cause, and ends the others.
-                time.sleep(GRACE)
+                # torchrun takes the rank that ends first for the cause, and ends the others: this one takes its time.
+                if self._heartbeat is None:
+                    time.sleep(GRACE)
+                elif silent := self._heartbeat.silent():
+                    lost = tuple(silent)
+                    raise RankFailed(self._heartbeat.describe(lost), lost[0], lost=lost) from error
             raise
         return answers
 
@@ -168,6 +181,8 @@ class TorchrunRanks(Launcher):
         """Leave the process group, if it was joined here."""
         import torch.distributed as dist
 
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         if self._leaves and dist.is_initialized():
             dist.destroy_process_group()
         self._leaves = False
