@@ -1,9 +1,9 @@
 """``emoji-wan``: a ``WanPipeline`` of moving emoji, 64x64 pixels and 17 frames.
 
-The videos are made here: a picture that moves, grows or shrinks on a white ground, and the words for it. The autoencoder
-is trained on clips of five frames of all emoji there are; it is causal in time, so what it does with five frames it does
-with seventeen. The text encoder stays as it is made: its tokens are told apart by random numbers, and the transformer
-learns what they mean, so latents and text are encoded once.
+The videos are made here: a picture that moves, grows or shrinks on a white ground, and the words for it. The
+autoencoder is trained on clips of five frames of all emoji there are; it is causal in time, so what it does with five
+frames it does with seventeen. The text encoder stays as it is made: its tokens are told apart by random numbers, and
+the transformer learns what they mean, so latents and text are encoded once.
 """
 
 from __future__ import annotations
@@ -315,7 +315,7 @@ def generate(pipe: Any, caption: str, *, steps: int, guidance: float, seed: int)
 
 
 def judge(made: np.ndarray, references: np.ndarray) -> tuple[int, float]:
-    """Which of the references (n, frames, h, w, 3) a video is nearest to, of all of its pixels; and the PSNR to that."""
+    """Which of the references (n, frames, h, w, 3) a video is nearest to by all of its pixels, and the PSNR to it."""
     errors = ((references.astype(np.float32) - made.astype(np.float32)) ** 2).reshape(len(references), -1).mean(1)
     place = int(errors.argmin())
     return place, float(10 * np.log10(255.0**2 / max(float(errors[place]), 1e-9)))

@@ -11,12 +11,12 @@ from fractions import Fraction
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from PIL import Image
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 # Files that PyAV reads; animated pictures are PIL's.
 SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
@@ -38,7 +38,7 @@ def check_video_library() -> None:
         raise InputError("videos are written and read by PyAV, which is not installed; pip install 'ditmesh[video]'")
 
 
-def write_mp4(frames: Sequence[Image.Image], path: str | Path, fps: float, metadata: dict[str, str]) -> None:
+def write_mp4(frames: Sequence[Image], path: str | Path, fps: float, metadata: dict[str, str]) -> None:
     """Write a video, H.264 in MP4; the same bytes for the same frames, metadata and release of PyAV.
 
     Args:
@@ -82,7 +82,16 @@ def metadata_of(path: str | Path) -> dict[str, str]:
         return dict(container.metadata)
 
 
-def read_frames(source: str | Path | bytes, name: str, most: int | None = None) -> list[Image.Image]:
+def is_video(path: str | Path) -> bool:
+    """Whether a file begins as MP4 does; one that cannot be read does not."""
+    try:
+        with Path(path).open("rb") as file:
+            return file.read(8)[4:] == b"ftyp"
+    except (OSError, ValueError):
+        return False
+
+
+def read_frames(source: str | Path | bytes, name: str, most: int | None = None) -> list[Image]:
     """The frames of a video file or animated picture, RGB.
 
     Args:
@@ -94,7 +103,7 @@ def read_frames(source: str | Path | bytes, name: str, most: int | None = None) 
         InputError: it cannot be read, or PyAV is needed and not installed.
     """
     content = source if isinstance(source, bytes) else Path(source).read_bytes()
-    frames: list[Image.Image] = []
+    frames: list[Image] = []
     for frame in _pictures(content) if is_picture(content) else _decoded(content, name):
         frames.append(frame)
         if len(frames) == most:
@@ -109,8 +118,8 @@ def is_picture(content: bytes) -> bool:
     return content.startswith((b"\x89PNG", b"GIF8", b"\xff\xd8")) or content[8:12] == b"WEBP"
 
 
-def _pictures(content: bytes) -> Iterator[Image.Image]:
-    from PIL import ImageSequence
+def _pictures(content: bytes) -> Iterator[Image]:
+    from PIL import Image, ImageSequence
 
     with Image.open(BytesIO(content)) as opened:
         for frame in ImageSequence.Iterator(opened):
@@ -118,7 +127,7 @@ def _pictures(content: bytes) -> Iterator[Image.Image]:
             yield Image.alpha_composite(whole, frame.convert("RGBA")).convert("RGB")
 
 
-def _decoded(content: bytes, name: str) -> Iterator[Image.Image]:
+def _decoded(content: bytes, name: str) -> Iterator[Image]:
     with _opened(BytesIO(content), name) as container:
         import av
 
@@ -140,7 +149,7 @@ def _opened(source: Any, name: str) -> Any:
         raise InputError(f"{name} cannot be read as a video ({reason}); give an MP4, GIF or WebP") from None
 
 
-def frames_digest(frames: Sequence[Image.Image]) -> str:
+def frames_digest(frames: Sequence[Image]) -> str:
     """SHA-256 of frames as they are before they are compressed: their number and size, and their RGB bytes in order."""
     width, height = frames[0].size
     state = hashlib.sha256(f"{len(frames)} {width} {height}\n".encode())
@@ -149,10 +158,12 @@ def frames_digest(frames: Sequence[Image.Image]) -> str:
     return state.hexdigest()
 
 
-def strip(frames: Sequence[Image.Image], count: int = IN_STRIP, height: int = STRIP_HEIGHT) -> Image.Image:
+def strip(frames: Sequence[Image], count: int = IN_STRIP, height: int = STRIP_HEIGHT) -> Image:
     """Some frames of a video side by side, evenly spaced, the first and the last among them."""
-    places = np.linspace(0, len(frames) - 1, min(count, len(frames))).round().astype(int)
-    shown = [frames[place].convert("RGB") for place in places]
+    from PIL import Image
+
+    count = min(count, len(frames))
+    shown = [frames[round(place * (len(frames) - 1) / max(1, count - 1))].convert("RGB") for place in range(count)]
     if shown[0].height > height:
         width = max(1, round(shown[0].width * height / shown[0].height))
         shown = [frame.resize((width, height), Image.Resampling.LANCZOS) for frame in shown]
