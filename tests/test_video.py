@@ -56,7 +56,7 @@ def alone(model: Path, kind: str = "WanPipeline", **arguments: Any) -> list[Imag
     pipe.set_progress_bar_config(disable=True)
     given = {"num_inference_steps": 2, "guidance_scale": 1.0, "height": 32, "width": 32, **arguments}
     generator = [torch.Generator().manual_seed(0)]
-    return pipe("a red fox", generator=generator, output_type="pil", **given).frames[0]
+    return pipe(prompt="a red fox", generator=generator, output_type="pil", **given).frames[0]
 
 
 def apart(ours: list[Image.Image], theirs: list[Image.Image]) -> int:

@@ -207,9 +207,13 @@ def picture_job(
 def videos_of(info: ModelInfo) -> bool:
     """Whether a model makes videos, as far as its files say."""
     from ..generate.job import makes_videos
+    from ..generate.run import quieten
 
-    # Pictures are what most make, and diffusers takes seconds to import.
-    return "vae" in info.index and info.frame_step is not None and bool(makes_videos(info.pipeline_class))
+    if info.frame_step is None:
+        # Most make pictures, and diffusers takes seconds to import.
+        return False
+    quieten()
+    return bool(makes_videos(info.pipeline_class))
 
 
 def any_seed(seed: int) -> int:

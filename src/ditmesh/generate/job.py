@@ -46,7 +46,8 @@ class Job:
         seed: of the first picture; picture i has ``seed + i``.
         images: pictures per prompt.
         per_call: pictures that one call of the pipeline makes, at most.
-        frames: of a video; None: the pipeline's own number. Of an input video so many are taken.
+        frames: of a video; None: the pipeline's own number. A pipeline that makes as many as its input video has is
+            given so many of them.
         fps: frames per second of a video; None: the pipeline's own, or `video.FPS`.
         dtype: of the weights.
         timeout: deadline of every collective, in seconds.
@@ -260,6 +261,9 @@ def check_content(job: Job, model: ModelInfo, devices: int) -> None:
 
 def _check_video(job: Job, model: ModelInfo) -> None:
     """Refuse videos that are not of the frames asked for, and frames and fps of pictures."""
+    if job.frames is None and job.fps is None and model.frame_step is None:
+        # Most make pictures, and diffusers takes seconds to import.
+        return
     name = pipeline_for(model.pipeline_class, job.files, job.strength)
     videos = makes_videos(name)
     if videos:
@@ -272,7 +276,7 @@ def _check_video(job: Job, model: ModelInfo) -> None:
     if job.frames is not None:
         model.check_frames(job.frames)
     for file in job.files:
-        if file.role == "video":
+        if file.role == "video" and not says_frames(name):
             there = len(open_video(file, job.frames))
             if job.frames is not None and there < job.frames:
                 raise InputError(f"--video {file.path!r} has {there} frames, fewer than --frames {job.frames}")
@@ -306,6 +310,13 @@ def makes_videos(pipeline: str) -> bool | None:
     if not isinstance(kind, type):
         return None
     return video_call(inspect.signature(kind.__call__).parameters)
+
+
+def says_frames(pipeline: str) -> bool:
+    """Whether a class of pipelines is told how many frames to make; another one makes as many as its input has."""
+    import diffusers
+
+    return "num_frames" in inspect.signature(getattr(diffusers, pipeline).__call__).parameters
 
 
 def video_call(parameters: Mapping[str, Any]) -> bool:

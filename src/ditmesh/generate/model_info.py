@@ -139,6 +139,8 @@ class ModelInfo:
         for key in ("temperal_downsample", "spatio_temporal_scaling"):
             if isinstance(vae.get(key), list):
                 return int(vae.get("patch_size_t") or 1) * 2 ** sum(map(bool, vae[key]))
+        if isinstance(vae.get("temporal_expansions"), list):
+            return prod(vae["temporal_expansions"])
         return None
 
     def check_frames(self, frames: int) -> None:

@@ -100,7 +100,7 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
         log = engine_of(pipe).staleness
         say(Stepped(images, steps, log.summary() if log is not None else ""))
 
-    total, pictures, first = 0.0, pictures_of(job.files, job.frames), True
+    total, pictures, first = 0.0, pictures_of(job.files, None if "num_frames" in parameters else job.frames), True
     # Some make arrays by default.
     form = {"output_type": "pil"} if video_call(parameters) else {}
     for number in range(job.calls):
