@@ -84,7 +84,8 @@ def video(picture: np.ndarray, motion: str, aside: float = 0.0, frames: int = FR
         x = SIZE / 2 + across * time * WAY + aside * (across == 0)
         y = SIZE / 2 + down * time * WAY + aside * (down == 0 and across != 0)
         # Where each pixel of the frame is in the picture; averaging first, so that nothing flickers.
-        small = source.resize((max(1, round(side * 2)),) * 2, Image.Resampling.LANCZOS)
+        double = max(1, round(side * 2))
+        small = source.resize((double, double), Image.Resampling.LANCZOS)
         factor = small.width / side
         frame = small.transform(
             (SIZE * 2, SIZE * 2),
@@ -182,8 +183,9 @@ def restored(model: AutoencoderKLWan, videos: np.ndarray) -> np.ndarray:
     return np.concatenate(out)
 
 
-def train_autoencoder(folder: Path, plan: loop.Plan = AUTOENCODER, **limits: Any) -> AutoencoderKLWan:
+def train_autoencoder(folder: Path, **limits: Any) -> AutoencoderKLWan:
     """The autoencoder, from its last checkpoint in ``folder`` on; its latents' mean and spread are in its config."""
+    plan = AUTOENCODER
     found, chosen = load(folder), pictures_of(folder)
     # Half of the clips show the subjects.
     pools = (np.stack(list(chosen.values())), np.concatenate([found.chosen, found.wider]))
@@ -287,7 +289,7 @@ class EmojiWan:
             **special,
         )
         return WanPipeline(
-            tokenizer=tokenizer,
+            tokenizer=tokenizer,  # pyright: ignore[reportArgumentType]
             text_encoder=UMT5EncoderModel(encoder).eval(),
             vae=vae,
             scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),

@@ -220,11 +220,7 @@ def receipt_of(job: Job, index: int, made: Made, arguments: Mapping[str, Any], f
         facts: the fields that only the run knows.
     """
     call = job.call(job.call_of(index))
-    video: dict[str, Any] = {}
-    image = made
-    if isinstance(made, Sequence):
-        fps = next((arguments[name] for name in RATES if arguments.get(name)), job.fps or FPS)
-        image, video = made[0], {"frames": len(made), "fps": float(fps), "frames_digest": frames_digest(made)}
+    image, video = (made[0], _about(job, made, arguments)) if isinstance(made, Sequence) else (made, {})
     return Receipt(
         prompt=job.prompts[call.prompt],
         negative_prompt=job.negative,
@@ -248,6 +244,12 @@ def receipt_of(job: Job, index: int, made: Made, arguments: Mapping[str, Any], f
         **video,
         **facts,
     )
+
+
+def _about(job: Job, frames: Sequence[Image], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What the receipt of a video says beside that of a picture."""
+    fps = next((arguments[name] for name in RATES if arguments.get(name)), job.fps or FPS)
+    return {"frames": len(frames), "fps": float(fps), "frames_digest": frames_digest(frames)}
 
 
 def with_free_names(job: Job) -> Job:

@@ -129,22 +129,23 @@ def _pictures(content: bytes) -> Iterator[Image]:
 
 def _decoded(content: bytes, name: str) -> Iterator[Image]:
     with _opened(BytesIO(content), name) as container:
-        import av
+        from av.error import FFmpegError
 
         try:
             for frame in container.decode(video=0):
                 yield frame.to_image()
-        except (av.FFmpegError, IndexError) as error:
+        except (FFmpegError, IndexError) as error:
             raise InputError(f"{name} cannot be read as a video ({error}); give another file") from None
 
 
 def _opened(source: Any, name: str) -> Any:
     check_video_library()
     import av
+    from av.error import FFmpegError
 
     try:
         return av.open(source if isinstance(source, BytesIO) else str(source), "r")
-    except (av.FFmpegError, OSError, ValueError) as error:
+    except (FFmpegError, OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{name} cannot be read as a video ({reason}); give an MP4, GIF or WebP") from None
 
