@@ -74,12 +74,60 @@ def test_a_picture_keeps_its_captions_in_its_copies():
     assert all("fox" in one for one in said)
 
 
+def test_videos_move_as_their_captions_say():
+    from training.motion import FRAMES, MOTIONS, judge, video
+
+    # A black disc on white.
+    down, across = np.indices((64, 64)) - 31.5
+    picture = np.where((down**2 + across**2 < 24**2)[..., None], 0, 255).repeat(3, 2).astype(np.uint8)
+    videos = np.stack([video(picture, motion) for motion in MOTIONS])
+    assert videos.shape == (len(MOTIONS), FRAMES, 64, 64, 3)
+    dark = 255.0 - videos[..., 0]
+    weight = dark.sum((2, 3))
+    x, y = ((dark * one).sum((2, 3)) / weight for one in (across, down))
+    moved = np.stack([x[:, -1] - x[:, 0], y[:, -1] - y[:, 0]], axis=1)
+    expected = [[MOTIONS[motion][0] * 26, MOTIONS[motion][1] * 26] for motion in MOTIONS]
+    assert np.allclose(moved, expected, atol=0.5)
+    grown = weight[:, -1] / weight[:, 0]
+    assert np.allclose(grown[:4], 1, atol=0.02)
+    assert grown[4] > 4
+    assert grown[5] < 1 / 4
+    noisy = np.clip(videos[2].astype(int) + np.random.default_rng(0).integers(-40, 41, videos[2].shape), 0, 255)
+    place, level = judge(noisy, videos)
+    assert place == 2
+    assert 15 < level < 30
+
+
+@pytest.mark.matrix
+def test_the_card_of_the_videos_has_the_figures_of_the_record(tmp_path: Path):
+    from training.card_motion import write
+
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text('{"z_dim": 24}')
+    measured = {"captions": 72, "steps": 16, "guidance_scale": 3.0, "psnr_to_nearest": 21.5, "autoencoder_psnr": 30.25}
+    measured |= {f"nearest_{one}_accuracy": 0.5 for one in ("caption", "subject", "motion")}
+    record = {
+        "evaluation": {**measured, "wrong": {"a red apple grows": "a red heart grows"}},
+        "parameters": {"transformer": 2_420_504, "unused": 0},
+        "training": {"steps": 7, "minutes": 3.5},
+        "settings": {"train_batch_size": 8},
+        "machine": {"processor": "x", "threads": 1, "torch": "2"},
+        "image_tokens": 320,
+        "notes": [],
+    }
+    write(tmp_path, record)
+    card = (tmp_path / "README.md").read_text()
+    assert "30.2 dB" in card
+    assert "a red apple grows (to a red heart grows)" in card
+    assert "Fluent Emoji" in (tmp_path / "LICENSE-DATA").read_text()
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch):
     """Recipes with few pictures and an autoencoder of one step."""
     from training.data import Entry, Pictures
 
-    from training import emoji, fashion, loop
+    from training import emoji, fashion, loop, motion
 
     plan = loop.Plan(steps=1, batch=2, rate=1e-3, warmup=1)
     chosen = np.random.default_rng(0).integers(0, 256, (2, 64, 64, 3), dtype=np.uint8)
@@ -88,6 +136,9 @@ def small(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fashion, "fetch", lambda folder: folder)
     monkeypatch.setattr(fashion, "read", lambda there, part: grey(20))
     monkeypatch.setattr(emoji, "AUTOENCODER", plan)
+    monkeypatch.setattr(motion, "AUTOENCODER", plan)
+    monkeypatch.setattr(motion, "SUBJECTS", ("a red fox", "a cactus"))
+    monkeypatch.setattr(motion, "load", lambda folder: pictures)
     monkeypatch.setattr(
         emoji, "load", lambda folder, size=64, table=None: replace(pictures, chosen=chosen[:, :size, :size])
     )
@@ -98,7 +149,10 @@ def small(monkeypatch: pytest.MonkeyPatch):
     "name",
     [
         "fashion-dit",
-        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("emoji-flux", "emoji-sd3", "emoji-dit-s")),
+        *(
+            pytest.param(name, marks=pytest.mark.matrix)
+            for name in ("emoji-flux", "emoji-wan", "emoji-sd3", "emoji-dit-s")
+        ),
     ],
 )
 @pytest.mark.usefixtures("small")

@@ -28,6 +28,7 @@ from ditmesh.train.logs import read_log
 from training.emoji import EmojiDiT, EmojiFlux, EmojiSD3
 from training.fashion import FashionDiT
 from training.loop import console
+from training.motion import EmojiWan
 
 # Settings that are folders, and what they are called.
 PLACES = {"pretrained_model_name_or_path": "untrained", "train_data_dir": "data", "output_dir": "run"}
@@ -69,6 +70,7 @@ class Recipe(Protocol):
 RECIPES: dict[str, Recipe] = {
     "fashion-dit": FashionDiT(),
     "emoji-flux": EmojiFlux(),
+    "emoji-wan": EmojiWan(),
     "emoji-sd3": EmojiSD3(),
     "emoji-dit-s": EmojiDiT(layers=6),
     "emoji-dit-l": EmojiDiT(layers=12),
@@ -80,6 +82,7 @@ def settings(recipe: Recipe, folder: Path, steps: int | None = None) -> dict[str
     return {
         **{name: str(folder / place) for name, place in PLACES.items()},
         **recipe.settings,
+        **{name: str(folder / value) for name, value in recipe.settings.items() if name == "cache_dir"},
         **({} if steps is None else {"max_train_steps": steps}),
     }
 
@@ -112,7 +115,7 @@ def describe(name: str, folder: Path) -> dict[str, Any]:
         if path.endswith("embedding_table.weight")
     ]
     return {
-        "settings": {key: value for key, value in given.items() if key not in PLACES},
+        "settings": {key: value for key, value in given.items() if key not in {*PLACES, "cache_dir"}},
         "image_tokens": RECIPES[name].image_tokens,
         "machine": {
             "processor": platform.machine(),

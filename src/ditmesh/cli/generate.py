@@ -28,7 +28,7 @@ from .options import (
 )
 from .remote import check_options, generate_on
 from .show import bar, count, emit
-from .values import fetched, parallel_config, picture_job, read_prompts
+from .values import fetched, parallel_config, picture_job, read_prompts, videos_of
 
 if TYPE_CHECKING:
     from ..generate.job import Generated, Job
@@ -40,6 +40,8 @@ NAMED = 8
 
 # Fields of receipts that are the same in most pictures of a job.
 SHARED = ("config", "versions", "environment")
+# And those of videos.
+VIDEO = ("frames", "fps", "frames_digest")
 
 
 @with_groups
@@ -77,7 +79,10 @@ def generate(
     elastic: Annotated[
         bool, typer.Option("--elastic", help="When devices are lost, go on with the others (with --reproducible).")
     ] = False,
-    out: Annotated[str, typer.Option("--out", "-o", metavar="DIR", help="Folder for the PNGs.")] = "pictures",
+    fps: Annotated[
+        float | None, typer.Option(help="Frames per second of a video.", show_default="the pipeline's, or 16")
+    ] = None,
+    out: Annotated[str, typer.Option("--out", "-o", metavar="DIR", help="Folder for the PNGs or MP4s.")] = "pictures",
     overwrite: Overwrite = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Generate on one device too; say how much faster, how different.")
@@ -89,7 +94,7 @@ def generate(
         typer.Option("--server", metavar="URL", help="Let `ditmesh serve` generate; $DITMESH_API_KEY is the key."),
     ] = None,
 ) -> None:
-    """Generate pictures from prompts on N devices. Each PNG holds its metadata: how it was generated.
+    """Generate pictures or videos from prompts on N devices. Each PNG or MP4 holds its metadata: how it was generated.
 
     A file that is there already is kept: the new ones get a number.
 
@@ -98,6 +103,8 @@ def generate(
     ditmesh generate "a red fox" --devices 4
 
     ditmesh generate "a red fox, oil painting" --image fox.png --strength 0.6 --lora oil.safetensors:0.8
+
+    ditmesh generate "a red fox runs" --model ./my-wan --devices 4 --frames 81 --fps 16
 
     ditmesh generate --prompts animals.txt --ulysses 2 --cfg 2 --steps 20 --out animals --compare
 
@@ -109,6 +116,7 @@ def generate(
     from ..generate.elastic import check_elastic
     from ..generate.job import check_job
     from ..generate.run import quieten, with_free_names
+    from ..generate.video import check_video_library
     from ..launch import torchrun_rank
 
     if server is not None:
@@ -121,7 +129,7 @@ def generate(
     settings = parallel.settings()
     if "tiles" in settings and "reproducible" not in settings:
         raise InputError(f"--tiles {settings['tiles']} counts in reproducible mode only; add --reproducible")
-    more: dict[str, Any] = inputs.of_job() | ({} if batch is None else {"per_call": batch})
+    more: dict[str, Any] = inputs.of_job() | {"fps": fps} | ({} if batch is None else {"per_call": batch})
     job, info = picture_job(model, asked, pictures, ranks.timeout, out, overwrite=overwrite, **more)
     world_size, chosen = parallel_config(devices, config, settings, info.heads)
     if elastic:
@@ -136,6 +144,8 @@ def generate(
         # The class of pipeline is looked at.
         quieten()
     check_job(job, info, world_size)
+    if videos_of(info):
+        check_video_library()
     if compare and there is not None:
         raise InputError("--compare starts ranks of its own; leave torchrun out and say --devices")
     if compare and world_size == 1:
@@ -276,12 +286,12 @@ def short(result: dict[str, Any]) -> dict[str, Any]:
     from ..config import ParallelConfig
 
     # Restarts only where there were any.
-    always, sometimes = ("path", "prompt", "seed", "together", "place"), ("restarts",)
+    always, sometimes = ("path", "prompt", "seed", "together", "place"), ("restarts", *VIDEO)
     settings = ParallelConfig(**result["config"]).model_dump(mode="json", exclude_defaults=True)
     return {
         **result,
         "pictures": [
-            {key: picture[key] for key in (*always, *sometimes) if key in always or picture[key]}
+            {key: picture[key] for key in (*always, *sometimes) if key in always or picture.get(key)}
             for picture in result["pictures"]
         ],
         "config": settings,
@@ -289,12 +299,20 @@ def short(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _largest_difference(made: list[Generated], alone: list[Generated]) -> int:
-    """Largest difference of any channel of any pixel, of 255."""
+    """Largest difference of any channel of any pixel, of 255; of videos as they are compressed, unless it is none."""
     import numpy
     from PIL import Image
 
+    from ..generate.video import read_frames
+
     largest = 0
     for ours, theirs in zip(made, alone, strict=True):
+        if ours.receipt.frames is not None:
+            if ours.receipt.frames_digest != theirs.receipt.frames_digest:
+                pairs = zip(read_frames(ours.path, ours.path), read_frames(theirs.path, theirs.path), strict=True)
+                arrays = ([numpy.asarray(one, dtype=numpy.int16) for one in pair] for pair in pairs)
+                largest = max(largest, 1, *(int(abs(left - right).max()) for left, right in arrays))
+            continue
         with Image.open(ours.path) as one, Image.open(theirs.path) as other:
             left, right = (numpy.asarray(image.convert("RGBA"), dtype=numpy.int16) for image in (one, other))
         largest = max(largest, int(abs(left - right).max()))
@@ -310,12 +328,13 @@ def _say(result: dict[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for picture in result["pictures"]:
         console.print(picture["path"], markup=False)
+    what = "video" if any(picture.get("frames") for picture in result["pictures"]) else "picture"
     config = ParallelConfig(**result["config"]).describe()
     devices, threads = count(result["devices"], "device"), count(result["threads"] or 0, "thread")
     on_cpu = result["device"] == "cpu" and result["threads"]
     where = f"{config}, {result['device']}{f', {threads} each' if on_cpu else ''}"
     console.print(
-        f"{count(len(result['pictures']), 'picture')} in {result['out']}: "
+        f"{count(len(result['pictures']), what)} in {result['out']}: "
         f"{result['seconds']:.2f} s on {devices} ({where}), "
         f"{result['load_seconds']:.1f} s {'waiting' if 'server' in result else 'to load'}, "
         f"{result['total_seconds']:.1f} s in all",

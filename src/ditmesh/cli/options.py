@@ -129,6 +129,9 @@ class PictureOptions:
     size: Size = None
     seed: AnySeed = 0
     num_images: Annotated[int, picture_option(help="Pictures per prompt.", callback=at_least(1))] = 1
+    frames: Annotated[
+        int | None, picture_option(help="Frames of a video.", show_default=PIPELINES, callback=at_least(1))
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -136,9 +139,12 @@ class InputOptions:
     """Files beside the model, and how the model is loaded."""
 
     image: Annotated[str | None, input_option(metavar="FILE", help="A picture to begin with (img2img).")] = None
+    video: Annotated[
+        str | None, input_option(metavar="FILE", help="A video to begin with; --frames takes its first ones.")
+    ] = None
     strength: Annotated[
         float | None,
-        input_option(metavar="0..1", help="How much of --image is generated anew.", show_default=PIPELINES),
+        input_option(metavar="0..1", help="How much of --image or --video is generated anew.", show_default=PIPELINES),
     ] = None
     mask: Annotated[
         str | None, input_option(metavar="FILE", help="Which part of --image: white is generated anew (inpaint).")
@@ -195,6 +201,7 @@ class InputOptions:
             "mask": self.mask,
             "control": self.control,
             "ip-image": self.ip_image,
+            "video": self.video,
         }
         files: list[Any] = [input_picture(role, path) for role, path in pictures.items() if path is not None]
         files += [adapter("lora", text) for text in self.lora or ()]

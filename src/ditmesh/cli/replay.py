@@ -24,7 +24,9 @@ UNASKED = 8
 
 @with_groups
 def replay(
-    image: Annotated[Path, typer.Argument(metavar="IMAGE.png", help="A picture that ditmesh generated.")],
+    image: Annotated[
+        Path, typer.Argument(metavar="IMAGE.png", help="A picture, or a video (MP4), that ditmesh generated.")
+    ],
     devices: Devices = None,
     config: Annotated[
         str | None,
@@ -56,15 +58,16 @@ def replay(
 
     ditmesh replay pictures/0000-a-red-fox-seed0.png --devices 1
     """
-    from PIL import Image
-
     from ..generate.job import check_folder, check_job
-    from ..generate.receipt import read_receipt, write_free
+    from ..generate.receipt import copied_free, read_receipt, write_free
     from ..generate.replay import compare, config_of, job_of, model_of, place_of
     from ..generate.run import generate
+    from ..generate.video import is_video
     from ..launch import guarded_folder, launcher
 
     was = read_receipt(image)
+    if was.frames is not None and not is_video(image):
+        raise InputError(f"{str(image)!r} is the strip of a video; give the MP4 beside it")
     info = model_of(was, model)
     own = config_of(was)
     chosen = config_of_words(config) if config is not None else None
@@ -81,9 +84,13 @@ def replay(
         ):
             ranks.run(generate, fetched(job, info), on_message=lambda _, message: report(message))
         again = pictures[place_of(was, chosen)]
-        with Image.open(image) as before, Image.open(again.path) as after:
-            path = write_free(after, Path(out) / f"{image.stem}-replayed.png", again.receipt, overwrite)
-            found = compare(before, after, was, again.receipt, facts.get("sampled"))
+        before, after = opened(image), opened(again.path)
+        name = f"{image.stem}-replayed{Path(again.path).suffix}"
+        if was.frames is None:
+            path = write_free(after, Path(out) / name, again.receipt, overwrite)
+        else:
+            path = copied_free(again.path, Path(out) / name, overwrite)
+        found = compare(before, after, was, again.receipt, facts.get("sampled"))
     result = {
         "image": str(image),
         "replayed": str(path),
@@ -102,6 +109,19 @@ def replay(
     emit(result, as_json, _say)
     if found.promised and not found.equal:
         raise typer.Exit(1)
+
+
+def opened(path: str | Path) -> Any:
+    """A picture, or the frames of a video."""
+    from PIL import Image
+
+    from ..generate.video import is_video, read_frames
+
+    if is_video(path):
+        return read_frames(path, str(path))
+    with Image.open(path) as image:
+        image.load()
+        return image
 
 
 def _where(
@@ -154,9 +174,11 @@ def _say(result: dict[str, Any]) -> None:
         console.print("[red]a picture of another size[/]")
     else:
         colour = "red" if result["promised"] else "yellow"
+        # Frames may differ by less than is left of them in the file.
+        ratio = " in the files" if result["psnr"] is None else f" ({result['psnr']:.1f} dB)"
         console.print(
             f"[{colour}]{result['differing_pixels']:.1%} of the pixels differ, by at most "
-            f"{result['largest_difference']} of 255 ({result['psnr']:.1f} dB)[/]"
+            f"{result['largest_difference']} of 255{ratio}[/]"
             + (", though the same ones were promised" if result["promised"] else "")
         )
     for change in result["changes"]:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..errors import InputError
 from .options import AsJson, Device, DType, Guidance, PromptsFile, RankOptions, Seed, Size, Steps, at_least, with_groups
 from .show import bar, emit, provenance
-from .values import download, embedded_or, parse_size, read_prompts
+from .values import download, embedded_or, parse_size, read_prompts, videos_of
 
 if TYPE_CHECKING:
     from ..generate.model_info import ModelInfo
@@ -42,6 +43,9 @@ class StudyOptions:
     steps: Steps = None
     guidance: Guidance = None
     size: Size = None
+    frames: Annotated[
+        int | None, typer.Option(help="Frames of a video.", show_default="the pipeline's", callback=at_least(1))
+    ] = None
     seed: Seed = 0
     batch: Annotated[int, typer.Option(help="Pictures of one call of the pipeline, at most.", callback=at_least(1))] = 8
     which_steps: Annotated[
@@ -128,7 +132,11 @@ def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple
         asked = zoo.captions(info.files.name)[:PROMPTS]
     words = read_prompts(asked, options.prompts_file)
     steps = 20 if steps is None else steps
-    size = parse_size(options.size)
+    size, frames, own = parse_size(options.size), options.frames, zoo.embedded(info.files)
+    if own is not None and own.frames:
+        size, frames = size or (own.size, own.size), frames or own.frames
+    if frames is not None and not videos_of(info):
+        raise InputError(f"--frames {frames}: {info.pipeline_class} makes pictures; leave --frames out")
     if size is not None:
         info.check_size(*size)
     ranks = RankOptions(options.device, options.dtype)
@@ -142,6 +150,7 @@ def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple
         max_sequence_length=text_tokens,
         dtype=ranks.dtype_on("cpu"),
         device=ranks.kind(1),
+        frames=frames,
     )
     plan = planning.make_plan(
         setup,

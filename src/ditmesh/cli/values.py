@@ -173,12 +173,19 @@ def picture_job(
     model: str | None, prompts: Sequence[str], pictures: PictureOptions, timeout: float, out: str, **more: Any
 ) -> tuple[Job, ModelInfo]:
     """A job without configuration and dtype, from options and ``more`` fields; and what the model's files say."""
+    from .. import zoo
     from ..generate.job import PER_CALL, job_for
     from ..generate.receipt import MOST_PIXELS
 
     size = parse_size(pictures.size)
     info, steps, guidance, text_tokens = embedded_or(model, pictures.steps, pictures.guidance)
+    own, frames = zoo.embedded(info.files), pictures.frames
+    if own is not None and own.frames:
+        # The pipeline's own defaults are those of a model a thousand times its size.
+        size, frames = size or (own.size, own.size), frames or own.frames
     width, height = size or info.default_size or (1, 1)
+    # Videos one by one: each is as much as many pictures.
+    together = 1 if videos_of(info) else max(1, min(PER_CALL, MOST_PIXELS // (width * height)))
     job = job_for(
         info,
         prompts,
@@ -191,9 +198,22 @@ def picture_job(
         seed=any_seed(pictures.seed),
         images=pictures.num_images,
         timeout=timeout,
-        **{"per_call": max(1, min(PER_CALL, MOST_PIXELS // (width * height))), **more},
+        frames=frames,
+        **{"per_call": together, **more},
     )
     return job, info
+
+
+def videos_of(info: ModelInfo) -> bool:
+    """Whether a model makes videos, as far as its files say."""
+    from ..generate.job import makes_videos
+    from ..generate.run import quieten
+
+    if info.frame_step is None:
+        # Most make pictures, and diffusers takes seconds to import.
+        return False
+    quieten()
+    return bool(makes_videos(info.pipeline_class))
 
 
 def any_seed(seed: int) -> int:

@@ -139,12 +139,13 @@ def _checked(job: Job, info: ModelInfo, asked: Sequence[ParallelConfig], all_of:
     for config in asked:
         if config == (reference_of(config) or ParallelConfig()):
             raise ConfigError(f"{config.describe()!r} compares one device with itself; write such as 'ulysses=2'")
-        check_config(config, info, config.world_size, job.size)
+        check_config(config, info, config.world_size, job.size, job.frames or 1)
         check_support(info.transformer_class, config)
     if all_of is None:
         return []
     guided = job.guidance is None or job.guidance > 1
-    return [config for config in sensible(all_of, info, job.images, guided, job.size) if config not in asked]
+    offered = sensible(all_of, info, job.images, guided, job.size, job.frames or 1)
+    return [config for config in offered if config not in asked]
 
 
 def _file_at(name: str | None, option: str) -> Path | None:
@@ -260,6 +261,7 @@ def _result(
         "guidance": job.guidance,
         "size": list(job.size) if job.size else None,
         "images": job.images,
+        "frames": job.frames,
         "dtype": job.dtype,
         **where,
         "versions": library_versions(),

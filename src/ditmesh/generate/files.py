@@ -17,15 +17,32 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 from ..core.files import digest_of_file
 from ..errors import InputError
 from .model_info import HUB_ID
+from .video import read_frames
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Role = Literal["image", "mask", "control", "ip-image", "lora", "ip-adapter", "controlnet"]
+Role = Literal["image", "mask", "control", "ip-image", "video", "lora", "ip-adapter", "controlnet"]
 ROLES: tuple[str, ...] = get_args(Role)
 
 # Input pictures, and the argument of a pipeline's call that takes each.
-PICTURES = {"image": "image", "mask": "mask_image", "control": "control_image", "ip-image": "ip_adapter_image"}
+PICTURES = {
+    "image": "image",
+    "mask": "mask_image",
+    "control": "control_image",
+    "ip-image": "ip_adapter_image",
+    "video": "video",
+}
+# Pipelines of diffusers that take a picture or a video on the same components, beside those it pairs itself.
+VIDEO_PIPELINES: dict[str, tuple[str, ...]] = {
+    "CogVideoXPipeline": ("CogVideoXVideoToVideoPipeline",),
+    "LTXPipeline": ("LTXImageToVideoPipeline", "LTXConditionPipeline"),
+    "SkyReelsV2DiffusionForcingPipeline": (
+        "SkyReelsV2DiffusionForcingImageToVideoPipeline",
+        "SkyReelsV2DiffusionForcingVideoToVideoPipeline",
+    ),
+    "WanPipeline": ("WanVideoToVideoPipeline",),
+}
 # Adapters, the method of a pipeline that loads each, and the file's name in a folder or a hub repository.
 ADAPTERS = {
     "lora": ("load_lora_weights", "pytorch_lora_weights.safetensors"),
@@ -39,6 +56,8 @@ CONTROLNET_FILES = ("config.json", "*.safetensors")
 
 # Pixels and bytes of an input picture, at most.
 MOST_PIXELS = 2**27
+# Pixels of all frames of a video.
+MOST_VIDEO_PIXELS = 2**30
 MOST_BYTES = 2**30
 
 
@@ -60,14 +79,17 @@ class InputFile:
 
 
 def input_picture(role: Role, path: str | Path) -> InputFile:
-    """An input picture.
+    """An input picture or video.
 
     Raises:
-        InputError: it cannot be read, or is no picture of a possible size.
+        InputError: it cannot be read, or is no picture or video of a possible size.
     """
     path = _file(role, Path(path))
     found = InputFile(role, str(path), file_digest(path))
-    open_picture(found)
+    if role == "video":
+        open_video(found, 1)
+    else:
+        open_picture(found)
     return found
 
 
@@ -216,6 +238,29 @@ def open_picture(file: InputFile) -> Image:
     return image
 
 
+def open_video(file: InputFile, most: int | None = None) -> list[Image]:
+    """The frames of an input video, RGB, at most so many, as they were when the job was made.
+
+    Raises:
+        InputError: it cannot be read, is larger than a video may be, or has changed since.
+    """
+    what = f"--{file.role} {file.path!r}"
+    try:
+        if Path(file.path).stat().st_size > MOST_BYTES:
+            raise InputError(f"{what} has more than {MOST_BYTES} bytes; give a shorter video")
+        content = Path(file.path).read_bytes()
+        _check_same(file, hashlib.sha256(content).hexdigest())
+        frames = read_frames(content, what, most)
+    except InputError:
+        raise
+    except Exception as error:
+        # Somebody else's file: what is wrong with it can come out as anything.
+        raise InputError(f"cannot read {what} ({getattr(error, 'strerror', None) or error}); give an MP4") from None
+    if sum(frame.width * frame.height for frame in frames) > MOST_VIDEO_PIXELS:
+        raise InputError(f"{what} has more than {MOST_VIDEO_PIXELS} pixels; take fewer of its frames with --frames")
+    return frames
+
+
 def _check_same(file: InputFile, digest: str) -> None:
     if digest != file.digest:
         raise InputError(f"--{file.role} {file.path!r} is not the file it was; leave it as it is while ranks run")
@@ -253,8 +298,10 @@ def check_roles(files: Iterable[InputFile], strength: float | None = None) -> No
     roles = [file.role for file in files]
     if strength is not None and not 0 < strength <= 1:
         raise InputError(f"strength {strength:g} is not possible; use more than 0 and at most 1")
-    if strength is not None and "image" not in roles:
-        raise InputError("--strength needs --image as well")
+    if strength is not None and not {"image", "video"} & set(roles):
+        raise InputError("--strength needs --image or --video as well")
+    if {"image", "video"} <= set(roles):
+        raise InputError("--image and --video are both to begin with; leave one out")
     for role, needed in NEEDED.items():
         if role in roles and needed not in roles:
             raise InputError(f"--{role} needs --{needed} as well")
@@ -358,7 +405,8 @@ def pipeline_for(name: str, files: Iterable[InputFile], strength: float | None =
 
 
 def _beside(own: type[Any], masked: bool) -> list[type[Any]]:
-    """Classes that diffusers makes of one for an image, or for an image and a mask."""
+    """Classes that diffusers makes of one for an image or a video, or for an image and a mask."""
+    import diffusers
     from diffusers.pipelines import auto_pipeline
 
     maps: list[Any] = [
@@ -368,7 +416,8 @@ def _beside(own: type[Any], masked: bool) -> list[type[Any]]:
     ]
     model = next((key for mapping in maps for key, kind in mapping.items() if kind.__name__ == own.__name__), None)
     found = maps[2 if masked else 1].get(model or "")
-    return [found] if found is not None and found is not own else []
+    others = (getattr(diffusers, name, None) for name in VIDEO_PIPELINES.get(own.__name__, ()))
+    return [kind for kind in (found, *others) if isinstance(kind, type) and kind is not own]
 
 
 def _with_controlnet(kinds: list[type[Any]], network: type[Any]) -> list[type[Any]]:
@@ -404,9 +453,13 @@ def _with_controlnet(kinds: list[type[Any]], network: type[Any]) -> list[type[An
 # --- on ranks ----------------------------------------------------------------------------------------------------
 
 
-def pictures_of(files: Iterable[InputFile]) -> dict[str, Image]:
-    """The input pictures by the argument of the pipeline's call that takes each."""
-    return {PICTURES[file.role]: open_picture(file) for file in files if file.role in PICTURES}
+def pictures_of(files: Iterable[InputFile], frames: int | None = None) -> dict[str, Any]:
+    """The input pictures, and of a video the first ``frames``, by the argument of the call that takes each."""
+    return {
+        PICTURES[file.role]: open_video(file, frames) if file.role == "video" else open_picture(file)
+        for file in files
+        if file.role in PICTURES
+    }
 
 
 def load_controlnet(files: Iterable[InputFile], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import inspect
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -13,13 +15,15 @@ from typing import Any, Literal
 from ..config import ParallelConfig
 from ..errors import ConfigError, InputError
 from ..strategies import support
-from .files import InputFile, check_encoder, check_roles, pipeline_for
+from .files import MOST_VIDEO_PIXELS, PICTURES, InputFile, check_encoder, check_roles, open_video, pipeline_for
 from .model_info import ModelInfo
 from .receipt import LONGEST_PROMPT, MOST_PIXELS, MOST_STEPS, MOST_TOGETHER, Dtype, Offload, Receipt
 
 # Pictures of one call of the pipeline when nobody says how many, and of a whole job at most.
 PER_CALL = 64
 MOST_PICTURES = 100_000
+# Frames of a video, and frames per second.
+MOST_FRAMES, MOST_FPS = 4096, 1000
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Job:
         pipeline_class: class of the pipeline, as ``model_index.json`` has it.
         prompts: one or more; class names when the model is class-conditional.
         labels: class numbers of the prompts when the model is class-conditional, else empty.
-        out: folder for the PNGs.
+        out: folder for the PNGs and MP4s.
         config: parallel configuration; ``"auto"``: the engine chooses.
         negative: negative prompt.
         steps: denoising steps; None: the pipeline's own number.
@@ -42,6 +46,9 @@ class Job:
         seed: of the first picture; picture i has ``seed + i``.
         images: pictures per prompt.
         per_call: pictures that one call of the pipeline makes, at most.
+        frames: of a video; None: the pipeline's own number. A pipeline that makes as many as its input video has is
+            given so many of them.
+        fps: frames per second of a video; None: the pipeline's own, or `video.FPS`.
         dtype: of the weights.
         timeout: deadline of every collective, in seconds.
         overwrite: pictures replace those of the same names that ditmesh has written.
@@ -69,6 +76,8 @@ class Job:
     seed: int = 0
     images: int = 1
     per_call: int = PER_CALL
+    frames: int | None = None
+    fps: float | None = None
     dtype: Dtype = "float32"
     timeout: float = 600.0
     overwrite: bool = False
@@ -181,7 +190,7 @@ class Stepped:
 
 @dataclass(frozen=True)
 class Generated:
-    """A picture is on disk, with its receipt inside."""
+    """A picture or video is on disk, with its receipt inside."""
 
     path: str
     receipt: Receipt
@@ -210,6 +219,7 @@ def check_content(job: Job, model: ModelInfo, devices: int) -> None:
         ("--steps", job.steps, MOST_STEPS),
         ("--num-images", job.images, MOST_PICTURES // len(job.prompts)),
         ("--batch", job.per_call, MOST_TOGETHER),
+        ("--frames", job.frames, MOST_FRAMES),
     ):
         if value is not None and not 1 <= value <= most:
             raise InputError(f"{option} {value} is not possible; use 1 to {most}")
@@ -226,6 +236,7 @@ def check_content(job: Job, model: ModelInfo, devices: int) -> None:
     if job.files:
         pipeline_for(model.pipeline_class, job.files, job.strength)
         check_encoder(job.files, model.index)
+    _check_video(job, model)
     if job.size is not None:
         model.check_size(*job.size)
         if model.labels and job.size != model.default_size:
@@ -236,14 +247,81 @@ def check_content(job: Job, model: ModelInfo, devices: int) -> None:
             )
     size = job.size or model.default_size
     if size is not None:
-        pixels, together = size[0] * size[1], min(job.images, job.per_call)
-        if pixels * together > MOST_PIXELS:
-            way = f"--batch {MOST_PIXELS // pixels}" if together > 1 and pixels <= MOST_PIXELS else "a smaller --size"
+        pixels, together = size[0] * size[1] * (job.frames or 1), min(job.images, job.per_call)
+        most = MOST_PIXELS if job.frames is None else MOST_VIDEO_PIXELS
+        if pixels * together > most:
+            way = f"--batch {most // pixels}" if together > 1 and pixels <= most else "a smaller --size"
+            frames = "" if job.frames is None else f" of {job.frames} frames"
             raise InputError(
-                f"{together} x {size[0]}x{size[1]} are more than {MOST_PIXELS} pixels, the most of one call; use {way}"
+                f"{together} x {size[0]}x{size[1]}{frames} are more than {most} pixels, the most of one call; use {way}"
             )
     if not isinstance(job.config, str):
-        check_config(job.config, model, devices, job.size)
+        check_config(job.config, model, devices, job.size, job.frames or 1)
+
+
+def _check_video(job: Job, model: ModelInfo) -> None:
+    """Refuse videos that are not of the frames asked for, and frames and fps of pictures."""
+    if job.frames is None and job.fps is None and model.frame_step is None:
+        # Most make pictures, and diffusers takes seconds to import.
+        return
+    name = pipeline_for(model.pipeline_class, job.files, job.strength)
+    videos = makes_videos(name)
+    if videos:
+        _check_cleaning(name)
+    for option, value in (("--frames", job.frames), ("--fps", job.fps)):
+        if value is not None and videos is False:
+            raise InputError(f"{option} {value:g}: {model.pipeline_class} makes pictures; leave {option} out")
+    if job.fps is not None and not 0 < job.fps <= MOST_FPS:
+        raise InputError(f"--fps {job.fps:g} is not possible; use more than 0 and at most {MOST_FPS}")
+    if job.frames is not None:
+        model.check_frames(job.frames)
+    for file in job.files:
+        if file.role == "video" and not says_frames(name):
+            there = len(open_video(file, job.frames))
+            if job.frames is not None and there < job.frames:
+                raise InputError(f"--video {file.path!r} has {there} frames, fewer than --frames {job.frames}")
+            if job.frames is None:
+                try:
+                    model.check_frames(there)
+                except InputError as error:
+                    raise InputError(f"--video {file.path!r}: {error}, as --frames") from None
+        if file.role in ("image", "video") and videos and min(job.images, job.per_call) > 1:
+            raise InputError(f"--{file.role}: such videos are generated one by one; leave --batch {job.per_call} out")
+
+
+def _check_cleaning(pipeline: str) -> None:
+    """Refuse a pipeline that would break off over prompts: some of diffusers' need ftfy and do not say so."""
+    import diffusers
+
+    module = sys.modules.get(getattr(diffusers, pipeline).__module__)
+    try:
+        getattr(module, "prompt_clean", str)("a")
+    except NameError:
+        raise InputError(
+            f"{pipeline} cleans prompts with ftfy, which is not installed; pip install 'ditmesh[video]'"
+        ) from None
+
+
+def makes_videos(pipeline: str) -> bool | None:
+    """Whether a class of pipelines makes videos; None: it is no class of diffusers."""
+    import diffusers
+
+    kind = getattr(diffusers, pipeline, None)
+    if not isinstance(kind, type):
+        return None
+    return video_call(inspect.signature(kind.__call__).parameters)
+
+
+def says_frames(pipeline: str) -> bool:
+    """Whether a class of pipelines is told how many frames to make; another one makes as many as its input has."""
+    import diffusers
+
+    return "num_frames" in inspect.signature(getattr(diffusers, pipeline).__call__).parameters
+
+
+def video_call(parameters: Mapping[str, Any]) -> bool:
+    """Whether a pipeline's call makes videos, by the names of what it takes."""
+    return "num_frames" in parameters or PICTURES["video"] in parameters
 
 
 def check_text(text: str, name: str) -> None:
@@ -281,7 +359,9 @@ def check_layout(model: ModelInfo) -> None:
             checked(model.transformer_class, model.transformer)
 
 
-def check_config(config: ParallelConfig, model: ModelInfo, devices: int, size: tuple[int, int] | None = None) -> None:
+def check_config(
+    config: ParallelConfig, model: ModelInfo, devices: int, size: tuple[int, int] | None = None, frames: int = 1
+) -> None:
     """Refuse a configuration that does not fit the ranks, the model or the picture.
 
     Raises:
@@ -301,7 +381,7 @@ def check_config(config: ParallelConfig, model: ModelInfo, devices: int, size: t
         )
     size = size or model.default_size
     if size is not None:
-        tokens = model.image_tokens(*size)
+        tokens = model.image_tokens(*size, frames)
         if config.sequence > tokens:
             raise ConfigError(
                 f"{config.sequence} ranks are to share the {tokens} image tokens of {size[0]}x{size[1]} pixels; "

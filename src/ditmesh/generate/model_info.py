@@ -129,9 +129,35 @@ class ModelInfo:
         limit = self.transformer.get("pos_embed_max_size")
         return limit * self.size_multiple if isinstance(limit, int) else None
 
-    def image_tokens(self, width: int, height: int) -> int:
-        """Tokens of a picture of ``width`` × ``height`` pixels."""
-        return prod(side // self.size_multiple for side in (width, height))
+    @property
+    def frame_step(self) -> int | None:
+        """A video has so many times k, and one frames; None: the autoencoder's configuration does not say."""
+        vae = self.vae
+        for key in ("scale_factor_temporal", "temporal_compression_ratio", "temporal_compression"):
+            if isinstance(vae.get(key), int):
+                return vae[key]
+        for key in ("temperal_downsample", "spatio_temporal_scaling"):
+            if isinstance(vae.get(key), list):
+                return int(vae.get("patch_size_t") or 1) * 2 ** sum(map(bool, vae[key]))
+        if isinstance(vae.get("temporal_expansions"), list):
+            return prod(vae["temporal_expansions"])
+        return None
+
+    def check_frames(self, frames: int) -> None:
+        """Refuse a number of frames that the autoencoder rounds to another one.
+
+        Raises:
+            InputError: naming the nearest possible numbers.
+        """
+        step = self.frame_step or 1
+        if (frames - 1) % step:
+            less = frames - (frames - 1) % step
+            raise InputError(f"frames {frames}: {self.pipeline_class} makes {step}k + 1; use {less} or {less + step}")
+
+    def image_tokens(self, width: int, height: int, frames: int = 1) -> int:
+        """Tokens of a picture of ``width`` × ``height`` pixels, or of a video of so many frames."""
+        latent_frames = (frames - 1) // (self.frame_step or 1) + 1
+        return latent_frames * prod(side // self.size_multiple for side in (width, height))
 
     def check_size(self, width: int, height: int) -> None:
         """Refuse a size that the model cannot make.

@@ -1,12 +1,13 @@
-"""Receipts: the metadata inside a PNG, everything that is needed to generate it again.
+"""Receipts: the metadata inside a PNG or MP4, everything that is needed to generate it again.
 
 A receipt is somebody else's data: all of it is checked, and bounded, before anything is done with it.
 """
 
 from __future__ import annotations
 
+import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 
 from ..core.files import free_names, written_whole
 from ..errors import InputError
-from .files import MOST_PIXELS, Role
+from .files import MOST_PIXELS, MOST_VIDEO_PIXELS, Role
+from .video import FPS, is_video, metadata_of, strip, write_mp4
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 # The keyword of the PNG text chunk.
 CHUNK = "ditmesh"
+# How the name of the strip beside a video ends.
+STRIP = ".strip.png"
 
 # What a receipt may ask for, and so what a job may: denoising steps, pictures of one call of the pipeline, pixels of
 # those pictures together, characters of a prompt; bytes of the receipt itself.
@@ -50,7 +54,7 @@ class ReceiptFile(BaseModel):
 
 
 class Receipt(BaseModel):
-    """How one picture was generated.
+    """How one picture or video was generated.
 
     Attributes:
         prompt: what was asked for (for class-conditional models: the class).
@@ -83,6 +87,8 @@ class Receipt(BaseModel):
         weights_digest: of all weights, adapters included (`digests.weights_fingerprint`); None in receipts of earlier
             versions, as may be the environment.
         environment: what else decides the last bits, by name (`hardware.environment`).
+        frames, fps: of a video; None for pictures.
+        frames_digest: of a video's frames before they were compressed (`video.frames_digest`).
         weights: in receipts of earlier versions only: digest of samples of the weights (`digests.sampled_fingerprint`).
     """
 
@@ -116,13 +122,19 @@ class Receipt(BaseModel):
     scheduler: str | None = Field(default=None, pattern=r"^[A-Za-z0-9]{1,64}$")
     weights_digest: str | None = None
     environment: dict[str, str] | None = None
+    frames: Count | None = None
+    fps: float | None = Field(default=None, gt=0, le=1000)
+    frames_digest: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     weights: str | None = None
 
     @model_validator(mode="after")
     def _fits_together(self) -> Receipt:
         if self.place >= self.together:
             raise ValueError(f"place {self.place} is none of {self.together} pictures")
-        if self.width * self.height * self.together > MOST_PIXELS:
+        if self.frames is not None:
+            if self.width * self.height * self.frames * self.together > MOST_VIDEO_PIXELS:
+                raise ValueError(f"{self.together} videos of {self.width}x{self.height}x{self.frames} are too much")
+        elif self.width * self.height * self.together > MOST_PIXELS:
             raise ValueError(f"{self.together} pictures of {self.width}x{self.height} are too much for one call")
         return self
 
@@ -154,6 +166,30 @@ def write_png(image: Image, path: str | Path, receipt: Receipt, replace: bool = 
     return path
 
 
+def write_video(frames: Sequence[Image], path: str | Path, receipt: Receipt, replace: bool = True) -> Path:
+    """Write a video as MP4 with its receipt inside, and beside it a strip of its frames, ``NAME.strip.png``.
+
+    Args:
+        frames: of the video, in order.
+        path, receipt, replace: as for `write_png`; the receipt names the frames per second.
+
+    Raises:
+        FileExistsError: there is a file of that name, and ``replace`` is False.
+        InputError: PyAV is not installed, or the file cannot be written.
+    """
+    path, beside = Path(path), Path(path).with_suffix(STRIP)
+    try:
+        with written_whole(path, replace) as temporary:
+            write_mp4(frames, temporary, receipt.fps or FPS, {CHUNK: receipt.model_dump_json()})
+        if not beside.exists() or holds_receipt(beside):
+            write_png(strip(frames), beside, receipt)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise InputError(f"cannot write {str(path)!r} ({error.strerror or error}); choose another folder") from error
+    return path
+
+
 def text_chunk(receipt: Receipt) -> PngInfo:
     """The text of a PNG that holds a receipt."""
     from PIL.PngImagePlugin import PngInfo
@@ -164,24 +200,43 @@ def text_chunk(receipt: Receipt) -> PngInfo:
     return info
 
 
-def write_free(image: Image, path: str | Path, receipt: Receipt, overwrite: bool = False, start: int = 1) -> Path:
-    """Write a picture under the first of its names, from number ``start`` on, that is free.
+def write_free(
+    image: Image | Sequence[Image], path: str | Path, receipt: Receipt, overwrite: bool = False, start: int = 1
+) -> Path:
+    """Write a picture or video under the first of its names, from number ``start`` on, that is free.
 
     Args:
-        image, path, receipt: as for `write_png`.
-        overwrite: a picture of such a name that ditmesh has written is replaced.
+        image, path, receipt: as for `write_png`; several images are a video's frames, as for `write_video`.
+        overwrite: a file of such a name that ditmesh has written is replaced.
 
     Returns:
         The path.
     """
     for free in free_names(path, start):
         with suppress(FileExistsError):
-            return write_png(image, free, receipt, overwrite and holds_receipt(free))
+            replace = overwrite and holds_receipt(free)
+            if isinstance(image, Sequence):
+                return write_video(image, free, receipt, replace)
+            return write_png(image, free, receipt, replace)
+    raise AssertionError("names do not end")
+
+
+def copied_free(source: str | Path, path: str | Path, overwrite: bool = False) -> Path:
+    """A video and its strip under the first of its names that is free; arguments and errors as for `write_free`."""
+    source = Path(source)
+    for free in free_names(path):
+        with suppress(FileExistsError):
+            with written_whole(free, overwrite and holds_receipt(free)) as temporary:
+                shutil.copyfile(source, temporary)
+            beside = free.with_suffix(STRIP)
+            if not beside.exists() or holds_receipt(beside):
+                shutil.copyfile(source.with_suffix(STRIP), beside)
+            return free
     raise AssertionError("names do not end")
 
 
 def holds_receipt(path: str | Path) -> bool:
-    """Whether a file is a picture that ditmesh has written."""
+    """Whether a file is a picture or video that ditmesh has written."""
     try:
         return CHUNK in _texts(Path(path))
     except InputError:
@@ -189,15 +244,15 @@ def holds_receipt(path: str | Path) -> bool:
 
 
 def read_receipt(path: str | Path) -> Receipt:
-    """The receipt inside a PNG.
+    """The receipt inside a PNG or MP4.
 
     Raises:
-        InputError: the file cannot be read, is not a picture, or holds no (valid) receipt.
+        InputError: the file cannot be read, is neither, or holds no (valid) receipt.
     """
     texts = _texts(Path(path))
     if CHUNK not in texts:
         raise InputError(
-            f"{str(path)!r} holds no receipt; only PNGs that ditmesh wrote and no other program has saved again do"
+            f"{str(path)!r} holds no receipt; only files that ditmesh wrote and no other program has saved again do"
         )
     if len(texts[CHUNK]) > LARGEST:
         raise InputError(f"the receipt in {str(path)!r} has {len(texts[CHUNK])} characters; ditmesh wrote none so long")
@@ -219,11 +274,13 @@ def _named(problem: Any) -> str:
 
 
 def _texts(path: Path) -> Mapping[str, str]:
-    """The text chunks of a PNG.
+    """The text chunks of a PNG, the metadata of an MP4.
 
     Raises:
         InputError: the file cannot be read, or is not a picture of a possible size.
     """
+    if is_video(path):
+        return metadata_of(path)
     from PIL import Image, UnidentifiedImageError
 
     try:

@@ -138,6 +138,8 @@ def job_of(
         per_call=receipt.together,
         dtype=receipt.dtype,
         timeout=timeout,
+        frames=receipt.frames,
+        fps=receipt.fps,
         files=tuple(find_again(InputFile(**one.model_dump()), Path(beside)) for one in receipt.files),
         strength=receipt.strength,
         variant=receipt.variant,
@@ -158,7 +160,9 @@ def _alone(receipt: Receipt, config: ParallelConfig) -> bool:
 
 
 def compare(picture: Any, replayed: Any, was: Receipt, now: Receipt, sampled: str | None = None) -> Replay:
-    """Two pictures (PIL images) and their receipts.
+    """Two pictures (PIL images), or the frames of two videos, and their receipts.
+
+    Videos are equal when what was compressed is; how far others are apart is measured after compression.
 
     Args:
         picture, was: the picture from before, and its receipt.
@@ -166,7 +170,7 @@ def compare(picture: Any, replayed: Any, was: Receipt, now: Receipt, sampled: st
         sampled: `digests.sampled_fingerprint` of the weights now, for a receipt of an earlier version.
     """
     changes = tuple(changes_of(was, now, sampled))
-    old, new = (np.asarray(image.convert("RGB")).astype(int) for image in (picture, replayed))
+    old, new = (_values(made) for made in (picture, replayed))
     promised = (
         config_of(was).reproducible
         and was.environment is not None
@@ -176,9 +180,15 @@ def compare(picture: Any, replayed: Any, was: Receipt, now: Receipt, sampled: st
     if old.shape != new.shape:
         return Replay(promised, False, None, 1.0, None, changes)
     apart = abs(old - new)
-    equal = not apart.any()
-    ratio = None if equal else metrics.psnr(new.astype(np.uint8), old.astype(np.uint8))
+    equal = not apart.any() if was.frames is None else was.frames_digest == now.frames_digest
+    ratio = metrics.psnr(new.astype(np.uint8), old.astype(np.uint8)) if apart.any() else None
     return Replay(promised, equal, int(apart.max()), float((apart.max(axis=2) > 0).mean()), ratio, changes)
+
+
+def _values(made: Any) -> np.ndarray:
+    """(H, W, 3) of a picture; of a video its frames, one below the other."""
+    frames = made if isinstance(made, list) else [made]
+    return np.concatenate([np.asarray(frame.convert("RGB")) for frame in frames]).astype(int)
 
 
 def changes_of(was: Receipt, now: Receipt, sampled: str | None = None) -> list[Change]:
@@ -211,6 +221,8 @@ def changes_of(was: Receipt, now: Receipt, sampled: str | None = None) -> list[C
     for name in ("prompt", "negative_prompt", "label", "seed", "steps", "guidance", "max_sequence_length"):
         compare(name.replace("_", " "), getattr(was, name), getattr(now, name), text=repr)
     compare("size", f"{was.width}x{was.height}", f"{now.width}x{now.height}")
+    compare("frames", was.frames, now.frames, text=known)
+    compare("frames per second", was.fps, now.fps, text=known)
     old, new = config_of(was), config_of(now)
     for name in ParallelConfig.model_fields:
         if setting(name).decides:

@@ -1,4 +1,4 @@
-"""Pictures generated from prompts: what every rank does."""
+"""Pictures and videos generated from prompts: what every rank does."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from .._version import library_versions
 from ..errors import InputError
 from ..launch import Report
 from .files import PICTURES
-from .job import Generated, Job, Kept, Loaded, Noted, Stepped
+from .job import Generated, Job, Kept, Loaded, Noted, Stepped, video_call
 from .model_info import find_model
 from .receipt import Receipt, ReceiptFile, write_free
+from .video import FPS, frames_digest
 
 if TYPE_CHECKING:
     import torch
@@ -30,11 +31,17 @@ if TYPE_CHECKING:
     from ..config import ParallelConfig
 
 
+# A picture, or the frames of a video.
+Made: TypeAlias = "Image | Sequence[Image]"
+# Arguments of calls that say how many frames a second has.
+RATES = ("frame_rate", "fps")
+
+
 def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None) -> float:
     """Load the pipeline, make it parallel, generate everything. Every rank of the job calls this.
 
-    Rank 0 writes each PNG as soon as it has it and reports `Loaded`, `Stepped` and `Generated`. It never replaces a
-    file that ditmesh has not written, and one that it has only when ``job.overwrite`` says so.
+    Rank 0 writes each PNG or MP4 as soon as it has it and reports `Loaded`, `Stepped` and `Generated`. It never
+    replaces a file that ditmesh has not written, and one that it has only when ``job.overwrite`` says so.
 
     Args:
         job: what to generate.
@@ -93,7 +100,9 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
         log = engine_of(pipe).staleness
         say(Stepped(images, steps, log.summary() if log is not None else ""))
 
-    total, pictures, first = 0.0, pictures_of(job.files), True
+    total, pictures, first = 0.0, pictures_of(job.files, None if "num_frames" in parameters else job.frames), True
+    # Some make arrays by default.
+    form = {"output_type": "pil"} if video_call(parameters) else {}
     for number in range(job.calls):
         call = job.call(number)
         if kept.done.issuperset(call.indices):
@@ -109,7 +118,7 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
         # Some pipelines encode a control picture with noise of the process's own generator.
         torch.manual_seed(job.seed + call.first)
         started = time.perf_counter()
-        images: list[Image] = pipe(**arguments).images
+        made = made_of(pipe(**arguments, **form))
         facts["seconds"] = time.perf_counter() - started
         total += facts["seconds"]
         for model in engine.rows if first else ():
@@ -119,7 +128,7 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
         if "callback_on_step_end" not in parameters:
             stepped(call.images, steps)
         if rank == 0:
-            _save(job, number, images, {**facts, "pipeline": type(pipe).__name__}, given, kept, say)
+            _save(job, number, made, {**facts, "pipeline": type(pipe).__name__}, given, kept, say)
     if journal is not None:
         journal.close()
     return total
@@ -171,40 +180,47 @@ def facts_on_rank(pipe: Any) -> dict[str, Any]:
 def _save(
     job: Job,
     number: int,
-    images: list[Image],
+    made: Sequence[Made],
     facts: Mapping[str, Any],
     arguments: Mapping[str, Any],
     kept: Kept,
     say: Report,
 ) -> None:
-    """Write the pictures of a call that are not on disk yet, with receipts, and report them.
+    """Write the pictures or videos of a call that are not on disk yet, with receipts, and report them.
 
     Args:
-        job, number, images: what was generated.
+        job, number, made: what was generated.
         facts: the receipts' fields that only the run knows.
         arguments: of the pipeline's call.
         kept: what is on disk; say: takes the reports.
     """
     call = job.call(number)
-    for place, (image, index) in enumerate(zip(images, call.indices, strict=True)):
+    for place, (image, index) in enumerate(zip(made, call.indices, strict=True)):
         if index in kept.done:
             continue
         restarts = [past.plain() for past in kept.restarts if past.request == number]
         receipt = receipt_of(job, index, image, arguments, {**facts, "restarts": restarts, "place": place})
-        path = Path(job.out) / file_name(index, receipt.prompt, receipt.seed)
+        path = Path(job.out) / file_name(index, receipt.prompt, receipt.seed, receipt.frames is not None)
         # A rank that was lost may have written the picture and not said so.
         overwrite = job.overwrite or bool(kept.restarts)
         say(Generated(str(write_free(image, path, receipt, overwrite, job.number)), receipt))
 
 
-def receipt_of(job: Job, index: int, image: Image, arguments: Mapping[str, Any], facts: Mapping[str, Any]) -> Receipt:
-    """The receipt of picture ``index`` of a job.
+def made_of(output: Any) -> list[Made]:
+    """The pictures of a pipeline's output, or the frames of its videos."""
+    return output.images if hasattr(output, "images") else [list(frames) for frames in output.frames]
+
+
+def receipt_of(job: Job, index: int, made: Made, arguments: Mapping[str, Any], facts: Mapping[str, Any]) -> Receipt:
+    """The receipt of picture or video ``index`` of a job.
 
     Args:
+        made: the picture, or the video's frames.
         arguments: of the pipeline's call.
         facts: the fields that only the run knows.
     """
     call = job.call(job.call_of(index))
+    image, video = (made[0], _about(job, made, arguments)) if isinstance(made, Sequence) else (made, {})
     return Receipt(
         prompt=job.prompts[call.prompt],
         negative_prompt=job.negative,
@@ -225,13 +241,20 @@ def receipt_of(job: Job, index: int, image: Image, arguments: Mapping[str, Any],
         variant=job.variant,
         offload=job.offload,
         scheduler=job.scheduler,
+        **video,
         **facts,
     )
 
 
+def _about(job: Job, frames: Sequence[Image], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What the receipt of a video says beside that of a picture."""
+    fps = next((arguments[name] for name in RATES if arguments.get(name)), job.fps or FPS)
+    return {"frames": len(frames), "fps": float(fps), "frames_digest": frames_digest(frames)}
+
+
 def with_free_names(job: Job) -> Job:
     """The job with a number for its files such that none of them is there yet; the owner of the ranks calls this."""
-    pattern = re.compile(r"(.*?)(?:-(\d+))?\.png")
+    pattern = re.compile(r"(.*?)(?:-(\d+))?\.(?:png|mp4)")
     there = [match for name in os.listdir(job.out) if (match := pattern.fullmatch(name))]
     if job.overwrite or not there:
         return job
@@ -343,10 +366,14 @@ def denoising_steps(job: Job, parameters: Mapping[str, Any]) -> int:
     """Denoising steps that are taken: an input picture takes the place of the first ones."""
     steps = steps_of(job, parameters)
     strength = job.strength if job.strength is not None else _default(parameters, "strength", 1.0)
-    return max(1, min(int(steps * strength), steps)) if any(file.role == "image" for file in job.files) else steps
+    return (
+        max(1, min(int(steps * strength), steps))
+        if any(file.role in ("image", "video") for file in job.files)
+        else steps
+    )
 
 
-def call_arguments(job: Job, pipe: Any, number: int, pictures: Mapping[str, Image] | None = None) -> dict[str, Any]:
+def call_arguments(job: Job, pipe: Any, number: int, pictures: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The arguments of call ``number`` of the pipeline, but for the form of its result.
 
     Args:
@@ -366,7 +393,8 @@ def call_arguments(job: Job, pipe: Any, number: int, pictures: Mapping[str, Imag
     if job.labels:
         arguments["class_labels"] = [job.labels[call.prompt]] * call.images
     else:
-        arguments |= {"prompt": job.prompts[call.prompt], "num_images_per_prompt": call.images}
+        many = "num_videos_per_prompt" if "num_videos_per_prompt" in parameters else "num_images_per_prompt"
+        arguments |= {"prompt": job.prompts[call.prompt], many: call.images}
     if job.negative is not None:
         arguments["negative_prompt"] = job.negative
     if job.strength is not None:
@@ -378,7 +406,18 @@ def call_arguments(job: Job, pipe: Any, number: int, pictures: Mapping[str, Imag
         # One for each generated picture: pipelines encode them with a generator of its own. These they repeat.
         many = call.images > 1 and name not in (PICTURES["ip-image"], PICTURES["control"])
         arguments[name] = [picture] * call.images if many else picture
+    if job.frames is not None and "num_frames" in parameters:
+        arguments["num_frames"] = job.frames
+    for name in RATES:
+        # Some models are told how fast their frames follow one another.
+        if name in parameters and video_call(parameters):
+            arguments[name] = _default(parameters, name, FPS) if job.fps is None else _rate(job.fps)
     return arguments | sizes(parameters, job.size, job.max_sequence_length)
+
+
+def _rate(fps: float) -> float:
+    """Whole numbers as such: some pipelines count with them."""
+    return int(fps) if fps == int(fps) else fps
 
 
 def sizes(parameters: Mapping[str, Any], size: tuple[int, int] | None, text_tokens: int | None) -> dict[str, Any]:
@@ -397,22 +436,22 @@ def sizes(parameters: Mapping[str, Any], size: tuple[int, int] | None, text_toke
     return {name: value for name, value in given.items() if name in parameters}
 
 
-def file_name(index: int, prompt: str, seed: int) -> str:
-    """Name of a picture's file: sorts by index, reads as the prompt."""
+def file_name(index: int, prompt: str, seed: int, video: bool = False) -> str:
+    """Name of a picture's or video's file: sorts by index, reads as the prompt."""
     words = re.sub(r"[^\w]+", "-", prompt.strip().casefold()).strip("-_")
     # File systems count bytes, and 255 of them are the limit everywhere.
     short = words.encode()[:80].decode(errors="ignore").strip("-_")
-    return "-".join(filter(None, [f"{index:04d}", short, f"seed{seed}"])) + ".png"
+    return "-".join(filter(None, [f"{index:04d}", short, f"seed{seed}"])) + (".mp4" if video else ".png")
 
 
-def check_call(job: Job, name: str, parameters: Any, videos: bool = False) -> None:
-    """Refuse what a pipeline of class ``name`` does not take; ``videos``: it may make them.
+def check_call(job: Job, name: str, parameters: Any) -> None:
+    """Refuse what a pipeline of class ``name`` does not take.
 
     Raises:
         InputError: naming the option.
     """
-    if "num_frames" in parameters and not videos:
-        raise InputError(f"{name} makes videos, and `ditmesh generate` saves pictures; call it from Python")
+    if "audio_latents" in parameters:
+        raise InputError(f"{name} makes sound too, which is not written; call it from Python")
     if job.labels:
         if "class_labels" not in parameters:
             raise InputError(f"{name} takes no class; give a model of class DiTPipeline")
@@ -421,7 +460,8 @@ def check_call(job: Job, name: str, parameters: Any, videos: bool = False) -> No
     given = {file.role for file in job.files}
     for role, needed in PICTURES.items():
         if needed in parameters and parameters[needed].default is inspect.Parameter.empty and role not in given:
-            raise InputError(f"{name} needs an input picture ({needed}); give one with --{role}")
+            what = "video" if role == "video" else "picture"
+            raise InputError(f"{name} needs an input {what} ({needed}); give one with --{role}")
     for value, parameter, option in (
         (job.negative, "negative_prompt", "--negative"),
         (job.guidance, "guidance_scale", "--guidance"),

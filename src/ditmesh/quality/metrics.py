@@ -5,6 +5,7 @@ No measure in this module needs weights; `quality.perceptual` has one that does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import inf, log10
@@ -64,6 +65,20 @@ def compare(picture: Any, reference: Any, perceptual: bool = False) -> Differenc
         psnr=None if ratio == inf else ratio,
         ssim=ssim(ours, theirs),
         perceptual=distance(ours, theirs) if perceptual else None,
+    )
+
+
+def of_video(frames: Sequence[Difference]) -> Difference:
+    """How far a video is from another one, from its frames: PSNR is that of all values together, the rest means."""
+    error = float(np.mean([0.0 if one.psnr is None else 10 ** (-one.psnr / 10) for one in frames]))
+    learned = [one.perceptual for one in frames if one.perceptual is not None]
+    return Difference(
+        equal=all(one.equal for one in frames),
+        largest=max(one.largest for one in frames),
+        mean=float(np.mean([one.mean for one in frames])),
+        psnr=-10 * log10(error) if error else None,
+        ssim=float(np.mean([one.ssim for one in frames])),
+        perceptual=float(np.mean(learned)) if learned else None,
     )
 
 

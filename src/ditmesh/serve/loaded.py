@@ -276,7 +276,7 @@ class LoadedModel:
         check_content(job, self.info, self._size)
         pipe, template = self._pipe_for(job)
         parameters = call_parameters(pipe)
-        check_call(job, type(pipe).__name__, parameters, videos=True)
+        check_call(job, type(pipe).__name__, parameters)
         if request.frames is not None and "num_frames" not in parameters:
             raise InputError(f"frames={request.frames}: {self.kind} makes pictures; leave frames out")
         own = pipe if self.batcher.why else copied(template)

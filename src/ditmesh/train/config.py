@@ -46,9 +46,10 @@ class TrainConfig(BaseModel):
         from_scratch: begin with fresh weights of the same configuration.
 
     Data
-        train_data_dir: a folder of pictures with ``metadata.jsonl``, or of WebDataset tars.
+        train_data_dir: a folder of pictures, or videos, with ``metadata.jsonl``, or of WebDataset tars.
         caption_column, label_column: keys of ``metadata.jsonl`` and of a tar's JSON.
         resolution: pixels along a side; with ``aspect_ratio_buckets`` of a square with as many pixels.
+        num_frames: of a video model, the first ones of every file (videos, animated pictures); None: pictures.
         max_sequence_length: tokens of a prompt; None: as many as the pipeline takes by itself.
         aspect_ratio_buckets: sizes "H,W" divided by semicolons; samples go to the nearest one.
         random_flip: mirror half of the samples.
@@ -111,6 +112,7 @@ class TrainConfig(BaseModel):
     caption_column: str = "text"
     label_column: str = "label"
     resolution: Positive = 512
+    num_frames: Positive | None = None
     max_sequence_length: Positive | None = None
     aspect_ratio_buckets: str | None = None
     random_flip: bool = False

@@ -33,7 +33,7 @@ class Batch:
     """A micro-batch for the transformer.
 
     Attributes:
-        latents: (B, C, h, w), scaled.
+        latents: (B, C, h, w), of videos (B, C, f, h, w), scaled.
         conditions: tensors with B rows.
         generators: of the samples, for noise and noise levels.
     """
@@ -106,7 +106,10 @@ class EncodedSamples:
             if isinstance(module, nn.Module) and name != "transformer"
             for path, value in module.state_dict().items()
         }
-        return digest((sorted(makers.items()), self._config.max_sequence_length, type(self._family).__name__))
+        about: tuple[Any, ...] = (self._config.max_sequence_length, type(self._family).__name__)
+        if self._config.num_frames is not None:
+            about += (self._config.num_frames,)
+        return digest((sorted(makers.items()), *about))
 
     def _file(self, index: int | None) -> Path:
         assert self._cache is not None
@@ -123,10 +126,16 @@ class EncodedSamples:
     def _encode(self, index: int) -> Conditions:
         """Moments of a sample's latents, mirrored too if need be, and its conditions; without a batch dimension."""
         sample, encoded = self._samples[index], {}
-        picture = sample.picture()
         for name, flip in (("moments", False), ("mirrored", True))[: 1 + self._config.random_flip]:
-            encoded[name] = self._moments(pixels(picture, self._sizes[index], flip)[None])[0]
+            encoded[name] = self._moments(self._pixels(sample, index, flip)[None])[0]
         return encoded | self._conditions([self._said(sample)])
+
+    def _pixels(self, sample: Sample, index: int, flip: bool) -> Tensor:
+        """(3, H, W) of a picture, (3, F, H, W) of a video, in [-1, 1]."""
+        if self._config.num_frames is None:
+            return pixels(sample.picture(), self._sizes[index], flip)
+        frames = sample.frames(self._config.num_frames)
+        return torch.stack([pixels(frame, self._sizes[index], flip) for frame in frames], dim=1)
 
     def _said(self, sample: Sample) -> Any:
         return NOTHING[self._family.conditioned_by] if sample.said is None else sample.said
@@ -137,7 +146,7 @@ class EncodedSamples:
 
     @torch.no_grad()
     def _moments(self, values: Tensor) -> Tensor:
-        """(B, 2C, h, w): mean and standard deviation of the latents of pictures (B, 3, H, W)."""
+        """(B, 2C, [f,] h, w): mean and standard deviation of the latents of pictures or videos (B, 3, [F,] H, W)."""
         vae = self._pipe.vae
         found = vae.encode(values.to(self._device, vae.dtype)).latent_dist
         return torch.cat([found.mean, found.std], dim=1).float()
@@ -184,7 +193,7 @@ class EncodedSamples:
                 continue
             try:
                 if self._cache is None:
-                    return pixels(sample.picture(), self._sizes[place], flip), sample, {}
+                    return self._pixels(sample, place, flip), sample, {}
                 encoded = load_file(self._file(place))
             except OSError as error:
                 self.skipped[place] = str(error)
@@ -196,4 +205,8 @@ class EncodedSamples:
 
     def _scaled(self, latents: Tensor) -> Tensor:
         config = self._pipe.vae.config
+        if config.get("latents_mean") is not None and config.get("latents_std") is not None:
+            along = (-1, *[1] * (latents.dim() - 2))
+            mean, deviation = (latents.new_tensor(config[name]).view(along) for name in ("latents_mean", "latents_std"))
+            return (latents - mean) / deviation
         return (latents - (config.get("shift_factor") or 0.0)) * config.get("scaling_factor", 1.0)

@@ -23,9 +23,11 @@ class Family(Protocol):
 
     Attributes:
         conditioned_by: ``"text"`` or ``"label"``.
+        videos: latents are those of videos, (B, C, F, H, W).
     """
 
     conditioned_by: str
+    videos: bool
 
     def prepare(self, pipe: Any) -> None:
         """Switch off what a model does at random by itself; noise and dropped conditions come from the trainer."""
@@ -35,14 +37,14 @@ class Family(Protocol):
         ...
 
     def predict(self, pipe: Any, model: Any, latents: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
-        """The transformer's prediction for latents (B, C, H, W), in the same shape."""
+        """The transformer's prediction for latents (B, C, [F,] H, W), in the same shape."""
         ...
 
 
 class _Text:
     """What text-to-image adapters have in common."""
 
-    conditioned_by = "text"
+    conditioned_by, videos = "text", False
 
     def prepare(self, pipe: Any) -> None:
         pass
@@ -109,10 +111,29 @@ class PixArt(_Text):
         return output[:, : latents.shape[1]]
 
 
+class Wan(_Text):
+    """Wan 2.1 from text: videos, cross-attended text filled up with zeros, rectified flow."""
+
+    videos = True
+
+    def prepare(self, pipe: Any) -> None:
+        if pipe.transformer.config["image_dim"] is not None or pipe.config.get("expand_timesteps"):
+            raise ConfigError(
+                f"{type(pipe).__name__} begins with a picture, which training does not know; use Wan 2.1's"
+            )
+
+    def encode(self, pipe: Any, said: Sequence[Any], length: int | None) -> Conditions:
+        text, _ = pipe.encode_prompt(list(said), do_classifier_free_guidance=False, **self._options(length or 512))
+        return {"encoder_hidden_states": text}
+
+    def predict(self, pipe: Any, model: Any, latents: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
+        return model(hidden_states=latents, timestep=timesteps, **conditions, return_dict=False)[0]
+
+
 class ClassConditional:
     """DiT: a class label; one class more stands for none."""
 
-    conditioned_by = "label"
+    conditioned_by, videos = "label", False
 
     def prepare(self, pipe: Any) -> None:
         for module in pipe.transformer.modules():
@@ -141,6 +162,7 @@ FAMILIES: dict[str, Family] = {
     "FluxTransformer2DModel": Flux(),
     "PixArtTransformer2DModel": PixArt(),
     "DiTTransformer2DModel": ClassConditional(),
+    "WanTransformer3DModel": Wan(),
 }
 
 

@@ -1,4 +1,4 @@
-"""Pictures and what is said of them: folders with ``metadata.jsonl``, and WebDataset tars.
+"""Pictures or videos and what is said of them: folders with ``metadata.jsonl``, and WebDataset tars.
 
 A folder follows Hugging Face's imagefolder: one JSON object a line with ``file_name`` and a caption or label; without
 that file, a picture's caption stands in a ``.txt`` of the same name. A tar follows WebDataset: files of one sample
@@ -21,14 +21,17 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from ..errors import InputError
+from ..generate.video import SUFFIXES, is_picture, read_frames
 from .config import TrainConfig
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+# Of a video model's data set; animated pictures are videos too.
+FILES = (*PICTURES, ".gif", *SUFFIXES)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One picture.
+    """One picture or video.
 
     Attributes:
         name: for messages: its file, or tar and file.
@@ -52,15 +55,32 @@ class Sample:
             OSError: it is corrupt; names it.
         """
         try:
-            with self.file.open("rb") as file:
-                file.seek(self.offset)
-                opened = Image.open(io.BytesIO(file.read(self.length)))
-                if opened.mode in ("RGBA", "LA", "P"):
-                    behind = Image.new("RGBA", opened.size, "white")
-                    opened = Image.alpha_composite(behind, opened.convert("RGBA"))
-                return opened.convert("RGB")
+            opened: Image.Image = Image.open(io.BytesIO(self._content()))
+            if opened.mode in ("RGBA", "LA", "P"):
+                behind = Image.new("RGBA", opened.size, "white")
+                opened = Image.alpha_composite(behind, opened.convert("RGBA"))
+            return opened.convert("RGB")
         except Exception as error:
             raise OSError(_no_picture(self.name, error)) from None
+
+    def frames(self, count: int) -> list[Image.Image]:
+        """The first ``count`` frames of a video, RGB.
+
+        Raises:
+            OSError: it is corrupt, or has fewer; names it.
+        """
+        try:
+            found = read_frames(self._content(), self.name, count)
+        except Exception as error:
+            raise OSError(_no_picture(self.name, error)) from None
+        if len(found) < count:
+            raise OSError(f"{self.name} has {len(found)} frames, and num_frames={count}")
+        return found
+
+    def _content(self) -> bytes:
+        with self.file.open("rb") as file:
+            file.seek(self.offset)
+            return file.read(self.length)
 
 
 @dataclass(frozen=True)
@@ -93,7 +113,8 @@ class Samples:
         good: list[Sample] = []
         corrupt: list[str] = []
         tars = sorted(folder.glob("*.tar"))
-        for found in (*_in_tars(tars, column), *([] if tars else _in_folder(folder, column))):
+        kinds = PICTURES if config.num_frames is None else FILES
+        for found in (*_in_tars(tars, column, kinds), *([] if tars else _in_folder(folder, column, kinds))):
             if isinstance(found, str):
                 corrupt.append(found)
             else:
@@ -101,11 +122,7 @@ class Samples:
         if not good:
             raise InputError(
                 f"{config.train_data_dir!r} has no picture that can be read"
-                + (
-                    f" ({corrupt[0]})"
-                    if corrupt
-                    else f"; files of {', '.join(PICTURES)} or tars of them are looked for"
-                )
+                + (f" ({corrupt[0]})" if corrupt else f"; files of {', '.join(kinds)} or tars of them are looked for")
             )
         wrong = next((one for one in good if by == "label" and not isinstance(one.said, (int, type(None)))), None)
         if wrong is not None:
@@ -115,7 +132,7 @@ class Samples:
         return Samples(tuple(good), tuple(corrupt))
 
 
-def _in_folder(folder: Path, column: str) -> Iterator[Sample | str]:
+def _in_folder(folder: Path, column: str, kinds: tuple[str, ...]) -> Iterator[Sample | str]:
     said: dict[str, Any] = {}
     listing = folder / "metadata.jsonl"
     if listing.exists():
@@ -130,7 +147,7 @@ def _in_folder(folder: Path, column: str) -> Iterator[Sample | str]:
     names = (
         sorted(said)
         if said
-        else sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix.lower() in PICTURES)
+        else sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix.lower() in kinds)
     )
     for name in names:
         path, text = folder / name, (folder / name).with_suffix(".txt")
@@ -140,7 +157,7 @@ def _in_folder(folder: Path, column: str) -> Iterator[Sample | str]:
         yield _sample(name, caption, path)
 
 
-def _in_tars(tars: Sequence[Path], column: str) -> Iterator[Sample | str]:
+def _in_tars(tars: Sequence[Path], column: str, kinds: tuple[str, ...]) -> Iterator[Sample | str]:
     for tar in tars:
         entries: dict[str, dict[str, tarfile.TarInfo]] = {}
         try:
@@ -153,7 +170,7 @@ def _in_tars(tars: Sequence[Path], column: str) -> Iterator[Sample | str]:
         except (tarfile.TarError, OSError, EOFError) as error:
             yield f"{tar} breaks off: {error}"
         for key, files in sorted(entries.items()):
-            picture = next((files[kind] for kind in PICTURES if kind in files), None)
+            picture = next((files[kind] for kind in kinds if kind in files), None)
             if picture is None:
                 continue
             caption: Any = None
@@ -180,10 +197,13 @@ def _sample(name: str, said: Any, file: Path, offset: int = 0, length: int = -1)
     try:
         with file.open("rb") as opened:
             opened.seek(offset)
-            width, height = Image.open(io.BytesIO(opened.read(length))).size
+            content = opened.read(length)
+        # A video's first frame is decoded: containers lie about sizes.
+        known = is_picture(content) or Path(name).suffix.lower() not in SUFFIXES
+        shown = Image.open(io.BytesIO(content)) if known else read_frames(content, name, 1)[0]
     except Exception as error:
         return _no_picture(name, error)
-    return Sample(name, said, (height, width), file, offset, length)
+    return Sample(name, said, (shown.height, shown.width), file, offset, length)
 
 
 def pixels(picture: Image.Image, size: tuple[int, int], flip: bool = False) -> Tensor:

@@ -120,6 +120,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         pipe.to(self.device)
         self.family.prepare(pipe)
+        self._check_frames()
         found = Samples.find(config, self.family.conditioned_by)
         self.samples, self.corrupt = found.good, list(found.corrupt)
         sizes = [self._bucket(sample.size) for sample in self.samples]
@@ -180,6 +181,21 @@ class Trainer:
         self.checkpoints = Checkpoints(config.output_dir, self.mesh, config.checkpoints_total_limit)
         self._undo.callback(self.checkpoints.close)
         self.step = 0
+
+    def _check_frames(self) -> None:
+        count, name = self.config.num_frames, type(self.pipe).__name__
+        if self.family.videos and count is None:
+            raise ConfigError(f"{name} makes videos; say of how many frames with num_frames")
+        if count is None:
+            return
+        if not self.family.videos:
+            raise ConfigError(f"num_frames={count}: {name} makes pictures; leave num_frames out")
+        if self.config.validation_prompts:
+            raise ConfigError(f"validation_prompts are drawn as pictures, and {name} makes videos; leave them out")
+        step = self.pipe.vae.config.get("scale_factor_temporal") or 1
+        if (count - 1) % step:
+            less = count - (count - 1) % step
+            raise ConfigError(f"num_frames={count}: {name} takes {step}k + 1 frames; use {less} or {less + step}")
 
     def _bucket(self, size: tuple[int, int]) -> tuple[int, int]:
         config = self.config

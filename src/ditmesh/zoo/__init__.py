@@ -23,6 +23,7 @@ class Embedded:
         classes: number of classes of a class-conditional model; 0: it takes text.
         size: width and height in pixels.
         image_tokens: length of the transformer's image stream.
+        frames: of a video; 0: it makes pictures.
     """
 
     pipeline: str
@@ -33,6 +34,7 @@ class Embedded:
     classes: int = 0
     size: int = 64
     image_tokens: int = 256
+    frames: int = 0
 
 
 def _dit(blocks: int) -> Embedded:

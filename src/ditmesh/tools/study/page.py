@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,7 @@ def page_of(
     page.section("Pictures")
     for pair in plan.pairs:
         _pictures(page, results, *pair, pictures)
+        _frames(page, results, *pair)
     page.section("Error of the prediction, step by step")
     page.text(PREDICTION)
     for pair in plan.pairs:
@@ -175,6 +177,7 @@ def circumstances(results: Results) -> dict[str, Any]:
         "steps": setup.steps,
         "guidance scale": setup.guidance,
         "picture size": f"{setup.size[0]} × {setup.size[1]} pixels" if setup.size else None,
+        **({"frames": setup.frames} if setup.frames is not None else {}),
         "longest prompt": f"{setup.max_sequence_length} tokens" if setup.max_sequence_length else None,
         "precision": setup.dtype,
         "device": setup.device,
@@ -362,6 +365,25 @@ def _pictures(page: Page, results: Results, sampler: str, strategy: str, folder:
             f"of their 8-bit values, amplified as its caption says: white on the scale is a difference of so much, of "
             f"values from 0 to 1.{more}",
         )
+
+
+def _frames(page: Page, results: Results, sampler: str, strategy: str) -> None:
+    """Of videos: how far every frame is from the synchronous one, with every policy and N."""
+    values: dict[tuple[str, str], float] = {}
+    count = 0
+    for devices, warmup in product(results.plan.devices, results.plan.warmups):
+        videos = [one for cell in results.by.get((sampler, strategy, devices, warmup), ()) for one in cell["pictures"]]
+        levels = [one["frames"] for one in videos if "frames" in one]
+        for frame, several in enumerate(zip(*levels, strict=True)):
+            count = max(count, frame + 1)
+            # The mean of the errors, as a root: of equal frames there is none.
+            errors = [0.0 if level is None else 10 ** (-level / 10) for level in several]
+            values[f"N = {devices}, {warmup}", str(frame + 1)] = float(np.mean(errors)) ** 0.5
+    if values:
+        found = grid(values, columns=[str(frame + 1) for frame in range(count)])
+        title = f"Root mean square difference of every frame, {strategy}, {sampler}"
+        said = "of values from 0 to 1, from the synchronous video, by frame"
+        page.chart(heat_map(found, title, "frame", "policy", log=True), f"{strategy}, {sampler}: difference, {said}.")
 
 
 def _read(file: Path) -> Image.Image:

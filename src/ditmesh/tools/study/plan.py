@@ -38,6 +38,7 @@ class Setup:
         size: width and height in pixels; None: the pipeline's own.
         max_sequence_length: longest prompt in tokens; None: the pipeline's own.
         dtype, device: of the transformer.
+        frames: of videos; None: the pipeline's own number, or pictures.
     """
 
     model: str
@@ -49,6 +50,7 @@ class Setup:
     max_sequence_length: int | None = None
     dtype: str = "float32"
     device: str = "cpu"
+    frames: int | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,9 @@ class Cell:
         """Digest of everything that decides the cell's figures."""
         # The folder's place says nothing about the model.
         known = {name: value for name, value in asdict(setup).items() if name not in ("model", "name")}
+        if setup.frames is None:
+            # As studies of pictures have it that were made before there were any of videos.
+            del known["frames"]
         settings = {"format": 1, "setup": known, "cell": asdict(self)}
         return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
 
@@ -234,7 +239,9 @@ def make_plan(
     for sampler in samplers:
         check_sampler(sampler, Path(setup.model))
     size = setup.size or model.default_size
-    tokens = model.image_tokens(*size) if size is not None else None
+    if setup.frames is not None:
+        model.check_frames(setup.frames)
+    tokens = model.image_tokens(*size, setup.frames or 1) if size is not None else None
     if tokens is not None and max(devices) > tokens:
         raise ConfigError(
             f"{max(devices)} devices are to share the {tokens} image tokens of a picture; use at most {tokens}"

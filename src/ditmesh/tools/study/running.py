@@ -17,7 +17,7 @@ from PIL import Image
 
 from ... import zoo
 from ...core.files import written_whole
-from ...quality.metrics import compare
+from ...quality.metrics import compare, of_video
 from ...quality.pictures import eight_bits
 from .plan import SYNCHRONOUS, Cell, Setup
 from .samplers import set_sampler
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 
     from ...attention.mixer import AttentionCall
 
-# Of the files with pictures, (n, h, w, 3) float32 from 0 to 1, and predictions of a synchronous run.
+# Of the files with pictures, (n, h, w, 3) float32 from 0 to 1, or videos, (n, frames, h, w, 3), and predictions of a
+# synchronous run.
 SUFFIX = ".pt"
+# Frames of a video that are kept as a picture, and so many in a row.
+SHOWN_FRAMES, IN_ROW = 8, 4
 
 
 class Runner:
@@ -123,12 +126,27 @@ class Runner:
         compared = []
         for number, (picture, exact) in enumerate(zip(pictures, reference, strict=True)):
             name = f"{key}-{number}.png"
-            Image.fromarray(eight_bits(picture)).save(self.folder / name)
-            apart = asdict(compare(picture, exact, perceptual=True))
+            Image.fromarray(eight_bits(_as_one(picture))).save(self.folder / name)
+            if picture.ndim == 4:
+                frames = [compare(ours, theirs, perceptual=True) for ours, theirs in zip(picture, exact, strict=True)]
+                apart = asdict(of_video(frames))
+            else:
+                frames, apart = [], asdict(compare(picture, exact, perceptual=True))
             measures = {measure: apart[measure] for measure in ("equal", "psnr", "ssim", "perceptual")}
+            measures |= {"frames": [one.psnr for one in frames]} if frames else {}
             asked = {"file": name, "prompt": cell.prompts[number], "seed": cell.seeds[number]}
             compared.append({**asked, **measures, "right": right[number]})
         return compared
+
+
+def _as_one(made: np.ndarray) -> np.ndarray:
+    """A picture as it is; of a video (frames, h, w, 3) some frames, evenly spaced, in rows."""
+    if made.ndim == 3:
+        return made
+    places = np.linspace(0, len(made) - 1, min(SHOWN_FRAMES, len(made))).round().astype(int)
+    places = places[: len(places) - len(places) % IN_ROW or None]
+    rows = [places[start : start + IN_ROW] for start in range(0, len(places), IN_ROW)]
+    return np.concatenate([np.concatenate(list(made[row]), axis=1) for row in rows])
 
 
 def load(setup: Setup) -> Any:
@@ -143,7 +161,10 @@ def load(setup: Setup) -> Any:
 
 
 def generate(pipe: Any, setup: Setup, cell: Cell) -> tuple[np.ndarray, list[Tensor]]:
-    """The pictures of a cell (n, h, w, 3), float32, and what the sampler was given in every evaluation."""
+    """What a cell makes, and what the sampler was given in every evaluation.
+
+    Pictures are float32 (n, h, w, 3), videos (n, frames, h, w, 3), with values from 0 to 1.
+    """
     import torch
 
     from ...core.patching import Patch
@@ -159,6 +180,8 @@ def generate(pipe: Any, setup: Setup, cell: Cell) -> tuple[np.ndarray, list[Tens
     if setup.guidance is not None:
         arguments["guidance_scale"] = setup.guidance
     arguments |= sizes(call_parameters(pipe), setup.size, setup.max_sequence_length)
+    if setup.frames is not None:
+        arguments["num_frames"] = setup.frames
     predictions: list[Tensor] = []
     step = pipe.scheduler.step
 
@@ -172,11 +195,12 @@ def generate(pipe: Any, setup: Setup, cell: Cell) -> tuple[np.ndarray, list[Tens
         # Some samplers draw noise in every step, and some pipelines hand them no generator.
         with torch.random.fork_rng():
             torch.manual_seed(cell.seeds[0])
-            pictures = pipe(**arguments).images
+            output = pipe(**arguments)
     finally:
         undo()
     # A run that went astray has no picture, and black is as far from one as any other.
-    return np.nan_to_num(np.asarray(pictures, dtype=np.float32)), predictions
+    made = output.images if hasattr(output, "images") else output.frames
+    return np.nan_to_num(np.asarray(made, dtype=np.float32)), predictions
 
 
 @contextmanager
@@ -297,7 +321,7 @@ def nearest_is_right(model: Path, cell: Cell, pictures: np.ndarray) -> list[bool
 
     Known of the embedded models whose folders hold their training pictures, for prompts that are captions.
     """
-    if zoo.embedded(model) is None or not (model / "thumbnails.png").exists():
+    if pictures.ndim != 4 or zoo.embedded(model) is None or not (model / "thumbnails.png").exists():
         return None
     from ...zoo.references import nearest, read_references, read_sheet, shrink
 

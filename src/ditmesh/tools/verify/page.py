@@ -173,10 +173,17 @@ def _configuration(page: Page, job: Job, verdict: Verdict, run: Run, alone: Run)
         sentence += " Two runs of this configuration gave different bits."
     page.text(sentence)
     pairs = [pair for calls in zip(run.pictures, alone.pictures, strict=True) for pair in zip(*calls, strict=True)]
-    rows = []
-    for number, (ours, theirs) in enumerate(pairs[:SHOWN]):
+    # Frames of each video; 1 of a picture.
+    each, rows = len(pairs) // job.total, []
+    first = range(len(pairs))[:SHOWN]
+    if each > 1:
+        # Of the first video some, evenly spaced.
+        first = [round(place * (each - 1) / (SHOWN - 1)) for place in range(SHOWN)]
+    for number in dict.fromkeys(first):
+        ours, theirs = pairs[number]
         apart, factor = figures.amplified(ours, theirs)
-        what = f"“{job.prompts[number // job.images]}”, seed {job.seed + number}"
+        what = f"“{job.prompts[number // each // job.images]}”, seed {job.seed + number // each}"
+        what += f", frame {number % each + 1}" if each > 1 else ""
         difference = verdict.pictures[number]
         caption = "no difference"
         if apart.any():
@@ -187,9 +194,22 @@ def _configuration(page: Page, job: Job, verdict: Verdict, run: Run, alone: Run)
         pair = Shown(theirs, f"{verdict.reference}: {what}"), Shown(ours, f"{verdict.config}: {what}")
         rows.append([*pair, Shown(apart, caption, alt, 1 / factor if apart.any() else None)])
     left = len(pairs) - len(rows)
-    more = f" {left} more were generated." if left else ""
+    more = f" {left} more {'frames ' if each > 1 else ''}were generated." if left else ""
     scale = "amplified: white on its scale is a difference of so much, of values from 0 to 1"
     page.pictures(rows, f"One device, {verdict.config}, and the absolute difference, {scale}.{more}")
+    if each > 1:
+        steps = tuple(float(frame + 1) for frame in range(each))
+        lines = [
+            Series(
+                f"video {video + 1}" if job.total > 1 else verdict.config,
+                steps,
+                tuple(one.mean for one in verdict.pictures[video * each : (video + 1) * each]),
+            )
+            for video in range(job.total)[:SHOWN]
+        ]
+        title = f"Mean absolute difference of every frame, {verdict.config}"
+        chart = figures.line_chart(lines, title, "frame", "mean absolute difference", log_y=True)
+        page.chart(chart, "Difference of every frame, of values from 0 to 1. 0 on the axis: the same bits.")
     blocks = {(block, str(step)): error for block, row in verdict.heat.items() for step, error in row.items()}
     if blocks and not verdict.blocks_equal:
         steps = sorted({step for row in verdict.heat.values() for step in row})

@@ -19,6 +19,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ...comm import Traffic
 from ...config import ParallelConfig
 from ...errors import ConfigError, InputError, LayoutError, UntestedWarning
@@ -28,8 +30,6 @@ from ...generate.run import call_arguments, device_of_rank, load
 from ...launch import Report
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ...generate.model_info import ModelInfo
     from .timeline import RankTimeline
     from .tracing import Part, Recorder, Spot
@@ -55,12 +55,17 @@ def name_of(config: ParallelConfig | None) -> str:
 
 
 def sensible(
-    devices: int, model: ModelInfo, pictures: int, guided: bool, size: tuple[int, int] | None = None
+    devices: int,
+    model: ModelInfo,
+    pictures: int,
+    guided: bool,
+    size: tuple[int, int] | None = None,
+    frames: int = 1,
 ) -> list[ParallelConfig]:
     """Every configuration of ``devices`` devices that is worth trying: exact, then reproducible, then stale.
 
     Degrees are bounded by the model's heads and tokens, the pictures of one call, and whether there are two branches
-    of guidance to share. The size is in pixels, width and height; None: the model's own.
+    of guidance to share. The size is in pixels, width and height; None: the model's own. Videos have ``frames``.
     """
     degrees = [degree for degree in range(1, devices + 1) if devices % degree == 0]
     most = {"data": pictures, "cfg": 2 if guided else 1, "tensor": model.heads or 1}
@@ -68,7 +73,7 @@ def sensible(
     def offer(**settings: Any) -> None:
         with suppress(ConfigError):
             config = ParallelConfig(**settings)
-            check_config(config, model, devices, size)
+            check_config(config, model, devices, size, frames)
             offered.append(config)
 
     def grids(*axes: str) -> list[dict[str, int]]:
@@ -107,7 +112,8 @@ class Run:
     """One configuration on one rank.
 
     Attributes:
-        pictures: float32 (B, H, W, C) from 0 to 1, one array for each call; of rank 0 only.
+        pictures: float32 (B, H, W, C) from 0 to 1, one array for each call; of videos the frames, those of the first
+            one first. Of rank 0 only.
         digests: of every call's pictures on this rank.
         seconds: time that the calls took unrecorded.
         repeats: whether the recorded and the unrecorded run gave the same bits.
@@ -282,10 +288,13 @@ def _run(job: Job, pipe: Any, task: Task, rank: int) -> Run:
 
 
 def _generate(job: Job, pipe: Any, number: int, recorder: Recorder | None = None) -> np.ndarray:
-    """The pictures of one prompt, before they are rounded to 8 bits."""
+    """The pictures of one prompt, or the frames of its videos, before they are rounded to 8 bits."""
     if recorder is not None:
         recorder.begin(number)
-    images = pipe(**call_arguments(job, pipe, number), output_type="np").images
+    output = pipe(**call_arguments(job, pipe, number), output_type="np")
     if recorder is not None:
         recorder.end()
-    return images
+    if hasattr(output, "images"):
+        return output.images
+    frames = np.asarray(output.frames)
+    return frames.reshape(-1, *frames.shape[2:])

@@ -1,0 +1,334 @@
+"""Videos: from prompts, pictures and videos to MP4, and back from the receipts in them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ditmesh.cli.main import main
+from ditmesh.errors import InputError
+from ditmesh.generate import video
+from ditmesh.generate.job import check_content, job_for
+from ditmesh.generate.model_info import find_model
+from ditmesh.generate.receipt import CHUNK, holds_receipt, read_receipt
+from ditmesh.quality.metrics import Difference, of_video
+from support.tiny import save_tiny_sd3, save_tiny_wan
+
+pytest.importorskip("av")
+
+SMALL = ["--size", "32x32", "--steps", "2", "--guidance", "1"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_wan(tmp_path_factory.mktemp("model"))
+
+
+def moving(count: int = 5, side: int = 32) -> list[Image.Image]:
+    """A red square that goes to the right."""
+    frames = np.full((count, side, side, 3), 255, np.uint8)
+    for number, frame in enumerate(frames):
+        frame[8:16, 2 + 3 * number : 10 + 3 * number] = (200, 30, 30)
+    return [Image.fromarray(frame) for frame in frames]
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: Any) -> dict[str, Any]:
+    """A command's JSON."""
+    capsys.readouterr()
+    threads = [] if words[0] == "study" else ["--threads", "1"]
+    with pytest.raises(SystemExit) as ended:
+        main([*map(str, words), *threads, "--json"])
+    assert not ended.value.code
+    return json.loads(capsys.readouterr().out)
+
+
+def alone(model: Path, kind: str = "WanPipeline", **arguments: Any) -> list[Image.Image]:
+    """What diffusers' own pipeline makes of seed 0."""
+    import diffusers
+    import torch
+
+    pipe = getattr(diffusers, kind).from_pretrained(model)
+    pipe.set_progress_bar_config(disable=True)
+    given = {"num_inference_steps": 2, "guidance_scale": 1.0, "height": 32, "width": 32, **arguments}
+    generator = [torch.Generator().manual_seed(0)]
+    return pipe(prompt="a red fox", generator=generator, output_type="pil", **given).frames[0]
+
+
+def apart(ours: list[Image.Image], theirs: list[Image.Image]) -> int:
+    pairs = zip(ours, theirs, strict=True)
+    return max(int(abs(np.asarray(a, dtype=int) - np.asarray(b, dtype=int)).max()) for a, b in pairs)
+
+
+# --- files -------------------------------------------------------------------------------------------------------
+
+
+def test_a_video_is_written_and_read(tmp_path: Path):
+    frames = moving()
+    video.write_mp4(frames, tmp_path / "a.mp4", 12.5, {CHUNK: '{"prompt": "ein rötliches 狐"}'})
+    video.write_mp4(frames, tmp_path / "b.mp4", 12.5, {CHUNK: '{"prompt": "ein rötliches 狐"}'})
+    assert video.metadata_of(tmp_path / "a.mp4")[CHUNK] == '{"prompt": "ein rötliches 狐"}'
+    assert (tmp_path / "a.mp4").read_bytes() == (tmp_path / "b.mp4").read_bytes()
+    read = video.read_frames(tmp_path / "a.mp4", "a.mp4")
+    # Compressed, at half of the colours' resolution.
+    assert len(read) == 5
+    assert apart(read, frames) < 120
+    assert np.mean([abs(np.asarray(a, float) - np.asarray(b)).mean() for a, b in zip(read, frames, strict=True)]) < 4
+    assert len(video.read_frames(tmp_path / "a.mp4", "a.mp4", 2)) == 2
+
+
+def test_sides_that_are_odd_and_animated_pictures(tmp_path: Path):
+    frames = [frame.resize((31, 33)) for frame in moving()]
+    video.write_mp4(frames, tmp_path / "odd.mp4", 16, {})
+    assert [one.size for one in video.read_frames(tmp_path / "odd.mp4", "odd")] == [(31, 33)] * 5
+    frames[0].save(tmp_path / "moving.png", save_all=True, append_images=frames[1:])
+    read = video.read_frames(tmp_path / "moving.png", "moving.png")
+    assert video.frames_digest(read) == video.frames_digest(frames)
+    assert video.frames_digest(read) != video.frames_digest(frames[::-1])
+
+
+def test_what_is_no_video_is_said_to_be_none(tmp_path: Path):
+    (tmp_path / "text.mp4").write_text("no video")
+    with pytest.raises(InputError, match=r"cannot be read as a video"):
+        video.read_frames(tmp_path / "text.mp4", "text.mp4")
+    (tmp_path / "cut.mp4").write_bytes(b"\0\0\0\x20ftypisom")
+    assert not holds_receipt(tmp_path / "cut.mp4")
+    with pytest.raises(InputError, match=r"cannot be read as a video"):
+        read_receipt(tmp_path / "cut.mp4")
+
+
+def test_a_strip_has_the_first_and_the_last_frame():
+    page = video.strip(moving(17), count=3)
+    assert page.size == (96, 32)
+    first, last = (np.asarray(moving(17)[place]) for place in (0, -1))
+    assert np.array_equal(np.asarray(page)[:, :32], first)
+    assert np.array_equal(np.asarray(page)[:, 64:], last)
+
+
+def test_the_measures_of_a_video_are_those_of_its_frames():
+    equal, other = Difference(True, 0.0, 0.0, None, 1.0), Difference(False, 0.5, 0.1, 20.0, 0.8)
+    found = of_video([equal, other])
+    assert (found.equal, found.largest, found.mean, found.ssim) == (False, 0.5, 0.05, 0.9)
+    assert found.psnr == pytest.approx(20 + 10 * np.log10(2))
+    assert of_video([equal, equal]).psnr is None
+
+
+# --- generate and replay -----------------------------------------------------------------------------------------
+
+
+def test_a_prompt_becomes_an_mp4_that_can_be_generated_again(
+    model: Path, tmp_path: Path, kept_ranks: None, capsys: pytest.CaptureFixture[str]
+):
+    wanted = ["a red fox", "--model", model, "--frames", 5, "--fps", 8, *SMALL, "--devices", 2, "--reproducible"]
+    made = run(capsys, "generate", *wanted, "--out", tmp_path)
+    path = Path(made["pictures"][0]["path"])
+    assert path.name == "0000-a-red-fox-seed0.mp4"
+    assert (made["pictures"][0]["frames"], made["pictures"][0]["fps"]) == (5, 8.0)
+    receipt = read_receipt(path)
+    assert (receipt.frames, receipt.fps, receipt.pipeline) == (5, 8.0, "WanPipeline")
+    assert receipt.frames_digest == made["pictures"][0]["frames_digest"]
+    assert len(video.read_frames(path, str(path))) == 5
+    strip = path.with_suffix(".strip.png")
+    assert Image.open(strip).size == (5 * 32, 32)
+    # It is compressed, but of these frames.
+    assert apart(alone(model, num_frames=5), video.read_frames(path, str(path))) < 120
+
+    again = run(capsys, "replay", path, "--devices", 1, "--out", tmp_path / "again")
+    assert (again["promised"], again["equal"], again["largest_difference"]) == (True, True, 0)
+    assert read_receipt(again["replayed"]).frames_digest == receipt.frames_digest
+    assert Path(again["replayed"]).with_suffix(".strip.png").exists()
+    with pytest.raises(SystemExit):
+        main(["replay", str(strip)])
+    assert "give the MP4 beside it" in capsys.readouterr().err
+
+    other = run(capsys, "generate", *wanted, "--seed", 1, "--out", tmp_path, "--overwrite")
+    assert other["pictures"][0]["frames_digest"] != receipt.frames_digest
+    more = run(capsys, "generate", *wanted, "--out", tmp_path)
+    assert Path(more["pictures"][0]["path"]).name == "0000-a-red-fox-seed0-2.mp4"
+    assert more["pictures"][0]["frames_digest"] == receipt.frames_digest
+
+
+def test_the_frames_are_those_of_diffusers(
+    model: Path, tmp_path: Path, kept_ranks: None, capsys: pytest.CaptureFixture[str]
+):
+    """One rank, fast mode: the digest in the receipt is that of what the unmodified pipeline makes."""
+    made = run(capsys, "generate", "a red fox", "--model", model, "--frames", 5, *SMALL, "--out", tmp_path)
+    expected = video.frames_digest(alone(model, num_frames=5))
+    assert made["pictures"][0]["frames_digest"] == expected
+    assert made["pictures"][0]["fps"] == 16.0
+
+
+@pytest.mark.parametrize("role", ["image", pytest.param("video", marks=pytest.mark.matrix)])
+def test_a_picture_or_a_video_to_begin_with(
+    role: str, model: Path, tmp_path: Path, kept_ranks: None, capsys: pytest.CaptureFixture[str]
+):
+    frames = moving(7)
+    frames[0].save(tmp_path / "in.png")
+    frames[0].save(tmp_path / "in.webp", save_all=True, append_images=frames[1:], lossless=True)
+    if role == "image":
+        model = save_tiny_wan(tmp_path, image_to_video=True)
+        given, kind = ["--image", tmp_path / "in.png"], "WanImageToVideoPipeline"
+        arguments: dict[str, Any] = {"image": frames[0], "num_frames": 5}
+    else:
+        given, kind = ["--video", tmp_path / "in.webp", "--strength", 0.9], "WanVideoToVideoPipeline"
+        arguments = {"video": frames[:5], "strength": 0.9}
+    wanted = ["generate", "a red fox", "--model", model, "--frames", 5, *SMALL, *given, "--out", tmp_path / "out"]
+    made = run(capsys, *wanted)["pictures"][0]
+    assert made["frames_digest"] == video.frames_digest(alone(model, kind, **arguments))
+    receipt = read_receipt(made["path"])
+    assert receipt.pipeline == kind
+    assert [file.role for file in receipt.files] == [role]
+    on_two = run(capsys, *wanted, "--ulysses", 2, "--seed", 0)["pictures"][0]
+    pair = (video.read_frames(one["path"], "") for one in (made, on_two))
+    assert apart(*pair) <= 2
+    again = run(capsys, "replay", made["path"], "--out", tmp_path / "again")
+    assert again["equal"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--frames", "6"], "WanPipeline makes 4k + 1; use 5 or 9"),
+        (["--frames", "5", "--fps", "0"], "--fps 0 is not possible"),
+        (["--frames", "5", "--image", "in.png"], "takes no image"),
+        (["--frames", "9", "--video", "in.webp"], "has 7 frames, fewer than --frames 9"),
+        (["--video", "in.webp"], "makes 4k + 1; use 5 or 9, as --frames"),
+        (["--video", "in.webp", "--image", "in.png"], "leave one out"),
+        (["--frames", "5", "--video", "in.png2"], "is not there"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_sentence(
+    words: list[str],
+    said: str,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    frames = moving(7)
+    frames[0].save("in.png")
+    frames[0].save("in.webp", save_all=True, append_images=frames[1:], lossless=True)
+    with pytest.raises(SystemExit):
+        main(["generate", "a red fox", "--model", str(model), *SMALL, *words])
+    assert said in capsys.readouterr().err
+
+
+def test_pictures_have_no_frames(tmp_path: Path):
+    info = find_model(save_tiny_sd3(tmp_path))
+    for given, said in (({"frames": 5}, "--frames 5"), ({"fps": 8}, "--fps 8")):
+        with pytest.raises(InputError, match=f"{said}: StableDiffusion3Pipeline makes pictures"):
+            check_content(job_for(info, ["a red fox"], tmp_path, **given), info, 1)
+
+
+def test_without_pyav_it_is_said_what_to_install(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(video, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main(["generate", "a red fox", "--model", str(model), *SMALL])
+    assert "pip install 'ditmesh[video]'" in capsys.readouterr().err
+
+
+# --- verify and study --------------------------------------------------------------------------------------------
+
+
+def test_videos_are_verified_frame_by_frame(
+    model: Path, tmp_path: Path, kept_ranks: None, capsys: pytest.CaptureFixture[str]
+):
+    page = tmp_path / "page.html"
+    configs = ["ulysses=2", "ring=2 reproducible", "ring=2 exchange=displaced warmup=fixed(1)"]
+    found = run(
+        capsys, "verify", *configs, "--model", model, "--prompt", "a red fox", "--frames", 5, *SMALL, "--html", page
+    )
+    exact, same, stale = found["configs"]
+    assert [len(one["pictures"]) for one in found["configs"]] == [5, 5, 5]
+    assert exact["outcome"] in ("within 0.0001", "same bits")
+    assert same["outcome"] == "same bits"
+    assert stale["outcome"] == "not judged"
+    assert not stale["equal"]
+    assert "Difference of every frame" in page.read_text()
+    assert "frame 5" in page.read_text()
+
+
+# --- training ----------------------------------------------------------------------------------------------------
+
+
+def test_videos_are_trained_on(model: Path, tmp_path: Path):
+    """The first loss is that of diffusers' own modules on the same noise; frames that cannot be are refused."""
+    import diffusers
+    import torch
+
+    from ditmesh.errors import ConfigError
+    from ditmesh.train import TrainConfig
+    from ditmesh.train.samples import Samples
+    from ditmesh.train.trainer import Trainer
+
+    frames, data = moving(6), tmp_path / "data"
+    data.mkdir()
+    frames[0].save(data / "a.png", save_all=True, append_images=frames[1:])
+    (data / "a.txt").write_text("to the right")
+    given = {
+        "pretrained_model_name_or_path": str(model),
+        "train_data_dir": str(data),
+        "output_dir": str(tmp_path / "out"),
+        "resolution": 32,
+        "num_frames": 5,
+        "max_sequence_length": 24,
+        "train_batch_size": 1,
+        "max_train_steps": 1,
+        "weighting_scheme": "none",
+    }
+    pipe = diffusers.WanPipeline.from_pretrained(model)
+    # So that a mistake in their scale is seen.
+    pipe.vae.register_to_config(latents_mean=[0.5] * 4, latents_std=[2.0] * 4)
+    seen: dict[str, Any] = {}
+    with Trainer(TrainConfig.read(given), pipe) as trainer:
+        hook = pipe.transformer.register_forward_hook(lambda *of: seen.update(out=of[-1][0].detach()))
+        inner = trainer.objective
+
+        def objective(latents: torch.Tensor, generators: Any) -> Any:
+            seen["noised"], seen["latents"] = inner(latents, generators), latents
+            return seen["noised"]
+
+        trainer.objective = objective  # type: ignore[assignment]
+        outcome = trainer.run()
+        hook.remove()
+        with pytest.raises(OSError, match="has 6 frames, and num_frames=7"):
+            trainer.samples[0].frames(7)
+    video.write_mp4(frames, data / "b.mp4", 16, {})
+    assert [one.size for one in Samples.find(TrainConfig.read(given), "text").good] == [(32, 32)] * 2
+    assert seen["latents"].shape == (1, 4, 2, 8, 8)
+    noised = seen["noised"]
+    assert outcome.losses[0] == pytest.approx(float((seen["out"] - noised.target).square().mean()), rel=1e-5)
+    values = torch.stack([torch.from_numpy(np.asarray(frame).copy()).permute(2, 0, 1) for frame in frames[:5]], dim=1)
+    with torch.no_grad():
+        found = pipe.vae.encode(values[None].float() / 127.5 - 1).latent_dist
+    # The mean off, over the deviation; within what is drawn around it.
+    assert ((seen["latents"] - (found.mean - 0.5) / 2).abs() <= 6 * found.std / 2).all()
+    for changed, said in (
+        ({"num_frames": None}, "say of how many frames"),
+        ({"num_frames": 6}, "use 5 or 9"),
+        ({"validation_prompts": ["to the left"]}, "leave them out"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Trainer(TrainConfig.read(given | changed), pipe)
+
+
+def test_a_study_of_videos_says_how_far_every_frame_is(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    found = run(
+        capsys,
+        *("study", "a red fox", "--model", model, "--frames", 5, "--size", "32x32", "--steps", 3, "--guidance", 2),
+        *("--devices", 2, "--warmup", "1", "--strategy", "displaced", "--out", tmp_path / "study"),
+    )
+    row = found["table"][0]
+    assert row["psnr"]["value"] > 10
+    cells = [json.loads(line) for line in (tmp_path / "study" / "cells.jsonl").read_text().splitlines()]
+    stale = next(one for one in cells if one["cell"]["strategy"] == "displaced")
+    assert len(stale["pictures"][0]["frames"]) == 5
+    assert Image.open(tmp_path / "study" / "cells" / stale["pictures"][0]["file"]).size == (4 * 32, 32)
+    assert "Root mean square difference of every frame" in (tmp_path / "study" / "report.html").read_text()
