@@ -114,6 +114,7 @@ class Step:
         sent: float,
         times: float,
         behind: float = 0.0,
+        size: int | None = None,
     ) -> Term:
         """Transfers between the ranks of neighbouring axes.
 
@@ -124,8 +125,9 @@ class Step:
             sent: bytes that one rank sends in each call.
             times: calls of a step.
             behind: seconds of computation that each may run beside.
+            size: how many ranks take part; default: all that differ on the axes.
         """
-        size = self.config.size_of(axes)
+        size = size or self.config.size_of(axes)
         stride = prod(self.config.degrees[axis] for axis in AXES[AXES.index(axes[-1]) + 1 :])
         seconds, share, through = self.hardware.transfer(collective, sent, size, stride)
         seconds *= self.hardware.scale.get("transfer", 1.0)

@@ -31,7 +31,8 @@ from ..core.arguments import parameter_names
 from ..core.digests import WeightDigests, compared, digest, name_of
 from ..errors import InputDifferenceWarning, InputError
 from .base import Call, Context, Strategy
-from .pipefusion.stages import blocks_of, spread_parameters
+from .pipefusion.stages import IN_PIECES, blocks_of, spread_parameters
+from .sharded import ShardedWeights
 from .tensor.parallel import TensorParallel, already_cut
 
 # Digests by name, in sections: what a refusal names first, and what in there.
@@ -494,6 +495,7 @@ class SameInputs(Strategy):
             if degree > 1:
                 names |= already_cut(model.model, degree)
             ids.update(id(model.model.get_parameter(name)) for name in names)
+            ids.update(id(parameter) for parameter in model.model.parameters() if hasattr(parameter, IN_PIECES))
         return ids
 
     def _spread(self) -> set[int]:
@@ -502,6 +504,8 @@ class SameInputs(Strategy):
         for model in self.context.models:
             if (tensor := model.find(TensorParallel)) is not None:
                 ids.update(tensor.spread())
+            if (sharded := model.find(ShardedWeights)) is not None:
+                ids.update(sharded.spread())
             if self.context.config.pipe > 1:
                 ids.update(id(p) for _, block in blocks_of(model.model, model.layout) for p in block.parameters())
         return ids
