@@ -161,6 +161,8 @@ class Engine:
             )
         try:
             if undo is not None:
+                if self.config.text_encoder in ("sharded", "rank0"):
+                    self._meet_to_restore()
                 undo.close()
         finally:
             if not self._attached:
@@ -173,13 +175,16 @@ class Engine:
             PeerError: weights could not be put together again; everything else is undone all the same.
         """
         with self._undo:
-            if self.config.cuts_weights:
-                # If this fails, so does putting the weights together, which says it.
-                with suppress(PeerError):
-                    self._shared.begin_request("restore")
+            if self.config.cuts_weights or self.config.text_encoder in ("sharded", "rank0"):
+                self._meet_to_restore()
             for undo in [*self._attached.values()]:
                 self._undo.push(undo)
             self._attached.clear()
+
+    def _meet_to_restore(self) -> None:
+        # If this fails, so does putting the weights together, which says it.
+        with suppress(PeerError):
+            self._shared.begin_request("restore")
 
     def own_mesh(self) -> None:
         """Give the mesh's groups back in `close`: whoever made it hands it over."""

@@ -28,6 +28,7 @@ from .strategies.stale.displaced import Displaced
 from .strategies.stale.naive import Naive
 from .strategies.stale.warmup import StaleSteps
 from .strategies.tensor.parallel import TensorSlices
+from .strategies.text_encoders import TextEncoders
 from .strategies.tokens import KnownForms
 from .strategies.vae.parallel import BandedVae
 
@@ -51,6 +52,7 @@ RECIPE: Recipe = (
     CheckedLayout,  # outside all that a layout decides
     DecodedRows,  # the decoder sees whole latents, so its rows are shared out anew
     BandedVae,  # around the shared rows: it cuts what they would share
+    TextEncoders,  # around the models: their first call frees encoders that have run
     FixedArithmetic,  # around all arithmetic of the ranks
     SameInputs,  # around everything: the rest of a request may rely on equal inputs
     QuietRanks,

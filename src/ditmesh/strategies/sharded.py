@@ -152,6 +152,18 @@ def grouped(model: nn.Module, lists: Collection[str], kept: Collection[int] = ()
     return found
 
 
+def groups_of(model: nn.Module, layout: TokenLayout) -> list[Group]:
+    """The parameters of a transformer that can be in pieces; none where nobody has reviewed the layout."""
+    if layout.source != "reviewed":
+        return []
+    return grouped(model, [region.blocks for region in layout.regions], kept_parameters(model, layout))
+
+
+def parameters_in_pieces(model: nn.Module, layout: TokenLayout) -> int:
+    """How many of a transformer's parameters ``shard`` shares out. Works without memory for them."""
+    return sum(model.get_parameter(name).numel() for group in groups_of(model, layout) for name in group.parameters)
+
+
 _LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -230,12 +242,14 @@ def units_of(model: nn.Module, groups: Iterable[Group], link: Link) -> list[Unit
     Raises:
         InputError: a weight is of a kind that cannot be cut, or not there.
     """
-    units = []
+    groups, units = list(groups), []
+    for name in (name for group in groups for name in group.parameters):
+        # All of them before any is let go of.
+        _check_plain(name, model.get_parameter(name), link)
     for group in groups:
-        parameters = [p for name in group.parameters if not hasattr(p := model.get_parameter(name), ABSENT)]
+        every = [model.get_parameter(name) for name in group.parameters]
+        parameters = [one for one in every if not any(hasattr(part, ABSENT) for part in parts_of(one))]
         parts = [part for p in parameters for part in parts_of(p) if part.numel() and part.is_contiguous()]
-        for name, parameter in zip(group.parameters, parameters, strict=False):
-            _check_plain(name, parameter, link)
         if parts:
             packed = Packed(tuple((tuple(part.shape), part.dtype) for part in parts), link.size)
             piece = parts[0].data.new_empty(packed.sizes[link.rank], dtype=torch.uint8)
@@ -249,8 +263,8 @@ def units_of(model: nn.Module, groups: Iterable[Group], link: Link) -> list[Unit
 def _check_plain(name: str, parameter: Tensor, link: Link) -> None:
     if parameter.is_meta:
         raise InputError(
-            f"{name} is not loaded (it is on the meta device), so {link.size} ranks could not share it out; take off CPU "
-            "offloading, or load the model with ditmesh.load()"
+            f"{name} is not loaded (it is on the meta device), so {link.size} ranks could not share it out; take off "
+            "CPU offloading, or load the model with ditmesh.load()"
         )
     for part in parts_of(parameter):
         if type(part) not in (Tensor, nn.Parameter) or part.layout is not torch.strided:
@@ -468,8 +482,8 @@ def _refuse_offloading(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if "group_offloading" in diffusers_hooks(module) or hasattr(module, "_hf_hook"):
             raise InputError(
-                f"{path or type(model).__name__} is offloaded to the CPU, which keeps all of its weights there, so that "
-                "no rank could hold a part of them only; take the offloading off, or leave shard out"
+                f"{path or type(model).__name__} is offloaded to the CPU, which keeps all of its weights there, so "
+                "that no rank could hold a part of them only; take the offloading off, or leave shard out"
             )
 
 
@@ -493,11 +507,7 @@ class ShardedModels(Strategy):
 
     def apply(self, undo: ExitStack) -> None:
         for model in self.context.models:
-
-            def groups(model: Any = model) -> list[Group]:
-                lists = [region.blocks for region in model.layout.regions]
-                return grouped(model.model, lists, kept_parameters(model.model, model.layout))
-
+            groups = partial(groups_of, model.model, model.layout)
             sharded = ShardedWeights(model.model, groups, self.context.job.shard, model.chain)
             undo.callback(model.add(sharded).close)
 
