@@ -63,8 +63,10 @@ def make(folder: Path, megabytes: float, blocks: int, latent: int) -> int:
         sizes = {heads: sum(p.numel() * 4 for p in transformer(heads).parameters()) for heads in range(2, 49, 2)}
     model = transformer(min(sizes, key=lambda heads: abs(sizes[heads] - megabytes * 1e6)))
     vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4, layers_per_block=1)
-    diffusers.DiTPipeline(model, vae, diffusers.DDIMScheduler()).save_pretrained(folder)
-    return sum(p.nbytes for p in model.parameters())
+    size = sum(p.nbytes for p in model.parameters())
+    # Read as float32, so that nobody can use the mapped file as memory.
+    diffusers.DiTPipeline(model.to(torch.bfloat16), vae, diffusers.DDIMScheduler()).save_pretrained(folder)
+    return size
 
 
 class Memory:
@@ -118,8 +120,8 @@ def prepared(folder: str, form: str) -> Any:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     changes = {"group-offload", "model-offload", "casting", "int8", "FSDP2", "plain"} & {*words}
     if config is not None and not changes:
-        return ditmesh.load(folder, config)
-    pipe: Any = diffusers.DiffusionPipeline.from_pretrained(folder)
+        return ditmesh.load(folder, config, torch_dtype=torch.float32)
+    pipe: Any = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     transformer = pipe.transformer
     if "int8" in words:
         from torchao import quantization

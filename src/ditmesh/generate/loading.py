@@ -295,7 +295,9 @@ class _Pieces:
                 piece = torch.empty(packed.sizes[self._rank], dtype=torch.uint8, device=mesh.device)
                 self._made.append((replace(group, parameters=names), packed, piece))
                 self._places |= {name: (number, place) for place, name in enumerate(names)}
-                self._by_numbers[number] = {place: where for place, *where in packed.runs(self._rank)}
+                self._by_numbers[number] = {
+                    place: (source, target) for place, source, target in packed.runs(self._rank)
+                }
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -555,9 +557,10 @@ def _read(
     shape = list(stored.get_shape())
     if not shape:
         return stored[...].to(dtype=dtype, device=device, copy=True)
-    whole = dim is None or cut is None or cut is _ALL
-    runs = [(0, shape[0])] if whole else cut.runs(rank)
-    along = 0 if whole else dim
+    if dim is None or cut is None or cut is _ALL:
+        along, runs = 0, [(0, shape[0])]
+    else:
+        along, runs = dim, [*cut.runs(rank)]
     shape[along] = sum(last - first for first, last in runs)
     low, high = rows or (0, shape[0])
     shape[0] = high - low

@@ -24,7 +24,7 @@ from ..comm import Link
 from ..comm.link import Transfer
 from ..comm.state import Spec
 from ..config import ParallelConfig
-from ..core.alignment import ALIGNMENT
+from ..core.alignment import ALIGNMENT, memory, offset_of
 from ..core.patching import CallChain, Patch, Proceed, refuse_saving
 from ..costs.step import Step, Term
 from ..errors import ConfigError, InputError
@@ -44,21 +44,27 @@ UNITS = "_ditmesh_units"
 
 @dataclass(frozen=True)
 class Packed:
-    """How tensors lie one after the other, each where torch's own would begin, and how ranks share out that memory.
+    """How tensors lie one after the other, and how ranks share out that memory.
 
     Args:
         specs: shape and dtype of every tensor.
         ranks: how many share.
+        offsets: how far behind a multiple of `ALIGNMENT` each begins, as kernels may look at that; default: 0, as
+            torch's own do.
     """
 
     specs: tuple[Spec, ...]
     ranks: int
+    offsets: tuple[int, ...] = ()
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
         """Where every tensor begins, in bytes, and where the last one ends, rounded up."""
-        sizes = (_rounded(prod(shape) * dtype.itemsize) for shape, dtype in self.specs)
-        return tuple(accumulate(sizes, initial=0))
+        offsets = self.offsets or (0,) * len(self.specs)
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype in self.specs]
+        room = [_rounded(offset + size) for offset, size in zip(offsets, sizes, strict=True)]
+        ends = [*accumulate(room, initial=0)]
+        return (*(end + offset for end, offset in zip(ends, offsets, strict=False)), ends[-1])
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
@@ -181,7 +187,7 @@ class Unit:
 
     Attributes:
         name: path of the block or layer.
-        modules: they run with it.
+        modules: they run with it; the model itself: it is there while the model runs.
         parameters: of the model.
         parts: the plain tensors that they are made of.
         packed: how those lie in memory.
@@ -190,8 +196,8 @@ class Unit:
 
     name: str
     modules: list[nn.Module]
-    parameters: list[Tensor]
-    parts: list[Tensor]
+    parameters: Sequence[Tensor]
+    parts: Sequence[Tensor]
     packed: Packed
     piece: Tensor
     # The calls in progress that run with it, and the memory that was lent for what was received.
@@ -209,16 +215,19 @@ class Unit:
 
     def fill(self, pieces: Sequence[Tensor], own: bool = False) -> None:
         """Let the tensors be what all ranks' parts hold; ``own``: in memory of their own."""
-        for part, spec, places in zip(self.parts, self.packed.specs, self.packed.places, strict=True):
-            shape, dtype = spec
-            found = [pieces[rank][place] for rank, place in places]
-            flat = torch.cat(found) if len(found) > 1 else found[0].clone() if own else found[0]
+        for number, (part, (shape, dtype)) in enumerate(zip(self.parts, self.packed.specs, strict=True)):
+            found = [pieces[rank][place] for rank, place in self.packed.places[number]]
+            flat = found[0]
+            if own or len(found) > 1:
+                offset = self.packed.starts[number] % ALIGNMENT
+                flat = memory(sum(part.numel() for part in found), offset, self.piece.device)
+                torch.cat(found, out=flat)
             part.data = flat.view(dtype).view(shape)
 
     def empty(self) -> None:
-        """Let go of the tensors' values."""
-        for part in self.parts:
-            part.data = part.data.new_empty(0)
+        """Let go of the tensors' values. They keep their dimensions: adapters are made by those."""
+        for part, (shape, _) in zip(self.parts, self.packed.specs, strict=True):
+            part.data = part.data.new_empty((0, *shape[1:]))
 
     def check(self) -> None:
         """Refuse tensors that somebody has cast or moved, which would not be seen in what is gathered.
@@ -251,7 +260,8 @@ def units_of(model: nn.Module, groups: Iterable[Group], link: Link) -> list[Unit
         parameters = [one for one in every if not any(hasattr(part, ABSENT) for part in parts_of(one))]
         parts = [part for p in parameters for part in parts_of(p) if part.numel() and part.is_contiguous()]
         if parts:
-            packed = Packed(tuple((tuple(part.shape), part.dtype) for part in parts), link.size)
+            specs = tuple((tuple(part.shape), part.dtype) for part in parts)
+            packed = Packed(specs, link.size, tuple(map(offset_of, parts)))
             piece = parts[0].data.new_empty(packed.sizes[link.rank], dtype=torch.uint8)
             modules = [model.get_submodule(path) for path in group.modules]
             units.append(Unit(group.name, modules, parameters, parts, packed, piece))
@@ -306,8 +316,10 @@ class ShardedWeights:
         self._latest: Unit | None = None
         self._undo = ExitStack()
         self._undo.callback(chain.add(self._around_call))
+        # What runs with the model itself.
+        self._always = [unit for unit in self.units if unit.modules == [model]]
         for unit in self.units:
-            for module in unit.modules:
+            for module in unit.modules if unit not in self._always else ():
                 before, after = _Before(self._enter, unit), _After(self._leave, unit)
                 self._undo.callback(module.register_forward_pre_hook(before, prepend=True).remove)
                 self._undo.callback(module.register_forward_hook(after, always_call=True).remove)
@@ -344,6 +356,8 @@ class ShardedWeights:
         if (first := self._following.get(None)) is not None:
             self._start(first)
         try:
+            for unit in self._always:
+                self._enter(unit)
             output = proceed(*args, **kwargs)
         except StageDone:
             # A stage of PipeFusion has done its blocks; the other ranks here do as it does.
@@ -356,6 +370,8 @@ class ShardedWeights:
             for unit in self.units:
                 self._release(unit)
             raise
+        for unit in self._always:
+            self._leave(unit)
         self._finish()
         return output
 

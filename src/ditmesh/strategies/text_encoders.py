@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..comm import Link
 from ..config import ParallelConfig
+from ..core.alignment import memory, offset_of
 from ..core.patching import CallChain, Proceed, refuse_saving
 from ..errors import InputError
 from .base import Context, Strategy
@@ -47,7 +48,11 @@ def in_pieces(module: nn.Module, link: Link) -> Placed:
     def groups() -> list[Group]:
         lists = [path for path, one in module.named_modules() if isinstance(one, nn.ModuleList)]
         outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
-        return grouped(module, outer)
+        found = grouped(module, outer)
+        layers = [group for group in found if group.name.rpartition(".")[0] in outer]
+        # Tables of embeddings, which an encoder may look at by itself: whole while it runs.
+        others = tuple(name for group in found if group not in layers for name in group.parameters)
+        return [*([Group("", ("",), others)] if others else []), *layers]
 
     return ShardedWeights(module, groups, link, CallChain(module))
 
@@ -64,6 +69,7 @@ class OnOneRank:
         self._module, self._link = module, link
         self._undo = ExitStack()
         self._parts = [part for parameter in module.parameters() for part in parts_of(parameter)]
+        self._offsets = [offset_of(part) for part in self._parts]
         self._undo.callback(CallChain(module).add(self._around_call))
         self._undo.callback(
             refuse_saving(module, InputError("this text encoder is on rank 0 only; call ditmesh.restore(...) first"))
@@ -104,13 +110,18 @@ class OnOneRank:
         """Give the encoder to all ranks again, bit for bit. Collective."""
         self._undo.close()
         with whole_or_refused(self._module), torch.no_grad():
-            for part in self._parts:
+            for part, offset in zip(self._parts, self._offsets, strict=True):
                 away = is_away(part)
-                like = part.data.new_empty(shape_of(part)) if away else part.data.contiguous()
-                value = self._link.broadcast(like, 0)
+                value = self._link.broadcast(_like(part, offset) if away else part.data.contiguous(), 0)
                 if away:
                     part.data = value
                     delattr(part, ABSENT)
+
+
+def _like(parameter: Tensor, offset: int) -> Tensor:
+    """Memory for a parameter that is away, which begins as the parameter's did."""
+    shape = shape_of(parameter)
+    return memory(shape.numel() * parameter.element_size(), offset, parameter.device).view(parameter.dtype).view(shape)
 
 
 class _Sent:
@@ -139,6 +150,7 @@ class FreedAfterUse:
         self._name, self._module = name, module
         self._files = _files_of(name, module)
         self._freed = False
+        self._offsets: dict[Tensor, int] = {}
         self._undo = ExitStack()
         for one in module.modules():
             self._undo.callback(one.register_forward_pre_hook(lambda *_: self._read(), prepend=True).remove)
@@ -150,6 +162,7 @@ class FreedAfterUse:
         if not self._freed:
             self._freed = True
             for parameter in self._files:
+                self._offsets[parameter] = offset_of(parameter)
                 setattr(parameter, ABSENT, parameter.shape)
                 parameter.data = parameter.data.new_empty(0)
 
@@ -161,7 +174,7 @@ class FreedAfterUse:
                 value = _stored(file, key)
                 if value.shape != shape_of(parameter):
                     raise InputError(f"{key} in {str(file)!r} has another shape than it had; restore the file")
-                parameter.data = value.to(device=parameter.device, dtype=parameter.dtype, copy=True)
+                parameter.data = _like(parameter, self._offsets[parameter]).copy_(value)
                 delattr(parameter, ABSENT)
         self._freed = False
 
