@@ -31,7 +31,7 @@ from ..layout import layout_of
 from ..layout.table import known_models
 from ..planner.auto import Call, chosen
 from ..strategies.pipefusion.stages import ABSENT, IN_PIECES, elsewhere, first_cut, is_away, shape_of
-from ..strategies.sharded import UNITS, Group, Packed, ShardedWeights, Unit, gathered, groups_of
+from ..strategies.sharded import UNITS, Group, Packed, ShardedWeights, Unit, arranged, gathered, groups_of
 from ..strategies.tensor.parallel import already_cut
 from ..strategies.tensor.slices import base_of, plan
 from .model_info import ModelInfo, find_model
@@ -288,7 +288,9 @@ class _Pieces:
         assert layout is not None
         dtypes = {name: _dtype_of(model, name, p.dtype, torch_dtype) for name, p in model.named_parameters()}
         for group in groups_of(model, layout):
-            names = tuple(name for name in group.parameters if name not in absent)
+            there = [name for name in group.parameters if name not in absent]
+            sizes = [prod(shapes[name]) * dtypes[name].itemsize for name in there]
+            names = tuple(there[number] for number in arranged(sizes, mesh.shard.size))
             if names:
                 specs = tuple((tuple(shapes[name]), dtypes[name]) for name in names)
                 packed, number = Packed(specs, mesh.shard.size), len(self._made)

@@ -36,6 +36,8 @@ from .pipefusion.stages import ABSENT, IN_PIECES, kept_parameters, parts_of, sha
 
 # Outside of blocks, linears, convolutions and embeddings from this share of a model's bytes on are in pieces, too.
 LARGE = 1e-3
+# How much more than its share a rank may hold of a unit, so that no tensor lies on two ranks.
+UNEVEN = 0.02
 # Gathers that may be under way or waiting for their block.
 AHEAD = 2
 # The attribute of a model that was read in pieces.
@@ -68,10 +70,15 @@ class Packed:
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """Where every rank's part begins, in bytes, and where the last one ends."""
+        """Where every rank's part begins, in bytes, and where the last one ends; between tensors if it may."""
         total = self.starts[-1]
         share = _rounded(-(-total // self.ranks))
-        return tuple(min(total, rank * share) for rank in range(self.ranks + 1))
+        edges = [start - start % ALIGNMENT for start in self.starts]
+        bounds = [0]
+        for even in (min(total, rank * share) for rank in range(1, self.ranks)):
+            nearest = min(edges, key=lambda edge: abs(edge - even))
+            bounds.append(nearest if bounds[-1] <= nearest and abs(nearest - even) <= UNEVEN * share else even)
+        return (*bounds, total)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -100,6 +107,23 @@ class Packed:
                 if owner == rank:
                     offset = self.bounds[rank] - self.starts[number]
                     yield number, slice(part.start + offset, part.stop + offset), part
+
+
+def arranged(sizes: Sequence[int], ranks: int) -> list[int]:
+    """An order of tensors in which few lie on two ranks: each, the largest first, goes to the rank with least.
+
+    After Graham 1969, doi:10.1137/0117039.
+
+    >>> arranged([6, 1, 1, 1, 1, 4, 4], 2)
+    [0, 1, 2, 3, 5, 6, 4]
+    """
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    filled = [0] * ranks
+    for number in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
+        rank = filled.index(min(filled))
+        held[rank].append(number)
+        filled[rank] += sizes[number]
+    return [number for numbers in held for number in numbers]
 
 
 def _rounded(size: int) -> int:
@@ -258,7 +282,8 @@ def units_of(model: nn.Module, groups: Iterable[Group], link: Link) -> list[Unit
     for group in groups:
         every = [model.get_parameter(name) for name in group.parameters]
         parameters = [one for one in every if not any(hasattr(part, ABSENT) for part in parts_of(one))]
-        parts = [part for p in parameters for part in parts_of(p) if part.numel() and part.is_contiguous()]
+        found = [part for p in parameters for part in parts_of(p) if part.numel() and part.is_contiguous()]
+        parts = [found[number] for number in arranged([part.nbytes for part in found], link.size)]
         if parts:
             specs = tuple((tuple(part.shape), part.dtype) for part in parts)
             packed = Packed(specs, link.size, tuple(map(offset_of, parts)))
