@@ -148,3 +148,16 @@ def test_the_load_of_a_server_runs_to_its_end(tmp_path: Path) -> None:
     assert result["alone"]["largest_difference"] <= 1
     assert result["calls_ratio"] < 1
     assert "transformer calls" in ended.stdout
+
+
+@pytest.mark.matrix
+def test_memory(tmp_path: Path) -> None:
+    """Each way runs, and pieces of weights draw the picture that whole ones draw."""
+    figures = tmp_path / "figures.json"
+    forms = ["plain", "ulysses=2", "ulysses=2 shard=2", "casting"]
+    small = ["--megabytes", 12, "--blocks", 3, "--latent", 8, "--steps", 1]
+    ended = script("memory.py", *small, "--json", figures, "--forms", *forms)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads(figures.read_text())["forms"]
+    assert all(rank["processor_seconds"] > 0 for form in forms for rank in found[form])
+    assert found["ulysses=2"][0]["checksum"] == found["ulysses=2 shard=2"][0]["checksum"]

@@ -49,6 +49,7 @@ COMBINATIONS: list[dict[str, Any]] = [
     {"pipe": 2, "ulysses": 2, "patches": 3, "warmup": "fixed(1)"},
     {"pipe": 2, "ring": 2, "patches": 3, "warmup": "fixed(1)"},
     {"pipe": 2, "tensor": 2, "patches": 3, "warmup": "fixed(1)"},
+    {"ulysses": 2, "shard": 2},
 ]
 CASES = [(name, combination) for name in MAKERS for combination in COMBINATIONS]
 

@@ -468,3 +468,14 @@ def test_published_tables_have_a_source_and_fit_the_catalogue(path):
     for row in table["rows"]:
         assert ParallelConfig(**row["config"]).world_size <= made.world_size
         assert row["seconds"] > 0
+
+
+def test_weights_in_pieces_cost_bytes_and_save_memory():
+    """A step sends half of the blocks' weights; a rank keeps half of them, and what it lacks of two blocks."""
+    plain, shared = (predict(ParallelConfig(ulysses=2, shard=shard), work("Flux"), JOB, hardware()) for shard in (1, 2))
+    blocks = 4.0 * sum(block.count * block.parameters for block in work("Flux").blocks)
+    sent = sum(term.sent for term in shared.stale if "shard" in term.name)
+    assert sent == pytest.approx(blocks / 2)
+    largest = 4.0 * max(block.parameters for block in work("Flux").blocks)
+    assert shared.memory - plain.memory == pytest.approx(-blocks / 2 + 2 * largest / 2)
+    assert shared.latency >= plain.latency

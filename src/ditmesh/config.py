@@ -21,10 +21,14 @@ InputPolicy = Literal["broadcast", "per-data-rank", "strict", "trust"]
 Exchange = Literal["exact", "displaced", "naive"]
 Compression = Literal["fp16", "bf16", "int8", "int4"]
 VaePolicy = Literal["auto", "bands", "whole"]
+TextEncoderPolicy = Literal["whole", "sharded", "rank0", "freed"]
 
 # Mesh axes from the slowest-varying to the fastest: neighbours on the last axes sit on neighbouring ranks,
 # because those axes exchange most often and profit most from the nearest links.
 AXES = ("data", "cfg", "pipe", "ring", "ulysses", "tensor")
+
+# Axes whose ranks hold equal weights.
+REPLICAS = ("data", "cfg", "ring", "ulysses")
 
 # Most ranks of an axis, patches or tiles: nobody has more, and a number that somebody else wrote fills no memory.
 MOST = 2**16
@@ -88,6 +92,10 @@ class ParallelConfig(BaseModel):
             which trade all heads at once.
         tensor: degree of tensor parallelism (weights cut by column and row). Shoeybi et al. 2019,
             arXiv:1909.08053.
+        shard: ranks that share equal weights among them: of the ranks that would hold the same weights (over data, cfg,
+            ring and ulysses) every ``shard`` neighbours hold a part each of every block's, and gather a block's weights
+            while it runs, the next one's beside its computation. No axis of work, and the same bits. After ZeRO
+            (Rajbhandari et al. 2020, arXiv:1910.02054).
         text: what happens to a text stream that the blocks update: ``"shard"`` cuts it over the sequence
             ranks as the image, ``"replicate"`` keeps it whole on every rank (less communication set-up,
             redundant work), ``"auto"`` shards it when each rank gets at least four tokens. Text with fewer
@@ -131,6 +139,10 @@ class ParallelConfig(BaseModel):
             them from its neighbours where it needs them; exact, unlike the tiled decode. ``"whole"``: every rank
             decodes whole pictures (of a batch, its share). ``"auto"``: in bands where a picture is large enough to
             gain by it. In reproducible mode always whole. See docs/vae.md.
+        text_encoder: where the weights of a pipeline's text encoders are. ``"whole"``: on every rank. ``"sharded"``: a
+            part on each, gathered layer by layer while they run. ``"rank0"``: on the first rank, which sends what
+            they return to the others. ``"freed"``: on every rank, but only until the transformer is called; read again
+            from their files when they are called again. The pictures are the same: see docs/memory.md.
         strict: raise an error for a tensor or integer argument of a block that follows the token count and is
             not in the model's layout, with its name. Without it such an argument is passed on whole.
 
@@ -148,6 +160,9 @@ class ParallelConfig(BaseModel):
     )
     tensor: Annotated[int, Setting("Degree of tensor parallelism.")] = Field(default=1, ge=1, le=MOST)
     pipe: Annotated[int, Setting("Stages of PipeFusion: each has some of the blocks.")] = Field(
+        default=1, ge=1, le=MOST
+    )
+    shard: Annotated[int, Setting("Ranks that hold a part each of weights that would be equal on them.")] = Field(
         default=1, ge=1, le=MOST
     )
     exchange: Annotated[
@@ -197,6 +212,13 @@ class ParallelConfig(BaseModel):
         VaePolicy,
         Setting("How ranks share the autoencoder: in bands of rows, or whole on each.", form="auto|bands|whole"),
     ] = "auto"
+    text_encoder: Annotated[
+        TextEncoderPolicy,
+        Setting(
+            "Where text encoders are: on every rank, a part on each, on rank 0, or freed once they have run.",
+            form="whole|sharded|rank0|freed",
+        ),
+    ] = "whole"
     strict: Annotated[bool, Setting("Refuse arguments of blocks that follow the token count and are in no layout.")] = (
         True
     )
@@ -214,11 +236,36 @@ class ParallelConfig(BaseModel):
         Raises:
             ConfigError: naming both, and the way out.
         """
+        self._check_shard()
         self._check_speeds()
         self._check_stages()
         self._check_stale()
         if self.reproducible:
             self._check_reproducible()
+
+    def _check_shard(self) -> None:
+        if self.replicas % self.shard:
+            own = self.inputs == "per-data-rank" and self.data > 1
+            product = " x ".join(f"{axis}={self.degrees[axis]}" for axis in REPLICAS if not (own and axis == "data"))
+            fitting = [n for n in range(2, self.replicas + 1) if self.replicas % n == 0]
+            raise ConfigError(
+                f"shard={self.shard} does not divide the {self.replicas} "
+                f"{'rank' if self.replicas == 1 else 'ranks'} of {product} that hold equal weights"
+                + (" and share requests (inputs='per-data-rank')" if own else "")
+                + "; use "
+                + (f"shard={' or '.join(map(str, fitting))}" if fitting else "ulysses, ring, cfg or data with it")
+                + (", or tensor or pipe to cut the weights" if not fitting else "")
+            )
+        if self.shard > 1 and self.pipe > 1 and (self.stages == "measured" or self.speeds == "auto"):
+            raise ConfigError(
+                f"shard={self.shard} cuts the weights of blocks that stages={self.stages!r} and speeds={self.speeds!r} "
+                "would move once they are measured; give the stages as numbers, or leave them 'estimated'"
+            )
+        if self.shard > 1 and self.reproducible and self.stages_or_patches and self.data > 1:
+            raise ConfigError(
+                f"shard={self.shard} needs as many calls on every rank, and with reproducible=True data={self.data} "
+                f"ranks run their rows one by one through the patches of pipe={self.pipe}; use data=1"
+            )
 
     def _check_speeds(self) -> None:
         if isinstance(self.speeds, tuple):
@@ -341,6 +388,16 @@ class ParallelConfig(BaseModel):
         """Number of ranks this configuration is for."""
         return self.size_of(AXES)
 
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that would hold equal weights, and take part in the same requests."""
+        return self.size_of(REPLICAS if self.inputs != "per-data-rank" else REPLICAS[1:])
+
+    @property
+    def cuts_weights(self) -> bool:
+        """Whether a rank holds a part of the transformer's weights only."""
+        return self.tensor * self.pipe * self.shard > 1
+
     def size_of(self, axes: Iterable[str]) -> int:
         """Product of the degrees of ``axes``."""
         return prod(self.degrees[axis] for axis in axes)
@@ -362,6 +419,8 @@ class ParallelConfig(BaseModel):
         """Short text such as ``ulysses=2 ring=2``; ``1 device`` when nothing is parallel."""
         degrees = [f"{axis}={degree}" for axis, degree in reversed(self.degrees.items()) if degree > 1]
         parts = degrees or ["1 device"]
+        if self.shard > 1:
+            parts.append(f"shard={self.shard}")
         if self.patches is not None:
             parts.append(f"patches={self.patches}")
         if self.stages != "estimated":
@@ -375,6 +434,8 @@ class ParallelConfig(BaseModel):
             parts.append(f"speeds={speeds}")
         if self.vae != "auto":
             parts.append(f"vae={self.vae}")
+        if self.text_encoder != "whole":
+            parts.append(f"text_encoder={self.text_encoder}")
         if self.reproducible:
             parts.append("reproducible")
         return " ".join(parts)
@@ -419,7 +480,7 @@ class ParallelConfig(BaseModel):
                 else f"no rank of {self.describe()} is left"
             )
         degrees = self._closest_degrees(devices)
-        changed: dict[str, Any] = dict(degrees)
+        changed: dict[str, Any] = dict(degrees) | {"shard": self._closest_shard(degrees)}
         if self.pipe > 1 and self.patches is None:
             # As many patches as there were stages.
             changed["patches"] = self.pipe
@@ -455,6 +516,11 @@ class ParallelConfig(BaseModel):
         ]
         return dict(zip(("data", "cfg", "pipe", "ring", "ulysses"), max(fitting, key=closeness), strict=True))
 
+    def _closest_shard(self, degrees: Mapping[str, int]) -> int:
+        """The degree of sharing weights with which a rank of new degrees holds as little as now, if that can be."""
+        replicas = prod(degrees[axis] for axis in REPLICAS if axis != "data" or self.inputs != "per-data-rank")
+        return next((n for n in range(self.shard, replicas) if replicas % n == 0), replicas if self.shard > 1 else 1)
+
     def _speeds_of(
         self, given: tuple[float, ...], survivors: Sequence[int], degrees: Mapping[str, int]
     ) -> tuple[float, ...] | None:
@@ -477,7 +543,7 @@ class ParallelConfig(BaseModel):
         """All devices for the stale strategy, or for ring and ulysses (see `resized`)."""
         if devices == self.world_size:
             return self
-        settings = self.model_dump() | dict.fromkeys(self.degrees, 1) | {"speeds": None}
+        settings = self.model_dump() | dict.fromkeys(self.degrees, 1) | {"speeds": None, "shard": 1}
         if self.stages_or_patches:
             patches = self.patches or self.pipe
             settings |= {"patches": patches, "stages": "estimated"}
@@ -485,10 +551,14 @@ class ParallelConfig(BaseModel):
                 return ParallelConfig(**{**settings, "pipe": devices})
         elif self.exchange != "exact":
             if devices > 1:
-                return ParallelConfig(**{**settings, "ring": devices})
+                return ParallelConfig(**{**settings, **self._sharing(ring=devices)})
             settings |= {"exchange": "exact", "compress": None}
         exact = ParallelConfig.auto(devices, heads) if heads is not None else ParallelConfig(ring=devices)
-        return ParallelConfig(**{**settings, "ulysses": exact.ulysses, "ring": exact.ring})
+        return ParallelConfig(**{**settings, **self._sharing(ulysses=exact.ulysses, ring=exact.ring)})
+
+    def _sharing(self, **degrees: int) -> dict[str, int]:
+        """Degrees, and that of sharing weights for them."""
+        return degrees | {"shard": self._closest_shard({**dict.fromkeys(AXES, 1), **degrees})}
 
     def check_world_size(self, world_size: int) -> None:
         """Refuse when the degrees do not multiply to ``world_size`` ranks.

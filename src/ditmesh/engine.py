@@ -163,6 +163,8 @@ class Engine:
             )
         try:
             if undo is not None:
+                if self.config.text_encoder in ("sharded", "rank0"):
+                    self._meet_to_restore()
                 undo.close()
         finally:
             if not self._attached:
@@ -175,13 +177,16 @@ class Engine:
             PeerError: weights could not be put together again; everything else is undone all the same.
         """
         with self._undo:
-            if self.mesh.tensor.size > 1 or self.mesh.pipe.size > 1:
-                # If this fails, so does putting the weights together, which says it.
-                with suppress(PeerError):
-                    self._shared.begin_request("restore")
+            if self.config.cuts_weights or self.config.text_encoder in ("sharded", "rank0"):
+                self._meet_to_restore()
             for undo in [*self._attached.values()]:
                 self._undo.push(undo)
             self._attached.clear()
+
+    def _meet_to_restore(self) -> None:
+        # If this fails, so does putting the weights together, which says it.
+        with suppress(PeerError):
+            self._shared.begin_request("restore")
 
     def own_mesh(self) -> None:
         """Give the mesh's groups back in `close`: whoever made it hands it over."""
@@ -427,11 +432,10 @@ def parallelize(
     owns_mesh = mesh is None
     if mesh is None:
         mesh = Mesh(config, _device_of(models[0]), timeout)
-    elif mesh.config.degrees != config.degrees:
+    elif mesh.config.degrees != config.degrees or (config.shard > 1 and not mesh.shares_weights_as(config)):
         raise ConfigError(f"the mesh is for {mesh.config.describe()}, the configuration for {config.describe()}")
     _warn_of_hosts(target, models[0], mesh)
-    cuts_weights = config.tensor > 1 or config.pipe > 1
-    if len(pairs) == len(models) and not (cuts_weights and any(found.source == GIVEN for _, found in pairs)):
+    if len(pairs) == len(models) and not (config.cuts_weights and any(found.source == GIVEN for _, found in pairs)):
         Engine(pairs, config, mesh, owns_mesh, recipe).open(target)
     else:
         _wait_for_a_call(target, models, layouts, config, mesh, owns_mesh, recipe)

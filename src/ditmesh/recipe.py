@@ -23,10 +23,12 @@ from .strategies.pipefusion.stages import PipelineStages
 from .strategies.reproducible import ReproducibleSequence
 from .strategies.rows import DecodedRows, Rows
 from .strategies.sequence import ExactSequence
+from .strategies.sharded import ShardedModels
 from .strategies.stale.displaced import Displaced
 from .strategies.stale.naive import Naive
 from .strategies.stale.warmup import StaleSteps
 from .strategies.tensor.parallel import TensorSlices
+from .strategies.text_encoders import TextEncoders
 from .strategies.tokens import KnownForms
 from .strategies.vae.parallel import BandedVae
 
@@ -35,6 +37,7 @@ Recipe = tuple[type[Strategy], ...]
 RECIPE: Recipe = (
     TensorSlices,  # weights first: everything after it sees a rank's slices as the model's own
     PipelineStages,  # then whole blocks: those of other stages are never compiled, only passed over
+    ShardedModels,  # then pieces of what a rank has left; inside all else, so that each forward finds whole weights
     CompiledBlocks,  # under the hooks: cutting and gathering depend on ranks and requests and are not to be traced
     StaleSteps,  # which steps are exact is known before a token strategy asks
     ExactSequence,  # exactly one of these five: which tokens a rank has, and how attention sees those of the others
@@ -49,6 +52,7 @@ RECIPE: Recipe = (
     CheckedLayout,  # outside all that a layout decides
     DecodedRows,  # the decoder sees whole latents, so its rows are shared out anew
     BandedVae,  # around the shared rows: it cuts what they would share
+    TextEncoders,  # around the models: their first call frees encoders that have run
     FixedArithmetic,  # around all arithmetic of the ranks
     SameInputs,  # around everything: the rest of a request may rely on equal inputs
     QuietRanks,

@@ -50,6 +50,7 @@ def inspect(
     from ..generate.model_info import find_model
     from ..layout import known_models
     from ..layout.describe import as_data, checked, on_meta
+    from ..strategies.sharded import parameters_in_pieces
 
     info = find_model(model or zoo.path())
     name, sizes = info.transformer_class, info.transformer
@@ -57,7 +58,8 @@ def inspect(
     probed, differences = checked(name, sizes) if check or reviewed is None else (None, [])
     layout = reviewed or probed
     assert layout is not None
-    parameters = sum(parameter.numel() for parameter in on_meta(name, sizes).parameters())
+    module = on_meta(name, sizes)
+    parameters = sum(parameter.numel() for parameter in module.parameters())
     width, height = parse_size(size) or info.default_size or (1024, 1024)
     info.check_size(width, height)
     facts: dict[str, Any] = {
@@ -65,6 +67,7 @@ def inspect(
         "pipeline": info.pipeline_class,
         "transformer": name,
         "parameters": parameters,
+        "shared_by_shard": parameters_in_pieces(module, layout),
         "heads": info.heads,
         "size": [width, height],
         "image_tokens": info.image_tokens(width, height),
@@ -152,7 +155,8 @@ def _show(facts: dict[str, Any], layout: TokenLayout, check: bool) -> None:
     width, height = facts["size"]
     console.print(f"[bold]{facts['transformer']}[/] of {facts['pipeline']} ({escape(facts['model'])})", highlight=False)
     console.print(
-        f"{facts['parameters'] / 1e6:,.1f} million parameters, {facts['heads'] or '?'} heads; "
+        f"{facts['parameters'] / 1e6:,.1f} million parameters, of which --shard shares out "
+        f"{facts['shared_by_shard'] / max(1, facts['parameters']):.0%}; {facts['heads'] or '?'} heads; "
         f"{width} x {height} pixels are {facts['image_tokens']:,} image tokens; "
         f"sizes in multiples of {facts['size_multiple']}",
         highlight=False,

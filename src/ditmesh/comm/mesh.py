@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..config import AXES, ParallelConfig
+from ..config import AXES, REPLICAS, ParallelConfig
 from ..errors import ConfigError
 from . import Hosts, Link, PeerError, RequestState, SharedChannel, SharedMemory, Traffic, find_hosts, possible
 
@@ -44,6 +44,8 @@ LINKS: dict[str, tuple[str, ...]] = {
     "tensor": ("tensor",),
     # What `Mesh.data_group` has in place of world and data.
     "group": AXES[1:],
+    # Ranks that hold a part each of equal weights: of those that differ on these axes, so many neighbours.
+    "shard": REPLICAS,
     "alone": (),
 }
 
@@ -96,6 +98,7 @@ class Mesh:
         ring, ulysses: links of the two sequence axes.
         sequence: link over both of them; sequence rank = ring rank × ulysses degree + ulysses rank.
         tensor: link of the ranks that share weights.
+        shard: link of the ranks that hold a part each of weights that would be equal on them.
     """
 
     def __init__(
@@ -153,7 +156,8 @@ class Mesh:
             self._links = {name: links.get(name) or Link(name, [0], 0, self.traffic) for name in LINKS}
         else:
             # Without a data axis the group is the world.
-            self._links = {name: self._link(name) for name in LINKS if name != "group" or config.data > 1}
+            absent = {name for name, there in (("group", config.data > 1), ("shard", config.shard > 1)) if not there}
+            self._links = {name: self._link(name) for name in LINKS if name not in absent}
         try:
             self._connect()
         except BaseException:
@@ -163,6 +167,7 @@ class Mesh:
         self.world, self.batch, self.data, self.cfg = every["world"], every["batch"], every["data"], every["cfg"]
         self.pipe, self.pipe_back, self.tensor = every["pipe"], every["pipe_back"], every["tensor"]
         self.ring, self.ulysses, self.sequence = every["ring"], every["ulysses"], every["sequence"]
+        self.shard = every.get("shard", every["alone"])
 
     def data_group(self) -> Mesh:
         """The mesh of the ranks that have this one's place on the data axis; they alone meet at its boundaries.
@@ -174,6 +179,10 @@ class Mesh:
         group.world, group.batch = self._links.get("group", self.world), self.cfg
         group.data, group._peers, group._renewed = self._links["alone"], group.world.ranks, []
         return group
+
+    def shares_weights_as(self, config: ParallelConfig) -> bool:
+        """Whether `shard` joins the ranks that a configuration says."""
+        return (self.config.shard, self.config.replicas) == (config.shard, config.replicas)
 
     @property
     def gradient_group(self) -> dist.ProcessGroup | None:
@@ -199,8 +208,17 @@ class Mesh:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
+    def _sets(self, name: str) -> list[list[int]]:
+        """All sets of ranks that a link of this name joins."""
+        if name != "shard":
+            return self.config.groups(LINKS[name])
+        # No two data ranks that have requests of their own.
+        own, size = self.config.inputs == "per-data-rank", self.config.shard
+        replicas = self.config.groups(tuple(axis for axis in REPLICAS if axis != "data" or not own))
+        return [ranks[start : start + size] for ranks in replicas for start in range(0, len(ranks), size)]
+
     def _link(self, name: str) -> Link:
-        ranks = next(ranks for ranks in self.config.groups(LINKS[name]) if self.rank in ranks)
+        ranks = next(ranks for ranks in self._sets(name) if self.rank in ranks)
         return Link(name, ranks, ranks.index(self.rank), self.traffic, self._state)
 
     def _connect(self) -> None:
@@ -217,7 +235,7 @@ class Mesh:
         memory = self._memory
         for number, (name, link) in enumerate(self._links.items()):
             if link.size > 1:
-                group, _ = dist.new_subgroups_by_enumeration(self.config.groups(LINKS[name]), timeout=self._deadline)
+                group, _ = dist.new_subgroups_by_enumeration(self._sets(name), timeout=self._deadline)
                 assert isinstance(group, dist.ProcessGroup)
                 self._groups.append(group)
                 shared = SharedChannel(memory, number, link.ranks) if memory and self.hosts.joins(link.ranks) else None

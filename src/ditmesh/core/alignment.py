@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 # Torch's own allocations on a CPU begin at multiples of this, in bytes.
 ALIGNMENT = 64
+
+
+def offset_of(tensor: Tensor) -> int:
+    """How many bytes behind a multiple of `ALIGNMENT` a tensor begins: one that is mapped from a file may anywhere."""
+    return tensor.data_ptr() % ALIGNMENT
+
+
+def memory(size: int, offset: int, device: torch.device) -> Tensor:
+    """So many bytes that begin ``offset`` bytes behind a multiple of `ALIGNMENT`: (size,) uint8."""
+    return torch.empty(offset + size, dtype=torch.uint8, device=device)[offset:]
 
 
 def aligned(tensor: Tensor) -> Tensor:

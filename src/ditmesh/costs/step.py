@@ -132,6 +132,7 @@ class Step:
         times: float,
         behind: float = 0.0,
         route: Route | None = None,
+        size: int | None = None,
     ) -> Term:
         """Transfers between the ranks of neighbouring axes.
 
@@ -143,8 +144,9 @@ class Step:
             times: calls of a step.
             behind: seconds of computation that each may run beside.
             route: from whom to whom; default: as the collective has it.
+            size: how many ranks take part; default: all that differ on the axes.
         """
-        size = self.config.size_of(axes)
+        size = size or self.config.size_of(axes)
         stride = prod(self.config.degrees[axis] for axis in AXES[AXES.index(axes[-1]) + 1 :])
         seconds, share, through = self.hardware.transfer(collective, sent, size, stride)
         seconds *= self.hardware.scale.get("transfer", 1.0)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ from ..comm.mesh import DEFAULT_DEADLINE, Mesh
 from ..config import ParallelConfig
 from ..core.digests import digest, digest_of_parts, tensor_digest, weights_of
 from ..core.partition import Partition
-from ..engine import DENOISERS, ConfigLike, agreed, denoisers, engine_of, parallelize
+from ..engine import DENOISERS, ENGINE, ConfigLike, agreed, denoisers, engine_of, parallelize
 from ..errors import InputError
 from ..layout import layout_of
 from ..layout.table import known_models
 from ..planner.auto import Call, chosen
-from ..strategies.pipefusion.stages import ABSENT, elsewhere, first_cut, shape_of
+from ..strategies.pipefusion.stages import ABSENT, IN_PIECES, elsewhere, first_cut, is_away, shape_of
+from ..strategies.sharded import UNITS, Group, Packed, ShardedWeights, Unit, arranged, gathered, groups_of
 from ..strategies.tensor.parallel import already_cut
 from ..strategies.tensor.slices import base_of, plan
 from .model_info import ModelInfo, find_model
@@ -54,8 +56,8 @@ def load(
     """Load a diffusers pipeline and `parallelize` it. Every rank calls this with the same arguments.
 
     With ``tensor=n`` a rank reads and keeps only its slices of the transformer's weights, with ``pipe=n`` only its
-    stage's blocks, with both its slices of these; other components are loaded as usual, and so is the transformer when
-    both are 1.
+    stage's blocks, with ``shard=n`` only its part of every block, with several its part of its slices of its stage's;
+    other components are loaded as usual, and so is the transformer when all three are 1.
 
     Args:
         path_or_id: folder of a saved pipeline, or its name on a model hub.
@@ -138,7 +140,7 @@ def read_pipeline(
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     config = config or (ParallelConfig() if mesh is None else mesh.config)
-    for name, model in _denoisers_in(info).items() if mesh is not None and config.tensor * config.pipe > 1 else ():
+    for name, model in _denoisers_in(info).items() if mesh is not None and config.cuts_weights else ():
         assert mesh is not None
         dtype = torch_dtype
         if isinstance(dtype, Mapping):
@@ -209,7 +211,8 @@ def load_transformer(
     """A saved transformer with this rank's share of the weights, for `parallelize` with the same configuration.
 
     With ``tensor`` a weight is this rank's slice. With ``pipe``, where the class has a reviewed layout, the weights of
-    other stages' blocks are empty tensors until `restore` fetches them from there. Neither is read from the files.
+    other stages' blocks are empty tensors until `restore` fetches them from there. With ``shard``, there as well, those
+    in pieces are empty, and this rank's pieces beside the model. Nothing else is read from the files.
 
     Args:
         kind: the transformer's class.
@@ -234,16 +237,111 @@ def load_transformer(
             shapes[name][dim] = cut.lengths[rank]
     absent = _elsewhere(model, config, mesh, shapes) if mesh.pipe.size > 1 else set()
 
+    pieces = _Pieces(model, mesh, absent, shapes, torch_dtype)
+
     def read(name: str, stored: Any, dtype: torch.dtype) -> Tensor:
         if name in absent:
             return torch.empty(0, dtype=dtype, device=device)
+        if name in pieces:
+
+            def rows(first: int, last: int, out: Tensor | None = None) -> Tensor:
+                return _read(stored, *cuts.get(name, (0, _ALL)), rank, dtype, device, (first, last), out)
+
+            return pieces.read(name, rows)
         return _read(stored, *cuts.get(name, (0, _ALL)), rank, dtype, device)
 
     model = _filled(model, Path(folder), torch_dtype, variant, device, read)
     for name, parameter in model.named_parameters():
         if name in absent:
             setattr(parameter, ABSENT, torch.Size(shapes[name]))
+    pieces.bind(model)
     return model
+
+
+class _Pieces:
+    """This rank's pieces of a transformer that is read in pieces; none where nobody has reviewed the layout.
+
+    Args:
+        model: without memory for its weights.
+        mesh: the ranks.
+        absent: names of parameters that other stages have.
+        shapes: of the others on this rank, by name.
+        torch_dtype: as for `load_transformer`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        absent: set[str],
+        shapes: Mapping[str, list[int]],
+        torch_dtype: torch.dtype | None,
+    ) -> None:
+        self._rank = mesh.shard.rank
+        self._made: list[tuple[Group, Packed, Tensor]] = []
+        # By the name of a parameter: its group, and its number there.
+        self._places: dict[str, tuple[int, int]] = {}
+        self._by_numbers: dict[int, dict[int, tuple[slice, slice]]] = {}
+        if mesh.shard.size == 1 or type(model).__name__ not in known_models():
+            return
+        layout = layout_of(model)
+        assert layout is not None
+        dtypes = {name: _dtype_of(model, name, p.dtype, torch_dtype) for name, p in model.named_parameters()}
+        for group in groups_of(model, layout):
+            there = [name for name in group.parameters if name not in absent]
+            sizes = [prod(shapes[name]) * dtypes[name].itemsize for name in there]
+            names = tuple(there[number] for number in arranged(sizes, mesh.shard.size))
+            if names:
+                specs = tuple((tuple(shapes[name]), dtypes[name]) for name in names)
+                packed, number = Packed(specs, mesh.shard.size), len(self._made)
+                piece = torch.empty(packed.sizes[self._rank], dtype=torch.uint8, device=mesh.device)
+                self._made.append((replace(group, parameters=names), packed, piece))
+                self._places |= {name: (number, place) for place, name in enumerate(names)}
+                self._by_numbers[number] = {
+                    place: (source, target) for place, source, target in packed.runs(self._rank)
+                }
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def read(self, name: str, rows: Callable[..., Tensor]) -> Tensor:
+        """Read what this rank holds of a parameter; returns an empty tensor in its place.
+
+        Args:
+            name: of the parameter.
+            rows: reads some of its rows, from and to, into a tensor if one is given.
+        """
+        number, place = self._places[name]
+        _, packed, piece = self._made[number]
+        shape, dtype = packed.specs[place]
+        if place in self._by_numbers[number]:
+            source, target = self._by_numbers[number][place]
+            flat, width = piece[target].view(dtype), prod(shape[1:])
+            low, high = source.start // dtype.itemsize, source.stop // dtype.itemsize
+            first, last = -(-low // width), high // width
+            if shape and first < last:
+                # Read where they are to lie: memory that is let go of at once would leave holes.
+                rows(first, last, flat[first * width - low : last * width - low].view(last - first, *shape[1:]))
+            # Rows that other ranks have a part of.
+            edges = {(low, min(first * width, high)), (max(last * width, low), high)} if shape else {(0, 1)}
+            for begin, end in edges:
+                if begin < end and (begin % width or end % width or not shape):
+                    row = begin // width
+                    values = rows(row, row + 1).reshape(-1)
+                    flat[begin - low : end - low].copy_(values[begin - row * width : end - row * width])
+        return torch.empty(0, dtype=dtype, device=piece.device)
+
+    def bind(self, model: nn.Module) -> None:
+        """Leave the pieces at the model, for `parallelize`."""
+        units = []
+        for group, packed, piece in self._made:
+            parts = [model.get_parameter(name) for name in group.parameters]
+            for part, (shape, _) in zip(parts, packed.specs, strict=True):
+                setattr(part, IN_PIECES, torch.Size(shape))
+            modules = [model.get_submodule(path) for path in group.modules]
+            units.append(Unit(group.name, modules, [*parts], [*parts], packed, piece))
+        if units:
+            vars(model)[UNITS] = units
 
 
 def _elsewhere(model: nn.Module, config: ParallelConfig, mesh: Mesh, shapes: Mapping[str, list[int]]) -> set[str]:
@@ -300,7 +398,7 @@ def whole_shapes(pipe: Any, mesh: Mesh) -> Iterator[None]:
     try:
         for model in denoisers(pipe):
             for parameter in model.parameters():
-                if id(parameter) in slices or hasattr(parameter, ABSENT):
+                if id(parameter) in slices or is_away(parameter):
                     held.append((parameter, parameter.data))
                     shape = _whole_shape(parameter, *slices.get(id(parameter), (None, None)))
                     parameter.data = parameter.data.new_zeros(1).expand(shape)
@@ -314,9 +412,7 @@ def fingerprint(pipe: Any, mesh: Mesh) -> str:
     """`weights_fingerprint` of a pipeline that `read_pipeline` has read: the one of the whole pipeline. Collective."""
     slices, link = _slices(pipe, mesh), mesh.tensor
     mine: dict[str, str] = {}
-    for name, tensor, _ in weights_of(pipe):
-        if hasattr(tensor, ABSENT):
-            continue
+    for name, tensor in _held(pipe, mesh):
         if id(tensor) not in slices:
             value = tensor_digest(tensor)
         else:
@@ -328,6 +424,26 @@ def fingerprint(pipe: Any, mesh: Mesh) -> str:
         mine[name] = value.hex()[:16]
     every: list[dict[str, str]] = mesh.pipe.all_gather_object(mine) if mesh.pipe.size > 1 else [mine]
     return digest({name: value for one in reversed(every) for name, value in one.items()})
+
+
+def _held(pipe: Any, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """Name and values of the weights that this rank's stage holds; pieces are whole while one looks at them."""
+    named = [(name, tensor) for name, tensor, _ in weights_of(pipe) if not hasattr(tensor, ABSENT)]
+    names = {id(tensor): name for name, tensor in named}
+    yield from ((name, tensor) for name, tensor in named if not is_away(tensor))
+    for model in denoisers(pipe):
+        for unit in _units(model):
+            with torch.no_grad():
+                unit.fill(gathered(unit, mesh.shard))
+                yield from ((names[id(parameter)], parameter) for parameter in unit.parameters)
+                unit.empty()
+
+
+def _units(model: nn.Module) -> list[Unit]:
+    """What of a model is in pieces, parallelised or before."""
+    engine = vars(model).get(ENGINE)
+    found = [each.find(ShardedWeights) for each in getattr(engine, "models", ()) if each.model is model]
+    return found[0].units if found and found[0] is not None else vars(model).get(UNITS, [])
 
 
 def _filled(
@@ -342,7 +458,7 @@ def _filled(
     from safetensors import SafetensorError, safe_open
 
     kind = type(model)
-    exact = tuple(getattr(kind, "_keep_in_fp32_modules", None) or ())
+    exact = _exact(model)
     saved = model.state_dict()
     wanted = dict(model.named_parameters()) | {name: one for name, one in model.named_buffers() if name in saved}
     unexpected: list[str] = []
@@ -364,9 +480,7 @@ def _filled(
                         f"{name} in {str(file)!r} has shape {tuple(stored.get_shape())}, but {kind.__name__} expects "
                         f"{tuple(wanted[name].shape)}; the configuration beside it is of another model"
                     )
-                dtype = wanted[name].dtype
-                if torch_dtype is not None and dtype.is_floating_point:
-                    dtype = torch.float32 if any(part in name.split(".") for part in exact) else torch_dtype
+                dtype = _dtype_of(model, name, wanted[name].dtype, torch_dtype)
                 owner, _, leaf = name.rpartition(".")
                 module, value, before = model.get_submodule(owner), read(name, stored, dtype), wanted[name]
                 if isinstance(before, nn.Parameter):
@@ -390,6 +504,18 @@ def _filled(
             buffer.data = buffer.data.to(torch_dtype)
         buffer.data = buffer.data.to(device)
     return model.eval()
+
+
+def _exact(model: nn.Module) -> tuple[str, ...]:
+    """Names of modules that stay in float32."""
+    return tuple(getattr(type(model), "_keep_in_fp32_modules", None) or ())
+
+
+def _dtype_of(model: nn.Module, name: str, made: torch.dtype, torch_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype that a weight is to have, which was made with another one."""
+    if torch_dtype is None or not made.is_floating_point:
+        return made
+    return torch.float32 if any(part in name.split(".") for part in _exact(model)) else torch_dtype
 
 
 def weight_files(folder: Path, variant: str | None = None) -> list[Path]:
@@ -417,25 +543,38 @@ _ALL = Partition(())
 
 
 def _read(
-    stored: Any, dim: int | None, cut: Partition | None, rank: int, dtype: torch.dtype, device: torch.device
+    stored: Any,
+    dim: int | None,
+    cut: Partition | None,
+    rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: tuple[int, int] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """This rank's slice of a stored tensor, in memory of its own: the file is mapped, not read."""
+    """This rank's slice of a stored tensor, in memory of its own: the file is mapped, not read.
+
+    ``rows``: only these of the slice, from and to; ``out``: of their shape and dtype, takes them.
+    """
     shape = list(stored.get_shape())
-    if dim is None or cut is None:
-        value = torch.zeros(shape, dtype=dtype, device=device)
-        if rank == 0:
-            value.copy_(stored[:])
-        return value
-    if cut is _ALL:
-        if not shape:
-            return stored[...].to(dtype=dtype, device=device, copy=True)
-        return torch.empty(shape, dtype=dtype, device=device).copy_(stored[:])
-    shape[dim] = cut.lengths[rank]
-    value = torch.empty(shape, dtype=dtype, device=device)
+    if not shape:
+        return stored[...].to(dtype=dtype, device=device, copy=True)
+    if dim is None or cut is None or cut is _ALL:
+        along, runs = 0, [(0, shape[0])]
+    else:
+        along, runs = dim, [*cut.runs(rank)]
+    shape[along] = sum(last - first for first, last in runs)
+    low, high = rows or (0, shape[0])
+    shape[0] = high - low
+    value = torch.empty(shape, dtype=dtype, device=device) if out is None else out
+    if cut is None and rank > 0:
+        return value.zero_()
     start = 0
-    for first, last in cut.runs(rank):
-        part = stored[first:last] if dim == 0 else stored[:, first:last]
-        value.narrow(dim, start, last - first).copy_(part)
+    for first, last in runs:
+        if along == 1:
+            value.narrow(1, start, last - first).copy_(stored[low:high, first:last])
+        elif (begin := max(low, start)) < (end := min(high, start + last - first)):
+            value[begin - low : end - low].copy_(stored[first + begin - start : first + end - start])
         start += last - first
     return value
 

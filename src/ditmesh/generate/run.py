@@ -139,7 +139,7 @@ def _share(job: Job, mesh: Mesh | None) -> tuple[Mesh | None, str | None]:
     from .loading import why_whole
 
     # Samples of former receipts are of weights that are whole.
-    if mesh is None or job.sampled or mesh.config.tensor * mesh.config.pipe == 1:
+    if mesh is None or job.sampled or not mesh.config.cuts_weights:
         return None, None
     why = why_whole(find_model(job.model), job.variant)
     return (mesh, None) if why is None else (None, why)
@@ -172,7 +172,7 @@ def facts_on_rank(pipe: Any) -> dict[str, Any]:
 
     engine = engine_of(pipe)
     mesh, config = engine.mesh, engine.config
-    share, rank = mesh if config.tensor * config.pipe > 1 else None, dist.get_rank() if dist.is_initialized() else 0
+    share, rank = mesh if config.cuts_weights else None, dist.get_rank() if dist.is_initialized() else 0
     facts = facts_of(config, pipe, mesh.device, share, rank)
     return facts | {"config": config.model_dump(), "devices": config.world_size} if facts else {}
 

@@ -181,12 +181,23 @@ def derive(
 
 @contextlib.contextmanager
 def bare(model: nn.Module) -> Iterator[None]:
-    """The model without hooks and without replaced forwards: whoever has put them there is not to see what is tried."""
+    """The model without hooks and without replaced forwards: whoever has put them there is not to see what is tried.
+
+    Hooks that bring weights, which have a true ``brings_weights``, stay: without them there is nothing to try.
+    """
     kinds = [name for name in vars(model) if name.startswith(("_forward_hooks", "_forward_pre_hooks"))]
     saved = [(module, {name: vars(module)[name] for name in kinds}) for module in model.modules()]
     forwards = [(module, vars(module)["forward"]) for module in model.modules() if "forward" in vars(module)]
     for module, hooks in saved:
-        vars(module).update({name: type(held)() for name, held in hooks.items()})
+        needed = {
+            key
+            for name in ("_forward_hooks", "_forward_pre_hooks")
+            for key, hook in hooks[name].items()
+            if getattr(hook, "brings_weights", False)
+        }
+        vars(module).update(
+            {name: type(held)((key, held[key]) for key in held if key in needed) for name, held in hooks.items()}
+        )
     for module, _ in forwards:
         del vars(module)["forward"]
     try:

@@ -137,7 +137,7 @@ class LoadedModel:
     def _load(self, rank: int) -> Any:
         spec, config = self.spec, self.spec.config
         self._mesh = None if isinstance(config, str) else Mesh(config, device=self.device)
-        whole = self._mesh is None or self._mesh.config.tensor * self._mesh.config.pipe == 1 or bool(self._files)
+        whole = self._mesh is None or not self._mesh.config.cuts_weights or bool(self._files)
         share = None if whole or why_whole(self.info, spec.variant) is not None else self._mesh
         model = str(self.info.files) if self.info.local else self.info.name
         pipe = load_pipeline(model, self.info.name, spec.dtype, None, spec.variant, None, share)

@@ -73,7 +73,7 @@ class LayoutCheck:
         name = type(model).__name__
         if form in self.alone:
             truth = self.alone.pop(form)
-        elif config.tensor > 1 or config.pipe > 1:
+        elif config.cuts_weights:
             raise LayoutError(
                 f"{name} was called with {news(form, self._seen) or 'other arguments'}, and with weights that are cut "
                 f"({config.describe()}) its layout, which was passed as layout=, cannot be compared with one device "

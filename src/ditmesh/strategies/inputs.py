@@ -31,8 +31,10 @@ from ..core.arguments import parameter_names
 from ..core.digests import WeightDigests, compared, digest, name_of
 from ..errors import InputDifferenceWarning, InputError
 from .base import Call, Context, Strategy
-from .pipefusion.stages import blocks_of, spread_parameters
+from .pipefusion.stages import IN_PIECES, blocks_of, spread_parameters
+from .sharded import ShardedWeights
 from .tensor.parallel import TensorParallel, already_cut
+from .text_encoders import TextEncoders
 
 # Digests by name, in sections: what a refusal names first, and what in there.
 Sections = dict[str, dict[str, str]]
@@ -78,18 +80,20 @@ class AgreedInputs:
         # Weights as they were before they were cut: afterwards no rank has them.
         self._whole = {name: weight for name, (weight, which) in self._weights.look().items() if which not in cut}
         self._spread: Callable[[], Collection[int]] = tuple
+        self._moved: Callable[[], Collection[int]] = tuple
         # Reading a vocabulary takes long: by tokenizer how long it was, and its digest.
         self._vocabularies: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
         self._settings()
         self._warned: set[tuple[str, ...]] = set()
 
-    def placed(self, spread: Callable[[], Collection[int]]) -> None:
+    def placed(self, spread: Callable[[], Collection[int]], moved: Callable[[], Collection[int]]) -> None:
         """All weights have been cut.
 
         Args:
             spread: ids of the weights of which every rank holds another part at the moment.
+            moved: ids of those that some ranks hold, or that come and go.
         """
-        self._spread = spread
+        self._spread, self._moved = spread, moved
         self._weights.look(adopt=True)
 
     def agree(self, args: tuple[Any, ...], kwargs: dict[str, Any], undo: ExitStack) -> Call:
@@ -175,11 +179,12 @@ class AgreedInputs:
 
     def _sections(self) -> tuple[Sections, Sections]:
         """What no broadcast can mend, the pipeline itself: what is whole on every rank, and what is cut."""
-        spread = self._spread()
+        spread, moved = self._spread(), self._moved()
         weights, slices = {}, {}
         for name, (weight, which) in self._weights.look().items():
-            if which in spread:
-                slices[name] = weight
+            if which in spread or which in moved:
+                if which in spread:
+                    slices[name] = weight
                 if name in self._whole:
                     weights[f"{name} before it was cut"] = self._whole[name]
             else:
@@ -494,6 +499,7 @@ class SameInputs(Strategy):
             if degree > 1:
                 names |= already_cut(model.model, degree)
             ids.update(id(model.model.get_parameter(name)) for name in names)
+            ids.update(id(parameter) for parameter in model.model.parameters() if hasattr(parameter, IN_PIECES))
         return ids
 
     def _spread(self) -> set[int]:
@@ -502,16 +508,23 @@ class SameInputs(Strategy):
         for model in self.context.models:
             if (tensor := model.find(TensorParallel)) is not None:
                 ids.update(tensor.spread())
+            if (sharded := model.find(ShardedWeights)) is not None:
+                ids.update(sharded.spread())
             if self.context.config.pipe > 1:
                 ids.update(id(p) for _, block in blocks_of(model.model, model.layout) for p in block.parameters())
         return ids
+
+    def _moved(self) -> set[int]:
+        """Ids of weights that some ranks hold, or that come and go."""
+        encoders = self.context.find(TextEncoders)
+        return set() if encoders is None else encoders.moved()
 
     def attach(self, pipe: Any, undo: ExitStack) -> None:
         # Weights are where they will be.
         agreed = self._agreed.get(id(pipe)) or self._of(pipe, self._spread())
         self._agreed[id(pipe)] = agreed
         undo.callback(self._agreed.pop, id(pipe))
-        agreed.placed(self._spread)
+        agreed.placed(self._spread, self._moved)
         if self.context.config.inputs == "per-data-rank":
             # From here on no data group waits for another.
             agreed.compare(self.context.job.world)

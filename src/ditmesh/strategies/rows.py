@@ -78,6 +78,8 @@ class BatchParallel:
         self._hooks = model.get(ModelHooks)
         self.one_by_one = one_by_one
         self.rows, self.data, self.branches = mesh.batch, mesh.data, mesh.cfg
+        # Ranks that hold pieces of one another's weights make equally many calls.
+        self._in_step = mesh.config.shard > 1
         self._clock = clock
         self._timestep = timestep_of(model.model, model.layout)
         self._names = parameter_names(type(model.model).forward)
@@ -209,13 +211,16 @@ class BatchParallel:
         predictions: list[dict[str, Seen]] = []
         busy = min(len(branches), self.branches.size) * min(self._rows(arguments), self.data.size)
         self._busy = max(self._busy, busy)
+        last = len(branches) - 1
+        along = self._in_step and last >= self.branches.size and self.branches.rank > last % self.branches.size
         for number, differing in enumerate(branches):
             branch = Arguments(self._names, tuple(arguments.args), arguments.kwargs)
             for path, value in differing.items():
                 branch.set(path, value)
             predictions.append(self._seen(branch, state))
-            # With fewer branches than ranks, the ranks left over run the last one along.
-            if number % self.branches.size == min(self.branches.rank, len(branches) - 1):
+            # With fewer branches than ranks, the ranks left over run the last one along; in the last round of more
+            # only where others need their calls.
+            if number % self.branches.size == min(self.branches.rank, last) or (along and number == last):
                 with self._clock.narrowed(branch=self._now.first + number, ahead=True):
                     mine.append(self._shared(branch, self.data))
         for round_ in range(-(-len(branches) // self.branches.size)):
@@ -278,7 +283,8 @@ class BatchParallel:
             with self._clock.narrowed(rows=(take.start, take.stop), link=link.name):
                 return self._forward(*part.args, **part.kwargs)
 
-        return _share_rows(batch, link, one_by_one, run, listed=isinstance(arguments.get(self._names[0]), list))
+        listed = isinstance(arguments.get(self._names[0]), list)
+        return _share_rows(batch, link, one_by_one, run, listed=listed, in_step=self._in_step)
 
     def _takes_parts(self) -> bool:
         """Whether something in the model takes a part of the rows for one branch of guidance: the batch stays whole.
@@ -327,10 +333,18 @@ def batched_in(arguments: Arguments, batch: int, layout: TokenLayout) -> dict[st
     return {**dict.fromkeys(paths, 0), **dims}
 
 
-def _share_rows(batch: int, link: Link, one_by_one: bool, run: Callable[[slice], Any], listed: bool = False) -> Any:
+def _share_rows(
+    batch: int,
+    link: Link,
+    one_by_one: bool,
+    run: Callable[[slice], Any],
+    listed: bool = False,
+    in_step: bool = False,
+) -> Any:
     """What ``run`` returns for all rows of a batch: it is called with this rank's, or with each of them by itself.
 
     It returns tensors with a row per sample, in tuples, lists or mappings; ``listed``: lists have an item per sample.
+    ``in_step``: every rank calls ``run`` equally often.
     """
     leaf = _is_list if listed else None
     shares = Partition((even_cut(batch, link.size),))
@@ -339,6 +353,8 @@ def _share_rows(batch: int, link: Link, one_by_one: bool, run: Callable[[slice],
     take = slice(start, start + count) if count else slice(batch - 1, batch)
     if one_by_one:
         outputs = [run(slice(row, row + 1)) for row in range(take.start, take.stop)]
+        for _ in range(len(outputs), max(shares.lengths) if in_step else 0):
+            run(slice(take.stop - 1, take.stop))
         output = tree_map(_joined, *outputs, is_leaf=leaf)
     else:
         output = run(take)

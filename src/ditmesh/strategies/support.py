@@ -28,7 +28,8 @@ Reasons = Mapping[str, list[tuple[str, str]]]
 def combination(config: ParallelConfig) -> str:
     """The strategies of a configuration, such as ``"cfg+ulysses"`` or ``"cfg+displaced"``; empty for one device."""
     names = {"ring": "ring" if config.exchange == "exact" else config.exchange}
-    return "+".join(names.get(axis, axis) for axis in AXES if config.degrees[axis] > 1)
+    axes = [names.get(axis, axis) for axis in AXES if config.degrees[axis] > 1]
+    return "+".join([*axes, *(["shard"] if config.shard > 1 else [])])
 
 
 @cache
@@ -48,7 +49,9 @@ def check(model: str, config: ParallelConfig) -> None:
     key = combination(config)
     if not key:
         return
-    outcome = table().get(model, {}).get(key)
+    row = table().get(model, {})
+    # Weights in pieces are the same numbers.
+    outcome = row.get(key, row.get(key.removesuffix("+shard")))
     if outcome is None:
         tested = ", ".join(table().get(model, {})) or "none"
         warnings.warn(

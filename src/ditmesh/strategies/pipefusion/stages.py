@@ -364,6 +364,8 @@ def kept_parameters(model: nn.Module, layout: TokenLayout) -> set[int]:
 
 # The attribute of a parameter that is not on this rank; holds its shape.
 ABSENT = "_ditmesh_absent"
+# The same of one of which this rank holds a part, elsewhere; it is whole while its module runs.
+IN_PIECES = "_ditmesh_in_pieces"
 
 
 def parts_of(parameter: Tensor) -> Iterator[Tensor]:
@@ -404,8 +406,13 @@ def filled(block: nn.Module) -> Iterator[None]:
 
 
 def shape_of(parameter: Tensor) -> torch.Size:
-    """The shape of a parameter, here or on another stage."""
-    return getattr(parameter, ABSENT, parameter.shape)
+    """The shape of a parameter, here or on another stage, whole or in pieces."""
+    return getattr(parameter, ABSENT, getattr(parameter, IN_PIECES, parameter.shape))
+
+
+def is_away(parameter: Tensor) -> bool:
+    """Whether a parameter's values are not in it: on another stage, or in pieces."""
+    return hasattr(parameter, ABSENT) or hasattr(parameter, IN_PIECES)
 
 
 def elsewhere(model: nn.Module, layout: TokenLayout, lengths: Sequence[int], stage: int) -> set[str]:

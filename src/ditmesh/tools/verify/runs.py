@@ -197,7 +197,7 @@ def run_tasks(job: Job, tasks: Sequence[Task], *, report: Report | None = None) 
     for task in tasks:
         mesh = None
         # A share of the weights is loaded for this run alone.
-        share = task.config is not None and task.config.tensor * task.config.pipe > 1
+        share = task.config is not None and task.config.cuts_weights
         share = share and why_whole(find_model(job.model), job.variant) is None
         if share:
             pipe = None

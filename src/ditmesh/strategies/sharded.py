@@ -1,0 +1,568 @@
+"""Weights that do not fit: every rank holds a part of each block's, and gathers a block's while it runs.
+
+After ZeRO's third stage and FSDP (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277), for
+inference: nothing is reduced, and the weights never change. The tensors of a block lie one after the other in memory
+that is cut evenly by bytes, so that sizes need not divide by anything. What arrives is used where it lies, and so is a
+rank's own part: only a tensor that lies on two ranks is copied.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..comm import Link
+from ..comm.link import Transfer
+from ..comm.state import Spec
+from ..config import ParallelConfig
+from ..core.alignment import ALIGNMENT, memory, offset_of
+from ..core.patching import CallChain, Patch, Proceed, refuse_saving
+from ..costs.step import Step, Term
+from ..errors import ConfigError, InputError
+from ..layout import TokenLayout
+from .base import Strategy
+from .caches import diffusers_hooks
+from .pipefusion.passes import StageDone
+from .pipefusion.stages import ABSENT, IN_PIECES, kept_parameters, parts_of, shape_of, whole_or_refused
+
+# Outside of blocks, linears, convolutions and embeddings from this share of a model's bytes on are in pieces, too.
+LARGE = 1e-3
+# How much more than its share a rank may hold of a unit, so that no tensor lies on two ranks.
+UNEVEN = 0.02
+# Gathers that may be under way or waiting for their block.
+AHEAD = 2
+# The attribute of a model that was read in pieces.
+UNITS = "_ditmesh_units"
+
+
+@dataclass(frozen=True)
+class Packed:
+    """How tensors lie one after the other, and how ranks share out that memory.
+
+    Args:
+        specs: shape and dtype of every tensor.
+        ranks: how many share.
+        offsets: how far behind a multiple of `ALIGNMENT` each begins, as kernels may look at that; default: 0, as
+            torch's own do.
+    """
+
+    specs: tuple[Spec, ...]
+    ranks: int
+    offsets: tuple[int, ...] = ()
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where every tensor begins, in bytes, and where the last one ends, rounded up."""
+        offsets = self.offsets or (0,) * len(self.specs)
+        sizes = [prod(shape) * dtype.itemsize for shape, dtype in self.specs]
+        room = [_rounded(offset + size) for offset, size in zip(offsets, sizes, strict=True)]
+        ends = [*accumulate(room, initial=0)]
+        return (*(end + offset for end, offset in zip(ends, offsets, strict=False)), ends[-1])
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """Where every rank's part begins, in bytes, and where the last one ends; between tensors if it may."""
+        total = self.starts[-1]
+        share = _rounded(-(-total // self.ranks))
+        edges = [start - start % ALIGNMENT for start in self.starts]
+        bounds = [0]
+        for even in (min(total, rank * share) for rank in range(1, self.ranks)):
+            nearest = min(edges, key=lambda edge: abs(edge - even))
+            bounds.append(nearest if bounds[-1] <= nearest and abs(nearest - even) <= UNEVEN * share else even)
+        return (*bounds, total)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of every rank's part."""
+        return tuple(high - low for low, high in pairwise(self.bounds))
+
+    @cached_property
+    def places(self) -> list[list[tuple[int, slice]]]:
+        """Of every tensor: the ranks that hold some of it, with which bytes of their parts."""
+        found = []
+        for (shape, dtype), start in zip(self.specs, self.starts, strict=False):
+            stop = start + prod(shape) * dtype.itemsize
+            found.append(
+                [
+                    (rank, slice(max(start, low) - low, min(stop, high) - low))
+                    for rank, (low, high) in enumerate(pairwise(self.bounds))
+                    if max(start, low) < min(stop, high)
+                ]
+            )
+        return found
+
+    def runs(self, rank: int) -> Iterator[tuple[int, slice, slice]]:
+        """What a rank holds: number of a tensor, which of its bytes, and where they are in the rank's part."""
+        for number, places in enumerate(self.places):
+            for owner, part in places:
+                if owner == rank:
+                    offset = self.bounds[rank] - self.starts[number]
+                    yield number, slice(part.start + offset, part.stop + offset), part
+
+
+def arranged(sizes: Sequence[int], ranks: int) -> list[int]:
+    """An order of tensors in which few lie on two ranks: each, the largest first, goes to the rank with least.
+
+    After Graham 1969, doi:10.1137/0117039.
+
+    >>> arranged([6, 1, 1, 1, 1, 4, 4], 2)
+    [0, 1, 2, 3, 5, 6, 4]
+    """
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    filled = [0] * ranks
+    for number in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
+        rank = filled.index(min(filled))
+        held[rank].append(number)
+        filled[rank] += sizes[number]
+    return [number for numbers in held for number in numbers]
+
+
+def _rounded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that are gathered together: paths of the modules that run with them, and their names."""
+
+    name: str
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+
+def grouped(model: nn.Module, lists: Collection[str], kept: Collection[int] = ()) -> list[Group]:
+    """The parameters of a model that can be in pieces: those of every block, and of large layers outside of blocks.
+
+    Adapters (peft's) stay whole, and so does what several blocks have, or a module that is no layer. Works without
+    memory for the weights, and with any of them elsewhere.
+
+    Args:
+        model: the model.
+        lists: paths of its lists of blocks.
+        kept: ids of parameters inside blocks that are used outside of them as well.
+    """
+    blocks = [f"{path}.{name}" for path in lists for name, _ in model.get_submodule(path).named_children()]
+    holders: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), []).append(name)
+    modules, total = dict(model.named_modules(remove_duplicate=False)), sum(map(_bytes_of, model.parameters()))
+    found: list[Group] = []
+    taken: set[int] = set()
+    for path, module in modules.items():
+        block = next((one for one in blocks if f"{path}.".startswith(f"{one}.")), None)
+        if block not in (None, path):
+            continue
+        own = {
+            f"{path}.{name}": parameter
+            for name, parameter in module.named_parameters(recurse=block is not None)
+            if id(parameter) not in kept and id(parameter) not in taken and not _adapts(name)
+        }
+        if block is not None:
+            own = {n: p for n, p in own.items() if all(other.startswith(f"{path}.") for other in holders[id(p)])}
+            runs_with = (path,)
+        else:
+            if not isinstance(module, _LAYERS) or sum(map(_bytes_of, own.values())) < LARGE * total:
+                continue
+            homes = dict.fromkeys(name.rpartition(".")[0] for p in own.values() for name in holders[id(p)])
+            if any(not isinstance(modules[home], _LAYERS) for home in homes):
+                continue
+            runs_with = tuple(homes)
+        if own:
+            taken.update(map(id, own.values()))
+            found.append(Group(path, runs_with, tuple(own)))
+    return found
+
+
+def groups_of(model: nn.Module, layout: TokenLayout) -> list[Group]:
+    """The parameters of a transformer that can be in pieces; none where nobody has reviewed the layout."""
+    if layout.source != "reviewed":
+        return []
+    return grouped(model, [region.blocks for region in layout.regions], kept_parameters(model, layout))
+
+
+def parameters_in_pieces(model: nn.Module, layout: TokenLayout) -> int:
+    """How many of a transformer's parameters ``shard`` shares out. Works without memory for them."""
+    return sum(model.get_parameter(name).numel() for group in groups_of(model, layout) for name in group.parameters)
+
+
+_LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def _bytes_of(parameter: Tensor) -> int:
+    return sum(prod(shape_of(part)) * part.element_size() for part in parts_of(parameter))
+
+
+def _adapts(name: str) -> bool:
+    return any(part.startswith("lora_") for part in name.split("."))
+
+
+@dataclass(eq=False)
+class Unit:
+    """What is gathered at once.
+
+    Attributes:
+        name: path of the block or layer.
+        modules: they run with it; the model itself: it is there while the model runs.
+        parameters: of the model.
+        parts: the plain tensors that they are made of.
+        packed: how those lie in memory.
+        piece: this rank's part of it, bytes.
+    """
+
+    name: str
+    modules: list[nn.Module]
+    parameters: Sequence[Tensor]
+    parts: Sequence[Tensor]
+    packed: Packed
+    piece: Tensor
+    # The calls in progress that run with it, and the memory that was lent for what was received.
+    running: int = 0
+    lent: list[list[Tensor]] = field(default_factory=list)
+
+    def cut(self, rank: int) -> None:
+        """Take this rank's part of tensors that are whole, and let go of them."""
+        for number, source, target in self.packed.runs(rank):
+            flat = self.parts[number].detach().contiguous().reshape(-1).view(torch.uint8)
+            self.piece[target].copy_(flat[source])
+        for part, (shape, _) in zip(self.parts, self.packed.specs, strict=True):
+            setattr(part, IN_PIECES, torch.Size(shape))
+        self.empty()
+
+    def fill(self, pieces: Sequence[Tensor], own: bool = False) -> None:
+        """Let the tensors be what all ranks' parts hold; ``own``: in memory of their own."""
+        for number, (part, (shape, dtype)) in enumerate(zip(self.parts, self.packed.specs, strict=True)):
+            found = [pieces[rank][place] for rank, place in self.packed.places[number]]
+            flat = found[0]
+            if own or len(found) > 1:
+                offset = self.packed.starts[number] % ALIGNMENT
+                flat = memory(sum(part.numel() for part in found), offset, self.piece.device)
+                torch.cat(found, out=flat)
+            part.data = flat.view(dtype).view(shape)
+
+    def empty(self) -> None:
+        """Let go of the tensors' values. They keep their dimensions: adapters are made by those."""
+        for part, (shape, _) in zip(self.parts, self.packed.specs, strict=True):
+            part.data = part.data.new_empty((0, *shape[1:]))
+
+    def check(self) -> None:
+        """Refuse tensors that somebody has cast or moved, which would not be seen in what is gathered.
+
+        Raises:
+            InputError: naming them.
+        """
+        device = self.piece.device
+        for part, (_, dtype) in zip(self.parts, self.packed.specs, strict=True):
+            if part.dtype != dtype or part.device != device:
+                raise InputError(
+                    f"the weights of {self.name} were {dtype} on {device} when ranks shared them out and are "
+                    f"{part.dtype} on {part.device} now; call ditmesh.restore(...), cast or move them, and parallelise "
+                    "again"
+                )
+
+
+def units_of(model: nn.Module, groups: Iterable[Group], link: Link) -> list[Unit]:
+    """The parts of whole weights that this rank is to hold; the others are let go of, block by block.
+
+    Raises:
+        InputError: a weight is of a kind that cannot be cut, or not there.
+    """
+    groups, units = list(groups), []
+    for name in (name for group in groups for name in group.parameters):
+        # All of them before any is let go of.
+        _check_plain(name, model.get_parameter(name), link)
+    for group in groups:
+        every = [model.get_parameter(name) for name in group.parameters]
+        parameters = [one for one in every if not any(hasattr(part, ABSENT) for part in parts_of(one))]
+        found = [part for p in parameters for part in parts_of(p) if part.numel() and part.is_contiguous()]
+        parts = [found[number] for number in arranged([part.nbytes for part in found], link.size)]
+        if parts:
+            specs = tuple((tuple(part.shape), part.dtype) for part in parts)
+            packed = Packed(specs, link.size, tuple(map(offset_of, parts)))
+            piece = parts[0].data.new_empty(packed.sizes[link.rank], dtype=torch.uint8)
+            modules = [model.get_submodule(path) for path in group.modules]
+            units.append(Unit(group.name, modules, parameters, parts, packed, piece))
+            with torch.no_grad():
+                units[-1].cut(link.rank)
+    return units
+
+
+def _check_plain(name: str, parameter: Tensor, link: Link) -> None:
+    if parameter.is_meta:
+        raise InputError(
+            f"{name} is not loaded (it is on the meta device), so {link.size} ranks could not share it out; take off "
+            "CPU offloading, or load the model with ditmesh.load()"
+        )
+    for part in parts_of(parameter):
+        if type(part) not in (Tensor, nn.Parameter) or part.layout is not torch.strided:
+            raise InputError(
+                f"{name} is a {type(part).__name__}, which ranks cannot share out in pieces; use torchao's or plain "
+                "weights, or leave shard out"
+            )
+
+
+class ShardedWeights:
+    """The weights of one model in pieces on the ranks of a link. In place; `close` is the exact inverse.
+
+    Args:
+        model: the model: whole, or with this rank's pieces only, as `ditmesh.load` leaves it.
+        groups: what is gathered together.
+        link: the ranks. They call the same modules in the same order.
+        chain: what wraps the model's forward; it becomes its next layer.
+
+    Raises:
+        InputError: a weight cannot be cut; or hooks of CPU offloading keep all of them.
+    """
+
+    def __init__(self, model: nn.Module, groups: Callable[[], Iterable[Group]], link: Link, chain: CallChain) -> None:
+        self.model, self.link = model, link
+        _refuse_offloading(model)
+        units: list[Unit] | None = vars(model).pop(UNITS, None)
+        if units is not None and any(unit.packed.ranks != link.size for unit in units):
+            raise InputError("this model was loaded for other ranks; load it with the configuration it is to run with")
+        self.units = units_of(model, groups(), link) if units is None else units
+        self._pending: dict[Unit, tuple[Transfer, list[list[Tensor]]]] = {}
+        # Memory for what is received, by its sizes, where several units have those; and what may still come after a
+        # failure.
+        sizes = Counter(unit.packed.sizes for unit in self.units)
+        self._spare: dict[tuple[int, ...], list[list[list[Tensor]]]] = {one: [] for one in sizes if sizes[one] > 1}
+        self._abandoned: list[Any] = []
+        # Which unit runs after which, as the latest call has shown; after None the first.
+        order = [None, *self.units]
+        self._following: dict[Unit | None, Unit] = dict(pairwise(order))  # type: ignore[arg-type]
+        self._latest: Unit | None = None
+        self._undo = ExitStack()
+        self._undo.callback(chain.add(self._around_call))
+        # What runs with the model itself.
+        self._always = [unit for unit in self.units if unit.modules == [model]]
+        for unit in self.units:
+            for module in unit.modules if unit not in self._always else ():
+                before, after = _Before(self._enter, unit), _After(self._leave, unit)
+                self._undo.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+                self._undo.callback(module.register_forward_hook(after, always_call=True).remove)
+        self._guard()
+
+    def _guard(self) -> None:
+        """Methods of the model that need whole weights."""
+        error = InputError("saving would write empty weights, which ranks share in pieces; call ditmesh.restore(...)")
+        self._undo.callback(refuse_saving(self.model, error))
+        for name in ("fuse_lora", "unfuse_lora"):
+            if hasattr(self.model, name):
+                patch = Patch(self.model, name, getattr(self.model, name))
+                patch.replace(partial(self._with_whole, patch))
+                self._undo.callback(patch)
+
+    def _with_whole(self, patch: Patch, *args: Any, **kwargs: Any) -> Any:
+        with self.whole():
+            return patch.original(*args, **kwargs)
+
+    def spread(self) -> set[int]:
+        """Ids of the parameters that are in pieces."""
+        return {id(parameter) for unit in self.units for parameter in unit.parameters}
+
+    @property
+    def held(self) -> int:
+        """Bytes of this rank's pieces."""
+        return sum(unit.piece.nbytes for unit in self.units)
+
+    # --- a call --------------------------------------------------------------------------------------------------
+
+    def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        self._abandoned.clear()
+        self._finish()
+        if (first := self._following.get(None)) is not None:
+            self._start(first)
+        try:
+            for unit in self._always:
+                self._enter(unit)
+            output = proceed(*args, **kwargs)
+        except StageDone:
+            # A stage of PipeFusion has done its blocks; the other ranks here do as it does.
+            self._finish()
+            raise
+        except BaseException:
+            # Nothing is waited for; what is under way keeps its memory until the next call.
+            self._abandoned += self._pending.values()
+            self._pending.clear()
+            for unit in self.units:
+                self._release(unit)
+            raise
+        for unit in self._always:
+            self._leave(unit)
+        self._finish()
+        return output
+
+    def _enter(self, unit: Unit) -> None:
+        unit.running += 1
+        if unit.running > 1:
+            return
+        unit.check()
+        with torch.inference_mode(False), torch.no_grad():
+            if unit not in self._pending:
+                self._start(unit)
+            transfer, unit.lent = self._pending.pop(unit)
+            unit.fill(self._pieces(unit, transfer.wait()))
+            self._following[self._latest], self._latest = unit, unit
+            following = self._following.get(unit)
+            if following is not None and following not in self._pending and not following.running:
+                self._start(following)
+
+    def _leave(self, unit: Unit) -> None:
+        unit.running = max(0, unit.running - 1)
+        if not unit.running:
+            self._release(unit)
+
+    def _release(self, unit: Unit) -> None:
+        unit.running = 0
+        if unit.lent:
+            unit.empty()
+            self._give_back(unit, unit.lent)
+            unit.lent = []
+
+    def _start(self, unit: Unit) -> None:
+        """Send this rank's piece, and let the others' come; in the same order on all ranks."""
+        while len(self._pending) >= AHEAD:
+            # Foreseen, and not wanted after all.
+            self._take()
+        if spare := self._spare.get(unit.packed.sizes):
+            lent = spare.pop()
+        else:
+            own = self.link.rank
+            lent = [[unit.piece.new_empty(0 if n == own else size)] for n, size in enumerate(unit.packed.sizes)]
+        self._pending[unit] = self.link.all_gather_async([unit.piece], lent), lent
+
+    def _take(self) -> None:
+        """Take what was foreseen longest ago."""
+        unit, (transfer, lent) = next(iter(self._pending.items()))
+        del self._pending[unit]
+        transfer.wait()
+        self._give_back(unit, lent)
+
+    def _give_back(self, unit: Unit, lent: list[list[Tensor]]) -> None:
+        if unit.packed.sizes in self._spare:
+            self._spare[unit.packed.sizes].append(lent)
+
+    def _pieces(self, unit: Unit, received: Sequence[Tensor]) -> list[Tensor]:
+        """All ranks' pieces, in rank order."""
+        rank = self.link.rank
+        return [*received[:rank], unit.piece, *received[rank:]]
+
+    def _finish(self) -> None:
+        """Take what was foreseen and not wanted, which other ranks have sent."""
+        self._latest = None
+        while self._pending:
+            self._take()
+
+    # --- whole weights -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """All weights whole on every rank inside; they may be changed there, alike on all. A collective call."""
+        self._gather()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for unit in self.units:
+                    unit.cut(self.link.rank)
+
+    def _gather(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            for unit in self.units:
+                unit.fill(gathered(unit, self.link), own=True)
+
+    def close(self) -> None:
+        """Give every rank all weights again, bit for bit. Collective over the link; needs room for all of them.
+
+        Raises:
+            PeerError: the other ranks' pieces did not come. Everything else is undone all the same, and the model
+                refuses its next call.
+        """
+        self._undo.close()
+        self._abandoned.clear()
+        self._spare.clear()
+        with whole_or_refused(self.model):
+            self._finish()
+            self._gather()
+            for unit in self.units:
+                for part in unit.parts:
+                    delattr(part, IN_PIECES)
+            self.units.clear()
+
+
+def gathered(unit: Unit, link: Link) -> list[Tensor]:
+    """All ranks' pieces of a unit. Collective."""
+    return [part for (part,) in link.all_gather_list([unit.piece], [[(size,)] for size in unit.packed.sizes])]
+
+
+class _Before:
+    """A hook before a module's call. It is there for the weights, which whoever takes other hooks off needs."""
+
+    brings_weights = True
+
+    def __init__(self, call: Callable[[Unit], None], unit: Unit) -> None:
+        self._call, self._unit = call, unit
+
+    def __call__(self, *_: Any) -> None:
+        self._call(self._unit)
+
+
+class _After(_Before):
+    """A hook behind a module's call, or when it has raised."""
+
+
+def _refuse_offloading(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if "group_offloading" in diffusers_hooks(module) or hasattr(module, "_hf_hook"):
+            raise InputError(
+                f"{path or type(model).__name__} is offloaded to the CPU, which keeps all of its weights there, so "
+                "that no rank could hold a part of them only; take the offloading off, or leave shard out"
+            )
+
+
+class ShardedModels(Strategy):
+    """The weights of every transformer of a pipeline, in pieces on ranks that would hold the same."""
+
+    name = "shard"
+    no_gradient = "weights are on a rank while their block runs forward, and no longer"
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        return config.shard > 1
+
+    @classmethod
+    def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
+        if layout.source != "reviewed":
+            raise ConfigError(
+                f"shard={config.shard} lets go of a block's weights behind its call, and whether {layout.model} uses "
+                "them elsewhere nobody has reviewed; use tensor to cut its weights, or leave shard out"
+            )
+
+    def apply(self, undo: ExitStack) -> None:
+        for model in self.context.models:
+            groups = partial(groups_of, model.model, model.layout)
+            sharded = ShardedWeights(model.model, groups, self.context.job.shard, model.chain)
+            undo.callback(model.add(sharded).close)
+
+    @classmethod
+    def terms(cls, step: Step) -> Iterator[Term]:
+        """A rank sends its part of every block's weights for each run of it, beside the block before."""
+        share, size, name = step.share, step.config.shard, "weights (shard)"
+        runs = share.calls * share.pieces
+        beside = sum(term.seconds for term in step.compute()) / max(1, sum(share.blocks) * runs)
+        kept, largest = 0.0, 0.0
+        for block, count in step.kinds():
+            weights = (block.parameters - block.sliced + block.sliced / share.tensor) * step.job.element
+            lacking = weights * (size - 1) / size
+            yield step.transfer(name, ("ulysses",), "all_gather", lacking, count * runs, behind=beside, size=size)
+            kept, largest = kept - count * lacking * step.job.transformers, max(largest, lacking)
+        # What it lacks of a block that runs and of the next one is there for a while.
+        yield Term(name, "memory", memory=kept + min(2, sum(share.blocks)) * largest)

@@ -1,0 +1,299 @@
+"""Text encoders that are not whole on every rank: in pieces, on one rank, or freed once they have run.
+
+They run once for a picture and can be larger than a rank's share of the transformer. In each form the pipeline finds
+the modules it always has, calls them as always, and gets what they return on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..comm import Link
+from ..config import ParallelConfig
+from ..core.alignment import memory, offset_of
+from ..core.patching import CallChain, Proceed, refuse_saving
+from ..errors import InputError
+from .base import Context, Strategy
+from .pipefusion.stages import ABSENT, is_away, parts_of, shape_of, whole_or_refused
+from .sharded import Group, ShardedWeights, grouped
+
+_WAY_OUT = "use text_encoder='rank0' or 'sharded'"
+
+
+class Placed(Protocol):
+    """A text encoder that is not as it was."""
+
+    def close(self) -> None:
+        """Make it whole on every rank again. Collective where ranks share it."""
+        ...
+
+
+def encoders_of(pipe: Any) -> dict[str, nn.Module]:
+    """The text encoders of a pipeline, by the names of its components."""
+    components = getattr(pipe, "components", {})
+    return {n: m for n, m in components.items() if n.startswith("text_encoder") and isinstance(m, nn.Module)}
+
+
+def in_pieces(module: nn.Module, link: Link) -> Placed:
+    """A text encoder of which every rank has a part of each layer."""
+
+    def groups() -> list[Group]:
+        lists = [path for path, one in module.named_modules() if isinstance(one, nn.ModuleList)]
+        outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
+        found = grouped(module, outer)
+        layers = [group for group in found if group.name.rpartition(".")[0] in outer]
+        # Tables of embeddings, which an encoder may look at by itself: whole while it runs.
+        others = tuple(name for group in found if group not in layers for name in group.parameters)
+        return [*([Group("", ("",), others)] if others else []), *layers]
+
+    return ShardedWeights(module, groups, link, CallChain(module))
+
+
+class OnOneRank:
+    """A text encoder that only the first rank of a link has; what it returns goes to the others.
+
+    Args:
+        module: the encoder, whole on every rank. All ranks call it together, with the same inputs.
+        link: the ranks.
+    """
+
+    def __init__(self, module: nn.Module, link: Link) -> None:
+        self._module, self._link = module, link
+        self._undo = ExitStack()
+        self._parts = [part for parameter in module.parameters() for part in parts_of(parameter)]
+        self._offsets = [offset_of(part) for part in self._parts]
+        self._undo.callback(CallChain(module).add(self._around_call))
+        self._undo.callback(
+            refuse_saving(module, InputError("this text encoder is on rank 0 only; call ditmesh.restore(...) first"))
+        )
+        if link.rank == 0:
+            return
+        for part in self._parts:
+            setattr(part, ABSENT, part.shape)
+            part.data = part.data.new_empty(0)
+        for path, child in module.named_modules():
+            if child is not module:
+                self._undo.callback(child.register_forward_pre_hook(partial(self._refuse, path)).remove)
+
+    def _refuse(self, path: str, *_: Any) -> None:
+        raise InputError(
+            f"{path} of a text encoder was called by itself, and with text_encoder='rank0' its weights are on rank 0; "
+            "use text_encoder='sharded'"
+        )
+
+    def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        link = self._link
+        if link.rank == 0:
+            leaves, form = tree_flatten(proceed(*args, **kwargs))
+            link.broadcast_object((form, [_Sent.of(leaf) for leaf in leaves]))
+            for leaf in leaves:
+                if isinstance(leaf, Tensor):
+                    link.broadcast(leaf.contiguous(), 0)
+            return tree_unflatten(leaves, form)
+        form, sent = link.broadcast_object(None)
+        device = self._parts[0].device
+        received = [
+            link.broadcast(torch.empty(one.shape, dtype=one.dtype, device=device), 0) if isinstance(one, _Sent) else one
+            for one in sent
+        ]
+        return tree_unflatten(received, form)
+
+    def close(self) -> None:
+        """Give the encoder to all ranks again, bit for bit. Collective."""
+        self._undo.close()
+        with whole_or_refused(self._module), torch.no_grad():
+            for part, offset in zip(self._parts, self._offsets, strict=True):
+                away = is_away(part)
+                value = self._link.broadcast(_like(part, offset) if away else part.data.contiguous(), 0)
+                if away:
+                    part.data = value
+                    delattr(part, ABSENT)
+
+
+def _like(parameter: Tensor, offset: int) -> Tensor:
+    """Memory for a parameter that is away, which begins as the parameter's did."""
+    shape = shape_of(parameter)
+    return memory(shape.numel() * parameter.element_size(), offset, parameter.device).view(parameter.dtype).view(shape)
+
+
+class _Sent:
+    """Form of a tensor that is sent by itself."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+
+    @staticmethod
+    def of(leaf: Any) -> Any:
+        return _Sent(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+class FreedAfterUse:
+    """A text encoder that lets go of its weights when `free` is called and reads them again when it is.
+
+    Args:
+        name: of the component.
+        module: the encoder.
+
+    Raises:
+        InputError: its weights are not, bit for bit, those of the files it was loaded from.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name, self._module = name, module
+        self._files = _files_of(name, module)
+        self._freed = False
+        self._offsets: dict[Tensor, int] = {}
+        self._undo = ExitStack()
+        for one in module.modules():
+            self._undo.callback(one.register_forward_pre_hook(lambda *_: self._read(), prepend=True).remove)
+        error = InputError(f"{name} has been freed; call ditmesh.restore(...) before it is saved")
+        self._undo.callback(refuse_saving(module, error))
+
+    def free(self) -> None:
+        """Let go of the weights, if they are here."""
+        if not self._freed:
+            self._freed = True
+            for parameter in self._files:
+                self._offsets[parameter] = offset_of(parameter)
+                setattr(parameter, ABSENT, parameter.shape)
+                parameter.data = parameter.data.new_empty(0)
+
+    def _read(self) -> None:
+        if not self._freed:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for parameter, file, key in self._sources():
+                value = _stored(file, key)
+                if value.shape != shape_of(parameter):
+                    raise InputError(f"{key} in {str(file)!r} has another shape than it had; restore the file")
+                parameter.data = _like(parameter, self._offsets[parameter]).copy_(value)
+                delattr(parameter, ABSENT)
+        self._freed = False
+
+    def _sources(self) -> Iterator[tuple[Tensor, Path, str]]:
+        # What an interrupted reading has read stays.
+        yield from ((p, file, key) for p, (file, key) in self._files.items() if hasattr(p, ABSENT))
+
+    def close(self) -> None:
+        """Read the weights again."""
+        self._undo.close()
+        self._read()
+
+
+def _files_of(name: str, module: nn.Module) -> dict[Tensor, tuple[Path, str]]:
+    """For every parameter of a module the file that holds the same bits, and the key in there."""
+    folder = Path(getattr(module, "name_or_path", "") or getattr(getattr(module, "config", None), "_name_or_path", ""))
+    where: dict[str, Path] = {}
+    for file in sorted(folder.glob("*.safetensors")) if str(folder) != "." else ():
+        where |= dict.fromkeys(_keys(file), file)
+    names: dict[Tensor, list[str]] = {}
+    for own, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(own)
+    found: dict[Tensor, tuple[Path, str]] = {}
+    for parameter, known in names.items():
+        for key in _matching(known, where):
+            value = _stored(where[key], key)
+            if value.shape == parameter.shape and _same(value, parameter):
+                found[parameter] = where[key], key
+                break
+        else:
+            why = "are not in safetensors files here" if not where else f"are not those in {str(folder)!r}"
+            raise InputError(
+                f"the weights of {name} ({known[0]}) {why}, so they could not be read again once they are freed; "
+                f"{_WAY_OUT}"
+            )
+    return found
+
+
+def _matching(names: Collection[str], keys: Collection[str]) -> list[str]:
+    """Keys of a file under which a parameter of these names may be: a prefix more or less is usual."""
+    exact = [name for name in names if name in keys]
+    alike = [k for k in keys for name in names if k.endswith(f".{name}") or name.endswith(f".{k}")]
+    return [*exact, *alike]
+
+
+def _same(stored: Tensor, parameter: Tensor) -> bool:
+    mine = parameter.detach().cpu().contiguous()
+    theirs = stored.to(mine.dtype).contiguous()
+    # Bits, as a NaN equals nothing.
+    return torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
+
+
+def _keys(file: Path) -> list[str]:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt", device="cpu") as opened:
+        return list(opened.keys())
+
+
+def _stored(file: Path, key: str) -> Tensor:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt", device="cpu") as opened:
+        return opened.get_tensor(key)
+
+
+class TextEncoders(Strategy):
+    """The text encoders of every pipeline: in pieces, on one rank, or freed after use."""
+
+    name = "text encoders"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        # By id: the encoder, its form, and how many pipelines use it.
+        self._placed: dict[int, tuple[nn.Module, Placed, int]] = {}
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        return config.text_encoder == "freed" or (config.text_encoder != "whole" and config.world_size > 1)
+
+    def apply(self, undo: ExitStack) -> None:
+        self.context.add(self)
+        if self.context.config.text_encoder == "freed":
+            for model in self.context.models:
+                undo.callback(model.chain.add(self._around_call))
+
+    def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        for _, placed, _ in self._placed.values():
+            if isinstance(placed, FreedAfterUse):
+                placed.free()
+        return proceed(*args, **kwargs)
+
+    def attach(self, pipe: Any, undo: ExitStack) -> None:
+        for name, module in encoders_of(pipe).items():
+            known, placed, users = self._placed.get(id(module)) or (module, self._made(name, module), 0)
+            self._placed[id(module)] = known, placed, users + 1
+            undo.callback(self._leave, module)
+
+    def _made(self, name: str, module: nn.Module) -> Placed:
+        if any(hasattr(one, "_hf_hook") for one in module.modules()):
+            raise InputError(
+                f"{name} is offloaded to the CPU, and text_encoder={self.context.config.text_encoder!r} would move its "
+                "weights as well; use one of the two"
+            )
+        link = self.context.mesh.world
+        makers: dict[str, Callable[[], Placed]] = {
+            "sharded": lambda: in_pieces(module, link),
+            "rank0": lambda: OnOneRank(module, link),
+            "freed": lambda: FreedAfterUse(name, module),
+        }
+        return makers[self.context.config.text_encoder]()
+
+    def _leave(self, module: nn.Module) -> None:
+        known, placed, users = self._placed.pop(id(module))
+        if users > 1:
+            self._placed[id(module)] = known, placed, users - 1
+        else:
+            placed.close()
+
+    def moved(self) -> set[int]:
+        """Ids of the parameters that are not on every rank, or not always."""
+        return {id(parameter) for module, _, _ in self._placed.values() for parameter in module.parameters()}

@@ -1,0 +1,304 @@
+"""What the tests of weights in pieces run on every rank."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import diffusers
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ditmesh
+from ditmesh import zoo
+from ditmesh.comm.mesh import Mesh
+from ditmesh.config import ParallelConfig
+from ditmesh.core.digests import weights_fingerprint
+from ditmesh.generate import loading
+from ditmesh.generate.model_info import find_model
+from ditmesh.layout import layout_of
+from ditmesh.strategies.pipefusion.lazy import whole_of
+from ditmesh.strategies.sharded import ShardedWeights
+from ditmesh.strategies.text_encoders import TextEncoders
+from support.models import RAGGED, inputs, run, tiny
+from support.pipelines import MAKERS, arguments, draw
+from support.tensor import bits, same_bits
+
+
+def flat(output: Any) -> list[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        return [output]
+    return [tensor for item in output for tensor in flat(item)]
+
+
+def values(model: nn.Module, arguments: Any, config: dict[str, Any]) -> list[torch.Tensor]:
+    """What three calls return: the layout of the first shows which unit follows which; stale steps follow."""
+    with ditmesh.parallelized(model, config):
+        found = []
+        for _ in range(3):
+            found += [tensor.clone() for tensor in flat(whole_of(run(model, arguments)))]
+            ditmesh.engine_of(model).clock.advance()
+        return found
+
+
+def bytes_of(model: nn.Module) -> int:
+    return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}.values())
+
+
+def compared(name: str, config: dict[str, Any], shard: int) -> dict[str, Any]:
+    """A configuration with and without ``shard``: bits, what is held, what is back."""
+    model, arguments = copy.deepcopy(tiny(name)), inputs(name, RAGGED, False)
+    before, identities = bits(model), [id(p) for p in model.parameters()]
+    try:
+        plain = values(model, arguments, config)
+    except (ditmesh.ConfigError, ditmesh.InputError) as error:
+        return {"refused": str(error)}
+    shared = values(model, arguments, {**config, "shard": shard})
+    found: dict[str, Any] = {
+        "equal": len(plain) == len(shared) and all(map(torch.equal, plain, shared)),
+        "restored": same_bits(before, bits(model)) and identities == [id(p) for p in model.parameters()],
+        "whole": bytes_of(model),
+    }
+    with ditmesh.parallelized(model, {**config, "shard": shard}):
+        sharded = ditmesh.engine_of(model).models[0].get(ShardedWeights)
+        run(model, arguments)
+        found["held"] = sharded.held + bytes_of(model)
+        found["units"] = len(sharded.units)
+    return found
+
+
+def saved_big(folder: Any, blocks: int = 48) -> int:
+    """Save a class-conditional pipeline with random float32 weights of 10.6 MB a block; the transformer's bytes."""
+    torch.manual_seed(0)
+    model = diffusers.DiTTransformer2DModel(
+        num_attention_heads=6,
+        attention_head_dim=64,
+        in_channels=4,
+        out_channels=8,
+        num_layers=blocks,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=8,
+    )
+    vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4, layers_per_block=1)
+    diffusers.DiTPipeline(model, vae, diffusers.DDIMScheduler()).save_pretrained(folder)
+    return sum(p.nbytes for p in model.parameters())
+
+
+def anonymous() -> int:
+    """Bytes of this process's private memory (Linux)."""
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+class Peak:
+    """The most private memory of this process while inside, above what it had before."""
+
+    def __enter__(self) -> Peak:
+        gc.collect()
+        self._ended, self.bytes, self._before = threading.Event(), 0, anonymous()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.001):
+            self.bytes = max(self.bytes, anonymous() - self._before)
+
+    def __exit__(self, *_: Any) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.bytes = max(self.bytes, anonymous() - self._before)
+
+
+def picture(pipe: Any) -> torch.Tensor:
+    pipe.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        return torch.from_numpy(
+            pipe(
+                class_labels=[1], num_inference_steps=2, guidance_scale=1.0, generator=generator, output_type="np"
+            ).images
+        )
+
+
+def memory_of(folder: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Peaks of loading and of a request, in private memory and in tensors, and the picture."""
+    # Lazy imports are not what is measured.
+    small = ditmesh.load(f"{folder}/small", config, torch_dtype=torch.bfloat16)
+    picture(small)
+    ditmesh.restore(small)
+    del small
+    with Peak() as loading:
+        pipe = ditmesh.load(f"{folder}/big", config, torch_dtype=torch.bfloat16)
+    found: dict[str, Any] = {"load": loading.bytes, "tensors": 0}
+    sharded = ditmesh.engine_of(pipe).models[0].find(ShardedWeights)
+    if sharded is not None:
+
+        def count(*_: Any) -> None:
+            coming = sum(m.nbytes for _, lent in sharded._pending.values() for (m,) in lent)
+            pieces = {unit.piece.data_ptr(): unit.piece.nbytes for unit in sharded.units}
+            for p in pipe.transformer.parameters():
+                pieces[p.untyped_storage().data_ptr()] = p.untyped_storage().nbytes()
+            found["tensors"] = max(found["tensors"], sum(pieces.values()) + coming)
+
+        for block in pipe.transformer.transformer_blocks:
+            block.norm1.register_forward_pre_hook(count)
+    with Peak() as step:
+        found["picture"] = picture(pipe)
+    found["step"] = step.bytes + step._before - loading._before
+    if sharded is not None:
+        whole = type(pipe).from_pretrained(f"{folder}/big", torch_dtype=torch.bfloat16)
+        ditmesh.restore(pipe)
+        found["restored"] = same_bits(bits(whole.transformer), bits(pipe.transformer))
+    return found
+
+
+def uneven(config: dict[str, Any], prompts: list[int], shard: int) -> bool:
+    """Whether rows, or branches, that are not equally many on every rank give the bits they give without ``shard``."""
+    pictures = []
+    for extra in ({}, {"shard": shard}):
+        pipe = MAKERS["flux"]()
+        pipe.transformer = copy.deepcopy(pipe.transformer)
+        with ditmesh.parallelized(pipe, {**config, **extra}):
+            pictures.append(draw(pipe, arguments("flux", prompts, steps=2)))
+    return torch.equal(*pictures)
+
+
+def three_branches(config: dict[str, Any], shard: int) -> bool:
+    """The same of a sampler that calls the transformer three times a step."""
+    pictures = []
+    for extra in ({}, {"shard": shard}):
+        model = copy.deepcopy(tiny("Flux"))
+        made, found = inputs("Flux", RAGGED, False), []
+        text = made["encoder_hidden_states"]
+        with ditmesh.parallelized(model, {**config, **extra}):
+            for _ in range(3):
+                found += [flat(run(model, {**made, "encoder_hidden_states": text * k}))[0] for k in (1.0, 0.5, 0.25)]
+                ditmesh.engine_of(model).clock.advance()
+        pictures.append(torch.stack(found))
+    return torch.equal(*pictures)
+
+
+def broken_off(config: dict[str, Any]) -> dict[str, Any]:
+    """A request that fails on rank 1 in a block of its second step; the next one, and what restore gives back."""
+    pipe = MAKERS["sd3"]()
+    model = pipe.transformer = copy.deepcopy(pipe.transformer)
+    before, made = bits(model), lambda: arguments("sd3", [1, 2], steps=2)
+    with ditmesh.parallelized(pipe, {**config, "shard": 1}):
+        truth = draw(pipe, made())
+    calls = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2 and dist.get_rank() == 1:
+            raise RuntimeError("on purpose")
+
+    found: dict[str, Any] = {}
+    ditmesh.parallelize(pipe, config)
+    handle = model.transformer_blocks[1].register_forward_pre_hook(fail)
+    try:
+        draw(pipe, made())
+    except (RuntimeError, ditmesh.PeerError) as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    sharded = ditmesh.engine_of(pipe).models[0].get(ShardedWeights)
+    found["let go"] = bytes_of(model) + sharded.held < 0.6 * sum(value.nbytes for value in before.values())
+    found["next"] = torch.equal(draw(pipe, made()), truth)
+    calls = 0
+    with suppress(RuntimeError):
+        draw(pipe, made())
+    handle.remove()
+    ditmesh.restore(pipe)
+    found["restored"] = same_bits(before, bits(model))
+    return found
+
+
+def refused(case: str) -> str:
+    """What is said of a model that cannot be shared in pieces."""
+    model, given = copy.deepcopy(tiny("Flux")), inputs("Flux", RAGGED, False)
+    config: dict[str, Any] = {"ulysses": 2, "shard": 2}
+    layout = None
+    if case == "offload":
+        cpu = torch.device("cpu")
+        model.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
+    if case == "layout":
+        reviewed = layout_of(model)
+        assert reviewed is not None
+        layout = replace(reviewed, source="derived")
+    mesh = Mesh(ParallelConfig(ulysses=2)) if case == "mesh" else None
+    before = bits(model)
+    try:
+        ditmesh.parallelize(model, config, mesh=mesh, layout=layout)
+        if case == "cast":
+            model.to(torch.bfloat16)
+        if case == "gradient":
+            flat(model.forward(**given))
+        else:
+            run(model, given)
+    except (ditmesh.ConfigError, ditmesh.InputError) as error:
+        said = str(error)
+    else:
+        said = "nothing"
+    if hasattr(model, "_ditmesh_engine"):
+        ditmesh.restore(model)
+    if case != "cast" and not same_bits(before, bits(model)):
+        said += " (and weights are lost)"
+    return said
+
+
+def fingerprints(folder: str, config: dict[str, Any], options: dict[str, Any]) -> list[str]:
+    """Of a pipeline in pieces before and after parallelize, and of the whole one."""
+    mesh = Mesh(ParallelConfig(**config))
+    pipe = loading.read_pipeline(find_model(folder), mesh.config, mesh, **options)
+    found = [loading.fingerprint(pipe, mesh)]
+    ditmesh.parallelize(pipe, config, mesh=mesh)
+    found.append(loading.fingerprint(pipe, mesh))
+    ditmesh.restore(pipe)
+    mesh.close()
+    whole = type(pipe).from_pretrained(folder, **options)
+    return [*found, weights_fingerprint(whole), weights_fingerprint(pipe)]
+
+
+def encoded(how: str, config: dict[str, Any], steps: int = 2) -> dict[str, Any]:
+    """Pictures of a prompt with text encoders in their place and elsewhere, and what a rank holds of them."""
+
+    def drawn(pipe: Any, prompt: str) -> torch.Tensor:
+        pipe.set_progress_bar_config(disable=True)
+        generator = torch.Generator().manual_seed(0)
+        kind = {"output_type": "latent", "generator": generator, "max_sequence_length": 16}
+        with torch.no_grad():
+            return pipe(prompt, num_inference_steps=steps, **kind).images
+
+    pipe = diffusers.DiffusionPipeline.from_pretrained(zoo.path("emoji-sd3"))
+    encoders = [pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3]
+    before, whole = [bits(one) for one in encoders], sum(map(bytes_of, encoders))
+    prompts = ("a red apple", "a blue fish")
+    with ditmesh.parallelized(pipe, config):
+        truth = [drawn(pipe, prompt) for prompt in prompts]
+    ditmesh.parallelize(pipe, {**config, "text_encoder": how})
+    found: dict[str, Any] = {
+        "pictures": all(torch.equal(drawn(pipe, p), t) for p, t in zip(prompts, truth, strict=True))
+    }
+    placed = [each for _, each, _ in ditmesh.engine_of(pipe).context.get(TextEncoders)._placed.values()]
+    held = sum(map(bytes_of, encoders)) + sum(one.held for one in placed if isinstance(one, ShardedWeights))
+    found["held"] = held / whole
+    ditmesh.restore(pipe)
+    found["restored"] = all(same_bits(a, bits(b)) for a, b in zip(before, encoders, strict=True))
+    return found
+
+
+def not_of_its_files() -> str:
+    pipe = diffusers.DiffusionPipeline.from_pretrained(zoo.path("emoji-sd3"))
+    with torch.no_grad():
+        next(pipe.text_encoder_2.parameters()).add_(1)
+    try:
+        ditmesh.parallelize(pipe, {"ulysses": 2, "text_encoder": "freed"})
+    except ditmesh.InputError as error:
+        return str(error)
+    return "nothing"
