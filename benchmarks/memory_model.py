@@ -5,10 +5,11 @@ the other. Two things are compared with the prediction (`ditmesh.memory`), each 
 
 * tensors: bytes of storages that are alive at the peak, counted in the rank by the same dispatch mode that the
   prediction uses, there with values and real messages; workspace of kernels is not seen by it and left out of both;
-* process: the most that the process has resident in the phase (VmHWM, reset before through clear_refs; while loading
-  the most of RssAnon and RssShmem, looked at every 2 ms, as files that are mapped are nobody's memory). The
-  prediction adds what a process has before it holds a model, which is measured in the same rank after it has made a
-  picture with an embedded model.
+* process: the most that the process has of its own in the phase (RssAnon and RssShmem, looked at every 2 ms), plus the
+  code and tables that it had mapped before. Not VmHWM: files of weights that are mapped count there until the system
+  takes their pages back. The C library is told to give back what is freed (M_MMAP_THRESHOLD of 1 MiB): what its heap
+  keeps otherwise, up to 0.15 GB of decoding here, is not predicted. Weights are copied out of the files here, as they would be to a device. The prediction adds
+  what a process has before it holds a model, measured in the same rank after a picture of an embedded model.
 
     python benchmarks/memory_model.py --json figures.json
     python benchmarks/memory_model.py --only "Wan, ulysses=2"
@@ -34,7 +35,7 @@ import torch
 
 from machine import describe_machine
 
-TEXT = 128
+TEXT = 64
 AUTOENCODER: dict[str, Any] = {
     "block_out_channels": (64, 64, 128, 128),
     "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -136,21 +137,18 @@ def wan(folder: str) -> None:
 
 # The pipeline, its configuration, pixels of a side, frames.
 CASES: dict[str, tuple[Callable[[str], None], dict[str, Any], int, int]] = {
-    "SD3, 1 device": (sd3, {}, 512, 1),
-    "SD3, ulysses=2": (sd3, {"ulysses": 2}, 512, 1),
-    "SD3, ring=2, whole decode": (sd3, {"ring": 2, "vae": "whole"}, 384, 1),
-    "SD3, tensor=2": (sd3, {"tensor": 2}, 512, 1),
-    "SD3, displaced": (sd3, {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"}, 384, 1),
-    "SD3, pipe=2": (sd3, {"pipe": 2, "patches": 2, "warmup": "fixed(1)"}, 384, 1),
-    "SD3, cfg=2": (sd3, {"cfg": 2}, 384, 1),
-    "FLUX, 1 device": (flux, {}, 384, 1),
-    "FLUX, ulysses=2": (flux, {"ulysses": 2}, 512, 1),
-    "FLUX, ring=2 over gloo": (flux, {"ring": 2, "shared_memory": False}, 512, 1),
-    "PixArt, 1 device": (pixart, {}, 512, 1),
-    "PixArt, cfg=2": (pixart, {"cfg": 2}, 512, 1),
-    "Wan, 1 device": (wan, {}, 160, 9),
-    "Wan, ulysses=2": (wan, {"ulysses": 2}, 160, 9),
-    "Wan, cfg=2": (wan, {"cfg": 2}, 160, 9),
+    "SD3, 1 device": (sd3, {}, 320, 1),
+    "SD3, ulysses=2": (sd3, {"ulysses": 2}, 320, 1),
+    "SD3, tensor=2": (sd3, {"tensor": 2}, 256, 1),
+    "Wan, ulysses=2": (wan, {"ulysses": 2}, 128, 9),
+    "FLUX, ring=2 over gloo": (flux, {"ring": 2, "shared_memory": False}, 320, 1),
+    "SD3, displaced": (sd3, {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"}, 256, 1),
+    "PixArt, cfg=2": (pixart, {"cfg": 2}, 256, 1),
+    "SD3, pipe=2": (sd3, {"pipe": 2, "patches": 2, "warmup": "fixed(1)"}, 256, 1),
+    "FLUX, 1 device": (flux, {}, 320, 1),
+    "Wan, cfg=2": (wan, {"cfg": 2}, 128, 9),
+    "SD3, ring=2, bands": (sd3, {"ring": 2, "vae": "bands"}, 384, 1),
+    "PixArt, 1 device": (pixart, {}, 320, 1),
 }
 
 
@@ -160,33 +158,27 @@ def status(*names: str) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.split(":")[0] in names)
 
 
-@contextmanager
-def most(found: dict[str, int], phase: str) -> Iterator[None]:
-    """The most that the process has resident meanwhile."""
-    Path("/proc/self/clear_refs").write_text("5")
-    yield
-    found[phase] = status("VmHWM")
+class Own:
+    """The most of RssAnon and RssShmem, looked at all the time by a thread."""
 
+    def __init__(self) -> None:
+        self._peak, self._over = 0, threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
 
-@contextmanager
-def most_of_its_own(found: dict[str, int], phase: str) -> Iterator[None]:
-    """The same, without files that are mapped."""
-    peak, over = 0, threading.Event()
+    def most(self) -> int:
+        """Since the last time."""
+        peak, self._peak = max(self._peak, status("RssAnon", "RssShmem")), 0
+        return peak
 
-    def look() -> None:
-        nonlocal peak
-        while not over.is_set():
-            peak = max(peak, status("RssAnon", "RssShmem"))
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.is_set():
+            self._peak = max(self._peak, status("RssAnon", "RssShmem"))
             time.sleep(0.002)
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-    found[phase] = peak
 
 
 @contextmanager
@@ -249,6 +241,8 @@ def measured(folder: str, config: dict[str, Any], side: int, frames: int) -> dic
     from ditmesh.generate.run import quieten
 
     quieten()
+    # Else the C library's heap keeps chunks below 32 MB that were freed, as it happens to find them useful.
+    ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 20)
     warm = ditmesh.load(zoo.path("emoji-sd3"), config if config.get("pipe", 1) == 1 else {"ulysses": 2})
     warm.set_progress_bar_config(disable=True)
     warm("a red fox", num_inference_steps=1)
@@ -258,51 +252,130 @@ def measured(folder: str, config: dict[str, Any], side: int, frames: int) -> dic
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     start = {"resident": status("VmRSS"), "own": status("RssAnon", "RssShmem")}
     process: dict[str, int] = {}
-    with most_of_its_own(process, "load"):
-        pipe = ditmesh.load(folder, config, **absent(folder))
-    after = {"resident": status("VmRSS"), "own": status("RssAnon", "RssShmem")}
+    own = Own()
+    pipe = ditmesh.load(folder, config, **absent(folder))
+    for tensor in weights_of(pipe):
+        # Pages of a mapped file come when they are read, and go when the system likes; on a device they would stay.
+        tensor.data = tensor.data.clone()
+    process["load"] = own.most()
     pipe.set_progress_bar_config(disable=True)
     given = arguments(pipe, side, frames)
-    steps = {**given, "num_inference_steps": 3} if ditmesh.engine_of(pipe).control is not None else given
-    tensors: dict[str, float] = {}
-
-    def held() -> Alive:
-        modules = [part for part in pipe.components.values() if isinstance(part, torch.nn.Module)]
-        return Alive(tensor for part in modules for tensor in (*part.parameters(), *part.buffers()))
-
+    if ditmesh.engine_of(pipe).control is not None:
+        given["num_inference_steps"] = 3
     encoders = [part for name, part in pipe.components.items() if name.startswith("text_encoder") and part is not None]
     if encoders:
-        with torch.no_grad(), most(process, "encode"):
+        with torch.no_grad():
             for encoder in encoders:
                 encoder(input_ids=torch.zeros(1, min(TEXT, 77 if "CLIP" in type(encoder).__name__ else TEXT)).long())
-    with most(process, "step"):
-        pipe(**steps, output_type="latent")
-    with most(process, "decode"):
+        process["encode"] = own.most()
+    tensors: dict[str, float] = {}
+    alive = Alive(weights_of(pipe))
+    decode, counting = pipe.vae.decode, False
+
+    def around(*args: Any, **kwargs: Any) -> Any:
+        # What the steps have taken, and then what decoding takes.
+        if not counting:
+            process["step"] = own.most()
+            return decode(*args, **kwargs)
+        before, tensors["step"] = alive.now, alive.peak
+        alive.reset()
+        result = decode(*args, **kwargs)
+        tensors["decode"] = alive.peak - before
+        return result
+
+    pipe.vae.decode = around
+    pipe(**given)
+    process["decode"] = own.most()
+    own.close()
+    counting = True
+    with counted(alive):
         pipe(**given)
-    for phase, how in (("step", {**steps, "output_type": "latent"}), ("decode", given)):
-        alive = held()
-        if phase == "decode":
-            # Of the decoder alone.
-            decode = pipe.vae.decode
-
-            def around(*args: Any, alive: Any = alive, decode: Any = decode, **kwargs: Any) -> Any:
-                before = alive.now
-                alive.reset()
-                try:
-                    return decode(*args, **kwargs)
-                finally:
-                    tensors["decode"] = alive.peak - before
-
-            pipe.vae.decode = around
-        with counted(alive):
-            pipe(**how)
-        tensors.setdefault(phase, alive.peak)
-    modules = {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
-    weights = {
-        name: sum(
-            {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in part.parameters()}.values()
-        )
-        for name, part in modules.items()
-    }
+    del pipe.vae.decode
+    weights = {name: sum(t.nbytes for t in weights_of(pipe, [name])) for name in pipe.components}
     ditmesh.restore(pipe)
-    return {"start": start, "after": after, "process": process, "tensors": tensors, "weights": weights}
+    # Code and tables that are mapped are a process's, too.
+    process = {phase: most + start["resident"] - start["own"] for phase, most in process.items()}
+    return {"start": start["resident"], "process": process, "tensors": tensors, "weights": weights}
+
+
+def compared(
+    folder: str, config: dict[str, Any], side: int, frames: int, ranks: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What is predicted, and how far it is off."""
+    from ditmesh import ParallelConfig
+    from ditmesh.generate.memory import components_of, request_of
+    from ditmesh.generate.model_info import find_model
+    from ditmesh.memory.predict import needs
+    from ditmesh.memory.walk import cpu_workspace
+
+    info, parallel = find_model(folder), ParallelConfig(**config)
+    guided = info.pipeline_class != "FluxPipeline"
+    request = request_of(info, (side, side), TEXT, guidance=guided, frames=(frames - 1) // 4 + 1)
+    worst = {what: {k: max(one[what][k] for one in ranks) for k in ranks[0][what]} for what in ("process", "tensors")}
+    start = max(one["start"] for one in ranks)
+    result: dict[str, Any] = {"process": {}, "tensors": {}}
+    for what, workspace, before in (("process", cpu_workspace, float(start)), ("tensors", None, 0.0)):
+        stages = needs(components_of(info), parallel, request, torch.float32, before, workspace=workspace)
+        for phase in stages[0].phases:
+            name = "step" if phase.name == "denoise" else phase.name
+            same = [each for stage in stages for each in stage.phases if each.name == phase.name]
+            most = max(each.total if what == "process" else each.activations for each in same)
+            if name in worst[what]:
+                found = worst[what][name]
+                result[what][name] = {"measured": found, "predicted": most, "error": round(most / found - 1, 4)}
+    return result
+
+
+def line(name: str, case: dict[str, Any]) -> str:
+    """A row of a table: predicted / measured MB and the error, of processes and of tensors."""
+    cells = [
+        f"{one['predicted'] / 1e6:.0f} / {one['measured'] / 1e6:.0f} ({one['error']:+.1%})" if one else ""
+        for what, phases in (("process", ("load", "encode", "step", "decode")), ("tensors", ("step", "decode")))
+        for phase in phases
+        for one in [case[what].get(phase)]
+    ]
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def weights_of(pipe: Any, names: list[str] | None = None) -> list[torch.Tensor]:
+    """Parameters and buffers of the pipeline's models, each memory once."""
+    models = [pipe.components[name] for name in names or pipe.components]
+    found = [t for one in models if isinstance(one, torch.nn.Module) for t in (*one.parameters(), *one.buffers())]
+    return [*{tensor.untyped_storage()._cdata: tensor for tensor in found}.values()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", help="of the cases; default: all")
+    parser.add_argument("--json", type=Path, help="file for what was measured; what it holds already is kept")
+    parser.add_argument("--report", action="store_true", help="measure nothing, compare what the file holds")
+    options = parser.parse_args()
+    from ditmesh import ParallelConfig
+    from ditmesh.launch import RankPool
+
+    figures: dict[str, Any] = {"machine": describe_machine()["text"], "cases": {}}
+    if options.json is not None and options.json.is_file():
+        figures = json.loads(options.json.read_text())
+    print("| | load | encode | step | decode | tensors, step | tensors, decode |\n|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, (build, config, side, frames) in CASES.items():
+            if options.only and name not in options.only:
+                continue
+            folder = f"{temporary}/{build.__name__}"
+            if not Path(folder).exists():
+                torch.manual_seed(0)
+                build(folder)
+            if not options.report:
+                with RankPool(ParallelConfig(**config).world_size, threads=1, device="cpu", timeout=1800) as pool:
+                    every = pool.run(measured, folder, config, side, frames)
+                figures["cases"][name] = {"ranks": every}
+            if name in figures["cases"]:
+                figures["cases"][name] |= compared(folder, config, side, frames, figures["cases"][name]["ranks"])
+                print(line(name, figures["cases"][name]), flush=True)
+            if options.json is not None:
+                options.json.write_text(json.dumps(figures, indent=1))
+    print(figures["machine"])
+
+
+if __name__ == "__main__":
+    main()

@@ -84,6 +84,8 @@ class Receipt(BaseModel):
             versions, as may be the environment.
         environment: what else decides the last bits, by name (`hardware.environment`).
         weights: in receipts of earlier versions only: digest of samples of the weights (`digests.sampled_fingerprint`).
+        peak_memory: of every rank, the most bytes that it has taken by phase (``load``, ``encode``, ``denoise``,
+            ``decode``): tensors on a GPU, on a CPU what the process has resident; None where nobody has looked.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -117,6 +119,7 @@ class Receipt(BaseModel):
     weights_digest: str | None = None
     environment: dict[str, str] | None = None
     weights: str | None = None
+    peak_memory: list[dict[str, int]] | None = Field(default=None, max_length=4096)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Receipt:

@@ -31,7 +31,7 @@ from ..layout.conventions import Conventions, Size, ways
 from ..layout.describe import on_meta
 from ..planner.model import WithoutValues, kept_blocks
 from ..strategies.base import Context, Request, Strategy
-from ..strategies.pipefusion.stages import kinds_of
+from ..strategies.pipefusion.stages import blocks_of, kinds_of
 from ..strategies.rows import DecodedRows
 from ..strategies.vae.parallel import BandedVae
 from .phantom import Room, phantom_mesh
@@ -41,6 +41,10 @@ _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _SMALL = 20480
 # Steps of a stale strategy that are looked at: a synchronous one, one that uses its keys, one that overwrites them.
 _STEPS = 3
+
+
+# Bytes that an operation takes besides its results, from the operation, its arguments and its results.
+Workspace = Callable[[Any, tuple[Any, ...], Any], float]
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,14 @@ class Needs:
         activations: of tensors that are alive at the peak, besides weights, and of what kernels take.
         kept: of these, what stays from step to step.
         shared: of messages in shared memory, own and other ranks'.
+        blocks: of the weights, those of one block of every kind.
     """
 
     weights: float
     activations: float
     kept: float = 0.0
     shared: float = 0.0
+    blocks: tuple[float, ...] = ()
 
 
 def denoise(
@@ -89,6 +95,7 @@ def denoise(
     call: Call,
     dtype: torch.dtype,
     shared_memory: bool = True,
+    workspace: Workspace | None = None,
 ) -> Needs:
     """A denoising step of one rank that has all blocks.
 
@@ -99,6 +106,7 @@ def denoise(
         call: what is asked of it.
         dtype: of the weights.
         shared_memory: whether ranks pass tensors through shared memory; else a process group.
+        workspace: what kernels take besides their results.
 
     Raises:
         LayoutError: the transformer cannot run without values.
@@ -112,7 +120,7 @@ def denoise(
 
     def look(blocks: Sequence[int]) -> Needs:
         with kept_blocks(model, layout, blocks):
-            return _step(model, layout, config, call, dtype, shared_memory)
+            return _step(model, layout, config, call, dtype, shared_memory, workspace)
 
     once = look([1] * len(counts))
     total = [once.weights, once.activations, once.kept, once.shared]
@@ -122,7 +130,8 @@ def denoise(
             # What exact strategies have alive does not depend on the number of blocks.
             for at, (more, less) in enumerate(zip(_plain(twice), _plain(once), strict=True)):
                 total[at] += (count - 1) * (more - less)
-    return Needs(*total)
+    total[0] = once.weights + sum((count - 1) * block for count, block in zip(counts, once.blocks, strict=True))
+    return Needs(*total, blocks=once.blocks)
 
 
 def _plain(needs: Needs) -> tuple[float, float, float, float]:
@@ -130,7 +139,13 @@ def _plain(needs: Needs) -> tuple[float, float, float, float]:
 
 
 def _step(
-    model: nn.Module, layout: TokenLayout, config: ParallelConfig, call: Call, dtype: torch.dtype, shared_memory: bool
+    model: nn.Module,
+    layout: TokenLayout,
+    config: ParallelConfig,
+    call: Call,
+    dtype: torch.dtype,
+    shared_memory: bool,
+    workspace: Workspace | None,
 ) -> Needs:
     """Some steps of a model on the meta device; it is left as it was."""
     reasons: list[str] = []
@@ -138,7 +153,7 @@ def _step(
     calls = 1 if call.batched else call.branches
     for way in sorted(ways(model), key=lambda way: way.optional):
         with _fake(model, dtype):
-            alive = Alive((*model.parameters(), *model.buffers()), cpu_workspace)
+            alive = Alive((*model.parameters(), *model.buffers()), workspace)
             room = Room(alive) if shared_memory else None
             engine = Engine([(model, layout)], config, phantom_mesh(config, room), owns_mesh=False)
             engine.open(model)
@@ -146,12 +161,14 @@ def _step(
                 # What is cut has memory of its own.
                 alive.hold(tensor)
             weights = bytes_of(model)
+            firsts = dict(zip(reversed(kinds_of(model, layout)), reversed(blocks_of(model, layout)), strict=True))
+            blocks = tuple(bytes_of(firsts[kind][1]) for kind in sorted(firsts))
             try:
                 make = Conventions(model, way)
                 # The first parameter may be one that stays in float32.
                 make.dtype = dtype
                 kept = _some_steps(engine, model, alive, make, size, calls)
-                return Needs(weights, alive.peak, kept, room.bytes if room else 0.0)
+                return Needs(weights, alive.peak, kept, room.bytes if room else 0.0, blocks)
             except (DitmeshError, RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
                 reasons.append(f"{(str(error).splitlines() or [type(error).__name__])[0]} ({way})")
             finally:
@@ -187,7 +204,12 @@ def _some_steps(engine: Engine, model: nn.Module, alive: Alive, make: Convention
 def _fake(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Give a model on the meta device weights without values, which say that they are on the CPU."""
     exact = tuple(getattr(type(model), "_keep_in_fp32_modules", None) or ())
+    if not hasattr(model, "register_to_config"):
+        # transformers does that for float16 alone.
+        exact = exact if dtype == torch.float16 else ()
     before: list[tuple[dict[str, Any], str, Tensor]] = []
+    # Weights that several modules share stay one.
+    known: dict[int, Tensor] = {}
     with ExitStack() as undo, warnings.catch_warnings(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore")
         # A way of calling the model that is not the right one is no news.
@@ -201,8 +223,11 @@ def _fake(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
                     before.append((held, name, tensor))
                     keeps = any(part in (*path.split("."), name) for part in exact)
                     kind = (torch.float32 if keeps else dtype) if tensor.is_floating_point() else tensor.dtype
-                    made = torch.empty(tensor.shape, dtype=kind, device="cpu")
-                    held[name] = nn.Parameter(made, requires_grad=False) if held is module._parameters else made
+                    if id(tensor) not in known:
+                        made = torch.empty(tensor.shape, dtype=kind, device="cpu")
+                        weight = isinstance(tensor, nn.Parameter)
+                        known[id(tensor)] = nn.Parameter(made, requires_grad=False) if weight else made
+                    held[name] = known[id(tensor)]
         try:
             yield
         finally:
@@ -217,8 +242,13 @@ def bytes_of(model: nn.Module) -> float:
 
 
 def decode(
-    kind: str, settings: Mapping[str, Any], config: ParallelConfig, latents: tuple[int, ...], dtype: torch.dtype,
+    kind: str,
+    settings: Mapping[str, Any],
+    config: ParallelConfig,
+    latents: tuple[int, ...],
+    dtype: torch.dtype,
     shared_memory: bool = True,
+    workspace: Workspace | None = None,
 ) -> Needs:
     """Decoding on one rank, whole or in bands as the configuration says.
 
@@ -227,14 +257,14 @@ def decode(
         config: who takes part.
         latents: shape of all pictures' (batch, channels, height, width), or of videos with frames before the height.
         dtype: of the weights.
-        shared_memory: as for `denoise`.
+        shared_memory, workspace: as for `denoise`.
 
     Raises:
         LayoutError: it cannot run without values.
     """
     vae: Any = on_meta(kind, dict(settings)).eval()
     with _fake(vae, dtype):
-        alive = Alive((*vae.parameters(), *vae.buffers()), cpu_workspace)
+        alive = Alive((*vae.parameters(), *vae.buffers()), workspace)
         room = Room(alive) if shared_memory else None
         context = Context(config, phantom_mesh(config, room), [])
         wanted: list[type[Strategy]] = [one for one in (DecodedRows, BandedVae) if one.wanted(config)]
@@ -250,23 +280,33 @@ def decode(
                 vae.decode(torch.empty(latents, dtype=dtype), return_dict=False)
         except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
             said = (str(error).splitlines() or [type(error).__name__])[0]
-            raise LayoutError(f"{kind} cannot run without values, so what decoding needs is not known: {said}") from error
+            raise LayoutError(
+                f"{kind} cannot run without values, so what decoding needs is not known: {said}"
+            ) from error
         return Needs(bytes_of(vae), alive.peak, shared=room.bytes if room else 0.0)
 
 
-def encode(make: Callable[[], nn.Module], tokens: int, dtype: torch.dtype) -> Needs:
+def encode(
+    kind: str, settings: Mapping[str, Any], tokens: int, dtype: torch.dtype, workspace: Workspace | None = None
+) -> Needs:
     """A text encoder's run over one prompt.
 
     Args:
-        make: makes the model on the meta device.
+        kind, settings: class of transformers, and configuration.
         tokens: of the prompt, at most as many as the model has positions for.
         dtype: of the weights.
+        workspace: as for `denoise`.
     """
+    import transformers
+
+    cls: Any = getattr(transformers, kind, None)
+    if cls is None:
+        raise LayoutError(f"transformers has no class {kind}, so what it needs is not known")
     with torch.device("meta"):
-        model: Any = make().eval()
+        model: Any = cls(cls.config_class.from_dict(dict(settings))).eval()
     most = getattr(model.config, "max_position_embeddings", None) or tokens
     with _fake(model, dtype):
-        alive = Alive((*model.parameters(), *model.buffers()), cpu_workspace)
+        alive = Alive((*model.parameters(), *model.buffers()), workspace)
         weights = bytes_of(model)
         for several in (True, False):
             try:

@@ -378,7 +378,11 @@ def _check_plain(site: Site, base: nn.Module) -> None:
         )
     dimensions = 1 if site.kind == "norm" else 2
     # Fake ones are cut to see what that takes.
-    if type(weight.data) not in (Tensor, FakeTensor) or not weight.is_floating_point() or len(shape_of(weight)) != dimensions:
+    if (
+        type(weight.data) not in (Tensor, FakeTensor)
+        or not weight.is_floating_point()
+        or len(shape_of(weight)) != dimensions
+    ):
         raise InputError(
             f"the weight of {site.path} ({type(base).__name__}) is {type(weight).__name__} of {weight.dtype} with "
             f"shape {tuple(weight.shape)}; tensor parallelism cuts plain floating-point weights. Use ulysses or ring "
