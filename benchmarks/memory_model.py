@@ -7,9 +7,10 @@ the other. Two things are compared with the prediction (`ditmesh.memory`), each 
   prediction uses, there with values and real messages; workspace of kernels is not seen by it and left out of both;
 * process: the most that the process has of its own in the phase (RssAnon and RssShmem, looked at every 2 ms), plus the
   code and tables that it had mapped before. Not VmHWM: files of weights that are mapped count there until the system
-  takes their pages back. The C library is told to give back what is freed (M_MMAP_THRESHOLD of 1 MiB): what its heap
-  keeps otherwise, up to 0.15 GB of decoding here, is not predicted. Weights are copied out of the files here, as they would be to a device. The prediction adds
-  what a process has before it holds a model, measured in the same rank after a picture of an embedded model.
+  takes their pages back. Weights are copied out of the files here, as they would be to a device. The C library is told
+  to give back what is freed (M_MMAP_THRESHOLD of 1 MiB): what its heap keeps otherwise, up to 0.15 GB of decoding here,
+  is not predicted. The prediction adds what a process has before it holds a model, measured in the same rank after a
+  picture of an embedded model.
 
     python benchmarks/memory_model.py --json figures.json
     python benchmarks/memory_model.py --only "Wan, ulysses=2"

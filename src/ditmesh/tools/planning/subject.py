@@ -116,7 +116,7 @@ def _found(name: str, known: list[str]) -> ModelInfo:
 
 
 def _around(parts: Components, size: tuple[int, int], frames: int, text: int, asked: Asked) -> tuple[float, float]:
-    """Bytes of the weights beside the transformers, and the most that encoding or decoding takes besides all weights."""
+    """Bytes of the weights beside the transformers, and the most that encoding or decoding takes besides weights."""
     if asked.beside is not None:
         return asked.beside, 0.0
     request = Request(*size, 1, 1, frames, text, asked.pictures)
