@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,6 +19,8 @@ from .options import (
     Devices,
     InputOptions,
     JsonFull,
+    MemoryCheck,
+    MemoryLimit,
     Overwrite,
     PictureOptions,
     RankOptions,
@@ -32,6 +34,7 @@ from .values import fetched, parallel_config, picture_job, read_prompts, videos_
 
 if TYPE_CHECKING:
     from ..generate.job import Generated, Job
+    from ..generate.receipt import Receipt
     from ..launch import Launcher, Report
 
 
@@ -82,6 +85,8 @@ def generate(
     fps: Annotated[
         float | None, typer.Option(help="Frames per second of a video.", show_default="the pipeline's, or 16")
     ] = None,
+    memory_limit: MemoryLimit = None,
+    memory_check: MemoryCheck = True,
     out: Annotated[str, typer.Option("--out", "-o", metavar="DIR", help="Folder for the PNGs or MP4s.")] = "pictures",
     overwrite: Overwrite = False,
     compare: Annotated[
@@ -130,6 +135,7 @@ def generate(
     if "tiles" in settings and "reproducible" not in settings:
         raise InputError(f"--tiles {settings['tiles']} counts in reproducible mode only; add --reproducible")
     more: dict[str, Any] = inputs.of_job() | {"fps": fps} | ({} if batch is None else {"per_call": batch})
+    more |= {"check_memory": memory_check, "memory_limit": None if memory_limit is None else memory_limit * 1e9}
     job, info = picture_job(model, asked, pictures, ranks.timeout, out, overwrite=overwrite, **more)
     world_size, chosen = parallel_config(devices, config, settings, info.heads)
     if elastic:
@@ -202,6 +208,7 @@ def _on_ranks(
         "devices": world_size,
         "device": kind,
         "threads": threads,
+        "peak_memory": most_of([picture.receipt for picture in made]),
         **facts,
     }
     if compare:
@@ -296,6 +303,17 @@ def short(result: dict[str, Any]) -> dict[str, Any]:
         ],
         "config": settings,
     }
+
+
+def most_of(receipts: Sequence[Receipt]) -> list[dict[str, int]]:
+    """The most of several pictures that every rank has taken, by phase."""
+    every = [receipt.peak_memory or [] for receipt in receipts]
+    found: list[dict[str, int]] = [{} for _ in range(max(map(len, every), default=0))]
+    for one in every:
+        for most, phases in zip(found, one, strict=False):
+            for phase, taken in phases.items():
+                most[phase] = max(taken, most.get(phase, 0))
+    return found
 
 
 def _largest_difference(made: list[Generated], alone: list[Generated]) -> int:

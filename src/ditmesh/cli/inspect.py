@@ -1,4 +1,4 @@
-"""`ditmesh inspect`: what a model's tokens look like to ditmesh."""
+"""`ditmesh inspect`: what a model's tokens look like to ditmesh, and what memory its ranks need."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigError, InputError
-from .options import AsJson, Size
+from .options import AsJson, ConfigOptions, Size, at_least, one_of, with_groups
 from .show import emit
-from .values import parse_size
+from .values import config_of, parallel_config, parse_size
 
 if TYPE_CHECKING:
+    from ..config import ParallelConfig
     from ..layout import TokenLayout
+    from ..memory.predict import Components, Request
+
+NEEDED = "Memory"
 
 
+@with_groups
 def inspect(
+    parallel: ConfigOptions,
     model: Annotated[str, typer.Argument(help="Folder or hub id of a diffusers pipeline, or an embedded model.")] = "",
     size: Size = None,
     check: Annotated[
@@ -28,30 +34,92 @@ def inspect(
     ] = None,
     config: Annotated[
         str | None,
-        typer.Option(metavar="WORDS|FILE", help='A configuration, such as "ulysses=4 cfg=2", for --hosts.'),
+        typer.Option(metavar="WORDS|FILE", help='A configuration, such as "ulysses=4 cfg=2", in place of the degrees.'),
     ] = None,
     hosts: Annotated[
         str | None,
         typer.Option(
-            metavar="N|N,N", help="Say what the configuration sends between so many hosts, or these with so many ranks."
+            metavar="N|N,N", help="What the configuration sends between so many hosts, or these with so many ranks."
         ),
     ] = None,
+    memory: Annotated[
+        bool,
+        typer.Option("--memory", help="What every rank needs, phase by phase; predicted.", rich_help_panel=NEEDED),
+    ] = False,
+    named: Annotated[
+        str | None, typer.Option("--model", "-m", help="The model, as the argument.", rich_help_panel=NEEDED)
+    ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option("--devices", "-n", help="Number of ranks.", callback=at_least(1), rich_help_panel=NEEDED),
+    ] = None,
+    frames: Annotated[
+        int | None, typer.Option(help="Of a video.", callback=at_least(1), rich_help_panel=NEEDED)
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option("--text-tokens", help="Of a prompt.", callback=at_least(1), rich_help_panel=NEEDED),
+    ] = None,
+    pictures: Annotated[
+        int, typer.Option(help="Pictures that are generated at once.", callback=at_least(1), rich_help_panel=NEEDED)
+    ] = 1,
+    guidance: Annotated[
+        bool | None,
+        typer.Option("--guidance/--no-guidance", help="Whether it runs two branches.", rich_help_panel=NEEDED),
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Of the weights.",
+            callback=one_of(("float32", "bfloat16", "float16"), {"bf16": "bfloat16", "fp32": "float32"}),
+            rich_help_panel=NEEDED,
+        ),
+    ] = "bfloat16",
+    hardware: Annotated[
+        str,
+        typer.Option(
+            metavar="PART|FILE",
+            help="What a process has without a model: a device of plan's table, or a profile of doctor --save.",
+            rich_help_panel=NEEDED,
+        ),
+    ] = "cpu",
     as_json: AsJson = False,
 ) -> None:
     """Show a model's token layout, parameters and token counts; with --check, probe it and compare.
 
-    Example: ditmesh inspect ./my-model --size 1024x1024 --check
+    With --memory: what every rank needs to load, encode, denoise and decode. Nothing is read but configurations.
+
+    [bold]Examples[/bold]
+
+    ditmesh inspect ./my-model --size 1024x1024 --check
+
+    ditmesh inspect --memory --model flux.1-dev --devices 2 --tensor 2 --hardware 4090
 
     ditmesh inspect ./my-model --config "ulysses=4 cfg=2" --hosts 2
 
     Exits with code 1 when --check finds a difference.
     """
     from .. import zoo
+    from ..config import ParallelConfig
     from ..generate.model_info import find_model
     from ..layout import known_models
     from ..layout.describe import as_data, checked, on_meta
     from ..strategies.sharded import parameters_in_pieces
 
+    model = named or model
+    settings = parallel.settings()
+    if config is not None and (settings or devices is not None):
+        raise InputError("--config says the whole configuration; leave degrees and --devices out")
+    if memory:
+        components, request, heads = _asked(model, parse_size(size), frames, tokens, pictures, guidance)
+        count, chosen = _config_of(config, devices, settings, heads)
+        emit(_needed(components, request, count, chosen, heads, dtype, hardware), as_json, _show_memory)
+        return
+    asked = bool(settings) or devices is not None or config is not None
+    if asked != (hosts is not None):
+        raise InputError(
+            "a configuration is for --memory, or with --hosts for what travels between them; give both or neither"
+        )
     info = find_model(model or zoo.path())
     name, sizes = info.transformer_class, info.transformer
     reviewed = known_models().get(name)
@@ -77,10 +145,10 @@ def inspect(
     if check:
         facts["probed"] = as_data(probed) if probed else None
         facts["differences"] = differences
-    if (config is None) != (hosts is None):
-        raise InputError("--config and --hosts say together what travels between hosts; give both or neither")
-    if config is not None and hosts is not None:
-        facts["between_hosts"] = _between(str(model or zoo.path()), (width, height), config, hosts)
+    if hosts is not None:
+        count, chosen = _config_of(config, devices, settings, info.heads)
+        chosen = chosen or ParallelConfig.auto(count, info.heads or 1)
+        facts["between_hosts"] = _between(str(model or zoo.path()), (width, height), chosen, hosts)
     if save is not None:
         try:
             layout.save(save)
@@ -91,16 +159,24 @@ def inspect(
         raise typer.Exit(1)
 
 
-def _between(model: str, size: tuple[int, int], words: str, hosts: str) -> dict[str, Any]:
+def _config_of(
+    config: str | None, devices: int | None, settings: dict[str, Any], heads: int | None
+) -> tuple[int, ParallelConfig | None]:
+    """Number of ranks and configuration, in words or by its settings; None: whatever suits so many devices."""
+    if config is None:
+        return parallel_config(devices, None, settings, heads)
+    chosen = config_of(config)
+    return chosen.world_size, chosen
+
+
+def _between(model: str, size: tuple[int, int], config: ParallelConfig, hosts: str) -> dict[str, Any]:
     """What a configuration sends between hosts, as plain data."""
     from ..costs.between import host_numbers
     from ..costs.hardware import machine
     from ..planner.across import better, between_hosts
     from ..planner.search import Limits, refusal
     from ..tools.planning.subject import Asked, subject
-    from .values import config_of
 
-    config = config_of(words)
     numbers = host_numbers(hosts, config.world_size)
     asked = subject(model, Asked(size=size))
     if reason := refusal(config, asked.model, Limits(tested=False)):
@@ -184,3 +260,105 @@ def _show(facts: dict[str, Any], layout: TokenLayout, check: bool) -> None:
         console.print("[green]The probe agrees with this layout.[/]")
     for difference in facts.get("differences", []):
         console.print(f"[red]differs[/] {escape(difference)}", highlight=False)
+
+
+def _asked(
+    model: str,
+    size: tuple[int, int] | None,
+    frames: int | None,
+    text: int | None,
+    pictures: int,
+    guidance: bool | None,
+) -> tuple[Components, Request, int | None]:
+    """What takes memory, what is asked for, and the heads of the transformer."""
+    from .. import zoo
+    from ..generate.memory import components_of, components_of_shape, request_of
+    from ..generate.model_info import find_model
+    from ..memory.predict import Request
+    from ..planner.catalogue import shapes
+
+    shape = shapes().get(model.lower())
+    if shape is None or Path(model).exists():
+        info = find_model(model or zoo.path())
+        if size is not None:
+            info.check_size(*size)
+        request = request_of(info, size, text, pictures, guidance is not False, -(-((frames or 1) - 1) // 4) + 1)
+        return components_of(info), request, info.heads
+    width, height = size or shape.size
+    shape.tokens(width, height, frames or shape.num_frames)
+    request = Request(
+        width,
+        height,
+        height // shape.pixels,
+        width // shape.pixels,
+        ((frames or shape.num_frames) - 1) // shape.frames + 1,
+        text or shape.text,
+        pictures,
+        shape.branches if guidance is None else 1 + guidance,
+    )
+    return components_of_shape(shape), request, shape.config.get("num_attention_heads")
+
+
+def _needed(
+    components: Components,
+    request: Request,
+    count: int,
+    config: Any,
+    heads: int | None,
+    dtype: str,
+    hardware: str,
+) -> dict[str, Any]:
+    """What every rank needs, as JSON can hold it."""
+    import torch
+
+    from ..config import ParallelConfig
+    from ..costs.hardware import Hardware, device
+    from ..memory.predict import needs
+
+    profile = Path(hardware).suffix in (".yaml", ".yml") or Path(hardware).is_file()
+    part = Hardware.read(hardware).device if profile else device(hardware, dtype)
+    config = config or ParallelConfig.auto(count, heads or 1)
+    # A profile that was measured on a CPU has float32 figures.
+    where = "cpu" if part.name == "cpu" or (profile and part.dtype == "float32") else "cuda"
+    found = needs(components, config, request, getattr(torch, dtype), part.runtime, where)
+    return {
+        "model": components.name,
+        "config": config.describe(),
+        "devices": config.world_size,
+        "size": [request.width, request.height],
+        "dtype": dtype,
+        "predicted": True,
+        "ranks": [
+            {
+                "stage": one.stage,
+                "ranks": one.ranks,
+                "phases": {phase.name: {**vars(phase), "total": phase.total} for phase in one.phases},
+                "peak": one.peak.name,
+                "peak_bytes": one.peak.total,
+            }
+            for one in found
+        ],
+    }
+
+
+def _show_memory(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    width, height = result["size"]
+    console.print(
+        f"{result['model']}, {result['config']}, {width} x {height}, {result['dtype']}: GB of every rank; all figures "
+        "are predicted",
+        markup=False,
+    )
+    for one in result["ranks"]:
+        stages = f"stage {one['stage']}, " if len(result["ranks"]) > 1 else ""
+        table = Table(title=f"{stages}{one['ranks']} rank{'s' * (one['ranks'] > 1)}", title_justify="left")
+        names = ("weights", "activations", "kept", "shared", "process", "total")
+        for column in ("phase", *names):
+            table.add_column(column, justify="left" if column == "phase" else "right")
+        for name, phase in one["phases"].items():
+            style = "bold" if name == one["peak"] else None
+            table.add_row(name, *(f"{phase[column] / 1e9:.3g}" for column in names), style=style)
+        console.print(table)

@@ -108,6 +108,18 @@ Timeout = Annotated[
     float,
     rank_option(metavar="SECONDS", help="How long a rank may wait for another one.", callback=at_least(0.001)),
 ]
+MemoryLimit = Annotated[
+    float | None,
+    rank_option(
+        metavar="GB",
+        help="What a rank may take; more is refused before anything is read.",
+        show_default="what its device has left",
+        callback=at_least(0.001),
+    ),
+]
+MemoryCheck = Annotated[
+    bool, rank_option("--memory-check/--no-memory-check", help="Refuse what does not fit before anything is read.")
+]
 Overwrite = Annotated[
     bool,
     typer.Option("--overwrite", help="Replace pictures of the same names, if ditmesh wrote them; else they are kept."),

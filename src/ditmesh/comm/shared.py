@@ -310,6 +310,11 @@ class SharedChannel:
         return take
 
 
+def message_bytes(specs: Sequence[Spec]) -> int:
+    """What tensors of these shapes and dtypes take in shared memory as one message."""
+    return _places(tuple(specs))[1]
+
+
 # Shapes repeat from block to block.
 @lru_cache(maxsize=4096)
 def _places(specs: tuple[Spec, ...]) -> tuple[list[slice], int]:

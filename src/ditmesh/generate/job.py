@@ -59,6 +59,8 @@ class Job:
         scheduler: class of the scheduler that takes the place of the pipeline's own; None: that one stays.
         sampled: `Loaded` is to hold the weights' `sampled_fingerprint`, for a receipt of an earlier version.
         number: from 2 up, part of all the files' names: files of these names without it are there already.
+        check_memory: refuse what does not fit, before anything is read.
+        memory_limit: bytes that a rank may take; None: what its device has left.
     """
 
     model: str
@@ -88,6 +90,8 @@ class Job:
     scheduler: str | None = None
     sampled: bool = False
     number: int = 1
+    check_memory: bool = True
+    memory_limit: float | None = None
 
     @property
     def total(self) -> int:

@@ -34,6 +34,7 @@ from ..strategies.pipefusion.stages import ABSENT, IN_PIECES, elsewhere, first_c
 from ..strategies.sharded import UNITS, Group, Packed, ShardedWeights, Unit, arranged, gathered, groups_of
 from ..strategies.tensor.parallel import already_cut
 from ..strategies.tensor.slices import base_of, plan
+from .memory import check_memory as check_fits
 from .model_info import ModelInfo, find_model
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ def load(
     torch_dtype: Dtypes = None,
     variant: str | None = None,
     timeout: float = DEFAULT_DEADLINE,
+    check_memory: bool = True,
+    memory_limit: float | None = None,
     **components: Any,
 ) -> Any:
     """Load a diffusers pipeline and `parallelize` it. Every rank calls this with the same arguments.
@@ -67,6 +70,8 @@ def load(
         torch_dtype: the former name of ``dtype``.
         variant: read the files of a variant, such as ``"fp16"``.
         timeout: deadline of every collective, in seconds, when the mesh is made here.
+        check_memory: refuse weights that do not fit, before any are read. What a call takes is not known here.
+        memory_limit: bytes that a rank may take; default: what its device has left.
         components: passed to `DiffusionPipeline.from_pretrained`: components that replace saved ones
             (``text_encoder=None``), or its own options.
 
@@ -77,7 +82,8 @@ def load(
     Raises:
         ConfigError: the degrees do not fit the ranks or the model.
         InputError: there is no such pipeline, it has no transformer, or its weights are not in safetensors files,
-            are quantised, or do not fit the model; or both ``dtype`` and ``torch_dtype`` are given.
+            are quantised, do not fit the model, or need more memory than there is; or both ``dtype`` and
+            ``torch_dtype`` are given.
     """
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
@@ -90,13 +96,17 @@ def load(
     if not info.local:
         info = replace(info, files=Path(DiffusionPipeline.download(info.name, variant=variant)), local=True)
     if config == "auto" and mesh is None:
-        config = _chosen(info)
+        config = configuration_before(info)
     config = ParallelConfig.read(mesh.config if mesh is not None and config == "auto" else config)
     with ExitStack() as undo:
         owned = mesh is None
         if mesh is None:
             mesh = Mesh(config, timeout=timeout)
             undo.callback(mesh.close)
+        if check_memory:
+            kind = dtype.get("transformer", dtype.get("default")) if isinstance(dtype, Mapping) else dtype
+            given = {name for name in components if name in info.index}
+            check_fits(info, config, kind or torch.float32, mesh.device, limit=memory_limit, without=given)
         pipe = read_pipeline(info, config, mesh, dtype, variant, **components)
         if mesh.device.type != "cpu":
             pipe.to(mesh.device)
@@ -107,7 +117,7 @@ def load(
     return pipe
 
 
-def _chosen(info: ModelInfo) -> ParallelConfig:
+def configuration_before(info: ModelInfo) -> ParallelConfig:
     """What ``"auto"`` stands for, before anything is loaded."""
     import diffusers
 

@@ -90,6 +90,8 @@ class Receipt(BaseModel):
         frames, fps: of a video; None for pictures.
         frames_digest: of a video's frames before they were compressed (`video.frames_digest`).
         weights: in receipts of earlier versions only: digest of samples of the weights (`digests.sampled_fingerprint`).
+        peak_memory: of every rank, the most bytes that it has taken by phase (``load``, ``encode``, ``denoise``,
+            ``decode``): tensors on a GPU, on a CPU what the process has resident; None where nobody has looked.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -126,6 +128,7 @@ class Receipt(BaseModel):
     fps: float | None = Field(default=None, gt=0, le=1000)
     frames_digest: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     weights: str | None = None
+    peak_memory: list[dict[str, int]] | None = Field(default=None, max_length=4096)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Receipt:

@@ -64,6 +64,7 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
     from ..engine import DENOISERS, configuration_for, denoisers, engine_of, parallelize
     from .files import pictures_of
     from .journal import Journal
+    from .memory import Peaks
     from .offload import offload
 
     grouped = dist.is_available() and dist.is_initialized()
@@ -72,6 +73,9 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
     say: Report = report if report is not None and rank == 0 else lambda message: None
     device = device_of_rank()
     started = time.perf_counter()
+    if job.check_memory:
+        _check_memory(job, device)
+    peaks = Peaks(device)
     mesh = None if isinstance(job.config, str) else Mesh(job.config, device=device, timeout=job.timeout)
     share, why = _share(job, mesh)
     if why is not None:
@@ -118,8 +122,10 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
         # Some pipelines encode a control picture with noise of the process's own generator.
         torch.manual_seed(job.seed + call.first)
         started = time.perf_counter()
-        made = made_of(pipe(**arguments, **form))
+        with peaks.call(pipe):
+            made = made_of(pipe(**arguments, **form))
         facts["seconds"] = time.perf_counter() - started
+        facts["peak_memory"] = peaks.of_all()
         total += facts["seconds"]
         for model in engine.rows if first else ():
             if (text := model.idle()) is not None:
@@ -132,6 +138,22 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
     if journal is not None:
         journal.close()
     return total
+
+
+def _check_memory(job: Job, device: torch.device) -> None:
+    """Refuse a job that does not fit, before anything is read."""
+    import torch
+
+    from .loading import configuration_before
+    from .memory import check_memory, request_of
+
+    info = find_model(job.model)
+    guided = job.guidance is None or job.guidance > 1
+    pictures = max(job.call(number).images for number in range(job.calls))
+    request = request_of(info, job.size, job.max_sequence_length, pictures, guided)
+    config = job.config if not isinstance(job.config, str) else lambda: configuration_before(info)
+    dtype, limit = getattr(torch, job.dtype), job.memory_limit
+    check_memory(info, config, dtype, device, request, limit, offloaded=job.offload != "none")
 
 
 def _share(job: Job, mesh: Mesh | None) -> tuple[Mesh | None, str | None]:

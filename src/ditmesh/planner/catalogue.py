@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,10 @@ class Shape:
         branches: of guidance: 2, or 1 for models that have it distilled in.
         steps: usual denoising steps.
         source: where the figures are from.
+        pipeline: class of the pipeline.
+        scale: pixels of a latent.
+        vae: class of the autoencoder and its configuration; None: not known.
+        encoders: the same of text encoders, by the component's name.
     """
 
     name: str
@@ -42,6 +46,10 @@ class Shape:
     branches: int
     steps: int
     source: str
+    pipeline: str | None = None
+    scale: int = 8
+    vae: tuple[str, dict[str, Any]] | None = None
+    encoders: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
 
     def tokens(self, width: int, height: int, frames: int) -> int:
         """Image tokens of a picture or video.

@@ -7,12 +7,11 @@ they grow with the tokens of picture and text is solved from runs of three sizes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
-from weakref import finalize
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +19,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from ..core.alive import Alive
 from ..costs.work import Attention, Block, Cut, Linear, Operation, Pointwise, Tokens, Work
 from ..errors import DitmeshError, LayoutError
 from ..layout import TokenLayout
@@ -47,36 +46,39 @@ class _Record:
     widths: tuple[int, ...] = ()
 
 
-class _AttentionTo(TorchFunctionMode):
-    """Hands attention to a recorder, and answers what only values could."""
+class WithoutValues(TorchFunctionMode):
+    """Answers what only values could, for tensors that have none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nonzero and isinstance(args[0], Tensor):
+            # Of a mask, which hides nothing here.
+            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        return func(*args, **(kwargs or {}))
+
+
+class _AttentionTo(WithoutValues):
+    """Hands attention to a recorder."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nonzero and isinstance(args[0], Tensor):
-            # Of a mask, which hides nothing here.
-            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
         if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+            return super().__torch_function__(func, types, args, kwargs)
+        given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
         return self._recorder.attend(given["query"], given["key"], given["value"])
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(Alive):
     """Notes every operation, in which block, and how many elements are alive."""
 
     def __init__(self, model: nn.Module, blocks: dict[nn.Module, int]) -> None:
         super().__init__()
         self._blocks, self._names = blocks, {module: name for name, module in model.named_modules()}
-        self._weights: set[int] = set()
         self._inside: list[nn.Module] = []
         self.records: list[_Record] = []
         self.peaks: dict[int | None, float] = {}
-        self._alive: Counter[int] = Counter()
-        self._living = 0.0
 
     @property
     def block(self) -> int | None:
@@ -86,8 +88,9 @@ class _Recorder(TorchDispatchMode):
     def enter(self, module: nn.Module, _: Any) -> None:
         """A module begins."""
         # Memory of weights is no activation's.
-        held = (*module._parameters.values(), *module._buffers.values())
-        self._weights.update(one.untyped_storage()._cdata for one in held if one is not None)
+        for held in (*module._parameters.values(), *module._buffers.values()):
+            if held is not None:
+                self.hold(held)
         self._inside.append(module)
 
     def leave(self, *_: Any) -> None:
@@ -105,11 +108,11 @@ class _Recorder(TorchDispatchMode):
         self.records.append(_Record(kind, self.block, path, amounts, widths))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        self.reset()
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peaks[self.block] = max(self.peaks.get(self.block, 0.0), self.peak)
         views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        for tensor in made:
-            self._watch(tensor)
         if views or not made:
             return out
         name = func._overloadpacket.__name__
@@ -124,23 +127,9 @@ class _Recorder(TorchDispatchMode):
         self._note("pointwise", (float(elements), float(flops)))
         return out
 
-    def _watch(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes() / tensor.element_size()
-        if key in self._weights:
-            return
-        if self._alive[key] == 0:
-            self._living += size
-        self._alive[key] += 1
-        finalize(tensor, self._dropped, key, size)
-        block = self.block
-        self.peaks[block] = max(self.peaks.get(block, 0.0), self._living)
-
-    def _dropped(self, key: int, size: float) -> None:
-        self._alive[key] -= 1
-        if self._alive[key] == 0:
-            del self._alive[key]
-            self._living -= size
+    def size_of(self, tensor: Tensor) -> float:
+        """Elements, on the meta device, too."""
+        return tensor.untyped_storage().nbytes() / tensor.element_size()
 
 
 def work_of(model: nn.Module, layout: TokenLayout) -> Work:
@@ -194,13 +183,25 @@ def one_of_a_kind(model: nn.Module, layout: TokenLayout) -> Iterator[tuple[list[
     firsts = [order.index(kind) for kind in range(max(order) + 1)]
     lists = [every[first][0].rpartition(".")[0] for first in firsts]
     numbers = {every[first][1]: kind for kind, first in enumerate(firsts)}
-    before = {path: model.get_submodule(path) for path in dict.fromkeys(region.blocks for region in layout.regions)}
-    try:
-        for path in before:
-            parent, _, name = path.rpartition(".")
-            short = [block for block, kind in numbers.items() if lists[kind] == path]
-            setattr(model.get_submodule(parent), name, nn.ModuleList(short))
+    with kept_blocks(model, layout, [1] * len(firsts)):
         yield lists, numbers
+
+
+@contextmanager
+def kept_blocks(model: nn.Module, layout: TokenLayout, counts: Sequence[int]) -> Iterator[None]:
+    """The model with the first so many blocks of every kind, in their order."""
+    left, short = list(counts), dict[str, list[nn.Module]]()
+    for kind, (path, block) in zip(kinds_of(model, layout), blocks_of(model, layout), strict=True):
+        kept = short.setdefault(path.rpartition(".")[0], [])
+        if left[kind] > 0:
+            left[kind] -= 1
+            kept.append(block)
+    before = {path: model.get_submodule(path) for path in short}
+    try:
+        for path, blocks in short.items():
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, nn.ModuleList(blocks))
+        yield
     finally:
         for path, whole in before.items():
             parent, _, name = path.rpartition(".")

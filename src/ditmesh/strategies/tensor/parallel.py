@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -376,7 +377,12 @@ def _check_plain(site: Site, base: nn.Module) -> None:
             "model with ditmesh.load()"
         )
     dimensions = 1 if site.kind == "norm" else 2
-    if type(weight.data) is not Tensor or not weight.is_floating_point() or len(shape_of(weight)) != dimensions:
+    # Fake ones are cut to see what that takes.
+    if (
+        type(weight.data) not in (Tensor, FakeTensor)
+        or not weight.is_floating_point()
+        or len(shape_of(weight)) != dimensions
+    ):
         raise InputError(
             f"the weight of {site.path} ({type(base).__name__}) is {type(weight).__name__} of {weight.dtype} with "
             f"shape {tuple(weight.shape)}; tensor parallelism cuts plain floating-point weights. Use ulysses or ring "

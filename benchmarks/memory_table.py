@@ -1,0 +1,71 @@
+"""Predicted memory of a rank for well-known models, as a table for docs/memory.md. Needs no GPU and no weights.
+
+Configurations of true size are those of `ditmesh plan`, with their sources. All figures are predicted, in bfloat16, at
+each model's usual size, with 0.7 GB for a process on a GPU; every component is on the device all the time.
+
+    python benchmarks/memory_table.py
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from ditmesh import ParallelConfig
+from ditmesh.costs.hardware import device
+from ditmesh.errors import DitmeshError
+from ditmesh.generate.memory import components_of_shape
+from ditmesh.memory.predict import Request, needs
+from ditmesh.planner.catalogue import Shape, shapes
+
+MODELS = (
+    *("pixart-sigma", "sd3.5-medium", "sd3.5-large", "z-image", "flux.1-dev", "qwen-image", "flux.2-dev"),
+    *("wan-1.3b", "hunyuan-video", "wan-14b"),
+)
+CONFIGS = ({}, {"ulysses": 2}, {"tensor": 2}, {"tensor": 4}, {"tensor": 2, "ulysses": 4})
+CARDS = (24, 48, 80)
+
+
+def request(shape: Shape) -> Request:
+    """What a model is usually asked for."""
+    width, height = shape.size
+    rows, cols = height // shape.pixels, width // shape.pixels
+    frames = (shape.num_frames - 1) // shape.frames + 1
+    return Request(width, height, rows, cols, frames, shape.text, 1, shape.branches)
+
+
+def cell(shape: Shape, config: ParallelConfig) -> tuple[str, float]:
+    """The peak in GB and its phase; infinite where the configuration is not for the model."""
+    try:
+        found = needs(
+            components_of_shape(shape), config, request(shape), torch.bfloat16, device("4090").runtime, "cuda"
+        )
+    except DitmeshError:
+        return "–", float("inf")
+    peak = max((one.peak for one in found), key=lambda phase: phase.total)
+    return f"{peak.total / 1e9:.1f} {peak.name}", peak.total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="*", default=MODELS)
+    options = parser.parse_args()
+    configs = [ParallelConfig(**config) for config in CONFIGS]
+    titles = [config.describe() for config in configs]
+    print(f"| | {' | '.join(titles)} | {' | '.join(f'{card} GB' for card in CARDS)} |")
+    print("|---|" + "---|" * (len(configs) + len(CARDS)))
+    for name in options.models:
+        shape = shapes()[name]
+        cells = [cell(shape, config) for config in configs]
+        # The first that fits, by devices.
+        fits = [
+            next((title for title, (_, total) in zip(titles, cells, strict=True) if total <= card * 1e9), "–")
+            for card in CARDS
+        ]
+        size = "x".join(map(str, shape.size)) + (f", {shape.num_frames} frames" if shape.num_frames > 1 else "")
+        print(f"| {name}, {size} | {' | '.join(text for text, _ in cells)} | {' | '.join(fits)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Bytes of tensors that are alive: what of a computation's memory is tensors, on any device and on none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import finalize
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_PLAIN = (Tensor, Parameter, FakeTensor)
+
+
+class Alive(TorchDispatchMode):
+    """Counts the storages that operations make while it is entered, until they are given back.
+
+    Works on tensors with values, on the meta device, and on fake tensors.
+
+    Args:
+        held: tensors that were there before, which do not count.
+        workspace: bytes that an operation takes besides its results while it runs, from the operation, its arguments
+            and its results; default: none.
+
+    Attributes:
+        now: bytes that are alive.
+        peak: the most since `reset`.
+    """
+
+    def __init__(
+        self, held: Iterable[Tensor] = (), workspace: Callable[[Any, tuple[Any, ...], Any], float] | None = None
+    ) -> None:
+        super().__init__()
+        # Storages that do not count, and those that do, by address.
+        self._held: set[int] = set()
+        self._counted: set[int] = set()
+        self._workspace = workspace
+        self.now = self.peak = 0.0
+        for tensor in held:
+            self.hold(tensor)
+
+    def hold(self, tensor: Tensor) -> None:
+        """Leave a tensor's memory out, which is somebody else's."""
+        storage = tensor.untyped_storage()
+        if (key := storage._cdata) not in self._held:
+            self._held.add(key)
+            # Its address may be that of another one later.
+            finalize(storage, self._held.discard, key).atexit = False
+
+    def disown(self, tensor: Tensor) -> None:
+        """Count a tensor's memory no more."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._counted:
+            self._gone(storage._cdata, self.size_of(tensor))
+        self.hold(tensor)
+
+    def reset(self) -> None:
+        """Look for the peak anew."""
+        self.peak = self.now
+
+    def size_of(self, tensor: Tensor) -> float:
+        """What a tensor's storage counts: its bytes, and none on the meta device."""
+        return 0 if tensor.is_meta else tensor.untyped_storage().nbytes()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind not in _PLAIN for kind in types):
+            # A tensor that consists of others: what it does with those is seen.
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.watch(leaf)
+        if self._workspace is not None:
+            self.peak = max(self.peak, self.now + self._workspace(func, args, out))
+        return out
+
+    def watch(self, tensor: Tensor) -> None:
+        """Count a tensor's storage, unless it is counted."""
+        storage = tensor.untyped_storage()
+        if (key := storage._cdata) in self._held or key in self._counted:
+            return
+        self._counted.add(key)
+        size = self.size_of(tensor)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        finalize(storage, self._gone, key, size).atexit = False
+
+    def _gone(self, key: int, size: float) -> None:
+        if key in self._counted:
+            self._counted.discard(key)
+            self.now -= size

@@ -1,0 +1,309 @@
+"""Whether a model fits, before any of its weights are read; and the most that a request has taken, phase by phase."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from ..config import ParallelConfig
+from ..core.patching import Patch, Proceed
+from ..costs.hardware import machine
+from ..costs.work import Job
+from ..engine import DENOISERS, Engine, engine_of
+from ..errors import DitmeshError, InputError
+from ..layout import known_models
+from ..layout.describe import on_meta
+from ..memory.predict import Components, Part, RankNeeds, Request, needs
+from ..memory.room import free_memory
+from ..planner.auto import TEXT
+from ..planner.catalogue import Shape
+from ..planner.model import work_of
+from ..planner.search import Limits, Model, search
+from .model_info import ModelInfo
+
+# More than a picture's activations take, in bytes a pixel and sample: what is far from a limit is not looked at.
+_LARGEST = 16e3
+# Numbers of devices that are tried for a configuration that would fit, and how many of their configurations.
+_DEVICES, _TRIED = (1, 2, 4, 8, 16), 3
+# What a pipeline's call takes the number of text tokens as.
+_LENGTH = "max_sequence_length"
+
+
+def components_of(info: ModelInfo, without: Collection[str] = ()) -> Components:
+    """What takes memory in a pipeline's folder, from its JSON files; of other components the sizes of their files.
+
+    Args:
+        info: the pipeline.
+        without: names of components that are left out.
+    """
+    parts: dict[str, Part] = {}
+    encoders: dict[str, Part] = {}
+    other = 0.0
+    for name, value in info.index.items():
+        if name.startswith("_") or name in without or not (isinstance(value, list) and len(value) == 2 and all(value)):
+            continue
+        library, kind = value
+        settings = info.files / name / "config.json"
+        if name in DENOISERS or name == "vae":
+            if settings.is_file():
+                parts[name] = Part(kind, json.loads(settings.read_text(encoding="utf-8")))
+        elif name.startswith("text_encoder") and library == "transformers" and settings.is_file():
+            encoders[name] = Part(kind, json.loads(settings.read_text(encoding="utf-8")))
+        else:
+            other += sum(path.stat().st_size for path in (info.files / name).glob("*.safetensors"))
+    denoisers = tuple(part for name, part in parts.items() if name != "vae")
+    return Components(info.name, denoisers, info.pipeline_class, encoders, parts.get("vae"), info.vae_scale, other)
+
+
+def components_of_shape(shape: Shape) -> Components:
+    """What takes memory in a model whose sizes ship."""
+    encoders = {name: Part(*encoder) for name, encoder in shape.encoders.items()}
+    vae = None if shape.vae is None else Part(*shape.vae)
+    return Components(shape.name, (Part(shape.transformer, shape.config),), shape.pipeline, encoders, vae, shape.scale)
+
+
+def request_of(
+    info: ModelInfo,
+    size: tuple[int, int] | None = None,
+    text: int | None = None,
+    pictures: int = 1,
+    guidance: bool = True,
+    frames: int = 1,
+) -> Request:
+    """A request of a model; what is None is as usual.
+
+    Args:
+        info: the model.
+        size: width and height.
+        text: text tokens.
+        pictures: of one call.
+        guidance: whether it has two branches.
+        frames: of the latents.
+    """
+    width, height = size or info.default_size or (1024, 1024)
+    step = info.size_multiple
+    branches = 2 if guidance and not info.transformer.get("guidance_embeds") else 1
+    return Request(width, height, height // step, width // step, frames, text or usual_text(info), pictures, branches)
+
+
+def usual_text(info: ModelInfo) -> int:
+    """Text tokens that a pipeline takes when it is not told."""
+    import inspect
+
+    import diffusers
+
+    kind: Any = getattr(diffusers, info.pipeline_class, None)
+    given = {} if kind is None else inspect.signature(kind.__call__).parameters
+    default = given[_LENGTH].default if _LENGTH in given else None
+    return default if isinstance(default, int) else TEXT
+
+
+def check_memory(
+    info: ModelInfo,
+    config: ParallelConfig | Callable[[], ParallelConfig],
+    dtype: torch.dtype,
+    device: torch.device,
+    request: Request | None = None,
+    limit: float | None = None,
+    without: Collection[str] = (),
+    offloaded: bool = False,
+) -> None:
+    """Refuse what does not fit, before anything is read. Every rank calls this, with the same arguments.
+
+    What cannot be predicted is not refused.
+
+    Args:
+        info: the model, whose files are here.
+        config: of the ranks; or what says it, if it has to be known.
+        dtype: of the weights.
+        device: where this rank computes.
+        request: what will be asked for; None: not known, so only the weights count.
+        limit: bytes that a rank may take; default: what the device has left (on a CPU the host, in equal parts).
+        without: components that are not loaded.
+        offloaded: text encoders and autoencoder are elsewhere while they do not work.
+
+    Raises:
+        InputError: on all ranks alike; names the smallest configuration that would fit, if one does.
+    """
+    grouped = dist.is_available() and dist.is_initialized()
+    ranks = dist.get_world_size() if grouped else 1
+    room = free_memory(device, ranks) if limit is None else limit
+    if grouped and ranks > 1:
+        every: list[float] = [room] * ranks
+        dist.all_gather_object(every, room)
+        room = min(every)
+    pixels = 0.0 if request is None else request.width * request.height * request.frames * request.pictures
+    stored = sum(path.stat().st_size for path in info.files.glob("*/*.safetensors"))
+    # Files may hold half of what float32 takes.
+    if stored * (2 if dtype == torch.float32 else 1) + 2 * _LARGEST * pixels < room:
+        return
+    sentence, kind = None, "cuda" if device.type == "cuda" else "cpu"
+    with suppress(DitmeshError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, OSError):
+        known = config if isinstance(config, ParallelConfig) else config()
+        fit = _Fit(components_of(info, without), request, request_of(info), dtype, offloaded, kind)
+        sentence = fit.refusal(known, room)
+    if sentence is not None:
+        raise InputError(sentence)
+
+
+class _Fit:
+    """Whether configurations of a model fit.
+
+    Args:
+        components: of the pipeline.
+        request: what is asked for; None: not known.
+        usual: what is usually asked for.
+        dtype, offloaded: as of `check_memory`.
+        device: what the ranks compute on.
+    """
+
+    def __init__(
+        self,
+        components: Components,
+        request: Request | None,
+        usual: Request,
+        dtype: torch.dtype,
+        offloaded: bool,
+        device: Literal["cpu", "cuda"],
+    ) -> None:
+        self.components, self.request, self.usual = components, request, usual
+        self.dtype, self.offloaded, self.device = dtype, offloaded, device
+
+    def most(self, config: ParallelConfig) -> tuple[float, str]:
+        """Bytes of the rank that needs most, and the phase."""
+        asked = self.request or self.usual
+        every: list[RankNeeds] = needs(
+            self.components, config, asked, self.dtype, device=self.device, offloaded=self.offloaded
+        )
+        phases = [one.phases[0] if self.request is None else one.peak for one in every]
+        worst = max(phases, key=lambda phase: phase.total)
+        return worst.total, worst.name
+
+    def refusal(self, config: ParallelConfig, room: float) -> str | None:
+        """Why a configuration does not fit, and what would; None: it does.
+
+        Args:
+            config: the configuration.
+            room: bytes of a rank; on a CPU a part of the host's, which all ranks share.
+        """
+        needed, phase = self.most(config)
+        if needed <= room:
+            return None
+        whole = room * config.world_size if self.device == "cpu" else None
+        found = self._smallest(room, whole)
+        other = f"nothing on {_DEVICES[-1]} devices or fewer would fit" if found is None else found
+        return (
+            f"{self.components.name} with {config.describe()} needs {needed / 1e9:.3g} GB on a rank ({phase}), and "
+            f"{room / 1e9:.3g} GB are free; {other}. Use that, a smaller size or dtype, or switch the check off "
+            "(--no-memory-check, check_memory=False)"
+        )
+
+    def _smallest(self, room: float, whole: float | None) -> str | None:
+        """The smallest configuration that fits: devices first, then seconds; ``whole``: what all ranks share."""
+        part, asked = self.components.denoisers[0], self.request or self.usual
+        layout = known_models()[part.kind]
+        module = on_meta(part.kind, dict(part.settings))
+        model = Model(module, layout, work_of(module, layout))
+        image = asked.rows * asked.cols * asked.frames
+        job = Job(image, asked.text, asked.pictures, asked.branches, element=self.dtype.itemsize)
+        for devices in _DEVICES:
+            try:
+                found = search(model, job, machine("cpu", devices), Limits(memory=float("inf")))
+            except InputError:
+                continue
+            here = room if whole is None else whole / devices
+            full = [one for one in found.best if one.config.world_size == devices]
+            for one in sorted(full, key=lambda one: one.memory)[:_TRIED]:
+                needed, _ = self.most(one.config)
+                if needed <= here:
+                    return (
+                        f"the smallest configuration that would fit is {one.config.describe()}, "
+                        f"{needed / 1e9:.3g} GB on a rank"
+                    )
+        return None
+
+
+# --- what was taken --------------------------------------------------------------------------------------------
+
+
+class Peaks:
+    """The most memory that this rank has taken, by phase: tensors on a GPU, on a CPU what the process has resident.
+
+    Args:
+        device: where the rank computes. Where the most cannot be read (a CPU without Linux) there are no phases.
+
+    Attributes:
+        found: bytes by phase.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.found: dict[str, int] = {}
+        self._device, self._phase = device, "load"
+        self._reset()
+
+    def over(self, following: str) -> None:
+        """A phase is over, another one begins."""
+        most = self._most()
+        if most is not None:
+            self.found[self._phase] = max(most, self.found.get(self._phase, 0))
+        self._phase = following
+        self._reset()
+
+    @contextmanager
+    def call(self, pipe: Any) -> Iterator[None]:
+        """One call of a parallelised pipeline."""
+        engine, vae = engine_of(pipe), getattr(pipe, "vae", None)
+        seen = isinstance(engine, Engine)
+        self.over("encode" if seen else "denoise")
+
+        def step(proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+            if self._phase == "encode":
+                self.over("denoise")
+            return proceed(*args, **kwargs)
+
+        with ExitStack() as undo:
+            for model in engine.models if seen else ():
+                undo.callback(model.chain.add(step))
+            if hasattr(vae, "decode"):
+                # Previews and inputs of a picture are no end of the denoising.
+                patch = Patch(vae, "decode", lambda *args, **kwargs: self._decoded(patch, *args, **kwargs))
+                undo.callback(patch.undo)
+            yield
+        self.over("idle")
+
+    def _decoded(self, patch: Patch, *args: Any, **kwargs: Any) -> Any:
+        if self._phase == "denoise":
+            self.over("decode")
+        return patch.original(*args, **kwargs)
+
+    def of_all(self) -> list[dict[str, int]]:
+        """Of every rank of the job, in rank order. Collective."""
+        mine = {phase: most for phase, most in self.found.items() if phase != "idle"}
+        if not (dist.is_available() and dist.is_initialized()):
+            return [mine]
+        every: list[dict[str, int]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+        return every
+
+    def _most(self) -> int | None:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        with suppress(OSError, StopIteration):
+            lines = Path("/proc/self/status").read_text().splitlines()
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+        return None
+
+    def _reset(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        elif sys.platform == "linux":
+            # Where it is not allowed, a phase has the most so far.
+            with suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")

@@ -1,0 +1,173 @@
+"""A rank whose peers are not there: links that send nothing, and take as much memory as if they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from ..comm import Link, Traffic, Transfer
+from ..comm.mesh import LINKS, Mesh
+from ..comm.shared import Spec, message_bytes
+from ..config import ParallelConfig
+from ..core.alive import Alive
+
+# Messages that nobody answers which may be under way.
+_UNDER_WAY = 2
+
+
+@dataclass
+class _Slot:
+    touched: int = 0
+    free: bool = True
+
+
+@dataclass
+class _Pool:
+    """Slots of one rank's shared memory, taken as `ditmesh.comm.shared.SharedMemory` takes them.
+
+    Attributes:
+        bytes: that were ever written to.
+    """
+
+    slots: dict[int, list[_Slot]] = field(default_factory=dict)
+    bytes: int = 0
+
+    def take(self, size: int) -> _Slot:
+        among = self.slots.setdefault(1 << max(12, (size - 1).bit_length()), [])
+        slot = next((slot for slot in among if slot.free), None)
+        if slot is None:
+            among.append(slot := _Slot())
+        slot.free = False
+        self.bytes += max(0, size - slot.touched)
+        slot.touched = max(size, slot.touched)
+        return slot
+
+
+class Room:
+    """Shared memory that a rank sees.
+
+    Args:
+        alive: counts tensors, of which those in shared memory are none.
+
+    Attributes:
+        own: what this rank has written its messages to.
+        others: what other ranks have written theirs for this one to.
+    """
+
+    def __init__(self, alive: Alive) -> None:
+        self.alive = alive
+        self.own = _Pool()
+        self.others: dict[int, _Pool] = {}
+
+    def message(self, size: int) -> Tensor:
+        """A message of another rank, which is no tensor of this one's."""
+        before = self.alive.peak
+        whole = torch.empty(size, dtype=torch.uint8)
+        self.alive.disown(whole)
+        self.alive.peak = before
+        return whole
+
+    @property
+    def bytes(self) -> int:
+        """Of all messages, own and others'."""
+        return self.own.bytes + sum(pool.bytes for pool in self.others.values())
+
+
+class _Channel:
+    """Messages of one link, as `ditmesh.comm.shared.SharedChannel` passes them on. All ranks do as this one does."""
+
+    def __init__(self, room: Room, ranks: Sequence[int]) -> None:
+        self._room, self._ranks = room, ranks
+        self._unanswered: list[_Slot] = []
+
+    def send(self, kind: str, tensors: Sequence[Tensor], to: Sequence[int]) -> None:
+        if (size := message_bytes([(tuple(t.shape), t.dtype) for t in tensors])) and to:
+            self._unanswered.append(self._room.own.take(size))
+            while len(self._unanswered) > _UNDER_WAY * len(self._ranks):
+                self._unanswered.pop(0).free = True
+
+    def expect(self, kind: str, specs: Sequence[Spec], source: int) -> Callable[[timedelta | None], list[Tensor]]:
+        # When this rank forgets a message, the other one has forgotten its own.
+        answered = self._unanswered.pop(0) if self._unanswered else _Slot()
+
+        def take(timeout: timedelta | None) -> list[Tensor]:
+            size = message_bytes(specs)
+            slots = [answered]
+            if size:
+                slots.append(self._room.others.setdefault(self._ranks[source], _Pool()).take(size))
+            whole = self._room.message(size)
+            finalize(whole.untyped_storage(), _freed, slots).atexit = False
+            return [_inside(whole, shape, dtype) for shape, dtype in specs]
+
+        return take
+
+
+def _freed(slots: Sequence[_Slot]) -> None:
+    for slot in slots:
+        slot.free = True
+
+
+def _inside(whole: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor in a message."""
+    count = torch.Size(shape).numel() * dtype.itemsize
+    return whole[:count].view(dtype).view(shape)
+
+
+class PhantomLink(Link):
+    """A `Link` to ranks that are not there. What is received has shapes and no values.
+
+    Args:
+        name, size, rank: as of `Link`.
+        traffic: what counts the bytes sent.
+        room: shared memory of the ranks; None: tensors travel over a process group.
+    """
+
+    def __init__(self, name: str, size: int, rank: int, traffic: Traffic, room: Room | None) -> None:
+        super().__init__(name, range(size), rank, traffic)
+        # It stands for a `SharedChannel`.
+        self.connect(None, None if room is None or size == 1 else _Channel(room, range(size)))  # type: ignore[arg-type]
+
+    @property
+    def transport(self) -> str:
+        return "nothing"
+
+    @property
+    def _matches(self) -> bool:
+        # Messages of gloo go pair by pair.
+        return True
+
+    def _together(self, collective: Callable[..., Any], *tensors: Any) -> None:
+        """Ranks that are not there have the same."""
+
+    def _start(
+        self,
+        kind: str,
+        outgoing: Sequence[tuple[Sequence[Tensor], Sequence[int]]],
+        incoming: Sequence[tuple[Sequence[Tensor], int]],
+    ) -> Transfer:
+        if self._shared is not None:
+            return super()._start(kind, outgoing, incoming)
+        sent = [tensor.contiguous() for tensors, _ in outgoing for tensor in tensors]
+        return Transfer([tensor for tensors, _ in incoming for tensor in tensors], sent, link=self.name)
+
+
+def phantom_mesh(config: ParallelConfig, room: Room | None, stage: int = 0) -> Mesh:
+    """The mesh of one rank of a configuration, without the others.
+
+    Args:
+        config: degrees.
+        room: shared memory of the ranks; None: they have none.
+        stage: the rank's place on the pipe axis; on the others it is the first, which has no less than any other.
+    """
+    traffic = Traffic()
+    links = {
+        name: PhantomLink(name, config.size_of(axes), stage if axes == ("pipe",) else 0, traffic, room)
+        for name, axes in LINKS.items()
+    }
+    return Mesh(config, "cpu", links=links)

@@ -1,0 +1,51 @@
+"""Memory that a device, or a host's ranks, have left."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import torch
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def free_memory(device: torch.device, ranks_here: int = 1) -> float:
+    """Bytes that a rank may still take.
+
+    Args:
+        device: where it computes. On a CPU: what the host, or the container's limit, has left, in equal parts.
+        ranks_here: that share the host.
+    """
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    return min(float(psutil.virtual_memory().available), _left_by_limits(Path("/proc/self/cgroup"))) / ranks_here
+
+
+def _left_by_limits(groups: Path) -> float:
+    """What the limits of this process's control groups leave; infinite without any."""
+    left = float("inf")
+    with suppress(OSError):
+        for line in groups.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "":
+                left = min(left, _left(CGROUPS, path, "memory.max", "memory.current", "inactive_file"))
+            elif "memory" in controllers.split(","):
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+                left = min(left, _left(CGROUPS / "memory", path, *names))
+    return left
+
+
+def _left(root: Path, path: str, limit: str, used: str, cache: str) -> float:
+    """Of a group and all around it."""
+    left, folder = float("inf"), root / path.lstrip("/")
+    while True:
+        with suppress(OSError, ValueError):
+            # Files' pages go when memory is wanted.
+            pages = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            taken = int((folder / used).read_text()) - int(pages.get(cache, 0))
+            left = min(left, float(max(0, int((folder / limit).read_text()) - taken)))
+        if folder == root or root not in folder.parents:
+            return left
+        folder = folder.parent

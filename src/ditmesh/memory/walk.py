@@ -1,0 +1,338 @@
+"""What is alive while a rank encodes, denoises and decodes: the program itself, on tensors without values.
+
+The transformer runs behind the engine, under the configuration, with links whose other ranks are not there; so do text
+encoders and the autoencoder, whole or in bands. Nothing is computed, no weights are read; every operation's results are
+counted until they are given back. One block of every kind runs, and where blocks keep something, two of one kind
+say how much.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..config import ParallelConfig
+from ..core.alive import Alive
+from ..engine import Engine
+from ..errors import DitmeshError, LayoutError
+from ..layout import TokenLayout
+from ..layout.conventions import Conventions, Size, ways
+from ..layout.describe import on_meta
+from ..planner.model import WithoutValues, kept_blocks
+from ..strategies.base import Context, Request, Strategy
+from ..strategies.pipefusion.stages import blocks_of, kinds_of
+from ..strategies.rows import DecodedRows
+from ..strategies.vae.parallel import BandedVae
+from .phantom import Room, phantom_mesh
+
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+# torch's own convolution is taken for small inputs of small kernels: elements of its first four dimensions.
+_SMALL = 20480
+# Steps of a stale strategy that are looked at: a synchronous one, one that uses its keys, one that overwrites them.
+_STEPS = 3
+
+
+# Bytes that an operation takes besides its results, from the operation, its arguments and its results.
+Workspace = Callable[[Any, tuple[Any, ...], Any], float]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a pipeline asks of its transformer in a step.
+
+    Attributes:
+        rows, cols, frames: image tokens of a sample.
+        text: text tokens.
+        pictures: samples of a branch of guidance.
+        branches: of guidance.
+        batched: whether the branches are rows of one call; else each has a call of its own.
+    """
+
+    rows: int
+    cols: int
+    frames: int = 1
+    text: int = 256
+    pictures: int = 1
+    branches: int = 1
+    batched: bool = True
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes of a phase.
+
+    Attributes:
+        weights: of the model that runs.
+        activations: of tensors that are alive at the peak, besides weights, and of what kernels take.
+        kept: of these, what stays from step to step.
+        shared: of messages in shared memory, own and other ranks'.
+        blocks: of the weights, those of one block of every kind.
+    """
+
+    weights: float
+    activations: float
+    kept: float = 0.0
+    shared: float = 0.0
+    blocks: tuple[float, ...] = ()
+
+
+def denoise(
+    transformer: str,
+    settings: Mapping[str, Any],
+    layout: TokenLayout,
+    config: ParallelConfig,
+    call: Call,
+    dtype: torch.dtype,
+    shared_memory: bool = True,
+    workspace: Workspace | None = None,
+) -> Needs:
+    """A denoising step of one rank that has all blocks.
+
+    Args:
+        transformer, settings: class and configuration.
+        layout: where its tokens are.
+        config: without stages and patches.
+        call: what is asked of it.
+        dtype: of the weights.
+        shared_memory: whether ranks pass tensors through shared memory; else a process group.
+        workspace: what kernels take besides their results.
+
+    Raises:
+        LayoutError: the transformer cannot run without values.
+    """
+    if not call.batched and config.cfg > 1:
+        # Every rank has a branch of its own.
+        call, config = replace(call, branches=-(-call.branches // config.cfg)), config.model_copy(update={"cfg": 1})
+    model = on_meta(transformer, dict(settings)).eval()
+    order = kinds_of(model, layout)
+    counts = [order.count(kind) for kind in range(max(order) + 1)]
+
+    def look(blocks: Sequence[int]) -> Needs:
+        with kept_blocks(model, layout, blocks):
+            return _step(model, layout, config, call, dtype, shared_memory, workspace)
+
+    once = look([1] * len(counts))
+    total = [once.weights, once.activations, once.kept, once.shared]
+    for kind, count in enumerate(counts) if any(count > 1 for count in counts) else ():
+        if count > 1:
+            twice = look([1 + (other == kind) for other in range(len(counts))])
+            # What exact strategies have alive does not depend on the number of blocks.
+            for at, (more, less) in enumerate(zip(_plain(twice), _plain(once), strict=True)):
+                total[at] += (count - 1) * (more - less)
+    total[0] = once.weights + sum((count - 1) * block for count, block in zip(counts, once.blocks, strict=True))
+    return Needs(*total, blocks=once.blocks)
+
+
+def _plain(needs: Needs) -> tuple[float, float, float, float]:
+    return needs.weights, needs.activations, needs.kept, needs.shared
+
+
+def _step(
+    model: nn.Module,
+    layout: TokenLayout,
+    config: ParallelConfig,
+    call: Call,
+    dtype: torch.dtype,
+    shared_memory: bool,
+    workspace: Workspace | None,
+) -> Needs:
+    """Some steps of a model on the meta device; it is left as it was."""
+    reasons: list[str] = []
+    size = Size(call.rows, call.cols, call.text, call.pictures * (call.branches if call.batched else 1), call.frames)
+    calls = 1 if call.batched else call.branches
+    for way in sorted(ways(model), key=lambda way: way.optional):
+        with _fake(model, dtype):
+            alive = Alive((*model.parameters(), *model.buffers()), workspace)
+            room = Room(alive) if shared_memory else None
+            engine = Engine([(model, layout)], config, phantom_mesh(config, room), owns_mesh=False)
+            engine.open(model)
+            for tensor in (*model.parameters(), *model.buffers()):
+                # What is cut has memory of its own.
+                alive.hold(tensor)
+            weights = bytes_of(model)
+            firsts = dict(zip(reversed(kinds_of(model, layout)), reversed(blocks_of(model, layout)), strict=True))
+            blocks = tuple(bytes_of(firsts[kind][1]) for kind in sorted(firsts))
+            try:
+                make = Conventions(model, way)
+                # The first parameter may be one that stays in float32.
+                make.dtype = dtype
+                kept = _some_steps(engine, model, alive, make, size, calls)
+                return Needs(weights, alive.peak, kept, room.bytes if room else 0.0, blocks)
+            except (DitmeshError, RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+                reasons.append(f"{(str(error).splitlines() or [type(error).__name__])[0]} ({way})")
+            finally:
+                engine.end_request(failed=True)
+                engine.close()
+    raise LayoutError(
+        f"{type(model).__name__} cannot run without values, so what it needs is not known: "
+        + ("; ".join(reasons) or "no way to call it was found")
+    )
+
+
+def _some_steps(engine: Engine, model: nn.Module, alive: Alive, make: Conventions, size: Size, calls: int) -> float:
+    """What is alive between the steps."""
+    stale = engine.control is not None
+    with WithoutValues(), alive:
+        inputs = make.inputs(size)
+        gc.collect()
+        engine.begin_request(_STEPS)
+        before, outputs = alive.now, []
+        for step in range(_STEPS if stale else 1):
+            for name in ("timestep", "t"):
+                if name in inputs:
+                    # The scheduler's count is not there: steps are told apart by their times.
+                    inputs[name] = inputs[name] - 0.01 * step
+            outputs = [model(**inputs) for _ in range(calls)]
+        del outputs
+        kept = max(0.0, alive.now - before)
+        engine.end_request()
+    return kept
+
+
+@contextmanager
+def _fake(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Give a model on the meta device weights without values, which say that they are on the CPU."""
+    exact = tuple(getattr(type(model), "_keep_in_fp32_modules", None) or ())
+    if not hasattr(model, "register_to_config"):
+        # transformers does that for float16 alone.
+        exact = exact if dtype == torch.float16 else ()
+    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    # Weights that several modules share stay one.
+    known: dict[int, Tensor] = {}
+    with ExitStack() as undo, warnings.catch_warnings(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+        warnings.simplefilter("ignore")
+        # A way of calling the model that is not the right one is no news.
+        undo.callback(_LOG.setLevel, _LOG.level)
+        _LOG.setLevel(logging.CRITICAL)
+        for path, module in model.named_modules():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is None:
+                        continue
+                    before.append((held, name, tensor))
+                    keeps = any(part in (*path.split("."), name) for part in exact)
+                    kind = (torch.float32 if keeps else dtype) if tensor.is_floating_point() else tensor.dtype
+                    if id(tensor) not in known:
+                        made = torch.empty(tensor.shape, dtype=kind, device="cpu")
+                        weight = isinstance(tensor, nn.Parameter)
+                        known[id(tensor)] = nn.Parameter(made, requires_grad=False) if weight else made
+                    held[name] = known[id(tensor)]
+        try:
+            yield
+        finally:
+            for held, name, tensor in before:
+                held[name] = tensor
+
+
+def bytes_of(model: nn.Module) -> float:
+    """Bytes of a model's weights; what several names share counts once."""
+    held = {one.untyped_storage()._cdata: one for one in (*model.parameters(), *model.buffers())}
+    return float(sum(one.untyped_storage().nbytes() for one in held.values()))
+
+
+def decode(
+    kind: str,
+    settings: Mapping[str, Any],
+    config: ParallelConfig,
+    latents: tuple[int, ...],
+    dtype: torch.dtype,
+    shared_memory: bool = True,
+    workspace: Workspace | None = None,
+) -> Needs:
+    """Decoding on one rank, whole or in bands as the configuration says.
+
+    Args:
+        kind, settings: class and configuration of the autoencoder.
+        config: who takes part.
+        latents: shape of all pictures' (batch, channels, height, width), or of videos with frames before the height.
+        dtype: of the weights.
+        shared_memory, workspace: as for `denoise`.
+
+    Raises:
+        LayoutError: it cannot run without values.
+    """
+    vae: Any = on_meta(kind, dict(settings)).eval()
+    with _fake(vae, dtype):
+        alive = Alive((*vae.parameters(), *vae.buffers()), workspace)
+        room = Room(alive) if shared_memory else None
+        context = Context(config, phantom_mesh(config, room), [])
+        wanted: list[type[Strategy]] = [one for one in (DecodedRows, BandedVae) if one.wanted(config)]
+        pipe = SimpleNamespace(vae=vae)
+        try:
+            with ExitStack() as undo, alive:
+                strategies = [one(context) for one in wanted]
+                for strategy in strategies:
+                    strategy.attach(pipe, undo)
+                for strategy in strategies:
+                    strategy.begin_request(Request(pipe))
+                    undo.callback(strategy.end_request, True)
+                vae.decode(torch.empty(latents, dtype=dtype), return_dict=False)
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise LayoutError(
+                f"{kind} cannot run without values, so what decoding needs is not known: {said}"
+            ) from error
+        return Needs(bytes_of(vae), alive.peak, shared=room.bytes if room else 0.0)
+
+
+def encode(
+    kind: str, settings: Mapping[str, Any], tokens: int, dtype: torch.dtype, workspace: Workspace | None = None
+) -> Needs:
+    """A text encoder's run over one prompt.
+
+    Args:
+        kind, settings: class of transformers, and configuration.
+        tokens: of the prompt, at most as many as the model has positions for.
+        dtype: of the weights.
+        workspace: as for `denoise`.
+    """
+    import transformers
+
+    cls: Any = getattr(transformers, kind, None)
+    if cls is None:
+        raise LayoutError(f"transformers has no class {kind}, so what it needs is not known")
+    with torch.device("meta"):
+        model: Any = cls(cls.config_class.from_dict(dict(settings))).eval()
+    most = getattr(model.config, "max_position_embeddings", None) or tokens
+    with _fake(model, dtype):
+        alive = Alive((*model.parameters(), *model.buffers()), workspace)
+        weights = bytes_of(model)
+        for several in (True, False):
+            try:
+                with alive:
+                    ids = torch.zeros(1, min(tokens, most), dtype=torch.long)
+                    model(input_ids=ids, **({"output_hidden_states": True} if several else {}))
+                return Needs(weights, alive.peak)
+            except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
+                continue
+    # Streams of a token through the widest layer, which no encoder exceeds by much.
+    widest = max(prod(one.shape[:1]) for one in model.parameters())
+    return Needs(weights, 4.0 * tokens * min(widest, 65536) * dtype.itemsize)
+
+
+def cpu_workspace(func: Any, args: tuple[Any, ...], out: Any) -> float:
+    """Bytes that a kernel of torch takes on a CPU besides its results.
+
+    A convolution of oneDNN copies its input, its weight and its result between torch's order and its own, in which
+    channels lie in blocks; torch's own one, which small inputs get, unfolds its input. Attention turns a mask of
+    booleans into one of numbers.
+    """
+    if func is torch.ops.aten.convolution.default:
+        x, weight, groups = args[0], args[1], args[8]
+        kernel = prod(weight.shape[2:])
+        small = groups == 1 and x.shape[0] == 1 and prod(x.shape[:4]) <= _SMALL and min(weight.shape[-2:]) <= 3
+        if small:
+            return 0.0 if kernel == 1 else float(weight.shape[1] * kernel * prod(out.shape[2:]) * x.element_size())
+        return 0.0 if kernel == 1 else float(x.nbytes + weight.nbytes + out.nbytes)
+    return 0.0

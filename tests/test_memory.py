@@ -1,0 +1,174 @@
+"""What a rank needs is predicted from configurations alone, and what does not fit is refused before it is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ditmesh
+from ditmesh import ParallelConfig, zoo
+from ditmesh.core.alive import Alive
+from ditmesh.errors import InputError, RankFailed
+from ditmesh.generate.memory import check_memory, components_of, request_of
+from ditmesh.generate.model_info import find_model
+from ditmesh.launch import RankPool
+from ditmesh.memory.predict import RankNeeds, batched, needs
+from ditmesh.memory.room import _left, free_memory
+
+MODEL = "emoji-sd3"
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"ulysses": 2},
+    {"ring": 2},
+    {"tensor": 2},
+    {"cfg": 2},
+    {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"},
+]
+
+
+def predicted(config: dict[str, Any], **options: Any) -> list[RankNeeds]:
+    info = find_model(MODEL)
+    request = request_of(info, (64, 64), 16)
+    return needs(components_of(info), ParallelConfig(**config), request, torch.float32, **options)
+
+
+def taken(config: dict[str, Any]) -> float:
+    """On a rank: bytes of tensors that are alive in the steps of a request, without messages in shared memory."""
+    pipe = ditmesh.load(zoo.path(MODEL), {**config, "shared_memory": False})
+    pipe.set_progress_bar_config(disable=True)
+    try:
+        model = pipe.transformer
+        engine = ditmesh.engine_of(pipe)
+        given = {
+            "hidden_states": torch.randn(2, model.config.in_channels, 32, 32),
+            "encoder_hidden_states": torch.randn(2, 16, model.config.joint_attention_dim),
+            "pooled_projections": torch.randn(2, model.config.pooled_projection_dim),
+            "return_dict": False,
+        }
+        alive = Alive((*model.parameters(), *model.buffers()))
+        with torch.no_grad(), alive, engine.request("steps"):
+            engine.begin_request(3)
+            for step in range(3):
+                model(**given, timestep=torch.full((2,), 500.0 - step))
+        return alive.peak
+    finally:
+        ditmesh.restore(pipe)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_activations_of_a_step_are_those_that_are_alive(ranks: Callable[[int], RankPool], config: dict[str, Any]):
+    info = find_model(MODEL)
+    side = 32 // info.patch * info.size_multiple
+    request = request_of(info, (side, side), 16)
+    size = ParallelConfig(**config).world_size
+    found = max(ranks(size).run(taken, config))
+    guess = needs(
+        components_of(info),
+        ParallelConfig(**{**config, "shared_memory": False}),
+        request,
+        torch.float32,
+        workspace=None,
+    )
+    step = next(phase for phase in guess[0].phases if phase.name == "denoise")
+    assert step.activations == pytest.approx(found, rel=0.1)
+
+
+def test_weights_are_slices_and_stages():
+    whole = predicted({})[0].phases[0].weights
+    halves = predicted({"tensor": 2})[0].phases[0].weights
+    stages = [one.phases[0].weights for one in predicted({"pipe": 2, "patches": 2})]
+    info = find_model(MODEL)
+    others = sum(
+        path.stat().st_size
+        for part in info.files.iterdir()
+        if part.name not in ("transformer",)
+        for path in part.glob("*.safetensors")
+    )
+    assert others < halves < 0.9 * whole
+    assert len(stages) == 2
+    assert all(others < one < whole for one in stages)
+    # Nothing is read but configurations.
+    assert whole == pytest.approx(sum(path.stat().st_size for path in info.files.glob("*/*.safetensors")), rel=0.1)
+
+
+def test_stale_keys_are_kept_until_decoding():
+    exact, stale = (predicted(config)[0] for config in ({"ring": 2}, CONFIGS[-1]))
+    assert exact.phases[-1].kept == 0
+    assert stale.phases[-1].name == "decode"
+    assert stale.phases[-1].kept > 0
+    assert stale.phases[-2].activations > exact.phases[-2].activations
+
+
+def test_pipelines_that_batch_guidance_are_told_by_their_code():
+    assert batched("StableDiffusion3Pipeline")
+    assert batched("PixArtSigmaPipeline")
+    assert not batched("WanPipeline")
+    assert not batched("QwenImagePipeline")
+    assert batched(None)
+
+
+def refused(limit: float | None) -> str:
+    info = find_model(MODEL)
+    try:
+        request = request_of(info, (64, 64), 16)
+        check_memory(info, ParallelConfig(ulysses=2), torch.float32, torch.device("cpu"), request, limit)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_what_does_not_fit_is_refused_with_what_would(ranks: Callable[[int], RankPool]):
+    assert ranks(2).run(refused, None) == ["", ""]
+    needed = max(one.peak.total for one in predicted({"ulysses": 2}))
+    assert ranks(2).run(refused, 1.05 * needed) == ["", ""]
+    said, other = ranks(2).run(refused, 0.95 * needed)
+    assert said == other
+    assert "ulysses=2 needs" in said
+    assert "the smallest configuration that would fit is" in said
+    assert "on 16 devices or fewer would fit" in ranks(2).run(refused, 1e3)[0]
+
+
+def loads(**options: Any) -> str:
+    pipe = ditmesh.load(zoo.path(MODEL), {"ulysses": 2}, **options)
+    ditmesh.restore(pipe)
+    return "loaded"
+
+
+def test_load_refuses_weights_that_do_not_fit_unless_told_not_to(ranks: Callable[[int], RankPool]):
+    pool = ranks(2)
+    assert pool.run(loads) == ["loaded"] * 2
+    with pytest.raises((InputError, RankFailed), match="GB are free"):
+        pool.run(loads, memory_limit=1e6)
+    assert ranks(2).run(loads, memory_limit=1e6, check_memory=False) == ["loaded"] * 2
+
+
+def test_limits_of_control_groups_count(tmp_path: Path):
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    (inner / "memory.max").write_text("max\n")
+    for name, text in (("memory.max", "1000\n"), ("memory.current", "700\n"), ("memory.stat", "inactive_file 200\n")):
+        (inner.parent / name).write_text(text)
+    assert _left(tmp_path, "/outer/inner", "memory.max", "memory.current", "inactive_file") == 500
+    assert free_memory(torch.device("cpu"), 2) == pytest.approx(free_memory(torch.device("cpu")) / 2, rel=0.2)
+
+
+@pytest.mark.usefixtures("kept_ranks")
+def test_generate_says_what_was_taken_and_inspect_what_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from ditmesh.cli.main import main
+    from ditmesh.generate.receipt import read_receipt
+
+    main(["generate", "a red fox", "--devices", "2", "--steps", "1", "--out", str(tmp_path), "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert [sorted(one) for one in result["peak_memory"]] == [["decode", "denoise", "encode", "load"]] * 2
+    assert all(most > 1e7 for one in result["peak_memory"] for most in one.values())
+    assert read_receipt(result["pictures"][0]["path"]).peak_memory == result["peak_memory"]
+    main(["inspect", "--memory", "--model", MODEL, "--tensor", "2", "--dtype", "float32", "--json"])
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["devices"] == 2
+    assert list(facts["ranks"][0]["phases"]) == ["load", "encode", "denoise", "decode"]
+    assert facts["ranks"][0]["peak_bytes"] == facts["ranks"][0]["phases"][facts["ranks"][0]["peak"]]["total"]
