@@ -302,7 +302,7 @@ def _check_cleaning(pipeline: str) -> None:
         getattr(module, "prompt_clean", str)("a")
     except NameError:
         raise InputError(
-            f"{pipeline} cleans prompts with ftfy, which is not installed; pip install 'ditmesh[video]'"
+            f"{pipeline} cleans prompts with ftfy, which is not installed; pip install ftfy"
         ) from None
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 # Seconds for the rank that has failed to end before those that have only lost it.
-GRACE = 3.0
+GRACE = 10.0
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
