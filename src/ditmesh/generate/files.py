@@ -299,7 +299,7 @@ def check_roles(files: Iterable[InputFile], strength: float | None = None) -> No
     if strength is not None and not 0 < strength <= 1:
         raise InputError(f"strength {strength:g} is not possible; use more than 0 and at most 1")
     if strength is not None and not {"image", "video"} & set(roles):
-        raise InputError("--strength needs --image or --video as well")
+        raise InputError("--strength needs --image as well, or --video")
     if {"image", "video"} <= set(roles):
         raise InputError("--image and --video are both to begin with; leave one out")
     for role, needed in NEEDED.items():
