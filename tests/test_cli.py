@@ -503,14 +503,14 @@ def test_cuda_that_is_not_there_is_refused(
 def test_what_ranks_refuse_is_one_sentence_too(
     facts_only: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A pipeline that takes no negative prompt (Flux calls it otherwise), known from its class on the ranks."""
-    video = tmp_path / "video"
-    shutil.copytree(facts_only, video)
-    index = json.loads((video / "model_index.json").read_text())
-    (video / "model_index.json").write_text(json.dumps({**index, "_class_name": "WanPipeline"}))
-    assert run("generate", FOX, "--model", video, "--device", "cpu", "--threads", "1", "--out", tmp_path) == 2
+    """A pipeline that makes sound too, known from its class on the ranks."""
+    sound = tmp_path / "sound"
+    shutil.copytree(facts_only, sound)
+    index = json.loads((sound / "model_index.json").read_text())
+    (sound / "model_index.json").write_text(json.dumps({**index, "_class_name": "LTX2Pipeline"}))
+    assert run("generate", FOX, "--model", sound, "--device", "cpu", "--threads", "1", "--out", tmp_path) == 2
     said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("ditmesh:")]
-    assert said == ["ditmesh: WanPipeline makes videos, and `ditmesh generate` saves pictures; call it from Python"]
+    assert said == ["ditmesh: LTX2Pipeline makes sound too, which is not written; call it from Python"]
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,7 @@ def _check_memory(job: Job, device: torch.device) -> None:
     from .loading import configuration_before
     from .memory import check_memory, request_of
 
+    quieten()
     info = find_model(job.model)
     guided = job.guidance is None or job.guidance > 1
     pictures = max(job.call(number).images for number in range(job.calls))
