@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ class Host:
     process: subprocess.Popen[bytes]
     inside: int
     folder: Path | None = None
+    _started: list[subprocess.Popen[Any]] = field(default_factory=list)
 
     def command(self, command: Sequence[str], folder: str | os.PathLike[str] | None = None) -> list[str]:
         """The command line that runs a command on this host, in a folder (default: the one this process is in)."""
@@ -84,7 +85,9 @@ class Host:
             more: of `subprocess.Popen`, such as ``stdout=subprocess.PIPE, text=True``.
         """
         environment = {**os.environ, **(extra or {}), "HOSTNAME": self.name}
-        return subprocess.Popen(self.command(command, folder), env=environment, **more)
+        started = subprocess.Popen(self.command(command, folder), env=environment, **more)
+        self._started.append(started)
+        return started
 
     def run(self, command: Sequence[str], **more: Any) -> str:
         """Run a command on this host and return its standard output.
@@ -114,6 +117,7 @@ class Host:
         """End everything on the host at once, with its network, as when its power fails: no connection is closed."""
         # Without the interface the kernel cannot tell the other side that connections end.
         self.cut()
+        self._forsake()
         _end(self.process, self.inside)
 
     def cut(self) -> None:
@@ -134,6 +138,11 @@ class Host:
     def received(self) -> int:
         """Bytes that its interface has received so far, with all headers."""
         return self._counter("rx_bytes")
+
+    def _forsake(self) -> None:
+        """Kill what stands outside for each command: one whose command is stopped stops too, and buries it no more."""
+        for started in self._started:
+            started.kill()
 
     def _counter(self, name: str) -> int:
         # /sys shows the network namespace of whoever has mounted it: only `ip` and /proc/net follow the process.
@@ -315,6 +324,7 @@ def _host(undo: ExitStack, number: int, name: str, folder: str | os.PathLike[str
     process, inside = _first(undo)
     shared = None if folder is None else Path(folder).resolve()
     host = Host(number, name, f"{NET}.{number + 1}", process, inside, shared)
+    undo.callback(host._forsake)
     # Only its own name, at an address that no other host reaches: as many a system is installed.
     lines = f"127.0.0.1 localhost\\n127.0.1.1 {name}\\n"
     kept = ["mount --bind {0} /mnt", "mount -t tmpfs none /tmp", "mkdir -p {0}", "mount --bind /mnt {0}", "umount /mnt"]

@@ -171,8 +171,8 @@ def _compare(every: Sequence[dict[str, Any]]) -> None:
     if 0 < len(inside) < len(every):
         one = every[inside[0]]
         raise MeetingError(
-            f"MASTER_ADDR={os.environ['MASTER_ADDR']} is {one['address']} on {one['host']}, an address that no other "
-            "host reaches; give the first host's address in the network that hosts share as --master-addr"
+            f"MASTER_ADDR={os.environ['MASTER_ADDR']} leads to the loopback on {one['host']}, where no other host "
+            "reaches it; give the first host's address in the network that hosts share as --master-addr"
         )
 
 
