@@ -144,7 +144,8 @@ def check_memory(
     # Files may hold half of what float32 takes.
     if stored * (2 if dtype == torch.float32 else 1) + 2 * _LARGEST * pixels < room:
         return
-    sentence, kind = None, "cuda" if device.type == "cuda" else "cpu"
+    sentence = None
+    kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
     with suppress(DitmeshError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, OSError):
         known = config if isinstance(config, ParallelConfig) else config()
         fit = _Fit(components_of(info, without), request, request_of(info), dtype, offloaded, kind)
