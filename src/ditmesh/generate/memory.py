@@ -175,7 +175,8 @@ class _Fit:
         device: Literal["cpu", "cuda"],
     ) -> None:
         self.components, self.request, self.usual = components, request, usual
-        self.dtype, self.offloaded, self.device = dtype, offloaded, device
+        self.dtype, self.offloaded = dtype, offloaded
+        self.device: Literal["cpu", "cuda"] = device
 
     def most(self, config: ParallelConfig) -> tuple[float, str]:
         """Bytes of the rank that needs most, and the phase."""
