@@ -264,9 +264,11 @@ class Step:
         # What surrounds the blocks sees all tokens.
         around = share.rows * work.rest.peak.of(job.image, job.text)
         activations = max(peak, around) * job.element
+        # In bands every rank has its rows alone (those of neighbours left out, which are few).
+        bands = 1 if self.config.vae == "whole" or self.config.reproducible else self.config.world_size
         return [
             Term("weights", "memory", memory=weights * job.element * job.transformers),
             Term("text encoders and VAE", "memory", memory=job.beside),
-            Term("activations", "memory", memory=max(activations, job.decode)),
+            Term("activations", "memory", memory=max(activations, job.encode, job.decode / bands)),
             Term("process", "memory", memory=self.hardware.device.runtime),
         ]

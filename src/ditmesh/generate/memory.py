@@ -144,7 +144,8 @@ def check_memory(
     # Files may hold half of what float32 takes.
     if stored * (2 if dtype == torch.float32 else 1) + 2 * _LARGEST * pixels < room:
         return
-    sentence, kind = None, "cuda" if device.type == "cuda" else "cpu"
+    sentence = None
+    kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
     with suppress(DitmeshError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, OSError):
         known = config if isinstance(config, ParallelConfig) else config()
         fit = _Fit(components_of(info, without), request, request_of(info), dtype, offloaded, kind)
@@ -174,7 +175,8 @@ class _Fit:
         device: Literal["cpu", "cuda"],
     ) -> None:
         self.components, self.request, self.usual = components, request, usual
-        self.dtype, self.offloaded, self.device = dtype, offloaded, device
+        self.dtype, self.offloaded = dtype, offloaded
+        self.device: Literal["cpu", "cuda"] = device
 
     def most(self, config: ParallelConfig) -> tuple[float, str]:
         """Bytes of the rank that needs most, and the phase."""

@@ -190,16 +190,16 @@ def needs(
     return found
 
 
-def around(components: Components, config: ParallelConfig, request: Request, dtype: torch.dtype) -> tuple[float, float]:
-    """What is beside the transformers on a GPU: bytes of weights, and the most of encoding's and decoding's tensors.
+def around(components: Components, request: Request, dtype: torch.dtype) -> tuple[float, float, float]:
+    """What is beside the transformers on a GPU: bytes of weights, and of tensors of encoding and of a whole decode.
 
     Raises:
         LayoutError: as for `needs`.
     """
-    how = _How(dtype, False, None)
     encoders = [encode(part.kind, part.settings, request.text, dtype) for part in components.encoders.values()]
-    every = [*encoders, _decoding(components, config, request, how)]
-    return sum(one.weights for one in every) + components.other, max(one.activations for one in every)
+    vae = _decoding(components, ParallelConfig(), request, _How(dtype, False, None))
+    weights = sum(one.weights for one in (*encoders, vae)) + components.other
+    return weights, max((one.activations for one in encoders), default=0.0), vae.activations
 
 
 class _How(NamedTuple):
@@ -214,12 +214,12 @@ def _decoding(components: Components, config: ParallelConfig, request: Request, 
     vae = components.vae
     if vae is None:
         return Needs(0.0, 0.0)
-    channels = vae.settings.get("latent_channels") or vae.settings.get("z_dim") or 4
     plane = (request.height // components.scale, request.width // components.scale)
     model: Any = on_meta(vae.kind, dict(vae.settings))
-    video = (
-        any(parameter.dim() == 5 for parameter in model.decoder.parameters()) if hasattr(model, "decoder") else False
-    )
+    # With what the class has by default.
+    channels = model.config.get("latent_channels") or model.config.get("z_dim") or 4
+    decoder = getattr(model, "decoder", model)
+    video = any(parameter.dim() == 5 for parameter in decoder.parameters())
     frames = (request.frames,) if video else ()
     return decode(vae.kind, vae.settings, config, (request.pictures, channels, *frames, *plane), *how)
 

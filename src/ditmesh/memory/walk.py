@@ -216,7 +216,8 @@ def _fake(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         undo.callback(_LOG.setLevel, _LOG.level)
         _LOG.setLevel(logging.CRITICAL)
         for path, module in model.named_modules():
-            for held in (module._parameters, module._buffers):
+            held: dict[str, Any]
+            for held in (module._parameters, module._buffers):  # type: ignore[assignment]
                 for name, tensor in held.items():
                     if tensor is None:
                         continue

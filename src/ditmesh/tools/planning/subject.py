@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ...config import ParallelConfig
 from ...costs.work import Job
 from ...errors import DitmeshError, InputError
 from ...generate.memory import components_of, components_of_shape
@@ -94,7 +93,7 @@ def subject(name: str, asked: Asked) -> Subject:
         )
     module = on_meta(transformer, config)
     text = usual[0] if asked.text is None else asked.text
-    beside, around = _around(parts, size, frames, text, asked)
+    beside, encode, decode = _around(parts, size, frames, text, asked)
     job = Job(
         image,
         text,
@@ -103,7 +102,8 @@ def subject(name: str, asked: Asked) -> Subject:
         steps=asked.steps or usual[2],
         element=DTYPES[asked.dtype],
         beside=beside,
-        decode=around,
+        encode=encode,
+        decode=decode,
     )
     return Subject(name, transformer, config, Model(module, layout, work_of(module, layout)), job, source)
 
@@ -115,13 +115,15 @@ def _found(name: str, known: list[str]) -> ModelInfo:
         raise InputError(f"{error}; sizes that ship: {', '.join(known)}") from None
 
 
-def _around(parts: Components, size: tuple[int, int], frames: int, text: int, asked: Asked) -> tuple[float, float]:
-    """Bytes of the weights beside the transformers, and the most that encoding or decoding takes besides weights."""
+def _around(
+    parts: Components, size: tuple[int, int], frames: int, text: int, asked: Asked
+) -> tuple[float, float, float]:
+    """Bytes of the weights beside the transformers, and what encoding and decoding take besides weights."""
     if asked.beside is not None:
-        return asked.beside, 0.0
+        return asked.beside, 0.0, 0.0
     request = Request(*size, 1, 1, frames, text, asked.pictures)
     try:
-        return around(parts, ParallelConfig(vae="whole"), request, getattr(torch, asked.dtype))
+        return around(parts, request, getattr(torch, asked.dtype))
     except DitmeshError:
-        # A class that cannot be looked at without values: its weights count all the same.
-        return parts.other, 0.0
+        # A class that cannot be looked at without values.
+        return parts.other, 0.0, 0.0
