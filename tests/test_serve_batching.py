@@ -29,6 +29,7 @@ from ditmesh.serve.protocol import (
     Paused,
     Preview,
     Stepped,
+    Stop,
     TaskFailed,
 )
 from support.batching import STEPS, Owner, alone, at_once, of, picture, pipeline, pixels, save_lora, staggered, task
@@ -143,6 +144,66 @@ def test_a_task_is_cancelled_at_the_next_step(ranks):
     assert len(of(said, Stepped, "1")) == cancelled.step
     for n in (0, 2):
         assert abs(picture(said, str(n)) - alone(PROMPTS[n], n)).max() <= 1
+
+
+def serve_counted(specs: Any, *, report: Any) -> list[dict[str, int]]:
+    """As `serve_rank`; numbers of objects that live on this rank whenever it has no task."""
+    import gc
+    from collections import Counter
+
+    from ditmesh.serve import worker
+    from ditmesh.serve.loaded import Prepared
+
+    whole, counts = worker._Loop._round, []
+
+    def counted(self: Any) -> None:
+        whole(self)
+        if not self._work and self._models:
+            gc.collect()
+            kinds = (torch.Tensor, worker.Run, worker._Work, Prepared, Image.Image, torch.Generator)
+            live = Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, kinds))
+            if (self._number, live) not in counts[-1:]:
+                counts.append((self._number, live))
+
+    worker._Loop._round = counted  # type: ignore[method-assign]
+    try:
+        worker.serve_rank(specs, report=report)
+    finally:
+        worker._Loop._round = whole  # type: ignore[method-assign]
+    return [dict(live) for _, live in counts]
+
+
+def test_cancelled_tasks_leave_no_object_on_the_ranks(ranks):
+    """At once, when they have begun, after a step, and refused ones; four rounds of them."""
+    rounds, ended = iter(range(4)), []
+
+    def send_some() -> None:
+        number = next(rounds, None)
+        if number is None:
+            pool.reply(Stop())
+            return
+        for kind in ("queued", "begun", "stepped", "stepped too"):
+            pool.reply(task(f"{number} {kind}", PROMPTS[number], seed=number, previews=1))
+        pool.reply(task(f"{number} refused", PROMPTS[0], width=66, height=64))
+        pool.reply(Cancel(f"{number} queued"))
+
+    def hear(_: int, message: Any) -> None:
+        if isinstance(message, ModelReady):
+            send_some()
+        elif isinstance(message, (Began, Stepped)):
+            if message.id.endswith("begun") or getattr(message, "step", 0) == 2:
+                pool.reply(Cancel(message.id))
+        elif isinstance(message, (Cancelled, TaskFailed, Finished)):
+            ended.append(message)
+            if len(ended) % 5 == 0:
+                send_some()
+
+    pool = ranks(2)
+    for counts in pool.run(serve_counted, [spec(ulysses=2)], on_message=hear, deadline=120.0):
+        # Once all was done for the first time.
+        assert len(counts) >= 4
+        assert counts[-1] == counts[-3], counts
+    assert {type(one) for one in ended} == {Cancelled, TaskFailed}
 
 
 def test_a_task_is_paused_for_a_more_urgent_one_and_goes_on_where_it_was(ranks):

@@ -278,8 +278,10 @@ def test_a_thousand_requests_that_come_to_nothing_leave_nothing(tmp_path: Path):
             misuse(server.url, 500)
             rest.append(assert_nothing_left(server, rest[0]))
         print(json.dumps([grown(rest[number], rest[number + 1], "bytes") for number in range(2)]))
-        # The second half finds what the first has made room for.
-        assert max(grown(rest[1], rest[2], "bytes")) < 4e6, rest
+        # The second half finds what the first has made room for; in the ranks, torch's threads share it out anew.
+        http, *ranks = grown(rest[1], rest[2], "bytes")
+        assert http < 4e6, rest
+        assert max(ranks) < 16e6, rest
         # What has expired goes once a minute.
         limit = time.monotonic() + 90
         while (left := (rows(server), at_rest(server)["files"])) and time.monotonic() < limit:
