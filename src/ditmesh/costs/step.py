@@ -269,6 +269,6 @@ class Step:
         return [
             Term("weights", "memory", memory=weights * job.element * job.transformers),
             Term("text encoders and VAE", "memory", memory=job.beside),
-            Term("activations", "memory", memory=max(activations, job.encode, job.decode / bands)),
+            Term("activations", "memory", memory=max(activations, job.decode / bands)),
             Term("process", "memory", memory=self.hardware.device.runtime),
         ]

@@ -147,7 +147,6 @@ class Job:
         steps: of denoising.
         element: bytes of an element.
         beside: bytes of what every rank holds beside the transformer: text encoders, VAE.
-        encode: bytes that encoding a text takes at most, beside those.
         decode: bytes that decoding whole pictures takes at most, beside those.
         transformers: with weights of their own, of which one runs a step (Wan 2.2 has two).
     """
@@ -159,7 +158,6 @@ class Job:
     steps: int = 28
     element: int = 2
     beside: float = 0.0
-    encode: float = 0.0
     decode: float = 0.0
     transformers: int = 1
 

@@ -25,7 +25,7 @@ def folder() -> Path:
 
 def key_of(work: Work, job: Job, device: str, devices: int) -> str:
     """Of a model's shapes, a request's size, the hardware and the versions; another number of steps changes nothing."""
-    parts = [as_data(work), asdict(replace(job, steps=1, beside=0.0, encode=0.0, decode=0.0)), device, devices]
+    parts = [as_data(work), asdict(replace(job, steps=1, beside=0.0, decode=0.0)), device, devices]
     parts.append(dict(sorted(library_versions(LIBRARIES).items())))
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -33,6 +33,8 @@ class Shape:
         scale: pixels of a latent.
         vae: class of the autoencoder and its configuration; None: not known.
         encoders: the same of text encoders, by the component's name.
+        beside: numbers in the weights of both.
+        decode: numbers that are alive at the peak of a whole decode, for each pixel of a picture; 0: not known.
     """
 
     name: str
@@ -50,6 +52,8 @@ class Shape:
     scale: int = 8
     vae: tuple[str, dict[str, Any]] | None = None
     encoders: dict[str, tuple[str, dict[str, Any]]] = field(default_factory=dict)
+    beside: int = 0
+    decode: int = 0
 
     def tokens(self, width: int, height: int, frames: int) -> int:
         """Image tokens of a picture or video.

@@ -6,15 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...costs.work import Job
-from ...errors import DitmeshError, InputError
-from ...generate.memory import components_of, components_of_shape
+from ...errors import InputError
 from ...generate.model_info import ModelInfo, find_model
 from ...layout import known_models
 from ...layout.describe import on_meta
-from ...memory.predict import Components, Request, around
 from ...planner.auto import TEXT
 from ...planner.catalogue import shapes
 from ...planner.model import work_of
@@ -75,8 +71,8 @@ def subject(name: str, asked: Asked) -> Subject:
         transformer, config = shape.transformer, shape.config
         image = shape.tokens(*(asked.size or shape.size), asked.frames or shape.num_frames)
         usual = (shape.text, shape.branches, shape.steps)
-        size, parts, source = asked.size or shape.size, components_of_shape(shape), shape.source
-        frames = ((asked.frames or shape.num_frames) - 1) // shape.frames + 1
+        size, element, source = asked.size or shape.size, DTYPES[asked.dtype], shape.source
+        beside, decode = float(shape.beside * element), float(shape.decode * size[0] * size[1] * element)
     else:
         info = _found(name, list(known))
         transformer, config = info.transformer_class, info.transformer
@@ -84,7 +80,7 @@ def subject(name: str, asked: Asked) -> Subject:
         info.check_size(*size)
         image = info.image_tokens(*size) * (asked.frames or 1)
         usual = (TEXT, 1 if config.get("guidance_embeds") else 2, 28)
-        frames, parts, source = asked.frames or 1, components_of(info), "the pipeline's folder"
+        beside, decode, source = _beside(info), 0.0, "the pipeline's folder"
     layout = known_models().get(transformer)
     if layout is None:
         raise InputError(
@@ -93,7 +89,6 @@ def subject(name: str, asked: Asked) -> Subject:
         )
     module = on_meta(transformer, config)
     text = usual[0] if asked.text is None else asked.text
-    beside, encode, decode = _around(parts, size, frames, text, asked)
     job = Job(
         image,
         text,
@@ -101,9 +96,8 @@ def subject(name: str, asked: Asked) -> Subject:
         branches=usual[1] if asked.guidance is None else 1 + asked.guidance,
         steps=asked.steps or usual[2],
         element=DTYPES[asked.dtype],
-        beside=beside,
-        encode=encode,
-        decode=decode,
+        beside=beside if asked.beside is None else asked.beside,
+        decode=decode * asked.pictures,
     )
     return Subject(name, transformer, config, Model(module, layout, work_of(module, layout)), job, source)
 
@@ -115,15 +109,7 @@ def _found(name: str, known: list[str]) -> ModelInfo:
         raise InputError(f"{error}; sizes that ship: {', '.join(known)}") from None
 
 
-def _around(
-    parts: Components, size: tuple[int, int], frames: int, text: int, asked: Asked
-) -> tuple[float, float, float]:
-    """Bytes of the weights beside the transformers, and what encoding and decoding take besides weights."""
-    if asked.beside is not None:
-        return asked.beside, 0.0, 0.0
-    request = Request(*size, 1, 1, frames, text, asked.pictures)
-    try:
-        return around(parts, request, getattr(torch, asked.dtype))
-    except DitmeshError:
-        # A class that cannot be looked at without values.
-        return parts.other, 0.0, 0.0
+def _beside(info: ModelInfo) -> float:
+    """Bytes of the weights of what is beside the transformers, as they lie in the folder."""
+    parts = [path for path in info.files.iterdir() if path.is_dir() and not path.name.startswith("transformer")]
+    return float(sum(path.stat().st_size for part in parts for path in part.glob("*.safetensors")))
