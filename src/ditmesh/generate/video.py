@@ -35,7 +35,7 @@ def check_video_library() -> None:
         InputError: it is not.
     """
     if find_spec("av") is None:
-        raise InputError("videos are written and read by PyAV, which is not installed; pip install 'ditmesh[video]'")
+        raise InputError("videos are written and read by PyAV, which is not installed; pip install av")
 
 
 def write_mp4(frames: Sequence[Image], path: str | Path, fps: float, metadata: dict[str, str]) -> None:
