@@ -301,9 +301,7 @@ def _check_cleaning(pipeline: str) -> None:
     try:
         getattr(module, "prompt_clean", str)("a")
     except NameError:
-        raise InputError(
-            f"{pipeline} cleans prompts with ftfy, which is not installed; pip install ftfy"
-        ) from None
+        raise InputError(f"{pipeline} cleans prompts with ftfy, which is not installed; pip install ftfy") from None
 
 
 def makes_videos(pipeline: str) -> bool | None:
