@@ -13,12 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
 from ..config import RENAMED, ParallelConfig, current_names, setting
 from ..errors import ConfigError, InputError, did_you_mean
+
+Result = TypeVar("Result")
 
 picture_option = functools.partial(typer.Option, rich_help_panel="Pictures")
 rank_option = functools.partial(typer.Option, rich_help_panel="Ranks")
@@ -332,7 +334,7 @@ else:
     )
 
 
-def with_groups(command: Callable[..., None]) -> Callable[..., None]:
+def with_groups(command: Callable[..., Result]) -> Callable[..., Result]:
     """The command with an option for every field of those of its parameters that are dataclasses."""
     groups: dict[str, tuple[Any, list[str]]] = {}
     parameters: list[inspect.Parameter] = []
@@ -348,10 +350,10 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter)
 
     @functools.wraps(command)
-    def flat(**given: Any) -> None:
+    def flat(**given: Any) -> Result:
         for name, (kind, names) in groups.items():
             given[name] = kind(**{one: given.pop(one) for one in names})
-        command(**given)
+        return command(**given)
 
     parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
     flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

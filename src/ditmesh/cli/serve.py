@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,12 +31,21 @@ def _option(*flags: str, panel: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class ListenOptions:
-    """Where the server answers, and whom."""
+    """Where the server listens."""
 
     host: Annotated[str, _option(panel="Network", help="Address to listen at; 0.0.0.0: all of this machine's.")] = (
         "127.0.0.1"
     )
     port: Annotated[int, _option("--port", "-p", panel="Network", help="0: any that is free.", min=0, max=65535)] = 8000
+    new_key: Annotated[
+        str | None, _option(panel="Network", metavar="NAME", help="Add a key to --keys, print it and leave.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """Whom the server answers."""
+
     allow_host: Annotated[
         list[str] | None,
         _option(
@@ -51,9 +61,6 @@ class ListenOptions:
     ] = None
     keys: Annotated[
         Path | None, _option(panel="Network", metavar="FILE", help="Answer only who has a key of this file.")
-    ] = None
-    new_key: Annotated[
-        str | None, _option(panel="Network", metavar="NAME", help="Add a key to --keys, print it and leave.")
     ] = None
     rate: Annotated[
         float,
@@ -115,13 +122,10 @@ class LogOptions:
     ] = False
 
 
-@with_groups
-def serve(
-    parallel: ConfigOptions,
-    ranks: RankOptions,
-    listen: ListenOptions,
-    limits: LimitOptions,
-    logs: LogOptions,
+@dataclass(frozen=True)
+class ModelOptions:
+    """What is served, and from which ranks."""
+
     model: Annotated[
         list[str] | None,
         typer.Option(
@@ -131,12 +135,12 @@ def serve(
             help="Folder or hub id of a diffusers pipeline, or an embedded model; may be given again.",
             show_default="emoji-sd3",
         ),
-    ] = None,
+    ] = None
     lora: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=FILE", help="A LoRA that clients may ask for by name; may be given again."),
-    ] = None,
-    variant: Annotated[str | None, typer.Option(help="Variant of the weights' files, such as fp16.")] = None,
+    ] = None
+    variant: Annotated[str | None, typer.Option(help="Variant of the weights' files, such as fp16.")] = None
     offload: Annotated[
         str,
         typer.Option(
@@ -144,18 +148,100 @@ def serve(
             help="On GPUs: keep text encoders and VAE in the host's memory while they do not work.",
             callback=one_of(OFFLOADS, {}),
         ),
-    ] = "none",
-    devices: Devices = None,
+    ] = "none"
+    devices: Devices = None
     replicas: Annotated[
         int, typer.Option(help="Groups of --devices ranks, each with all models.", callback=at_least(1))
-    ] = 1,
+    ] = 1
     config: Annotated[
         Path | None, typer.Option("--config", "-c", metavar="FILE.yaml", help="The configuration, as YAML.")
-    ] = None,
+    ] = None
     folder: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="For the queue and the results.", show_default="~/.local/state/ditmesh/serve"),
-    ] = None,
+    ] = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A server as its options have it, which nothing has been started for.
+
+    Attributes:
+        settings: of the HTTP side.
+        devices: ranks of a replica.
+    """
+
+    settings: Settings
+    devices: int
+    specs: list[ModelSpec]
+    models: ModelOptions
+    ranks: RankOptions
+    limits: LimitOptions
+    logs: LogOptions
+
+    def backend(self, launcher: str | None) -> Any:
+        """The engine, on ranks of a launcher (see `launch.launcher`) for which ``ranks`` has the device.
+
+        Raises:
+            InputError, ConfigError: the ranks' devices are not there, or a model is not.
+        """
+        from ..launch import device_of_launcher
+        from ..serve.replicas import Limits
+        from ..serve.service import Service
+
+        models, ranks, limits = self.models, self.ranks, self.limits
+        kind = device_of_launcher(launcher, ranks.device, self.devices * models.replicas)
+        check_offload(models.offload, kind)
+        specs = [_loadable(spec, ranks.dtype_on(kind), models.variant, models.offload) for spec in self.specs]
+        return Service(
+            specs,
+            models.folder or state_folder(),
+            devices=self.devices,
+            replicas=models.replicas,
+            device=ranks.device,
+            threads=ranks.threads,
+            timeout=ranks.timeout,
+            launcher=launcher,
+            most_loaded=limits.max_loaded,
+            most_running=limits.max_batch,
+            limits=Limits(stall=limits.stall),
+            keep=limits.keep * 3600,
+            most_bytes=int(limits.max_disk * 2**30),
+            most_waiting=limits.max_queue,
+            # One key must not fill the queue.
+            most_per_owner=max(1, limits.max_queue // 4) if self.settings.keys else limits.max_queue,
+        )
+
+
+def planned(
+    parallel: ConfigOptions,
+    ranks: RankOptions,
+    clients: ClientOptions,
+    limits: LimitOptions,
+    logs: LogOptions,
+    models: ModelOptions,
+    host: str = "127.0.0.1",
+) -> Plan:
+    """A server that listens at ``host``.
+
+    Raises:
+        InputError: an option is not possible, or there is no such model or LoRA.
+    """
+    settings = _settings(host, clients, limits, logs)
+    named = _named(models.model or ["emoji-sd3"], "--model"), _named(models.lora or [], "--lora")
+    devices, specs = _specs(*named, models.devices, models.config, parallel, limits.max_batch)
+    return Plan(settings, devices, specs, models, ranks, limits, logs)
+
+
+@with_groups
+def serve(
+    parallel: ConfigOptions,
+    ranks: RankOptions,
+    listen: ListenOptions,
+    clients: ClientOptions,
+    limits: LimitOptions,
+    logs: LogOptions,
+    models: ModelOptions,
 ) -> None:
     """Serve pictures over HTTP: an API as OpenAI's, jobs with progress, and a page, from one parallel engine.
 
@@ -169,30 +255,24 @@ def serve(
 
     ditmesh serve --keys keys --new-key alice
     """
-    _check_installed()
+    check_installed()
     from ..serve.keys import new_key
     from ..serve.listen import bound
 
     if listen.new_key is not None:
-        if listen.keys is None:
+        if clients.keys is None:
             raise InputError("--new-key writes into a file of keys; name it with --keys FILE")
-        print(new_key(listen.keys, listen.new_key))
+        print(new_key(clients.keys, listen.new_key))
         return
-    settings = _settings(listen, limits, logs)
     # All that can be refused is refused before a rank starts.
-    tracer = _tracer(logs.otel)
-    names = _named(model or ["emoji-sd3"], "--model")
-    world_size, specs = _specs(names, _named(lora or [], "--lora"), devices, config, parallel, ranks, limits.max_batch)
-    kind = ranks.kind(world_size * replicas)
-    check_offload(offload, kind)
-    specs = [_loadable(spec, ranks.dtype_on(kind), variant, offload) for spec in specs]
-    folder = folder or state_folder()
-    with bound(listen.host, listen.port) as listening:
-        backend = _service(specs, folder, world_size, replicas, ranks, limits, settings.keys is not None)
-        _serve(backend, settings, tracer, listening, limits.grace, logs)
+    plan = planned(parallel, ranks, clients, limits, logs, models, listen.host)
+    backend = plan.backend(ranks.backend)
+    with traces_of(logs) as tracer, bound(listen.host, listen.port) as listening:
+        _serve(backend, plan.settings, tracer, listening, limits.grace, logs)
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
+    """Refuse to serve without the packages that it takes: `InputError`."""
     from importlib.util import find_spec
 
     # The last has had two names.
@@ -202,24 +282,25 @@ def _check_installed() -> None:
             raise InputError(f"ditmesh serve needs {package}; pip install {package}")
 
 
-def _tracer(wanted: bool) -> Any:
-    from ..serve.logs import otlp_tracer
+def traces_of(logs: LogOptions) -> AbstractContextManager[Any]:
+    """A tracer, if traces are wanted. Raises `InputError`: OpenTelemetry is not installed."""
+    from ..serve.logs import otlp_traces
 
-    return otlp_tracer() if wanted else None
+    return otlp_traces() if logs.otel else nullcontext()
 
 
-def _settings(listen: ListenOptions, limits: LimitOptions, logs: LogOptions) -> Settings:
+def _settings(host: str, clients: ClientOptions, limits: LimitOptions, logs: LogOptions) -> Settings:
     """The settings of the HTTP side."""
     from ..serve.settings import LOOPBACK, Settings
 
-    names = tuple(listen.allow_host or ())
-    here = listen.host in LOOPBACK
+    names = tuple(clients.allow_host or ())
+    here = host in LOOPBACK
     return Settings(
-        keys=listen.keys,
+        keys=clients.keys,
         # Elsewhere it has names that only its owner knows.
-        hosts=(*LOOPBACK, listen.host, *names) if here or names else (),
-        cors=tuple(listen.cors_origin or ()),
-        rate=listen.rate,
+        hosts=(*LOOPBACK, host, *names) if here or names else (),
+        cors=tuple(clients.cors_origin or ()),
+        rate=clients.rate,
         max_pixels=limits.max_pixels,
         max_steps=limits.max_steps,
         max_images=limits.max_images,
@@ -255,7 +336,6 @@ def _specs(
     devices: int | None,
     config: Path | None,
     parallel: ConfigOptions,
-    ranks: RankOptions,
     together: int,
 ) -> tuple[int, list[ModelSpec]]:
     """Number of ranks of a replica, and the models with their configurations, all of them looked at.
@@ -293,38 +373,6 @@ def state_folder() -> Path:
     """Where programs of this user keep what is to outlast them."""
     base = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_STATE_HOME")
     return (Path(base) if base else Path.home() / ".local" / "state") / "ditmesh" / "serve"
-
-
-def _service(
-    specs: list[ModelSpec],
-    folder: Path,
-    devices: int,
-    replicas: int,
-    ranks: RankOptions,
-    limits: LimitOptions,
-    keys: bool,
-) -> Any:
-    from ..serve.replicas import Limits
-    from ..serve.service import Service
-
-    return Service(
-        specs,
-        folder,
-        devices=devices,
-        replicas=replicas,
-        device=ranks.device,
-        threads=ranks.threads,
-        timeout=ranks.timeout,
-        launcher=os.environ.get("DITMESH_LAUNCHER"),
-        most_loaded=limits.max_loaded,
-        most_running=limits.max_batch,
-        limits=Limits(stall=limits.stall),
-        keep=limits.keep * 3600,
-        most_bytes=int(limits.max_disk * 2**30),
-        most_waiting=limits.max_queue,
-        # One key must not fill the queue.
-        most_per_owner=max(1, limits.max_queue // 4) if keys else limits.max_queue,
-    )
 
 
 def _serve(backend: Any, settings: Settings, tracer: Any, listening: Any, grace: float, logs: LogOptions) -> None:

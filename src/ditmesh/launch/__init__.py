@@ -5,7 +5,7 @@ already, and `init_from_environment` (or `TorchrunRanks`) joins them. Another pa
 `launcher` makes one by name.
 """
 
-from .backend import Launcher, Report, device_of_launcher, launcher
+from .backend import Launcher, Report, connection, device_of_launcher, launcher, threads_of_launcher
 from .devices import DeviceChoice, default_threads, physical_cores, resolve_device
 from .pool import RankPool
 from .processes import Terminated, guarded_folder, interrupt_behind, interrupts_end, interrupts_raise, leave
@@ -18,6 +18,7 @@ __all__ = [
     "Report",
     "Terminated",
     "TorchrunRanks",
+    "connection",
     "default_threads",
     "device_of_launcher",
     "from_torchrun",
@@ -30,5 +31,6 @@ __all__ = [
     "leave",
     "physical_cores",
     "resolve_device",
+    "threads_of_launcher",
     "torchrun_rank",
 ]

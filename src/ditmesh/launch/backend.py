@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import ConfigError
-from .devices import DeviceChoice, DeviceKind, resolve_device
+from .devices import DeviceChoice, DeviceKind, default_threads, resolve_device
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -136,8 +137,8 @@ def launcher(name: str | None, world_size: int, *arguments: Any, **options: Any)
         ConfigError: there is no launcher of that name, or it refuses the arguments.
         RankFailed: a rank could not start.
     """
-    name, _, address = (name or os.environ.get(VARIABLE) or "local").partition("@")
-    if address:
+    name, address = _split(name)
+    if address is not None:
         options["address"] = address
     target = BUILT_IN.get(name, name)
     named = ":" in target
@@ -149,7 +150,7 @@ def launcher(name: str | None, world_size: int, *arguments: Any, **options: Any)
             f"there is no launcher {name!r} ({error}); use local, torchrun, ray, an entry point of {ENTRY_POINTS}, or "
             f"package.module:Class"
         ) from error
-    if address and "address" not in inspect.signature(make).parameters:
+    if address is not None and "address" not in inspect.signature(make).parameters:
         raise ConfigError(f"launcher {name} takes no address, and {address!r} is given; leave it out, or use ray")
     return make(world_size, *arguments, **options)
 
@@ -160,9 +161,43 @@ def device_of_launcher(name: str | None, device: DeviceChoice, world_size: int) 
     Raises:
         ConfigError: the devices are not there.
     """
-    name, _, address = (name or os.environ.get(VARIABLE) or "local").partition("@")
+    name, address = _split(name)
     if name == "ray":
         from .ray import device_of_cluster
 
-        return device_of_cluster(device, world_size, address or None)
+        return device_of_cluster(device, world_size, address)
     return resolve_device(device, world_size)
+
+
+def threads_of_launcher(name: str | None, device: DeviceKind, world_size: int) -> int:
+    """Threads of each of ``world_size`` ranks of the launcher of that name: this machine's cores, or the cluster's.
+
+    Raises:
+        ConfigError: there are not enough.
+    """
+    name, address = _split(name)
+    if name == "ray":
+        from .ray import threads_of_cluster
+
+        return threads_of_cluster(device, world_size, address)
+    return default_threads(world_size, device)
+
+
+def connection(name: str | None) -> AbstractContextManager[None]:
+    """What groups of ranks of the launcher of that name share, for as long as it is held: a cluster's connection.
+
+    Raises:
+        ConfigError: the cluster does not answer.
+    """
+    name, address = _split(name)
+    if name == "ray":
+        from .ray import connected
+
+        return connected(address)
+    return nullcontext()
+
+
+def _split(name: str | None) -> tuple[str, str | None]:
+    """A launcher's name, by default the environment's, and the address behind it."""
+    name, _, address = (name or os.environ.get(VARIABLE) or "local").partition("@")
+    return name, address or None

@@ -42,7 +42,8 @@ class RayRanks(StayingRanks):
 
     Ranks are numbered host by host, so that neighbours share one. The cluster is the one that ``address`` or
     ``RAY_ADDRESS`` names or that this program has joined; without any, Ray is started on this machine, and ended by
-    `close`. ditmesh has to be installed on every host, in the same version.
+    `close`; groups of ranks of one program share the connection. ditmesh has to be installed on every host, in the
+    same version.
 
     Attributes:
         device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL).
@@ -85,10 +86,7 @@ class RayRanks(StayingRanks):
         self._lock = threading.Lock()
         self._actors: list[Any] = []
         with contextlib.ExitStack() as undo:
-            if not ray.is_initialized():
-                _connect(ray, address)
-                undo.callback(ray.shutdown)
-            undo.enter_context(_stdout_kept_clean())
+            undo.enter_context(connected(address))
             there = ray.cluster_resources()
             self.device: DeviceKind = _device(device, there, world_size)
             self.threads = _threads(threads, there, world_size)
@@ -431,6 +429,44 @@ def _connect(ray: Any, address: str | None) -> None:
         ) from error
 
 
+class _Connection:
+    """The connection of this process with a cluster, of which Ray has one: all that need it share it."""
+
+    def __init__(self) -> None:
+        self._lock, self._users, self._undo = threading.Lock(), 0, contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def held(self, address: str | None) -> Iterator[None]:
+        """Join the cluster unless this program has, and leave it with the last one who needs it."""
+        ray = _import()
+        with self._lock:
+            if not ray.is_initialized():
+                _connect(ray, address)
+                self._undo.callback(ray.shutdown)
+                self._undo.enter_context(_stdout_kept_clean())
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._undo.close()
+
+
+# Ray's own is of the process, too.
+_CONNECTION = _Connection()
+
+
+def connected(address: str | None = None) -> contextlib.AbstractContextManager[None]:
+    """A connection with the cluster for as long as it is held: ranks that come and go meanwhile do not end it.
+
+    Raises:
+        ConfigError: Ray is not installed, or does not answer.
+    """
+    return _CONNECTION.held(address)
+
+
 @contextlib.contextmanager
 def _stdout_kept_clean() -> Iterator[None]:
     """Let what Ray tells of its nodes go to stderr: stdout is the program's, and may be JSON."""
@@ -457,15 +493,15 @@ def device_of_cluster(device: DeviceChoice, world_size: int, address: str | None
     """What ``world_size`` ranks of a Ray cluster run on; see `RayRanks`. Ray is left again."""
     if device == "cpu":
         return "cpu"
-    ray = _import()
-    ours = not ray.is_initialized()
-    if ours:
-        _connect(ray, address)
-    try:
-        return _device(device, ray.cluster_resources(), world_size)
-    finally:
-        if ours:
-            ray.shutdown()
+    with connected(address):
+        return _device(device, _import().cluster_resources(), world_size)
+
+
+def threads_of_cluster(device: DeviceKind, world_size: int, address: str | None = None) -> int:
+    """Threads of each of ``world_size`` ranks of a Ray cluster: its CPUs shared out, at most 8 beside a GPU."""
+    with connected(address):
+        share = _threads(None, _import().cluster_resources(), world_size)
+    return min(8, share) if device == "cuda" else share
 
 
 def _look_for(address: str) -> None:

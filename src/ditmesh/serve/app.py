@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import html
-import os
-import re
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from fastapi import APIRouter, FastAPI, Header, Path, Query
@@ -23,24 +20,22 @@ from starlette.staticfiles import StaticFiles
 
 from .._version import __version__
 from ..errors import DitmeshError
-from . import openai
-from .backend import Backend, UnknownJob
+from . import openai, videos
+from .backend import Backend
 from .errors import Refused, answer_to, described, wait_header
 from .guard import Guard
-from .intake import IdempotencyKey, JobBody, Server, sized, validated
+from .intake import IdempotencyKey, JobBody, JobId, Server, known, result_file
 from .keys import Keys, Limiter
 from .logs import JobWatch
 from .metrics import Metrics
 from .settings import Settings
 from .streams import EventStream, closed_after, event_schema, sse
-from .types import EventName, Job, JobRequest, ModelCard, ServerState, Status
+from .types import EventName, Job, ModelCard, ServerState, Status
 from .uploads import Uploads
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-JOB_ID = re.compile(r"job_[0-9a-f]{32}")
-JobId = Annotated[str, Path(description="`job_` and 32 hexadecimal digits", max_length=64)]
 # Characters of what /readyz says has failed.
 LONGEST_REASON = 500
 # What every endpoint of jobs may answer.
@@ -79,23 +74,10 @@ def stream_of(*names: str) -> dict[int | str, dict[str, Any]]:
 jobs = APIRouter(prefix="/v1", tags=["jobs"])
 
 
-async def submitted(request: Request, body: JobBody, videos: bool | None, key: str | None) -> Job:
-    """Submit a job from its JSON form."""
-    server: Server = request.app.state.server
-    fields = sized(body.size, body.model_dump(exclude={"size", "inputs"}, exclude_none=True))
-    return await server.accept(validated(JobRequest, fields), request, videos, partial(server.inputs, body.inputs), key)
-
-
 @jobs.post("/jobs", status_code=202, responses=OF_SUBMISSION, summary="Submit a job")
 async def post_job(request: Request, body: JobBody, key: IdempotencyKey = None) -> Job:
     """Submit a job and return at once. What is accepted is on disk, and done after a restart too."""
-    return await submitted(request, body, None, key)
-
-
-@jobs.post("/videos", status_code=202, responses=OF_SUBMISSION, tags=["videos"], summary="Submit a job of videos")
-async def post_video(request: Request, body: JobBody, key: IdempotencyKey = None) -> Job:
-    """The same for models that make videos; refused for all others."""
-    return await submitted(request, body, True, key)
+    return await request.app.state.server.submitted(body, request, key=key)
 
 
 @jobs.get("/jobs", responses=described(401), summary="Jobs")
@@ -171,28 +153,7 @@ async def get_image(
     download: Annotated[bool, Query(description="To be saved under a name instead of shown")] = False,
 ) -> Response:
     """The file of a result, with its receipt inside where its format has room for it."""
-    server: Server = request.app.state.server
-    found = await server.backend.result(known(id, request), index, request.state.owner)
-    try:
-        status = await asyncio.to_thread(os.stat, found.path)
-    except FileNotFoundError:
-        raise UnknownJob(f"the results of {id} have expired") from None
-    headers = {"Cache-Control": "private, max-age=86400, immutable", "Accept-Ranges": "none"}
-    if download:
-        headers["Content-Disposition"] = f'attachment; filename="{id}-{index}{found.path.suffix}"'
-    return FileResponse(found.path, media_type=found.media_type, headers=headers, stat_result=status)
-
-
-def known(id: str, request: Request) -> str:
-    """The id, which the log names as well; nothing else is looked up.
-
-    Raises:
-        UnknownJob: it is none.
-    """
-    if JOB_ID.fullmatch(id) is None:
-        raise UnknownJob(f"there is no job {id!r}; ids are job_ and 32 hexadecimal digits")
-    request.state.job = id
-    return id
+    return await result_file(request, id, index, download)
 
 
 # --- the server
@@ -299,15 +260,18 @@ def _as_html(schema: dict[str, Any]) -> str:
 # --- the application
 
 
-def create_app(backend: Backend, settings: Settings | None = None, tracer: Tracer | None = None) -> FastAPI:
+def create_app(
+    backend: Backend, settings: Settings | None = None, tracer: Tracer | None = None, grace: float = 0.0
+) -> FastAPI:
     """The application; ``app.state.server`` is its `Server`.
 
-    It starts the backend when it is started itself, and stops it (without grace) when nobody has done so before.
+    It starts the backend when it is started itself, and stops it when nobody has done so before.
 
     Args:
         backend: the queue.
         settings: limits and behaviour.
         tracer: of OpenTelemetry; None: no traces.
+        grace: seconds that jobs under way have when it is stopped.
 
     Raises:
         InputError: the file of keys cannot be read.
@@ -315,7 +279,8 @@ def create_app(backend: Backend, settings: Settings | None = None, tracer: Trace
     settings = settings or Settings()
     metrics = Metrics(backend.state)
     watch = JobWatch(backend, metrics, tracer, settings.log_prompts)
-    server = Server(backend, settings, metrics, watch, Limiter(settings.rate), Uploads(settings.max_input_pixels))
+    limiter, uploads = Limiter(settings.rate), Uploads(settings.max_input_pixels)
+    server = Server(backend, settings, metrics, watch, limiter, uploads, grace)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -323,7 +288,7 @@ def create_app(backend: Backend, settings: Settings | None = None, tracer: Trace
         try:
             yield
         finally:
-            await server.stop(0.0)
+            await server.stop()
 
     app = FastAPI(
         title="ditmesh",
@@ -336,7 +301,7 @@ def create_app(backend: Backend, settings: Settings | None = None, tracer: Trace
         redirect_slashes=False,
     )
     app.state.server = server
-    for router in (openai.router, jobs, about):
+    for router in (openai.router, videos.router, jobs, about):
         app.include_router(router)
     for kind in (DitmeshError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _answer)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Header
+from fastapi import Header, Path
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from starlette.requests import Request
+from starlette.responses import FileResponse, Response
 
 from ..errors import DitmeshError, InputError
-from .backend import Backend, Once
+from .backend import Backend, Once, UnknownJob
 from .errors import Refused, as_refused, wait_header
 from .keys import Limiter
 from .logs import JobWatch
@@ -28,6 +32,8 @@ from .uploads import Uploads, from_data_url
 
 Model = TypeVar("Model", bound=BaseModel)
 
+JOB_ID = re.compile(r"job_[0-9a-f]{32}")
+JobId = Annotated[str, Path(description="`job_` and 32 hexadecimal digits", max_length=64)]
 # "auto": the pipeline's own.
 Size = Annotated[str, Field(pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$", examples=["1024x1024"])]
 
@@ -65,6 +71,7 @@ class Server:
     """What the endpoints work with.
 
     Attributes:
+        grace: seconds that jobs under way have when it stops, unless `stop` is told otherwise.
         closing: set when the server stops and has done what it could.
     """
 
@@ -74,23 +81,32 @@ class Server:
     watch: JobWatch
     limiter: Limiter
     uploads: Uploads
+    grace: float = 0.0
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     stopping: bool = False
     # Requests that wait for a job's end, by its id; and what cancels those that nobody has come back to.
     _waiting: Counter[str] = field(default_factory=Counter)
     _leaving: set[asyncio.Future[None]] = field(default_factory=set)
+    _stopped: asyncio.Future[None] | None = None
 
-    async def stop(self, grace: float) -> None:
-        """Take no more jobs, end those under way within ``grace`` seconds, and end all streams. Once."""
-        if not self.stopping:
+    async def stop(self, grace: float | None = None) -> None:
+        """Take no more jobs, end those under way within ``grace`` seconds, and end all streams. Once, for all who ask.
+
+        Returns when that is done, whoever asked first.
+        """
+        if self._stopped is None:
             self.stopping = True
-            try:
-                await self.backend.stop(grace)
-            finally:
-                self.closing.set()
-                for task in list(self._leaving):
-                    await ended(task)
-                await self.watch.close()
+            self._stopped = asyncio.ensure_future(self._stop(self.grace if grace is None else grace))
+        await asyncio.shield(self._stopped)
+
+    async def _stop(self, grace: float) -> None:
+        try:
+            await self.backend.stop(grace)
+        finally:
+            self.closing.set()
+            for task in list(self._leaving):
+                await ended(task)
+            await self.watch.close()
 
     def model(self, name: str) -> ModelCard:
         """A model by its name; the first for an empty one.
@@ -155,7 +171,7 @@ class Server:
             job = None if once is None else await self.backend.repeated(owner, once)
             if job is None:
                 job = await self.backend.submit(request, owner, once)
-                self.watch.follow(job, owner)
+                self.watch.follow(job, owner, caller.headers)
         except DitmeshError as error:
             self.metrics.refused(as_refused(error).code)
             raise
@@ -196,6 +212,16 @@ class Server:
             # It may have expired; a full disk lets it run.
             with suppress(DitmeshError):
                 await self.backend.cancel(job.id, owner)
+
+    async def submitted(
+        self, body: JobBody, caller: Request, videos: bool | None = None, key: str | None = None
+    ) -> Job:
+        """Submit a job from its JSON form; see `accept`."""
+        fields = sized(body.size, body.model_dump(exclude={"size", "inputs"}, exclude_none=True))
+        if "format" not in body.model_fields_set and (videos or self.model(body.model).video):
+            fields["format"] = "mp4"
+        request = validated(JobRequest, {name: fields[name] for name in fields if name in JobRequest.model_fields})
+        return await self.accept(request, caller, videos, partial(self.inputs, body.inputs), key)
 
     def _check(self, request: JobRequest, card: ModelCard) -> None:
         limits = self.settings
@@ -272,3 +298,33 @@ def validated(kind: type[Model], fields: Mapping[str, Any]) -> Model:
         return kind.model_validate({name: value for name, value in fields.items() if value is not None})
     except ValidationError as error:
         raise as_refused(error) from None
+
+
+def known(id: str, request: Request) -> str:
+    """The id, which the log names as well; nothing else is looked up.
+
+    Raises:
+        UnknownJob: it is none.
+    """
+    if JOB_ID.fullmatch(id) is None:
+        raise UnknownJob(f"there is no job {id!r}; ids are job_ and 32 hexadecimal digits")
+    request.state.job = id
+    return id
+
+
+async def result_file(request: Request, id: str, index: int, download: bool = False) -> Response:
+    """The file of a job's result.
+
+    Raises:
+        UnknownJob: there is none.
+    """
+    server: Server = request.app.state.server
+    found = await server.backend.result(known(id, request), index, request.state.owner)
+    try:
+        status = await asyncio.to_thread(os.stat, found.path)
+    except FileNotFoundError:
+        raise UnknownJob(f"the results of {id} have expired") from None
+    headers = {"Cache-Control": "private, max-age=86400, immutable", "Accept-Ranges": "none"}
+    if download:
+        headers["Content-Disposition"] = f'attachment; filename="{id}-{index}{found.path.suffix}"'
+    return FileResponse(found.path, media_type=found.media_type, headers=headers, stat_result=status)

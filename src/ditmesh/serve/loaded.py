@@ -23,17 +23,24 @@ from ..generate.loading import why_whole
 from ..generate.model_info import ModelInfo, find_model
 from ..generate.offload import offload
 from ..generate.run import call_arguments, call_parameters, check_call, denoising_steps, facts_of, load_pipeline
+from ..generate.video import check_video_library
 from ..recipe import RECIPE
 from ..strategies.vae.parallel import BandedVae
 from .batching import Batcher, Run, copied
+from .offers import check_frames
 from .previews import Latents, Projection, watch_steps
 from .protocol import ModelSpec, Task
+from .types import ModelCard
 
 # Pictures that are done at the same time are decoded on a rank each: bands of one would need all ranks at once.
 RECIPE_OF_SERVERS = tuple(strategy for strategy in RECIPE if strategy is not BandedVae)
 
 # Of the picture that a model is tried with when it is loaded: tokens along a side, at most, steps and frames.
 TRIED_SIDE, TRIED_STEPS, TRIED_FRAMES = 16, 4, 9
+
+# Frames a second of pipelines that know nothing of time; and what others call them, and frames for one of latents.
+FPS, RATE = 8, "frame_rate"
+TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 
 
 @dataclass
@@ -46,6 +53,7 @@ class Prepared:
         arguments: of the call.
         steps: denoising steps that are taken.
         adapters: LoRA adapters that are on, with their scales.
+        fps: of videos, frames a second.
     """
 
     job: Job
@@ -53,6 +61,7 @@ class Prepared:
     arguments: dict[str, Any]
     steps: int
     adapters: tuple[tuple[str, float], ...]
+    fps: int = FPS
 
 
 class LoadedModel:
@@ -117,7 +126,7 @@ class LoadedModel:
             )
         self.batcher.adapt(())
         self._try(template)
-        self.card = self._card(type(template))
+        self.card = self._card(template)
 
     @property
     def engine(self) -> Engine:
@@ -160,6 +169,9 @@ class LoadedModel:
         prompt = next(iter(info.labels), "a picture")
         job = job_for(info, (prompt,), "", config=self.spec.config, dtype=self.spec.dtype)
         size, most = info.default_size, TRIED_SIDE * info.size_multiple
+        if size is None and "num_frames" in parameters:
+            # The pipeline's own would take long.
+            size = most, most
         if size is not None and not info.labels:
             job = replace(job, size=(min(size[0], most), min(size[1], most)))
         pictures = {
@@ -207,8 +219,8 @@ class LoadedModel:
             reason = next(filter(None, every))
             self.batcher.why = f"a small picture to try it with failed ({reason}); requests run one after the other"
 
-    def _card(self, kind: type[Any]) -> dict[str, Any]:
-        info, parameters = self.info, inspect.signature(kind.__call__).parameters
+    def _card(self, template: Any) -> dict[str, Any]:
+        info, parameters = self.info, call_parameters(template)
         size, defaults = info.default_size, {name: one.default for name, one in parameters.items()}
         guidance = defaults.get("guidance_scale") if self.spec.guidance is None else self.spec.guidance
         steps = self.spec.steps or defaults.get("num_inference_steps")
@@ -220,6 +232,9 @@ class LoadedModel:
             "steps": steps if isinstance(steps, int) else None,
             "guidance": guidance if isinstance(guidance, (int, float)) else None,
             "video": "num_frames" in parameters,
+            "frames": _whole(defaults.get("num_frames")),
+            "fps": self._fps(defaults) if "num_frames" in parameters else None,
+            "frame_multiple": self._frame_multiple(template, defaults),
             "inputs": [role for role in ("image", "mask", "control") if self._takes(role)],
             "loras": list(self.spec.loras),
             "labels": list(info.labels),
@@ -227,6 +242,20 @@ class LoadedModel:
             "batching": not self.batcher.why,
             "why": self.batcher.why,
         }
+
+    @staticmethod
+    def _frame_multiple(template: Any, defaults: Mapping[str, Any]) -> int:
+        """Frames for one of latents, where the first is one by itself; 1 where that is not how it is."""
+        multiple = next((n for name in TEMPORAL if (n := _whole(getattr(template, name, None)))), 1)
+        # Of some a frame of latents is always so many.
+        usual = _whole(defaults.get("num_frames"))
+        return 1 if usual is not None and (usual - 1) % multiple else multiple
+
+    @staticmethod
+    def _fps(defaults: Mapping[str, Any]) -> int:
+        """Frames a second of a video that does not say."""
+        rate = defaults.get(RATE)
+        return max(1, round(rate)) if isinstance(rate, (int, float)) else FPS
 
     def _takes(self, role: Any) -> bool:
         files = [InputFile(role, "", "0" * 64)]
@@ -279,12 +308,19 @@ class LoadedModel:
         check_call(job, type(pipe).__name__, parameters)
         if request.frames is not None and "num_frames" not in parameters:
             raise InputError(f"frames={request.frames}: {self.kind} makes pictures; leave frames out")
+        card = ModelCard.model_validate({"id": self.spec.name, "created": 0, **self.card})
+        check_frames(request, card)
+        if request.format == "mp4":
+            check_video_library()
         own = pipe if self.batcher.why else copied(template)
         arguments = self._arguments(job, own, pictures_of(job.files))
         if request.frames is not None:
             arguments["num_frames"] = request.frames
+        if request.fps is not None and RATE in parameters:
+            arguments[RATE] = request.fps
         adapters = tuple((f"lora{loras.index(one.name)}", one.scale) for one in request.loras)
-        return Prepared(job, own, arguments, denoising_steps(job, parameters), adapters)
+        fps = request.fps or card.fps or FPS
+        return Prepared(job, own, arguments, denoising_steps(job, parameters), adapters, fps)
 
     def _asked_size(self, task: Task) -> tuple[int, int] | None:
         request, default = task.request, self.info.default_size
@@ -328,6 +364,10 @@ class LoadedModel:
             numbers = [int(name.removeprefix("lora")) for name, _ in prepared.adapters]
             facts["weights_digest"] = adapted_digest(*self._weights, numbers)
         return facts | {"pipeline": type(prepared.pipe).__name__}
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
 
 
 def images_of(output: Any) -> list[Image.Image]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.files import finite
@@ -73,8 +75,11 @@ def log_config(form: LogFormat, level: str) -> dict[str, Any]:
     }
 
 
-def otlp_tracer() -> Tracer:
+@contextlib.contextmanager
+def otlp_traces() -> Iterator[Tracer]:
     """Traces that go where OpenTelemetry's environment variables say (``OTEL_EXPORTER_OTLP_ENDPOINT`` …).
+
+    What has not been sent at the end is sent then.
 
     Raises:
         InputError: OpenTelemetry is not installed.
@@ -93,7 +98,10 @@ def otlp_tracer() -> Tracer:
         ) from None
     provider = TracerProvider(resource=Resource.create({"service.name": "ditmesh"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    return provider.get_tracer("ditmesh.serve")
+    try:
+        yield provider.get_tracer("ditmesh.serve")
+    finally:
+        provider.shutdown()
 
 
 class JobWatch:
@@ -109,8 +117,8 @@ class JobWatch:
         self._backend, self._metrics, self._tracer, self._log_prompts = backend, metrics, tracer, log_prompts
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def follow(self, job: Job, owner: str) -> None:
-        """A job was accepted; once."""
+    def follow(self, job: Job, owner: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        """A job was accepted; once. ``headers``: of the request, which may name the span that it is a part of."""
         if job.id in self._tasks:
             return
         self._metrics.submitted(job.request.model)
@@ -120,7 +128,7 @@ class JobWatch:
         if self._log_prompts:
             facts["prompt"] = job.request.prompt
         logger.info("job accepted", extra={"facts": facts})
-        task = asyncio.create_task(self._follow(job, owner), name=f"watch {job.id}")
+        task = asyncio.create_task(self._follow(job, owner, headers), name=f"watch {job.id}")
         self._tasks[job.id] = task
         task.add_done_callback(lambda _: self._tasks.pop(job.id, None))
 
@@ -129,8 +137,8 @@ class JobWatch:
         for task in list(self._tasks.values()):
             await ended(task)
 
-    async def _follow(self, job: Job, owner: str) -> None:
-        span = self._begin(job)
+    async def _follow(self, job: Job, owner: str, headers: Mapping[str, str]) -> None:
+        span = self._begin(job, headers)
         try:
             async with closed_after(self._backend.events(job.id, owner)) as events:
                 async for event in events:
@@ -150,11 +158,15 @@ class JobWatch:
             if name in error and (name == "code" or not quotes)
         }
 
-    def _begin(self, job: Job) -> Span | None:
+    def _begin(self, job: Job, headers: Mapping[str, str]) -> Span | None:
         if self._tracer is None:
             return None
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        parent = TraceContextTextMapPropagator().extract(headers)
         facts = {"ditmesh.job": job.id, "ditmesh.model": job.request.model, "ditmesh.images": job.request.n}
-        return self._tracer.start_span("job", attributes=facts)
+        return self._tracer.start_span("job", parent, SpanKind.CONSUMER, facts)
 
     def _tell(self, job: Job, event: Event, span: Span | None) -> None:
         facts: dict[str, Any] = {"job": job.id}
@@ -172,6 +184,16 @@ class JobWatch:
         if span is not None and event.event != "preview":
             plain = {name: value for name, value in event.data.items() if isinstance(value, (int, float, str))}
             span.add_event(event.event, plain if event.event not in ENDED else {})
+            if event.event == "failed":
+                # The message may quote the prompt.
+                _mark_failed(span, facts.get("error_code", ""))
         if event.event not in ("queued", "step", "preview", "image"):
             level = logging.WARNING if event.event in ("failed", "restarted") else logging.INFO
             logger.log(level, "job %s", event.event, extra={"facts": facts})
+
+
+def _mark_failed(span: Span, code: str) -> None:
+    from opentelemetry.trace import Status, StatusCode
+
+    span.set_attribute("error.type", code)
+    span.set_status(Status(StatusCode.ERROR, code))

@@ -119,8 +119,26 @@ class Offer:
                 )
         if (request.frames or request.fps) and not self.card.video:
             raise InputError(f"{self.spec.name} makes pictures, not videos; leave frames and fps out")
+        check_frames(request, self.card)
 
     def work(self, request: JobRequest) -> float:
         """Work of one picture, in steps × megapixels × frames, as far as that can be told."""
         side = request.width or self.card.width or SIDE, request.height or self.card.height or SIDE
         return (request.steps or self.card.steps or STEPS) * side[0] * side[1] / 1e6 * (request.frames or 1)
+
+
+def check_frames(request: JobRequest, card: ModelCard) -> None:
+    """Refuse a form of file, or a number of frames, that the model does not make: pipelines would take another one.
+
+    Raises:
+        InputError: one sentence.
+    """
+    if request.format == ("jpeg" if card.video else "mp4"):
+        made, use = ("videos", "mp4, png or webp") if card.video else ("pictures", "png, jpeg or webp")
+        raise InputError(f"{card.id} makes {made}, which are no {request.format.upper()}; ask for format {use}")
+    if request.frames is not None and card.video and (request.frames - 1) % card.frame_multiple:
+        before = request.frames - (request.frames - 1) % card.frame_multiple
+        raise InputError(
+            f"frames={request.frames}: videos of {card.id} have 1 + a multiple of {card.frame_multiple} frames; use "
+            f"{before} or {before + card.frame_multiple}"
+        )

@@ -24,6 +24,7 @@ from .types import ENDED, Adapter, Event, Format, Input, Job, JobImage, JobReque
 router = APIRouter(prefix="/v1/images", tags=["images"])
 
 EditFile = Literal["image", "mask"]
+PictureFormat = Literal["png", "jpeg", "webp"]
 
 # Steps of a pipeline whose card does not say.
 USUAL_STEPS = 50
@@ -59,7 +60,7 @@ class ImageRequest(BaseModel):
     n: int | None = Field(default=None, ge=1)
     size: Size | None = None
     response_format: Literal["b64_json", "url"] | None = None
-    output_format: Format | None = None
+    output_format: PictureFormat | None = None
     stream: bool | None = None
     partial_images: int | None = Field(default=None, ge=0, le=3)
     seed: int | None = Field(default=None, ge=0)
@@ -325,6 +326,11 @@ async def _ended(server: Server, request: Request, job: Job, owner: str, key: st
         await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
         if tasks["end"].done():
             return tasks["end"].result()
+    except asyncio.CancelledError:
+        # What runs the application may say so that the client has gone away.
+        if server.settings.cancel_on_disconnect and not server.stopping:
+            await server.backend.cancel(job.id, owner)
+        raise
     finally:
         for task in tasks.values():
             await ended(task)

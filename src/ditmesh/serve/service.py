@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from .._version import __version__
 from ..errors import ConfigError, InputError, did_you_mean
-from ..launch import DeviceChoice, Launcher, default_threads, launcher, resolve_device
+from ..launch import DeviceChoice, Launcher, connection, device_of_launcher, launcher, threads_of_launcher
 from ..launch.pool import PRELOAD
 from .backend import NoRanks, Once, ResultFile, Stopping, UnknownJob
 from .dispatch import Dispatcher
@@ -89,6 +90,8 @@ class Service:
             if number < 1:
                 raise ConfigError(f"{name} {number} is not possible; use at least 1")
         self._devices = devices
+        self._connection = partial(connection, launcher)
+        self._undo = ExitStack()
         self._jobs = Jobs(
             self._offers,
             folder,
@@ -119,10 +122,16 @@ class Service:
         Pictures that were under way when that run ended are begun again, which counts as no attempt.
 
         Raises:
-            ConfigError: another server uses the folder, or its queue is of another version.
+            ConfigError: another server uses the folder, or its queue is of another version; a cluster does not answer.
             NoSpace: the folder cannot be written.
         """
-        await self._jobs.open()
+        # Replicas whose ranks are started again share it.
+        await asyncio.to_thread(lambda: self._undo.enter_context(self._connection()))
+        try:
+            await self._jobs.open()
+        except BaseException:
+            self._undo.close()
+            raise
         await self._dispatcher.start()
         self._looking = asyncio.create_task(self._jobs.look_after())
 
@@ -133,6 +142,7 @@ class Service:
         self._looking.cancel()
         await asyncio.gather(self._looking, *self._background, return_exceptions=True)
         await self._jobs.close()
+        await asyncio.to_thread(self._undo.close)
 
     async def given_up(self) -> str:
         """Returns when no ranks will ever serve, with the reason; see `Dispatcher.given_up`."""
@@ -244,9 +254,9 @@ def _ranks(
     number: int,
 ) -> Launcher:
     """Ranks of replica ``number``, on devices of its own."""
-    kind = resolve_device(device, devices * replicas) if name in (None, "local") else device
-    if threads is None and kind == "cpu":
-        threads = default_threads(devices * replicas, "cpu")
+    kind = device_of_launcher(name, device, devices * replicas)
+    if threads is None:
+        threads = threads_of_launcher(name, kind, devices * replicas)
     gpus = range(number * devices, (number + 1) * devices)
     preload = (*PRELOAD, "ditmesh.serve.replicas", "ditmesh.serve.worker")
     return launcher(name, devices, kind, threads, timeout, gpus=gpus, stop_limit=stopped, preload=preload)

@@ -12,7 +12,7 @@ Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 # A job in one of these changes no more.
 ENDED: frozenset[Status] = frozenset({"succeeded", "failed", "cancelled"})
 
-Format = Literal["png", "jpeg", "webp"]
+Format = Literal["png", "jpeg", "webp", "mp4"]
 InputRole = Literal["image", "mask", "control", "ip-image"]
 
 
@@ -47,10 +47,10 @@ class JobRequest(BaseModel):
         seed: None: the server takes one at random when it accepts the job, and writes it here.
         loras: adapters that are on for this job alone.
         inputs: input pictures.
-        frames, fps: of videos; None for pictures.
+        frames, fps: of videos, frames a second; None: the pipeline's own, and for pictures.
         priority: jobs of a higher one go first, and pause lower ones at the next step.
         previews: every how many steps a preview is made; 0: never.
-        format: of the results.
+        format: of the results; of videos ``"mp4"``, or an animated ``"png"`` (lossless) or ``"webp"``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -145,6 +145,7 @@ class ModelCard(BaseModel):
     """A model that the server offers, as OpenAI's list has it, with what a form needs to know.
 
     Attributes:
+        frames, fps: of videos that do not say; frame_multiple: a video has 1 + a multiple of these frames.
         batching: whether steps of several requests run as one batch; else ``why`` says why not.
         labels: class names of class-conditional models.
     """
@@ -160,6 +161,9 @@ class ModelCard(BaseModel):
     steps: int | None = None
     guidance: float | None = None
     video: bool = False
+    frames: int | None = None
+    fps: int | None = None
+    frame_multiple: int = 1
     inputs: list[InputRole] = Field(default_factory=list)
     loras: list[str] = Field(default_factory=list)
     labels: list[str] = Field(default_factory=list)

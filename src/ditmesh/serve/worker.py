@@ -429,7 +429,7 @@ class _Loop:
             request = work.task.request
             if (latents := work.latents()) is not None:
                 model.projection.learn_from(latents, images[len(images) // 2])
-            self._writer.submit(self._write, work.task.id, images, request.format, request.fps or 8, receipt)
+            self._writer.submit(self._write, work.task.id, images, request.format, prepared.fps, receipt)
 
     def _write(self, name: str, images: list[Image], form: str, fps: int, receipt: Receipt) -> None:
         """Encode a picture and report it; in a thread."""
@@ -660,21 +660,26 @@ class _Loop:
 
 
 def encoded(images: Sequence[Image], form: str, fps: int, receipt: Receipt) -> bytes:
-    """A picture, or a video's frames, as a file: a PNG holds its receipt; several frames are an animated PNG or WebP.
+    """A picture, or a video's frames, as a file: a PNG holds its receipt; frames are an MP4, or animated PNG or WebP.
 
     Raises:
         InputError: the format cannot hold what is to be in there.
     """
     from ..errors import InputError
+    from ..generate.receipt import CHUNK
+    from ..generate.video import write_mp4
 
+    data = BytesIO()
+    if form == "mp4":
+        write_mp4(images, data, fps, {CHUNK: receipt.model_dump_json()})
+        return data.getvalue()
     more: dict[str, Any] = {}
     if len(images) > 1:
         if form == "jpeg":
-            raise InputError("a JPEG holds one picture, and this is a video; ask for format png or webp")
+            raise InputError("a JPEG holds one picture, and this is a video; ask for format mp4, png or webp")
         more = {"save_all": True, "append_images": list(images[1:]), "duration": round(1000 / fps), "loop": 0}
     if form == "png":
         more["pnginfo"] = text_chunk(receipt)
-    data = BytesIO()
     first = images[0] if form != "jpeg" else images[0].convert("RGB")
     first.save(data, format=form.upper(), **more)
     return data.getvalue()
