@@ -38,12 +38,12 @@ def check_video_library() -> None:
         raise InputError("videos are written and read by PyAV, which is not installed; pip install av")
 
 
-def write_mp4(frames: Sequence[Image], to: str | Path | BytesIO, fps: float, metadata: dict[str, str]) -> None:
+def write_mp4(frames: Sequence[Image], path: str | Path, fps: float, metadata: dict[str, str]) -> None:
     """Write a video, H.264 in MP4; the same bytes for the same frames, metadata and release of PyAV.
 
     Args:
         frames: of one size.
-        to: the file, which is replaced, or what takes its content.
+        path: the file, which is replaced.
         fps: frames per second.
         metadata: texts by name, kept in the container.
 
@@ -58,7 +58,7 @@ def write_mp4(frames: Sequence[Image], to: str | Path | BytesIO, fps: float, met
     width, height = frames[0].size
     # Texts of any name stand in the container under that name, and before the frames.
     options = {"movflags": "use_metadata_tags+faststart"}
-    with av.open(to if isinstance(to, BytesIO) else str(to), "w", format="mp4", options=options) as container:
+    with av.open(str(path), "w", format="mp4", options=options) as container:
         container.metadata.update(metadata)
         stream: Any = container.add_stream("libx264", rate=rate, options={"crf": QUALITY, "preset": "medium"})
         stream.width, stream.height = width, height

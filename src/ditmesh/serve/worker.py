@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -669,10 +671,12 @@ def encoded(images: Sequence[Image], form: str, fps: int, receipt: Receipt) -> b
     from ..generate.receipt import CHUNK
     from ..generate.video import write_mp4
 
-    data = BytesIO()
     if form == "mp4":
-        write_mp4(images, data, fps, {CHUNK: receipt.model_dump_json()})
-        return data.getvalue()
+        # A file: its index goes first, so that players begin before they have all of it, and is known last.
+        with TemporaryDirectory(prefix="ditmesh-") as folder:
+            path = Path(folder) / "video.mp4"
+            write_mp4(images, path, fps, {CHUNK: receipt.model_dump_json()})
+            return path.read_bytes()
     more: dict[str, Any] = {}
     if len(images) > 1:
         if form == "jpeg":
@@ -680,6 +684,7 @@ def encoded(images: Sequence[Image], form: str, fps: int, receipt: Receipt) -> b
         more = {"save_all": True, "append_images": list(images[1:]), "duration": round(1000 / fps), "loop": 0}
     if form == "png":
         more["pnginfo"] = text_chunk(receipt)
+    data = BytesIO()
     first = images[0] if form != "jpeg" else images[0].convert("RGB")
     first.save(data, format=form.upper(), **more)
     return data.getvalue()
