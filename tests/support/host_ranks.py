@@ -48,6 +48,8 @@ def measured(name: str, config: dict[str, Any]) -> dict[str, Any]:
         mesh.traffic.reset()
         dist.barrier()
         before = interface_bytes()
+        # Nobody on this host sends before all have looked.
+        dist.barrier()
         value = run(model, call)
         dist.barrier()
         return {
