@@ -159,6 +159,14 @@ def test_limits_of_control_groups_count(tmp_path: Path):
     assert free_memory(torch.device("cpu"), 2) == pytest.approx(free_memory(torch.device("cpu")) / 2, rel=0.2)
 
 
+def command(words: list[str]) -> None:
+    from ditmesh.cli.main import main
+
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 0
+
+
 @pytest.mark.usefixtures("kept_ranks")
 def test_generate_says_what_was_taken_and_inspect_what_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     from ditmesh.cli.main import main
@@ -171,7 +179,7 @@ def test_generate_says_what_was_taken_and_inspect_what_is_needed(tmp_path: Path,
     assert [sorted(one) for one in result["peak_memory"]] == [["decode", "denoise", "encode", "load"]] * 2
     assert all(most > 1e7 for one in result["peak_memory"] for most in one.values())
     assert read_receipt(result["pictures"][0]["path"]).peak_memory == result["peak_memory"]
-    main(["inspect", "--memory", "--model", MODEL, "--tensor", "2", "--dtype", "float32", "--json"])
+    command(["inspect", "--memory", "--model", MODEL, "--tensor", "2", "--dtype", "float32", "--json"])
     facts = json.loads(capsys.readouterr().out)
     assert facts["devices"] == 2
     assert list(facts["ranks"][0]["phases"]) == ["load", "encode", "denoise", "decode"]

@@ -123,19 +123,19 @@ def denoise(
             return _step(model, layout, config, call, dtype, shared_memory, workspace)
 
     once = look([1] * len(counts))
-    total = [once.weights, once.activations, once.kept, once.shared]
-    for kind, count in enumerate(counts) if any(count > 1 for count in counts) else ():
-        if count > 1:
-            twice = look([1 + (other == kind) for other in range(len(counts))])
-            # What exact strategies have alive does not depend on the number of blocks.
-            for at, (more, less) in enumerate(zip(_plain(twice), _plain(once), strict=True)):
-                total[at] += (count - 1) * (more - less)
-    total[0] = once.weights + sum((count - 1) * block for count, block in zip(counts, once.blocks, strict=True))
-    return Needs(*total, blocks=once.blocks)
-
-
-def _plain(needs: Needs) -> tuple[float, float, float, float]:
-    return needs.weights, needs.activations, needs.kept, needs.shared
+    weights = once.weights + sum((count - 1) * block for count, block in zip(counts, once.blocks, strict=True))
+    activations, kept, shared, grown = once.activations, once.kept, once.shared, 0.0
+    for kind, count in enumerate(counts):
+        if count == 1:
+            continue
+        twice = look([1 + (other == kind) for other in range(len(counts))])
+        # What a stale strategy keeps for a block is there as often as blocks are; a second block shows whatever else is.
+        more = twice.kept - once.kept if config.exchange != "exact" else 0.0
+        kept, grown = kept + (count - 1) * more, grown + (count - 1) * more
+        activations = max(activations, twice.activations - more)
+        messages = twice.shared - once.shared
+        shared = shared + (count - 1) * messages if more else max(shared, twice.shared)
+    return Needs(weights, activations + grown, kept, shared, once.blocks)
 
 
 def _step(
