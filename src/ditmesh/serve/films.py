@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
-from io import BytesIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
@@ -35,15 +36,16 @@ def mp4(frames: Sequence[Image], fps: int) -> bytes:
     import av
 
     width, height = frames[0].size
-    data = BytesIO()
-    # The index first: players begin before they have all of it.
-    with av.open(data, "w", format="mp4", options={"movflags": "faststart"}) as file:
-        # Threads share frames out, and the bytes with them.
-        stream: Any = file.add_stream(CODEC, rate=fps, options={"crf": QUALITY, "threads": "1"})
-        stream.width, stream.height = width, height
-        # Colour of half the resolution is what all play; it takes even sides.
-        stream.pix_fmt = "yuv420p" if width % 2 == height % 2 == 0 else "yuv444p"
-        for frame in frames:
-            file.mux(stream.encode(av.VideoFrame.from_image(frame.convert("RGB"))))
-        file.mux(stream.encode())
-    return data.getvalue()
+    # The index goes first, so that players begin before they have all of it: the file is gone through again for that.
+    with tempfile.TemporaryDirectory(prefix="ditmesh-") as folder:
+        path = Path(folder) / "film.mp4"
+        with av.open(path, "w", options={"movflags": "faststart"}) as file:
+            # Threads share frames out, and the bytes with them.
+            stream: Any = file.add_stream(CODEC, rate=fps, options={"crf": QUALITY, "threads": "1"})
+            stream.width, stream.height = width, height
+            # Colour of half the resolution is what all play; it takes even sides.
+            stream.pix_fmt = "yuv420p" if width % 2 == height % 2 == 0 else "yuv444p"
+            for frame in frames:
+                file.mux(stream.encode(av.VideoFrame.from_image(frame.convert("RGB"))))
+            file.mux(stream.encode())
+        return path.read_bytes()

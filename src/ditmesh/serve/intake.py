@@ -109,6 +109,7 @@ class Server:
         caller: Request,
         videos: bool | None = None,
         inputs: Callable[[], Awaitable[tuple[Input, ...]]] | None = None,
+        usual_format: bool = False,
     ) -> Job:
         """Submit a job.
 
@@ -117,6 +118,7 @@ class Server:
             caller: whose it is.
             videos: the endpoint is for videos alone, for pictures alone, or (None) for both.
             inputs: decodes and keeps the input pictures, when all else is allowed.
+            usual_format: the format is the usual one, of videos MP4.
 
         Raises:
             Refused: it is not allowed.
@@ -140,6 +142,8 @@ class Server:
                 )
             # The receipt, the metrics and the log name the model that it was.
             more: dict[str, Any] = {"model": card.id}
+            if usual_format and (videos or card.video):
+                more["format"] = "mp4"
             if inputs is not None:
                 more["inputs"] = await inputs()
             job = await self.backend.submit(request.model_copy(update=more), owner)
@@ -153,10 +157,9 @@ class Server:
     async def submitted(self, body: JobBody, caller: Request, videos: bool | None = None) -> Job:
         """Submit a job from its JSON form; see `accept`."""
         fields = sized(body.size, body.model_dump(exclude={"size", "inputs"}, exclude_none=True))
-        if "format" not in body.model_fields_set and (videos or self.model(body.model).video):
-            fields["format"] = "mp4"
         request = validated(JobRequest, {name: fields[name] for name in fields if name in JobRequest.model_fields})
-        return await self.accept(request, caller, videos, partial(self.inputs, body.inputs))
+        usual = "format" not in body.model_fields_set
+        return await self.accept(request, caller, videos, partial(self.inputs, body.inputs), usual)
 
     def _check(self, request: JobRequest, card: ModelCard) -> None:
         limits = self.settings
