@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ from ditmesh.errors import InputError, ServerError
 from ditmesh.serve.app import create_app
 from ditmesh.serve.keys import Keys, Limiter, new_key, read_keys
 from ditmesh.serve.listen import HttpServer, bound
-from ditmesh.serve.logs import Lines, log_config
+from ditmesh.serve.logs import Lines, log_config, otlp_traces
 from ditmesh.serve.settings import LOOPBACK, Settings
+from ditmesh.serve.types import ENDED
 from support.serving import FakeBackend, drawn, serving
 
 ROOT = Path(__file__).parents[1]
@@ -440,7 +442,7 @@ def test_cancelling_and_unknown_jobs(http: httpx.Client, backend: FakeBackend):
 def test_videos_are_for_video_models(http: httpx.Client):
     made = http.post("/v1/videos", json={"prompt": "a", "model": "films", "frames": 9, "fps": 8})
     assert made.status_code == 202
-    assert made.json()["request"]["frames"] == 9
+    assert (made.json()["object"], made.json()["frames"]) == ("video", 9)
     refused = http.post("/v1/videos", json={"prompt": "a"})
     assert refused.status_code == 400
     assert error_of(refused)["message"].startswith("model 'stripes' makes pictures; use POST /v1/images/generations")
@@ -746,6 +748,53 @@ def test_traces(url: str):
     assert [event.name for event in span.events] == ["queued", "started", "step", "step", "image", "succeeded"]
 
 
+class Collector(BaseHTTPRequestHandler):
+    """Takes spans as a collector of OpenTelemetry does."""
+
+    taken: list[tuple[str, bytes]]
+
+    def do_POST(self) -> None:
+        self.taken.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *words: Any) -> None: ...
+
+
+def test_traces_go_to_a_collector(monkeypatch: pytest.MonkeyPatch):
+    """By the exporter itself, those of the end too; a span is a part of the one that the request names."""
+    service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    handler = type("Handler", (Collector,), {"taken": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
+        with otlp_traces() as tracer, serving(FakeBackend(), Settings(), tracer) as url, httpx.Client() as http:
+            headers = {"traceparent": f"00-{trace}-{parent}-01"}
+            asked = [({"prompt": "a secret", "steps": 2}, headers), ({"prompt": "fail:stalled"}, {})]
+            jobs = [http.post(f"{url}/v1/jobs", json=body, headers=more).json()["id"] for body, more in asked]
+            for job in jobs:
+                until(lambda job=job: http.get(f"{url}/v1/jobs/{job}").json()["status"] in ENDED)
+        collector.shutdown()
+    spans, names = {}, set()
+    for path, body in handler.taken:
+        assert path == "/v1/traces"
+        assert b"secret" not in body
+        for resource in service.ExportTraceServiceRequest.FromString(body).resource_spans:
+            names |= {one.value.string_value for one in resource.resource.attributes if one.key == "service.name"}
+            for span in (span for scope in resource.scope_spans for span in scope.spans):
+                facts = {one.key: one.value for one in span.attributes}
+                spans[facts["ditmesh.job"].string_value] = span, facts
+    assert names == {"ditmesh"}
+    assert set(spans) == set(jobs)
+    (first, _), (failed, facts) = (spans[job] for job in jobs)
+    assert (first.trace_id.hex(), first.parent_span_id.hex()) == (trace, parent)
+    assert [event.name for event in first.events] == ["queued", "started", "step", "step", "image", "succeeded"]
+    assert first.end_time_unix_nano > first.start_time_unix_nano
+    assert (failed.parent_span_id, failed.status.code) == (b"", 2)
+    assert facts["error.type"].string_value == "stalled"
+
+
 # --- the end
 
 
@@ -829,9 +878,9 @@ def test_the_description_is_complete():
     schema = create_app(FakeBackend(), Settings()).openapi()
     paths = schema["paths"]
     assert set(paths) == {
-        "/v1/images/generations", "/v1/images/edits", "/v1/videos", "/v1/jobs", "/v1/jobs/{id}",
-        "/v1/jobs/{id}/events", "/v1/jobs/{id}/images/{index}", "/v1/models", "/v1/models/{id}", "/v1/server",
-        "/v1/server/events", "/healthz", "/readyz", "/metrics",
+        "/v1/images/generations", "/v1/images/edits", "/v1/videos", "/v1/videos/{id}", "/v1/videos/{id}/content",
+        "/v1/jobs", "/v1/jobs/{id}", "/v1/jobs/{id}/events", "/v1/jobs/{id}/images/{index}", "/v1/models",
+        "/v1/models/{id}", "/v1/server", "/v1/server/events", "/healthz", "/readyz", "/metrics",
     }  # fmt: skip
     for path, operations in paths.items():
         for method, operation in operations.items():
@@ -880,7 +929,7 @@ def fuzzed(seconds: float) -> int:
     checks.load_all_checks()
     wanted = [checks.CHECKS.get_one(name) for name in sorted(CONFORMANCE)]
     operations = [result.ok() for result in schema.get_all_operations()]
-    assert len(operations) == 16
+    assert len(operations) == 20
     rounds = [(operation, mode) for operation in operations for mode in schemathesis.GenerationMode]
     sent, began = 0, time.monotonic()
     for number, (operation, mode) in enumerate(rounds, 1):

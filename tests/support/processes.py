@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -53,6 +54,15 @@ def family(mark: str) -> list[int]:
             if carries and alive(int(folder.name)):
                 found.append(int(folder.name))
     return found
+
+
+def actors_of(mark: str) -> list[int]:
+    """Process ids of the ranks that a Ray cluster of this family has started."""
+    found = []
+    for pid in family(mark):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [pid] if psutil.Process(pid).name() == "ray::_Rank" else []
+    return sorted(found)
 
 
 def ranks_of(command: int) -> list[int]:

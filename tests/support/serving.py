@@ -42,7 +42,7 @@ from ditmesh.serve.types import (
     Status,
 )
 
-MEDIA = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp"}
+MEDIA = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp", "mp4": "video/mp4"}
 
 
 def drawn(prompt: str, seed: int, size: tuple[int, int]) -> Image.Image:
@@ -331,7 +331,11 @@ class FakeBackend:
         info = PngInfo()
         info.add_itxt(CHUNK, receipt.model_dump_json())
         more = {"pnginfo": info} if request.format == "png" else {}
-        picture.save(self._path(job, image.index), **more)
+        if request.format == "mp4":
+            # Of a film it has the beginning only.
+            self._path(job, image.index).write_bytes(b"\0\0\0\x18ftypisom" + picture.tobytes())
+        else:
+            picture.save(self._path(job, image.index), **more)
         image.url = f"/v1/jobs/{job.id}/images/{image.index}"
         image.width, image.height = picture.size
         image.receipt = receipt.model_dump(mode="json")

@@ -137,6 +137,61 @@ def save_tiny_wan(folder: Path, image_to_video: bool = False) -> Path:
     return folder / name
 
 
+def save_tiny_ltx(folder: Path) -> Path:
+    """Write a video pipeline (LTX; 4 x 4 pixels and 4 frames for a latent, 4 heads of 8) and return its folder."""
+    import torch
+    from diffusers import (
+        AutoencoderKLLTXVideo,
+        FlowMatchEulerDiscreteScheduler,
+        LTXPipeline,
+        LTXVideoTransformer3DModel,
+    )
+    from transformers import T5Config, T5EncoderModel
+
+    torch.manual_seed(0)
+    tokenizer = letters_tokenizer(folder / "words")
+    t5 = T5Config(
+        vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, tie_word_embeddings=False
+    )
+    transformer = LTXVideoTransformer3DModel(
+        in_channels=8,
+        out_channels=8,
+        patch_size=1,
+        patch_size_t=1,
+        num_attention_heads=4,
+        attention_head_dim=8,
+        cross_attention_dim=32,
+        num_layers=2,
+        caption_channels=32,
+    )
+    vae = AutoencoderKLLTXVideo(
+        latent_channels=8,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1,) * 5,
+        decoder_layers_per_block=(1,) * 5,
+        spatio_temporal_scaling=(True, True, False, False),
+        decoder_spatio_temporal_scaling=(True, True, False, False),
+        decoder_inject_noise=(False,) * 5,
+        upsample_residual=(False,) * 4,
+        upsample_factor=(1,) * 4,
+        timestep_conditioning=False,
+        patch_size=1,
+        patch_size_t=1,
+        encoder_causal=True,
+        decoder_causal=False,
+    )
+    pipe = LTXPipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(),
+        vae=vae,
+        text_encoder=T5EncoderModel(t5),
+        tokenizer=tokenizer,
+    )
+    pipe.save_pretrained(folder / "tiny-ltx")
+    return folder / "tiny-ltx"
+
+
 def letters_tokenizer(folder: Path):
     """A CLIP tokenizer that knows the letters and nothing else."""
     from transformers import CLIPTokenizer

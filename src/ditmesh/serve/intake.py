@@ -130,6 +130,7 @@ class Server:
         videos: bool | None = None,
         inputs: Callable[[list[str]], Awaitable[tuple[Input, ...]]] | None = None,
         key: str | None = None,
+        usual_format: bool = False,
     ) -> Job:
         """Submit a job, or find the one of a request that is repeated.
 
@@ -140,6 +141,7 @@ class Server:
             inputs: decodes and keeps the input pictures, when all else is allowed; called with a list that takes the
                 digests of those it keeps.
             key: the request's ``Idempotency-Key``.
+            usual_format: the format is the usual one, of videos MP4.
 
         Raises:
             Refused: it is not allowed.
@@ -164,6 +166,8 @@ class Server:
                 )
             # The receipt, the metrics and the log name the model that it was.
             more: dict[str, Any] = {"model": card.id}
+            if usual_format and (videos or card.video):
+                more["format"] = "mp4"
             if inputs is not None:
                 more["inputs"] = await inputs(kept)
             request = request.model_copy(update=more)
@@ -218,10 +222,9 @@ class Server:
     ) -> Job:
         """Submit a job from its JSON form; see `accept`."""
         fields = sized(body.size, body.model_dump(exclude={"size", "inputs"}, exclude_none=True))
-        if "format" not in body.model_fields_set and (videos or self.model(body.model).video):
-            fields["format"] = "mp4"
         request = validated(JobRequest, {name: fields[name] for name in fields if name in JobRequest.model_fields})
-        return await self.accept(request, caller, videos, partial(self.inputs, body.inputs), key)
+        usual = "format" not in body.model_fields_set
+        return await self.accept(request, caller, videos, partial(self.inputs, body.inputs), key, usual)
 
     def _check(self, request: JobRequest, card: ModelCard) -> None:
         limits = self.settings

@@ -216,7 +216,7 @@ function body() {
     prompt,
     n: number("n") ?? 1,
     seed: seed(),
-    format: fields.format.value,
+    format: card?.video ? "mp4" : fields.format.value,
     previews: fields.previews.checked ? Math.ceil((steps ?? card?.steps ?? PREVIEWS) / PREVIEWS) : 0,
     ...(negative && { negative_prompt: negative }),
     ...(width && { width }),
@@ -247,7 +247,7 @@ export function useRequest(request, pictureSeed) {
   fields.n.value = 1;
   fields.seed.value = pictureSeed;
   fields.lock.checked = true;
-  fields.format.value = request.format;
+  if (request.format !== "mp4") fields.format.value = request.format;
   for (const box of $("loras").querySelectorAll("input[type=checkbox]")) {
     const adapter = request.loras.find(({ name }) => name === box.value);
     box.checked = Boolean(adapter);

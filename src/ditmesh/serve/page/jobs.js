@@ -286,7 +286,7 @@ function drawTile(entry, tile) {
   tile.dataset.status = image ? "done" : job.status;
   tile.frame.disabled = !image;
   if (image || one?.preview) {
-    const video = image && cardOf(asked.model)?.video;
+    const video = image && asked.format === "mp4";
     if (!tile.media || (video && tile.media.tagName === "IMG")) {
       tile.media?.remove();
       tile.media = video ? h("video", { muted: true, loop: true, playsinline: true, preload: "metadata" }) : h("img");

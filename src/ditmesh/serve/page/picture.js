@@ -51,7 +51,7 @@ export function open(id, index) {
   shown = { job, index };
   const { request } = job;
   const path = pathOf(id, index);
-  const video = cardOf(request.model)?.video;
+  const video = request.format === "mp4";
   const media = video ? h("video", { controls: true, loop: true }) : h("img", { alt: request.prompt });
   media.style.aspectRatio = image.width ? `${image.width} / ${image.height}` : "";
   media.classList.toggle("small", Math.max(image.width ?? 0, image.height ?? 0) <= 128);

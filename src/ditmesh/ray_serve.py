@@ -1,0 +1,190 @@
+"""The server as an application of Ray Serve: ``serve run ditmesh.ray_serve:build devices=2``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import logging.config
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from .cli.options import ConfigOptions, RankOptions, with_groups
+from .cli.serve import (
+    ClientOptions,
+    LimitOptions,
+    LogOptions,
+    ModelOptions,
+    Plan,
+    check_installed,
+    planned,
+    traces_of,
+)
+from .errors import ConfigError, InputError, did_you_mean
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from .serve.intake import Server
+
+logger = logging.getLogger("ditmesh.serve")
+
+# Seconds between two questions of Ray Serve whether the server is well; how many may be missing before it is asked
+# whether it has stopped asking; and what an end takes beside the jobs under way.
+PERIOD, MISSING, LAST = 2.0, 3, 30.0
+
+
+@with_groups
+def _options(
+    parallel: ConfigOptions,
+    ranks: RankOptions,
+    clients: ClientOptions,
+    limits: LimitOptions,
+    logs: LogOptions,
+    models: ModelOptions,
+) -> Plan:
+    if ranks.launcher is not None or ranks.address is not None:
+        raise InputError("ranks of a server under Ray Serve are on its own cluster; leave launcher and address out")
+    return planned(parallel, ranks, clients, limits, logs, models)
+
+
+def _command() -> Any:
+    app = typer.Typer(add_completion=False)
+    app.command()(_options)
+    return typer.main.get_command(app)
+
+
+def plan_of(arguments: Mapping[str, Any]) -> Plan:
+    """A server from its settings by name, which are the options of ``ditmesh serve`` with underscores.
+
+    Raises:
+        InputError: there is no such setting, or its value is not possible.
+    """
+    check_installed()
+    command = _command()
+    options = {option.name: option for option in command.params}
+    words: list[str] = []
+    for name, value in arguments.items():
+        option = options.get(name)
+        if option is None:
+            raise InputError(f"setting {name!r} is none of ditmesh serve's{did_you_mean(name, options)}")
+        if getattr(option, "is_flag", False):
+            words += _flag(option, name, value)
+        elif value is not None:
+            words += [f"{option.opts[0]}={one}" for one in (value if isinstance(value, list) else [value])]
+    try:
+        return command.main(words, prog_name="ditmesh.ray_serve", standalone_mode=False)
+    except typer.BadParameter as error:
+        raise InputError(error.format_message()) from None
+
+
+def _flag(option: Any, name: str, value: Any) -> list[str]:
+    on = {"true": True, "false": False}.get(str(value).lower())
+    if on is None:
+        raise InputError(f"setting {name}={value!r} is neither true nor false; use one of them")
+    return option.opts[:1] if on else option.secondary_opts[:1]
+
+
+def build(arguments: dict[str, Any]) -> Any:
+    """The application, for ``serve run``, ``serve deploy`` and `ray.serve.run`.
+
+    One replica of Ray Serve holds the queue and the HTTP API. Ranks are actors of the cluster, ``replicas`` groups of
+    ``devices`` of them behind that one queue.
+
+    Args:
+        arguments: settings by name; values as text or as YAML has them.
+
+    Raises:
+        InputError: a setting is not possible. ConfigError: Ray Serve is not installed.
+    """
+    try:
+        from ray import serve
+    except ImportError as error:
+        raise ConfigError(f"Ray Serve is not installed ({error.name} is missing); pip install 'ray[serve]'") from None
+    from .serve.listen import MOST_CONNECTIONS
+
+    # What is refused is refused here, before anything is deployed.
+    plan = plan_of(arguments)
+
+    def app() -> FastAPI:
+        return _app(arguments)
+
+    deployment = serve.deployment(
+        name="ditmesh",
+        # A queue has one owner; more ranks are more of `replicas`.
+        num_replicas=1,
+        max_ongoing_requests=MOST_CONNECTIONS,
+        health_check_period_s=PERIOD,
+        graceful_shutdown_wait_loop_s=1.0,
+        graceful_shutdown_timeout_s=plan.limits.grace + LAST,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return deployment(serve.ingress(app)(Replica)).bind()
+
+
+def _app(arguments: Mapping[str, Any]) -> FastAPI:
+    """The application of FastAPI, in the process that serves it."""
+    from .serve.app import create_app
+    from .serve.logs import log_config
+
+    plan = plan_of(arguments)
+    form: Any = plan.logs.log_format
+    logging.config.dictConfig(log_config(form, plan.logs.log_level.upper()))
+    last = contextlib.ExitStack()
+    app = create_app(plan.backend("ray"), plan.settings, last.enter_context(traces_of(plan.logs)), plan.limits.grace)
+    app.state.last = last
+    return app
+
+
+class Replica:
+    """What Ray Serve asks the server for beside requests.
+
+    Before Ray Serve ends a replica it waits until its requests have been answered, and tells it nothing: streams of
+    events, which have no end, would be waited for in vain. That it does not ask for health any more is a sign.
+    """
+
+    app: FastAPI  # has `serve.ingress`
+    _asked = 0.0
+    _watch: asyncio.Task[None] | None = None
+
+    async def check_health(self) -> None:
+        """Raises `RuntimeError`: the server is to be started anew, as its ranks cannot be, or as it has stopped."""
+        server: Server = self.app.state.server
+        self._asked = time.monotonic()
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._follow(server))
+        if server.stopping:
+            raise RuntimeError("the server has stopped")
+        replicas = server.backend.state().replicas
+        if all(replica.state == "stopped" for replica in replicas):
+            raise RuntimeError(f"no ranks can be started: {replicas[0].message}")
+
+    async def _follow(self, server: Server) -> None:
+        """Stop when Ray Serve is about to end this replica: no more jobs, then those under way, then streams."""
+        from ray import serve
+
+        context = serve.get_replica_context()
+        while True:
+            await asyncio.sleep(PERIOD)
+            if time.monotonic() - self._asked < MISSING * PERIOD:
+                continue
+            try:
+                status = await asyncio.to_thread(serve.status)
+            except Exception as error:
+                # Without its controller nothing is ended.
+                logger.warning("Ray Serve does not answer: %s", error)
+                continue
+            app = status.applications.get(context.app_name)
+            ours = None if app is None else app.deployments.get(context.deployment)
+            states = {} if ours is None else {state.value: number for state, number in ours.replica_states.items()}
+            if app is None or app.status == "DELETING" or ours is None or states.get("STOPPING"):
+                logger.info("Ray Serve ends this replica")
+                await server.stop()
+                return
+
+    async def __del__(self) -> None:
+        """Behind the end of the application, in which jobs under way end."""
+        self.app.state.last.close()

@@ -1,0 +1,184 @@
+"""Videos through a server: a tiny LTX pipeline on two ranks, asked for by the official client and by hand."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from PIL import Image, ImageSequence
+
+from ditmesh.config import ParallelConfig
+from ditmesh.serve.films import mp4
+from ditmesh.serve.protocol import ModelSpec
+from ditmesh.serve.service import Service
+from ditmesh.serve.settings import Settings
+from support.serving import serving
+from support.tiny import save_tiny_ltx
+
+av = pytest.importorskip("av", reason="PyAV is not installed: pip install av")
+
+pytestmark = pytest.mark.timeout(200)
+
+SIZE, FRAMES, STEPS, FPS = (64, 32), 9, 3, 10
+ASKED: dict[str, Any] = {"prompt": "a fox", "seed": 5, "steps": STEPS, "guidance": 3.0, "fps": FPS}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_ltx(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def http(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    films = ModelSpec("films", str(folder), ParallelConfig(ulysses=2))
+    service = Service([films], tmp_path_factory.mktemp("state"), devices=2, device="cpu", threads=1, launcher="local")
+    with serving(service, Settings()) as url, httpx.Client(base_url=url, timeout=30) as http:
+        limit = time.monotonic() + 100
+        while http.get("/readyz").status_code != 200:
+            assert time.monotonic() < limit
+            time.sleep(0.1)
+        yield http
+
+
+@pytest.fixture(scope="module")
+def client(http: httpx.Client) -> Iterator[openai.OpenAI]:
+    with warnings.catch_warnings(), openai.OpenAI(base_url=f"{http.base_url}/v1", api_key="none") as client:
+        # All of its videos are.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield client
+
+
+@pytest.fixture(scope="module")
+def frames(folder: Path) -> np.ndarray:
+    """What the unmodified pipeline makes: (F, H, W, 3) integers."""
+    import diffusers
+
+    pipe = diffusers.LTXPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    made = pipe(
+        prompt="a fox",
+        width=SIZE[0],
+        height=SIZE[1],
+        num_frames=FRAMES,
+        frame_rate=FPS,
+        num_inference_steps=STEPS,
+        guidance_scale=3.0,
+        generator=[torch.Generator().manual_seed(5)],
+        output_type="pil",
+    )
+    return np.stack([np.asarray(frame).astype(int) for frame in made.frames[0]])
+
+
+def finished(http: httpx.Client, id: str) -> dict[str, Any]:
+    """A job's last event, when it has come."""
+    with http.stream("GET", f"/v1/jobs/{id}/events") as stream:
+        data = [line for line in stream.iter_lines() if line.startswith("data: ")]
+    return json.loads(data[-1].removeprefix("data: "))
+
+
+def test_the_official_client_gets_the_pipelines_frames(http: httpx.Client, client: openai.OpenAI, frames: np.ndarray):
+    made = client.videos.create(
+        model="films", prompt="a fox", size="64x32", seconds="0.9", extra_body=ASKED | {"prompt": "a fox"}
+    )
+    assert (made.object, made.model, made.size, made.seconds) == ("video", "films", "64x32", "0.9")
+    assert made.status in ("queued", "in_progress")
+    finished(http, made.id)
+    done = client.videos.retrieve(made.id)
+    assert (done.status, done.progress, done.size) == ("completed", 100, "64x32")
+    assert done.completed_at >= done.created_at
+    data = client.videos.download_content(made.id).read()
+
+    # The same job without loss.
+    again = http.post("/v1/jobs", json={**ASKED, "size": "64x32", "frames": FRAMES, "format": "png"}).json()
+    job = finished(http, again["id"])
+    assert job["status"] == "succeeded", job
+    film = Image.open(BytesIO(http.get(job["images"][0]["url"]).content))
+    # The iterator yields one object, at another frame each time.
+    drawn = [frame.convert("RGB") for frame in ImageSequence.Iterator(film)]
+    assert len(drawn) == FRAMES
+    difference = np.abs(np.stack([np.asarray(frame).astype(int) for frame in drawn]) - frames)
+    assert difference.max() <= 1
+    assert np.abs(frames[0] - frames[-1]).max() > 1
+    # What was encoded is exactly that.
+    assert data == mp4(drawn, FPS)
+
+    with av.open(BytesIO(data)) as file:
+        (stream,) = file.streams
+        decoded = [frame.to_ndarray(format="rgb24").astype(int) for frame in file.decode(stream)]
+        assert (stream.codec_context.name, stream.average_rate) == ("h264", FPS)
+    assert np.shape(decoded) == frames.shape
+    assert np.abs(np.mean(decoded, (1, 2)) - np.mean(frames, (1, 2))).max() < 6
+
+    listed = client.videos.list(limit=1)
+    assert [video.id for video in listed.data] == [again["id"]]
+    assert made.id in [video.id for video in listed]
+
+
+def test_progress_and_cancelling(http: httpx.Client, client: openai.OpenAI):
+    made = http.post("/v1/videos", json={**ASKED, "size": "64x32", "frames": FRAMES, "steps": 200}).json()
+    names = []
+    with http.stream("GET", f"/v1/jobs/{made['id']}/events") as stream:
+        for line in stream.iter_lines():
+            if line.startswith("event: "):
+                names.append(line.removeprefix("event: "))
+                if names.count("step") == 3 and names[-1] == "step":
+                    assert client.videos.retrieve(made["id"]).status == "in_progress"
+                    assert client.videos.delete(made["id"]).deleted
+    assert names[:2] == ["queued", "started"]
+    assert names[-1] == "cancelled"
+    assert names.count("step") <= 6
+    video = client.videos.retrieve(made["id"])
+    assert (video.status, video.error.code) == ("failed", "cancelled")
+    with pytest.raises(openai.BadRequestError, match="has cancelled"):
+        client.videos.delete(made["id"])
+    with pytest.raises(openai.NotFoundError):
+        client.videos.download_content(made["id"])
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"frames": 10}, "videos of films have 1 + a multiple of 4 frames; use 9 or 13"),
+        ({"frames": 261}, "261 frames are more than this server's 257"),
+        ({"frames": 9, "seconds": 1}, "seconds and frames both say how long"),
+        ({"seconds": 100}, "1001 frames are more than this server's 257"),
+        ({"size": "63x32"}, "63x32"),
+        ({"size": "4096x4096"}, "pixels"),
+        ({"fps": 0}, "fps"),
+        ({"format": "jpeg"}, "films makes videos, which are no JPEG; ask for format mp4, png or webp"),
+        ({"inputs": [{"role": "mask", "digest": "0" * 64}]}, "mask"),
+        ({"model": "none"}, "model 'none'"),
+        ({"frmes": 9}, "frmes"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(http: httpx.Client, more: dict[str, Any], words: str):
+    answer = http.post("/v1/videos", json={**ASKED, "size": "64x32", **more})
+    assert answer.status_code in (400, 404), answer.text
+    assert words in answer.json()["error"]["message"]
+
+
+def test_the_model_says_what_its_videos_are(http: httpx.Client):
+    (card,) = http.get("/v1/models").json()["data"]
+    assert (card["video"], card["frames"], card["fps"], card["frame_multiple"]) == (True, 161, 25, 4)
+    assert card["batching"], card["why"]
+
+
+def test_frames_of_odd_sides_are_a_video_too():
+    colours = [Image.new("RGB", (33, 17), colour) for colour in ("red", "blue")]
+    data = mp4(colours, 5)
+    assert data == mp4(colours, 5)
+    with av.open(BytesIO(data)) as film:
+        red, blue = [frame.to_ndarray(format="rgb24")[8, 16] for frame in film.decode(video=0)]
+    assert red[0] > 240 > 20 > red[2]
+    assert blue[2] > 240 > 20 > blue[0]
