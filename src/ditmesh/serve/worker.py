@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -427,7 +427,10 @@ class _Loop:
             seconds = time.perf_counter() - work.began
             images = images_of(output)
             facts = model.facts(prepared, seconds)
-            receipt = receipt_of(prepared.job, 0, images[0], prepared.arguments, facts)
+            job, made = prepared.job, images[0]
+            if len(images) > 1:
+                job, made = replace(job, fps=float(prepared.fps)), images
+            receipt = receipt_of(job, 0, made, prepared.arguments, facts)
             request = work.task.request
             if (latents := work.latents()) is not None:
                 model.projection.learn_from(latents, images[len(images) // 2])
