@@ -129,7 +129,7 @@ def denoise(
         if count == 1:
             continue
         twice = look([1 + (other == kind) for other in range(len(counts))])
-        # What a stale strategy keeps for a block is there as often as blocks are; a second block shows the rest.
+        # What a stale strategy keeps of a block is there as often as blocks are; a second one shows what else is.
         more = twice.kept - once.kept if config.exchange != "exact" else 0.0
         kept, grown = kept + (count - 1) * more, grown + (count - 1) * more
         activations = max(activations, twice.activations - more)
