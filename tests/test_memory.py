@@ -169,10 +169,9 @@ def command(words: list[str]) -> None:
 
 @pytest.mark.usefixtures("kept_ranks")
 def test_generate_says_what_was_taken_and_inspect_what_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    from ditmesh.cli.main import main
     from ditmesh.generate.receipt import read_receipt
 
-    main(
+    command(
         ["generate", "a red fox", "--devices", "2", "--threads", "1", "--steps", "1", "--out", str(tmp_path), "--json"]
     )
     result = json.loads(capsys.readouterr().out)

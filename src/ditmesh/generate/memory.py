@@ -31,7 +31,7 @@ from .model_info import ModelInfo
 # More than a picture's activations take, in bytes a pixel and sample: what is far from a limit is not looked at.
 _LARGEST = 16e3
 # Numbers of devices that are tried for a configuration that would fit, and how many of their configurations.
-_DEVICES, _TRIED = (1, 2, 4, 8, 16), 3
+_DEVICES, _TRIED = (1, 2, 4, 8, 16), 2
 # What a pipeline's call takes the number of text tokens as.
 _LENGTH = "max_sequence_length"
 
@@ -222,6 +222,8 @@ class _Fit:
                 continue
             here = room if whole is None else whole / devices
             full = [one for one in found.best if one.config.world_size == devices]
+            # Weights that are too large by themselves need no closer look.
+            full = [one for one in full if next(t.memory for t in one.kept if t.name == "weights") <= here]
             for one in sorted(full, key=lambda one: one.memory)[:_TRIED]:
                 needed, _ = self.most(one.config)
                 if needed <= here:
