@@ -22,6 +22,7 @@ import pytest
 from PIL import Image
 
 from ditmesh.errors import InputError
+from ditmesh.serve.backend import Once
 from ditmesh.serve.keys import new_key
 from ditmesh.serve.settings import Settings
 from ditmesh.serve.types import (
@@ -100,10 +101,10 @@ class Scripted(FakeBackend):
     async def start(self) -> None:
         self.loop = asyncio.get_running_loop()
 
-    async def submit(self, request: JobRequest, owner: str) -> Job:
+    async def submit(self, request: JobRequest, owner: str, once: Once | None = None) -> Job:
         if request.steps == 13:
             raise InputError("steps=13 is not served here; use 12 or fewer")
-        return await super().submit(request, owner)
+        return await super().submit(request, owner, once)
 
     async def events(self, id: str, owner: str, after: int = 0) -> AsyncIterator[Event]:
         self.asked_after.append(after)
