@@ -261,7 +261,8 @@ def hosts(
     Args:
         count: how many. Two are joined by a cable, more by a switch.
         rate: bits a second in either direction at every host's interface.
-        folder: one that all of them see at the path that it has here; everything else in ``/tmp`` they do not.
+        folder: one that all of them see at the path that it has here; of the rest of ``/tmp`` they see the Python
+            environment and this clone where these lie there, and nothing else.
         names: their host names; default: ``host0``, ``host1`` …
 
     Raises:
@@ -327,10 +328,16 @@ def _host(undo: ExitStack, number: int, name: str, folder: str | os.PathLike[str
     undo.callback(host._forsake)
     # Only its own name, at an address that no other host reaches: as many a system is installed.
     lines = f"127.0.0.1 localhost\\n127.0.1.1 {name}\\n"
-    kept = ["mount --bind {0} /mnt", "mount -t tmpfs none /tmp", "mkdir -p {0}", "mount --bind /mnt {0}", "umount /mnt"]
+    # What a host must see runs from there: an environment or a clone may lie in /tmp itself.
+    kept = {Path(sys.prefix), Path(sys.base_prefix), Path(__file__).resolve().parents[2], *([shared] if shared else [])}
+    shown = [str(one) for one in sorted(kept) if one.is_relative_to("/tmp")]
     steps = [
         "mount -t tmpfs none /dev/shm",
-        *([step.format(shared) for step in kept] if shared else ["mount -t tmpfs none /tmp"]),
+        "mount -t tmpfs none /mnt",
+        *(f"mkdir /mnt/{index} && mount --bind '{one}' /mnt/{index}" for index, one in enumerate(shown)),
+        "mount -t tmpfs none /tmp",
+        *(f"mkdir -p '{one}' && mount --bind /mnt/{index} '{one}'" for index, one in enumerate(shown)),
+        "umount -R /mnt",
         "chmod 1777 /tmp /dev/shm",
         f"hostname {name}",
         f"printf '{lines}' > /tmp/.hosts",
