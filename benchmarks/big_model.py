@@ -27,8 +27,17 @@ from machine import describe_machine
 WIDTH, BLOCKS = 1024, 8
 
 
-def make(folder: Path, megabytes: float) -> int:
-    """Save a class-conditional pipeline whose transformer has that many 10^6 bytes in float32; the exact number."""
+def make(
+    folder: Path, megabytes: float, blocks: int = BLOCKS, latent: int = 8, dtype: torch.dtype = torch.float32
+) -> int:
+    """Save a class-conditional pipeline whose transformer has about that many 10^6 bytes in float32; the exact number.
+
+    Args:
+        folder: where to.
+        megabytes: of the transformer.
+        blocks, latent: how many it has, and the side of its latents.
+        dtype: of the transformer's weights in the file.
+    """
     import diffusers
 
     def transformer(heads: int) -> Any:
@@ -38,8 +47,8 @@ def make(folder: Path, megabytes: float) -> int:
             attention_head_dim=64,
             in_channels=4,
             out_channels=8,
-            num_layers=BLOCKS,
-            sample_size=8,
+            num_layers=blocks,
+            sample_size=latent,
             patch_size=2,
             num_embeds_ada_norm=8,
         )
@@ -48,11 +57,12 @@ def make(folder: Path, megabytes: float) -> int:
         sizes = {heads: sum(p.numel() * 4 for p in transformer(heads).parameters()) for heads in range(2, 49, 2)}
     model = transformer(min(sizes, key=lambda heads: abs(sizes[heads] - megabytes * 1e6)))
     vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4, layers_per_block=1)
-    diffusers.DiTPipeline(model, vae, diffusers.DDIMScheduler()).save_pretrained(folder)
+    size = sum(p.nbytes for p in model.parameters())
+    diffusers.DiTPipeline(model.to(dtype), vae, diffusers.DDIMScheduler()).save_pretrained(folder)
     index = folder / "model_index.json"
     names = {number: f"class {number}" for number in range(8)}
     index.write_text(json.dumps({**json.loads(index.read_text()), "id2label": names}))
-    return sum(p.numel() * 4 for p in model.parameters())
+    return size
 
 
 class Reads:

@@ -23,7 +23,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +37,7 @@ from rich.table import Table
 
 from exact import SIDE, TEXT, benchmark_inputs, benchmark_model, mesh_of
 from machine import describe_machine
+from pipefusion import draw
 
 DISPLACED = {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"}
 RATES = (10e9, 1e9, 200e6)
@@ -73,30 +73,9 @@ ALONE = {"one rank": Contender({}), "one rank (batch of 2)": Contender({}, batch
 
 
 def request(inputs: dict[str, Any], steps: int) -> dict[str, float]:
-    """One synchronous step, then ``steps`` timed ones with an Euler step between them.
-
-    Seconds a step on the clock and of this process; of a pipeline of stages, while they are full: the first half.
-    """
-    model, latents = benchmark_model(), inputs["hidden_states"]
-    start = middle = busy = 0.0
-    with torch.no_grad():
-        for step in range(steps + 1):
-            if step == 1:
-                if torch.distributed.get_world_size() > 1:
-                    torch.distributed.barrier()
-                start, busy = time.perf_counter(), time.process_time()
-            if step == 1 + steps // 2:
-                middle = time.perf_counter()
-            timestep = torch.full_like(inputs["timestep"], 1.0 - step / (steps + 1))
-            prediction = model(**{**inputs, "hidden_states": latents, "timestep": timestep})[0]
-            latents = latents - prediction / (steps + 1)
-        float(latents.sum())
-    end = time.perf_counter()
-    return {
-        "whole": (end - start) / steps,
-        "full": (middle - start) / (steps // 2),
-        "processor": (time.process_time() - busy) / steps,
-    }
+    """Seconds a step of one request: on the clock, with full stages (the first half), and of this process."""
+    half, whole, busy = draw(inputs, steps)
+    return {"whole": whole / steps, "full": half / (steps // 2), "processor": busy / steps}
 
 
 def measured(contender: Contender, steps: int) -> dict[str, float]:

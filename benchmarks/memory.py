@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from big_model import make
 from ditmesh.config import ParallelConfig
 from machine import describe_machine
 
@@ -40,33 +41,6 @@ FORMS = [
     "ulysses=2 shard=2 int8",
 ]
 OTHER = ("plain", "gloo", "FSDP2", "group-offload", "model-offload", "casting", "int8")
-
-
-def make(folder: Path, megabytes: float, blocks: int, latent: int) -> int:
-    """Save a pipeline whose transformer has about that many 10^6 bytes in float32; the exact number."""
-    import diffusers
-
-    def transformer(heads: int) -> Any:
-        torch.manual_seed(0)
-        return diffusers.DiTTransformer2DModel(
-            num_attention_heads=heads,
-            attention_head_dim=64,
-            in_channels=4,
-            out_channels=8,
-            num_layers=blocks,
-            sample_size=latent,
-            patch_size=2,
-            num_embeds_ada_norm=8,
-        )
-
-    with torch.device("meta"):
-        sizes = {heads: sum(p.numel() * 4 for p in transformer(heads).parameters()) for heads in range(2, 49, 2)}
-    model = transformer(min(sizes, key=lambda heads: abs(sizes[heads] - megabytes * 1e6)))
-    vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, latent_channels=4, layers_per_block=1)
-    size = sum(p.nbytes for p in model.parameters())
-    # Read as float32, so that nobody can use the mapped file as memory.
-    diffusers.DiTPipeline(model.to(torch.bfloat16), vae, diffusers.DDIMScheduler()).save_pretrained(folder)
-    return size
 
 
 class Memory:
@@ -212,9 +186,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     figures: dict[str, Any] = {"machine": describe_machine(), "tokens": (options.latent // 2) ** 2, "forms": {}}
+    # Read as float32, so that nobody can use the mapped file as memory.
     with tempfile.TemporaryDirectory() as folder:
-        weights = figures["weights"] = make(Path(folder) / "big", options.megabytes, options.blocks, options.latent)
-        make(Path(folder) / "small", 1, 1, options.latent)
+        weights = figures["weights"] = make(
+            Path(folder) / "big", options.megabytes, options.blocks, options.latent, torch.bfloat16
+        )
+        make(Path(folder) / "small", 1, 1, options.latent, torch.bfloat16)
         print(f"{weights / 1e6:.0f} MB of weights, {options.blocks} blocks, {figures['tokens']} tokens\n")
         print("| form | load, % of the weights | step, % | processor s a step | wall s a step |\n|---|---|---|---|---|")
         for form in options.forms:

@@ -71,15 +71,24 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def write_folder(out: Path, rows: Iterable[tuple[str, np.ndarray, dict[str, Any]]]) -> None:
-    """Pictures as PNG files, and ``metadata.jsonl`` with what is said of each; nothing where that file is there."""
+def write_folder(out: Path, rows: Iterable[tuple[str, np.ndarray, dict[str, Any]]], duration: int = 0) -> None:
+    """Pictures as PNG files, and ``metadata.jsonl`` with what is said of each; nothing where that file is there.
+
+    Args:
+        out: the folder.
+        rows: names, pictures (H, W, 3) or the frames of videos (F, H, W, 3), and what is said of them.
+        duration: milliseconds of a frame.
+    """
     listing = out / "metadata.jsonl"
     if listing.exists():
         return
     out.mkdir(parents=True, exist_ok=True)
     lines = []
     for name, picture, said in rows:
-        Image.fromarray(picture).save(out / name)
+        first, *others = [Image.fromarray(frame) for frame in (picture if picture.ndim == 4 else [picture])]
+        # An animated PNG loses nothing.
+        more = {"save_all": True, "append_images": others, "duration": duration} if others else {}
+        first.save(out / name, **more)
         lines.append(json.dumps({"file_name": name, **said}))
     with written_whole(listing) as part:
         part.write_text("\n".join(lines) + "\n", encoding="utf-8")

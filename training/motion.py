@@ -26,10 +26,10 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import UMT5Config, UMT5EncoderModel
 
-from ditmesh.core.files import written_whole
 from training import autoencoder as ae
 from training import export, loop, text
 from training.data import load
+from training.emoji import SETTINGS, write_folder
 from training.loop import console
 
 SIZE, FRAMES, FPS = 64, 17, 16
@@ -237,6 +237,7 @@ class EmojiWan:
     image_tokens = 5 * 8 * 8
     guidance, steps = 3.0, 16
     settings: dict[str, Any] = {  # noqa: RUF012
+        **SETTINGS,
         "resolution": SIZE,
         "num_frames": FRAMES,
         "max_sequence_length": text.MAX_TOKENS,
@@ -244,33 +245,18 @@ class EmojiWan:
         "train_batch_size": 8,
         "max_train_steps": 2400,
         "learning_rate": 1.5e-3,
-        "lr_scheduler": "cosine",
-        "lr_warmup_steps": 100,
-        "adam_beta2": 0.99,
-        "adam_weight_decay": 0.0,
-        "use_ema": True,
-        "ema_decay": 0.99,
-        "proportion_empty_prompts": 0.1,
-        "checkpointing_steps": 100,
-        "checkpoints_total_limit": 2,
     }
 
     def write_data(self, folder: Path) -> Path:
         """The videos as animated PNG, which lose nothing, and their captions; returns their folder."""
-        out, pictures = folder / "data", pictures_of(folder)
-        if (out / "metadata.jsonl").exists():
-            return out
-        out.mkdir(parents=True, exist_ok=True)
-        lines = []
-        for number, (subject, motion, caption) in enumerate(captions()):
-            for copy, aside in enumerate(np.linspace(-ASIDE, ASIDE, COPIES)):
-                frames = [Image.fromarray(frame) for frame in video(pictures[subject], motion, float(aside))]
-                name = f"{number:02d}-{copy}.png"
-                frames[0].save(out / name, save_all=True, append_images=frames[1:], duration=1000 // FPS)
-                lines.append(json.dumps({"file_name": name, "text": caption}))
-        with written_whole(out / "metadata.jsonl") as part:
-            part.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return out
+        pictures = pictures_of(folder)
+        rows = (
+            (f"{number:02d}-{copy}.png", video(pictures[subject], motion, float(aside)), {"text": caption})
+            for number, (subject, motion, caption) in enumerate(captions())
+            for copy, aside in enumerate(np.linspace(-ASIDE, ASIDE, COPIES))
+        )
+        write_folder(folder / "data", rows, 1000 // FPS)
+        return folder / "data"
 
     def make_pipeline(self, folder: Path) -> WanPipeline:
         """The pipeline before the trainer sees it."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigError, InputError
-from .options import AsJson, ConfigOptions, Size, at_least, one_of, with_groups
+from .options import AsJson, AtOnce, Branches, ConfigOptions, Frames, Size, WeightsDType, at_least, with_groups
 from .show import emit
 from .values import config_of, parallel_config, parse_size
 
@@ -53,28 +53,14 @@ def inspect(
         int | None,
         typer.Option("--devices", "-n", help="Number of ranks.", callback=at_least(1), rich_help_panel=NEEDED),
     ] = None,
-    frames: Annotated[
-        int | None, typer.Option(help="Of a video.", callback=at_least(1), rich_help_panel=NEEDED)
-    ] = None,
+    frames: Frames = None,
     tokens: Annotated[
         int | None,
         typer.Option("--text-tokens", help="Of a prompt.", callback=at_least(1), rich_help_panel=NEEDED),
     ] = None,
-    pictures: Annotated[
-        int, typer.Option(help="Pictures that are generated at once.", callback=at_least(1), rich_help_panel=NEEDED)
-    ] = 1,
-    guidance: Annotated[
-        bool | None,
-        typer.Option("--guidance/--no-guidance", help="Whether it runs two branches.", rich_help_panel=NEEDED),
-    ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="Of the weights.",
-            callback=one_of(("float32", "bfloat16", "float16"), {"bf16": "bfloat16", "fp32": "float32"}),
-            rich_help_panel=NEEDED,
-        ),
-    ] = "bfloat16",
+    pictures: AtOnce = 1,
+    guidance: Branches = None,
+    dtype: WeightsDType = "bfloat16",
     hardware: Annotated[
         str,
         typer.Option(

@@ -126,6 +126,24 @@ Overwrite = Annotated[
     bool,
     typer.Option("--overwrite", help="Replace pictures of the same names, if ditmesh wrote them; else they are kept."),
 ]
+# What `plan` and `inspect --memory` are asked about.
+JOB = "What is generated"
+Frames = Annotated[int | None, typer.Option(help="Of a video.", callback=at_least(1), rich_help_panel=JOB)]
+AtOnce = Annotated[
+    int, typer.Option(help="Pictures that are generated at once.", callback=at_least(1), rich_help_panel=JOB)
+]
+Branches = Annotated[
+    bool | None,
+    typer.Option("--guidance/--no-guidance", help="Whether guidance runs two branches.", rich_help_panel=JOB),
+]
+WeightsDType = Annotated[
+    str,
+    typer.Option(
+        help="Of the weights.",
+        callback=one_of(("float32", "bfloat16", "float16"), {"bf16": "bfloat16", "fp32": "float32"}),
+        rich_help_panel=JOB,
+    ),
+]
 JsonFull = Annotated[
     bool, typer.Option("--json-full", help="The same, with all that each picture's receipt says. Also --json=full.")
 ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigError, InputError
-from .options import AsJson, Device, Size, at_least, one_of
+from .options import JOB, AsJson, AtOnce, Branches, Device, Frames, Size, WeightsDType, at_least, one_of
 from .show import emit
 from .values import parse_size
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 OBJECTIVES = ("latency", "throughput", "cost")
 HARDWARE = "Hardware"
-JOB = "What is generated"
 GOAL = "Goal"
 
 
@@ -65,26 +64,14 @@ def plan(
         typer.Option(metavar="GB", help="Of a device.", callback=at_least(0.001), rich_help_panel=HARDWARE),
     ] = None,
     size: Size = None,
-    frames: Annotated[int | None, typer.Option(help="Of a video.", callback=at_least(1), rich_help_panel=JOB)] = None,
+    frames: Frames = None,
     text: Annotated[int | None, typer.Option(help="Text tokens.", callback=at_least(0), rich_help_panel=JOB)] = None,
-    pictures: Annotated[
-        int, typer.Option(help="Pictures that are generated at once.", callback=at_least(1), rich_help_panel=JOB)
-    ] = 1,
+    pictures: AtOnce = 1,
     steps: Annotated[
         int | None, typer.Option("--steps", "-s", help="Denoising steps.", callback=at_least(1), rich_help_panel=JOB)
     ] = None,
-    guidance: Annotated[
-        bool | None,
-        typer.Option("--guidance/--no-guidance", help="Whether guidance runs two branches.", rich_help_panel=JOB),
-    ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="Of the weights.",
-            callback=one_of(("float32", "bfloat16", "float16"), {"bf16": "bfloat16", "fp32": "float32"}),
-            rich_help_panel=JOB,
-        ),
-    ] = "bfloat16",
+    guidance: Branches = None,
+    dtype: WeightsDType = "bfloat16",
     objective: Annotated[
         str,
         typer.Option(

@@ -637,12 +637,12 @@ def traded(step: Step, pieces: int = 1) -> Iterator[Term]:
     for _, times, one in step.attentions() if config.ulysses > 1 else ():
         part = (config.ulysses - 1) / config.ulysses / config.sequence / pieces
         chunks = 1 if config.reproducible else config.chunks
-        behind = step.attention_seconds(one) / pieces * (chunks - 1) / chunks / 2
+        # Half of a chunk's attention hides what comes, half what goes.
+        beside = step.attention_seconds(one) / pieces / chunks / 2
         for what, size in (("to heads", step.size_of(one)), ("to tokens", step.size_of(one, queries=1, keys=0))):
             sent, calls = size * part / chunks, times * pieces
             yield step.transfer(f"{what} (ulysses)", ("ulysses",), "all_to_all", sent, calls)
             if chunks > 1:
-                beside = behind / (chunks - 1)
                 name = f"{what} (ulysses, other chunks)"
                 yield step.transfer(name, ("ulysses",), "all_to_all", sent, calls * (chunks - 1), beside)
 
