@@ -18,8 +18,8 @@ from ditmesh.errors import InputError, RankFailed
 from ditmesh.generate.memory import check_memory, components_of, request_of
 from ditmesh.generate.model_info import find_model
 from ditmesh.launch import RankPool
+from ditmesh.memory.available import _left, free_memory
 from ditmesh.memory.predict import RankNeeds, batched, needs
-from ditmesh.memory.room import _left, free_memory
 
 MODEL = "emoji-sd3"
 CONFIGS: list[dict[str, Any]] = [

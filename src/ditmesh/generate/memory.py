@@ -20,8 +20,8 @@ from ..engine import DENOISERS, Engine, engine_of
 from ..errors import DitmeshError, InputError
 from ..layout import known_models
 from ..layout.describe import on_meta
+from ..memory.available import free_memory
 from ..memory.predict import Components, Part, RankNeeds, Request, needs
-from ..memory.room import free_memory
 from ..planner.auto import TEXT
 from ..planner.catalogue import Shape
 from ..planner.model import work_of

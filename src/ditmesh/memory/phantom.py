@@ -49,7 +49,7 @@ class _Pool:
         return slot
 
 
-class Room:
+class SharedPools:
     """Shared memory that a rank sees.
 
     Args:
@@ -82,13 +82,13 @@ class Room:
 class _Channel:
     """Messages of one link, as `ditmesh.comm.shared.SharedChannel` passes them on. All ranks do as this one does."""
 
-    def __init__(self, room: Room, ranks: Sequence[int]) -> None:
-        self._room, self._ranks = room, ranks
+    def __init__(self, pools: SharedPools, ranks: Sequence[int]) -> None:
+        self._pools, self._ranks = pools, ranks
         self._unanswered: list[_Slot] = []
 
     def send(self, kind: str, tensors: Sequence[Tensor], to: Sequence[int]) -> None:
         if (size := message_bytes([(tuple(t.shape), t.dtype) for t in tensors])) and to:
-            self._unanswered.append(self._room.own.take(size))
+            self._unanswered.append(self._pools.own.take(size))
             while len(self._unanswered) > _UNDER_WAY * len(self._ranks):
                 self._unanswered.pop(0).free = True
 
@@ -100,8 +100,8 @@ class _Channel:
             size = message_bytes(specs)
             slots = [answered]
             if size:
-                slots.append(self._room.others.setdefault(self._ranks[source], _Pool()).take(size))
-            whole = self._room.message(size)
+                slots.append(self._pools.others.setdefault(self._ranks[source], _Pool()).take(size))
+            whole = self._pools.message(size)
             finalize(whole.untyped_storage(), _freed, slots).atexit = False
             return [_inside(whole, shape, dtype) for shape, dtype in specs]
 
@@ -125,13 +125,13 @@ class PhantomLink(Link):
     Args:
         name, size, rank: as of `Link`.
         traffic: what counts the bytes sent.
-        room: shared memory of the ranks; None: tensors travel over a process group.
+        pools: shared memory of the ranks; None: tensors travel over a process group.
     """
 
-    def __init__(self, name: str, size: int, rank: int, traffic: Traffic, room: Room | None) -> None:
+    def __init__(self, name: str, size: int, rank: int, traffic: Traffic, pools: SharedPools | None) -> None:
         super().__init__(name, range(size), rank, traffic)
         # It stands for a `SharedChannel`.
-        self.connect(None, None if room is None or size == 1 else _Channel(room, range(size)))  # type: ignore[arg-type]
+        self.connect(None, None if pools is None or size == 1 else _Channel(pools, range(size)))  # type: ignore[arg-type]
 
     @property
     def transport(self) -> str:
@@ -157,17 +157,17 @@ class PhantomLink(Link):
         return Transfer([tensor for tensors, _ in incoming for tensor in tensors], sent, link=self.name)
 
 
-def phantom_mesh(config: ParallelConfig, room: Room | None, stage: int = 0) -> Mesh:
+def phantom_mesh(config: ParallelConfig, pools: SharedPools | None, stage: int = 0) -> Mesh:
     """The mesh of one rank of a configuration, without the others.
 
     Args:
         config: degrees.
-        room: shared memory of the ranks; None: they have none.
+        pools: shared memory of the ranks; None: they have none.
         stage: the rank's place on the pipe axis; on the others it is the first, which has no less than any other.
     """
     traffic = Traffic()
     links = {
-        name: PhantomLink(name, config.size_of(axes), stage if axes == ("pipe",) else 0, traffic, room)
+        name: PhantomLink(name, config.size_of(axes), stage if axes == ("pipe",) else 0, traffic, pools)
         for name, axes in LINKS.items()
     }
     return Mesh(config, "cpu", links=links)

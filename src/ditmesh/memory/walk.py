@@ -34,7 +34,7 @@ from ..strategies.base import Context, Request, Strategy
 from ..strategies.pipefusion.stages import blocks_of, kinds_of
 from ..strategies.rows import DecodedRows
 from ..strategies.vae.parallel import BandedVae
-from .phantom import Room, phantom_mesh
+from .phantom import SharedPools, phantom_mesh
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 # torch's own convolution is taken for small inputs of small kernels: elements of its first four dimensions.
@@ -154,8 +154,8 @@ def _step(
     for way in sorted(ways(model), key=lambda way: way.optional):
         with _fake(model, dtype):
             alive = Alive((*model.parameters(), *model.buffers()), workspace)
-            room = Room(alive) if shared_memory else None
-            engine = Engine([(model, layout)], config, phantom_mesh(config, room), owns_mesh=False)
+            pools = SharedPools(alive) if shared_memory else None
+            engine = Engine([(model, layout)], config, phantom_mesh(config, pools), owns_mesh=False)
             engine.open(model)
             for tensor in (*model.parameters(), *model.buffers()):
                 # What is cut has memory of its own.
@@ -168,7 +168,7 @@ def _step(
                 # The first parameter may be one that stays in float32.
                 make.dtype = dtype
                 kept = _some_steps(engine, model, alive, make, size, calls)
-                return Needs(weights, alive.peak, kept, room.bytes if room else 0.0, blocks)
+                return Needs(weights, alive.peak, kept, pools.bytes if pools else 0.0, blocks)
             except (DitmeshError, RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
                 reasons.append(f"{(str(error).splitlines() or [type(error).__name__])[0]} ({way})")
             finally:
@@ -266,8 +266,8 @@ def decode(
     vae: Any = on_meta(kind, dict(settings)).eval()
     with _fake(vae, dtype):
         alive = Alive((*vae.parameters(), *vae.buffers()), workspace)
-        room = Room(alive) if shared_memory else None
-        context = Context(config, phantom_mesh(config, room), [])
+        pools = SharedPools(alive) if shared_memory else None
+        context = Context(config, phantom_mesh(config, pools), [])
         wanted: list[type[Strategy]] = [one for one in (DecodedRows, BandedVae) if one.wanted(config)]
         pipe = SimpleNamespace(vae=vae)
         try:
@@ -284,7 +284,7 @@ def decode(
             raise LayoutError(
                 f"{kind} cannot run without values, so what decoding needs is not known: {said}"
             ) from error
-        return Needs(bytes_of(vae), alive.peak, shared=room.bytes if room else 0.0)
+        return Needs(bytes_of(vae), alive.peak, shared=pools.bytes if pools else 0.0)
 
 
 def encode(
