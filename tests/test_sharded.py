@@ -206,9 +206,11 @@ def test_text_encoders_beside_stages(ranks):
         assert result["restored"]
 
 
-def test_what_could_not_be_read_again_is_not_freed(ranks):
-    for said in ranks(2).run(not_of_its_files):
-        assert re.search("the weights of text_encoder_2 .* are not those in .*; use text_encoder='rank0'", said), said
+@pytest.mark.parametrize("later", [False, True])
+def test_what_could_not_be_read_again_is_not_freed(ranks, later):
+    for said in ranks(2).run(not_of_its_files, later):
+        words = "have been changed and are not those of its files" if later else "are not those in"
+        assert re.search(f"the weights of text_encoder_2 .* {words} .*; use text_encoder='rank0'", said), said
 
 
 @pytest.mark.matrix

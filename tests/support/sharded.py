@@ -293,12 +293,21 @@ def encoded(how: str, config: dict[str, Any], steps: int = 2) -> dict[str, Any]:
     return found
 
 
-def not_of_its_files() -> str:
+def not_of_its_files(later: bool) -> str:
+    """What is said of an encoder whose weights are changed before it is parallelised, or after."""
     pipe = diffusers.DiffusionPipeline.from_pretrained(zoo.path("emoji-sd3"))
-    with torch.no_grad():
-        next(pipe.text_encoder_2.parameters()).add_(1)
+    pipe.set_progress_bar_config(disable=True)
+
+    def change() -> None:
+        with torch.no_grad():
+            next(pipe.text_encoder_2.parameters()).add_(1)
+
     try:
+        if not later:
+            change()
         ditmesh.parallelize(pipe, {"ulysses": 2, "text_encoder": "freed"})
+        change()
+        pipe("a red apple", num_inference_steps=1, output_type="latent", max_sequence_length=16)
     except ditmesh.InputError as error:
         return str(error)
     return "nothing"

@@ -149,6 +149,8 @@ class FreedAfterUse:
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name, self._module = name, module
         self._files = _files_of(name, module)
+        # Of the weights as they were read: what is changed later cannot be read again.
+        self._sums = {parameter: _sum(parameter) for parameter in self._files}
         self._freed = False
         self._offsets: dict[Tensor, int] = {}
         self._undo = ExitStack()
@@ -158,8 +160,18 @@ class FreedAfterUse:
         self._undo.callback(refuse_saving(module, error))
 
     def free(self) -> None:
-        """Let go of the weights, if they are here."""
+        """Let go of the weights, if they are here.
+
+        Raises:
+            InputError: they have been changed since they were read.
+        """
         if not self._freed:
+            for parameter, (file, key) in self._files.items():
+                if _sum(parameter) != self._sums[parameter] and not _same(_stored(file, key), parameter):
+                    raise InputError(
+                        f"the weights of {self._name} ({key}) have been changed and are not those of its files any "
+                        f"more, so they could not be read again once they are freed; {_WAY_OUT}"
+                    )
             self._freed = True
             for parameter in self._files:
                 self._offsets[parameter] = offset_of(parameter)
@@ -176,6 +188,7 @@ class FreedAfterUse:
                     raise InputError(f"{key} in {str(file)!r} has another shape than it had; restore the file")
                 parameter.data = _like(parameter, self._offsets[parameter]).copy_(value)
                 delattr(parameter, ABSENT)
+                self._sums[parameter] = _sum(parameter)
         self._freed = False
 
     def _sources(self) -> Iterator[tuple[Tensor, Path, str]]:
@@ -225,6 +238,13 @@ def _same(stored: Tensor, parameter: Tensor) -> bool:
     theirs = stored.to(mine.dtype).contiguous()
     # Bits, as a NaN equals nothing.
     return torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8))
+
+
+def _sum(parameter: Tensor) -> tuple[torch.dtype, int]:
+    """The dtype and a sum of the bits, which is another one when a weight is."""
+    flat = parameter.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = flat.numel() // 4 * 4
+    return parameter.dtype, int(flat[:whole].view(torch.int32).sum() + flat[whole:].sum())
 
 
 def _keys(file: Path) -> list[str]:
