@@ -17,8 +17,9 @@ import pytest
 import torch
 from PIL import Image, ImageSequence
 
+from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
-from ditmesh.generate.receipt import CHUNK, Receipt
+from ditmesh.generate.receipt import CHUNK, Receipt, read_receipt
 from ditmesh.generate.video import frames_digest, metadata_of, read_frames, write_mp4
 from ditmesh.serve.protocol import ModelSpec
 from ditmesh.serve.service import Service
@@ -80,6 +81,13 @@ def frames(folder: Path) -> np.ndarray:
     return np.stack([np.asarray(frame).astype(int) for frame in made.frames[0]])
 
 
+def run(*arguments: str) -> int:
+    """Run the command line here; its exit code."""
+    with pytest.raises(SystemExit) as left:
+        main([*arguments])
+    return int(left.value.code or 0)
+
+
 def finished(http: httpx.Client, id: str) -> dict[str, Any]:
     """A job's last event, when it has come."""
     with http.stream("GET", f"/v1/jobs/{id}/events") as stream:
@@ -130,6 +138,34 @@ def test_the_official_client_gets_the_pipelines_frames(
     listed = client.videos.list(limit=1)
     assert [video.id for video in listed.data] == [again["id"]]
     assert made.id in [video.id for video in listed]
+
+
+def test_generate_on_a_server(http: httpx.Client, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """The command's files: MP4s with receipts, and their strips."""
+    common = ["generate", "a fox", "--server", str(http.base_url), "--seed", "5", "--steps", str(STEPS)]
+    common += ["--guidance", "3", "--size", "64x32", "--frames", str(FRAMES), "--out", str(tmp_path), "--json-full"]
+    assert run(*common, "--fps", str(FPS), "--num-images", "2") == 0
+    result = json.loads(capfd.readouterr().out)
+    assert [Path(one["path"]).name for one in result["pictures"]] == ["0000-a-fox-seed5.mp4", "0001-a-fox-seed6.mp4"]
+    for number, one in enumerate(result["pictures"]):
+        receipt = read_receipt(one["path"])
+        assert receipt == Receipt.model_validate(one)
+        assert (receipt.index, receipt.frames, receipt.fps) == (number, FRAMES, FPS)
+        assert len(read_frames(one["path"], "video")) == FRAMES
+        with Image.open(Path(one["path"]).with_suffix(".strip.png")) as strip:
+            assert strip.height == SIZE[1]
+    # As in the file that the server keeps.
+    asked = {**ASKED, "size": "64x32", "frames": FRAMES}
+    job = finished(http, http.post("/v1/jobs", json=asked).json()["id"])
+    served = read_frames(http.get(job["images"][0]["url"]).content, "served")
+    assert [one.tobytes() for one in served] == [
+        one.tobytes() for one in read_frames(result["pictures"][0]["path"], "")
+    ]
+
+    assert run(*common, "--fps", "7.5") == 2
+    assert "--fps 7.5: servers take whole frames a second" in capfd.readouterr().err
+    assert run(*common, "--video", "fox.mp4") == 2
+    assert "--video: servers take pictures to begin with" in capfd.readouterr().err
 
 
 def test_progress_and_cancelling(http: httpx.Client, client: openai.OpenAI):

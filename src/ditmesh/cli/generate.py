@@ -126,7 +126,7 @@ def generate(
 
     if server is not None:
         check_options(context)
-        result = generate_on(server, prompts, model, pictures, inputs, out, overwrite)
+        result = generate_on(server, prompts, model, pictures, inputs, fps, out, overwrite)
         emit(result if json_full else short(result) if as_json else result, as_json or json_full, _say)
         return
     there = torchrun_rank()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,13 @@ from .values import any_seed, parse_size, read_prompts
 
 if TYPE_CHECKING:
     from ..client import Client
+    from ..generate.receipt import Receipt
     from ..serve.types import Event, Job
 
 # Options of `generate` that a server heeds; all others are its owner's.
 TAKEN = {
     *("prompts", "prompts_file", "model", "steps", "guidance", "negative", "size", "seed", "num_images"),
+    *("frames", "fps"),
     *("image", "strength", "mask", "control", "ip_image", "lora"),
     *("out", "overwrite", "as_json", "json_full", "server"),
 }
@@ -44,6 +47,8 @@ def check_options(context: typer.Context) -> None:
         and (source := context.get_parameter_source(parameter.name or "")) is not None
         and source.name == "COMMANDLINE"
     ]
+    if "--video" in given:
+        raise InputError("--video: servers take pictures to begin with, and no videos; leave --server out")
     if given:
         raise InputError(f"{', '.join(given)}: with --server that is the server's own; say it to ditmesh serve")
 
@@ -54,6 +59,7 @@ def generate_on(
     model: str | None,
     pictures: PictureOptions,
     inputs: InputOptions,
+    fps: float | None,
     out: str,
     overwrite: bool,
 ) -> dict[str, Any]:
@@ -70,7 +76,7 @@ def generate_on(
     asked = read_prompts(prompts, pictures.prompts_file)
     check_folder(out)
     first, total = any_seed(pictures.seed), len(asked) * pictures.num_images
-    fields = _fields(model, pictures, inputs)
+    fields = _fields(model, pictures, inputs, fps)
     began = time.perf_counter()
     # A job for every few pictures: each is what it would be alone.
     parts = [
@@ -104,8 +110,10 @@ def generate_on(
     }
 
 
-def _fields(model: str | None, pictures: PictureOptions, inputs: InputOptions) -> dict[str, Any]:
+def _fields(model: str | None, pictures: PictureOptions, inputs: InputOptions, fps: float | None) -> dict[str, Any]:
     """The options of a job that are the same for all."""
+    if fps is not None and fps != int(fps):
+        raise InputError(f"--fps {fps:g}: servers take whole frames a second; use --fps {round(fps)}")
     loras = {}
     for text in inputs.lora or ():
         name, colon, scale = text.rpartition(":")
@@ -119,6 +127,8 @@ def _fields(model: str | None, pictures: PictureOptions, inputs: InputOptions) -
         "guidance": pictures.guidance,
         "negative_prompt": pictures.negative,
         "size": parse_size(pictures.size),
+        "frames": pictures.frames,
+        "fps": None if fps is None else int(fps),
         "strength": inputs.strength,
         "image": inputs.image,
         "mask": inputs.mask,
@@ -138,9 +148,6 @@ def _written(
     tell: Any,
 ) -> tuple[list[tuple[str, Any]], list[Job]]:
     """Submit jobs, a few ahead; paths and receipts of what was written in the end, and the jobs."""
-    from ..generate.receipt import write_free
-    from ..generate.run import file_name
-
     written: list[tuple[str, Any]] = []
     waiting: deque[tuple[int, Job]] = deque()
     done: list[Job] = []
@@ -152,10 +159,7 @@ def _written(
                 waiting.append((index, client.submit(prompt, n=images, seed=seed + index, **fields)))
             index, job = waiting[0]
             done.append(client.wait(job.id, tell))
-            for place, image in enumerate(client.images(done[-1])):
-                receipt = image.receipt.model_copy(update={"index": index + place})  # type: ignore[attr-defined]
-                name = file_name(receipt.index, receipt.prompt, receipt.seed)
-                written.append((str(write_free(image, Path(out) / name, receipt, overwrite)), receipt))
+            written += _files(client, done[-1], index, out, overwrite)
             waiting.popleft()
     except BaseException:
         for _, job in waiting:
@@ -163,3 +167,30 @@ def _written(
                 client.cancel(job.id)
         raise
     return written, done
+
+
+def _files(client: Client, job: Job, index: int, out: str, overwrite: bool) -> Iterator[tuple[str, Receipt]]:
+    """Write the results of a job that has succeeded, the first of which has number ``index``; paths and receipts."""
+    from ..generate.receipt import CHUNK, STRIP, Receipt, copied_free, write_free, write_png
+    from ..generate.run import file_name
+    from ..generate.video import check_video_library, copy_mp4, read_frames, strip
+
+    receipts = [Receipt.model_validate(one.receipt) for one in job.images]
+    named = [
+        (
+            receipt.model_copy(update={"index": index + place}),
+            Path(out) / file_name(index + place, receipt.prompt, receipt.seed, receipt.frames is not None),
+        )
+        for place, receipt in enumerate(receipts)
+    ]
+    if all(receipt.frames is None for receipt in receipts):
+        for image, (receipt, path) in zip(client.images(job), named, strict=True):
+            yield str(write_free(image, path, receipt, overwrite)), receipt
+        return
+    check_video_library()
+    for place, (receipt, path) in enumerate(named):
+        with tempfile.TemporaryDirectory(prefix="ditmesh-video-") as folder:
+            source = Path(folder) / path.name
+            copy_mp4(client.file(job.id, place), source, job.id, {CHUNK: receipt.model_dump_json()})
+            write_png(strip(read_frames(source, job.id)), source.with_suffix(STRIP), receipt)
+            yield str(copied_free(source, path, overwrite)), receipt

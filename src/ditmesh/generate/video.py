@@ -24,6 +24,8 @@ SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 FPS = 16
 # x264's constant rate factor: hardly to be told from the frames. Chroma is halved where both sides are even.
 QUALITY = "16"
+# Of MP4: texts of any name stand in the container under that name, and before the frames.
+_OPTIONS = {"movflags": "use_metadata_tags+faststart"}
 # Frames of a strip, and its height in pixels, at most.
 IN_STRIP, STRIP_HEIGHT = 8, 128
 
@@ -56,9 +58,7 @@ def write_mp4(frames: Sequence[Image], path: str | Path, fps: float, metadata: d
 
     rate = Fraction(fps).limit_denominator(1001)
     width, height = frames[0].size
-    # Texts of any name stand in the container under that name, and before the frames.
-    options = {"movflags": "use_metadata_tags+faststart"}
-    with av.open(str(path), "w", format="mp4", options=options) as container:
+    with av.open(str(path), "w", format="mp4", options=_OPTIONS) as container:
         container.metadata.update(metadata)
         stream: Any = container.add_stream("libx264", rate=rate, options={"crf": QUALITY, "preset": "medium"})
         stream.width, stream.height = width, height
@@ -70,6 +70,32 @@ def write_mp4(frames: Sequence[Image], path: str | Path, fps: float, metadata: d
             frame.pts, frame.time_base = number, 1 / rate
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
+
+
+def copy_mp4(content: bytes, path: str | Path, name: str, metadata: dict[str, str]) -> None:
+    """Write a video anew with other metadata; its frames stay as they are compressed.
+
+    Args:
+        content: of the file.
+        path: the file to write.
+        name: of the video, for messages.
+        metadata: as for `write_mp4`.
+
+    Raises:
+        InputError: PyAV is not installed, or the content is not a video.
+        OSError: the file cannot be written.
+    """
+    check_video_library()
+    import av
+
+    with _opened(BytesIO(content), name) as read, av.open(str(path), "w", format="mp4", options=_OPTIONS) as container:
+        container.metadata.update(metadata)
+        stream = container.add_stream_from_template(read.streams.video[0])
+        for packet in read.demux(video=0):
+            # The last one is empty, and says that there are no more.
+            if packet.dts is not None:
+                packet.stream = stream
+                container.mux(packet)
 
 
 def metadata_of(path: str | Path) -> dict[str, str]:
