@@ -132,9 +132,9 @@ def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple
         asked = zoo.captions(info.files.name)[:PROMPTS]
     words = read_prompts(asked, options.prompts_file)
     steps = 20 if steps is None else steps
-    size, frames, own = parse_size(options.size), options.frames, zoo.embedded(info.files)
-    if own is not None and own.frames:
-        size, frames = size or (own.size, own.size), frames or own.frames
+    size, frames = parse_size(options.size), options.frames or info.default_frames
+    if "sample_size" not in info.transformer:
+        size = size or info.default_size
     if frames is not None and not videos_of(info):
         raise InputError(f"--frames {frames}: {info.pipeline_class} makes pictures; leave --frames out")
     if size is not None:

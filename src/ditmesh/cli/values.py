@@ -173,16 +173,11 @@ def picture_job(
     model: str | None, prompts: Sequence[str], pictures: PictureOptions, timeout: float, out: str, **more: Any
 ) -> tuple[Job, ModelInfo]:
     """A job without configuration and dtype, from options and ``more`` fields; and what the model's files say."""
-    from .. import zoo
     from ..generate.job import PER_CALL, job_for
     from ..generate.receipt import MOST_PIXELS
 
     size = parse_size(pictures.size)
     info, steps, guidance, text_tokens = embedded_or(model, pictures.steps, pictures.guidance)
-    own, frames = zoo.embedded(info.files), pictures.frames
-    if own is not None and own.frames:
-        # The pipeline's own defaults are those of a model a thousand times its size.
-        size, frames = size or (own.size, own.size), frames or own.frames
     width, height = size or info.default_size or (1, 1)
     # Videos one by one: each is as much as many pictures.
     together = 1 if videos_of(info) else max(1, min(PER_CALL, MOST_PIXELS // (width * height)))
@@ -198,7 +193,7 @@ def picture_job(
         seed=any_seed(pictures.seed),
         images=pictures.num_images,
         timeout=timeout,
-        frames=frames,
+        frames=pictures.frames,
         **{"per_call": together, **more},
     )
     return job, info

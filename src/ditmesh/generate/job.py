@@ -427,11 +427,16 @@ def job_for(model: ModelInfo, prompts: Sequence[str], out: str | Path, **more: A
     Args:
         model: the model's files.
         prompts, out: of the job.
-        more: the other fields of the job; ``labels`` are found by the prompts if not given.
+        more: the other fields of the job; ``labels`` are found by the prompts if not given. ``size`` and ``frames`` of
+            an embedded model are its own if not given: its pipeline's defaults are those of a model a thousand times
+            as large.
 
     Raises:
         InputError: a prompt is not one of the model's classes.
     """
+    if "sample_size" not in model.transformer:
+        more["size"] = more.get("size") or model.default_size
+    more["frames"] = more.get("frames") or model.default_frames
     return Job(
         model=str(model.files) if model.local else model.name,
         name=model.name,

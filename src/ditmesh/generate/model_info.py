@@ -115,13 +115,23 @@ class ModelInfo:
 
     @property
     def default_size(self) -> tuple[int, int] | None:
-        """Width and height in pixels that the pipeline makes by default, as far as the files say."""
+        """Width and height in pixels that the pipeline makes by default, as far as the files say.
+
+        Of an embedded model its own.
+        """
         sample = self.transformer.get("sample_size")
         if isinstance(sample, int):
             return (sample * self.vae_scale, sample * self.vae_scale)
         if isinstance(sample, list) and len(sample) == 2:
             return (sample[1] * self.vae_scale, sample[0] * self.vae_scale)
-        return None
+        own = zoo.embedded(self.files)
+        return None if own is None else (own.size, own.size)
+
+    @property
+    def default_frames(self) -> int | None:
+        """Frames of an embedded model's videos; None: the pipeline's own number."""
+        own = zoo.embedded(self.files)
+        return None if own is None else own.frames or None
 
     @property
     def largest_side(self) -> int | None:

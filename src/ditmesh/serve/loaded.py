@@ -232,7 +232,7 @@ class LoadedModel:
             "steps": steps if isinstance(steps, int) else None,
             "guidance": guidance if isinstance(guidance, (int, float)) else None,
             "video": "num_frames" in parameters,
-            "frames": _whole(defaults.get("num_frames")),
+            "frames": info.default_frames or _whole(defaults.get("num_frames")),
             "fps": self._fps(defaults) if "num_frames" in parameters else None,
             "frame_multiple": self._frame_multiple(template, defaults),
             "inputs": [role for role in ("image", "mask", "control") if self._takes(role)],
@@ -284,6 +284,8 @@ class LoadedModel:
             if one.digest not in task.files:
                 raise InputError(f"the input picture {one.digest[:16]}… ({one.role}) is not there; send it again")
             files.append(InputFile(one.role, task.files[one.digest], one.digest, one.scale))
+        if request.frames is not None and not self.card["video"]:
+            raise InputError(f"frames={request.frames}: {self.kind} makes pictures; leave frames out")
         # A seed is the picture's own: it does not matter which of a job's it is.
         job = job_for(
             self.info,
@@ -296,6 +298,7 @@ class LoadedModel:
             max_sequence_length=self.spec.text_tokens,
             size=self._asked_size(task),
             seed=(request.seed or 0) + task.index,
+            frames=request.frames,
             dtype=self.spec.dtype,
             files=tuple(files),
             strength=request.strength,
@@ -306,16 +309,12 @@ class LoadedModel:
         pipe, template = self._pipe_for(job)
         parameters = call_parameters(pipe)
         check_call(job, type(pipe).__name__, parameters)
-        if request.frames is not None and "num_frames" not in parameters:
-            raise InputError(f"frames={request.frames}: {self.kind} makes pictures; leave frames out")
         card = ModelCard.model_validate({"id": self.spec.name, "created": 0, **self.card})
         check_frames(request, card)
         if request.format == "mp4":
             check_video_library()
         own = pipe if self.batcher.why else copied(template)
         arguments = self._arguments(job, own, pictures_of(job.files))
-        if request.frames is not None:
-            arguments["num_frames"] = request.frames
         if request.fps is not None and RATE in parameters:
             arguments[RATE] = request.fps
         adapters = tuple((f"lora{loras.index(one.name)}", one.scale) for one in request.loras)
