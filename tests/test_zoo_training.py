@@ -137,6 +137,7 @@ def small(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fashion, "read", lambda there, part: grey(20))
     monkeypatch.setattr(emoji, "AUTOENCODER", plan)
     monkeypatch.setattr(motion, "AUTOENCODER", plan)
+    monkeypatch.setattr(motion, "DECODER", plan)
     monkeypatch.setattr(motion, "SUBJECTS", ("a red fox", "a cactus"))
     monkeypatch.setattr(motion, "load", lambda folder: pictures)
     monkeypatch.setattr(

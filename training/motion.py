@@ -1,9 +1,10 @@
 """``emoji-wan``: a ``WanPipeline`` of moving emoji, 64x64 pixels and 17 frames.
 
 The videos are made here: a picture that moves, grows or shrinks on a white ground, and the words for it. The
-autoencoder is trained on clips of five frames of all emoji there are; it is causal in time, so what it does with five
-frames it does with seventeen. The text encoder stays as it is made: its tokens are told apart by random numbers, and
-the transformer learns what they mean, so latents and text are encoded once.
+autoencoder is trained on clips of five frames of all emoji there are, and then its decoder alone on whole videos: what
+it makes of a latent frame depends on how many have gone before, up to the fourth. The text encoder stays as it is
+made: its tokens are told apart by random numbers, and the transformer learns what they mean, so latents and text are
+encoded once.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ COPIES, ASIDE = 3, 5.0
 CLIP = 5
 LATENTS = 24
 AUTOENCODER = loop.Plan(steps=2400, batch=4, rate=2e-3, warmup=50, cooldown=0.5, average=0.99, save_every=170.0)
+# On whole videos: what the encoder makes of them stays.
+DECODER = loop.Plan(steps=1400, batch=1, rate=1e-3, warmup=50, cooldown=0.6, average=0.99, save_every=170.0)
 KL_WEIGHT = 1e-4
 
 
@@ -163,14 +166,23 @@ def autoencoder_loss(model: AutoencoderKLWan, clips: Tensor, generator: torch.Ge
     return 0.5 * (errors + 1e-4).log().mean() + KL_WEIGHT * divergence
 
 
-def clip(pictures: np.ndarray, generator: torch.Generator) -> np.ndarray:
-    """Five frames of a random picture in a random motion: (5, 64, 64, 3)."""
+def decoder_loss(model: AutoencoderKLWan, videos: Tensor, generator: torch.Generator) -> Tensor:
+    """The training loss of the decoder alone, of videos (n, 3, frames, h, w): each frame counts alike."""
+    with torch.no_grad():
+        posterior: Any = model.encode(videos).latent_dist  # pyright: ignore[reportAttributeAccessIssue]
+        noise = torch.randn(posterior.mean.shape, generator=generator)
+    errors = (decoded(model, posterior.mean + posterior.std * noise) - videos).square().mean((1, 3, 4))
+    return 0.5 * (errors + 1e-4).log().mean()
+
+
+def clip(pictures: np.ndarray, generator: torch.Generator, frames: int = CLIP) -> np.ndarray:
+    """Some frames of a random picture in a random motion: (frames, 64, 64, 3)."""
     which, motion, start = (
-        int(torch.randint(most, (), generator=generator)) for most in (len(pictures), len(MOTIONS), FRAMES - CLIP + 1)
+        int(torch.randint(most, (), generator=generator)) for most in (len(pictures), len(MOTIONS), FRAMES - frames + 1)
     )
     aside = (float(torch.rand((), generator=generator)) * 2 - 1) * ASIDE
     # The way of these frames alone.
-    return video(pictures[which], list(MOTIONS)[motion], aside)[start : start + CLIP]
+    return video(pictures[which], list(MOTIONS)[motion], aside)[start : start + frames]
 
 
 @torch.no_grad()
@@ -185,7 +197,6 @@ def restored(model: AutoencoderKLWan, videos: np.ndarray) -> np.ndarray:
 
 def train_autoencoder(folder: Path, **limits: Any) -> AutoencoderKLWan:
     """The autoencoder, from its last checkpoint in ``folder`` on; its latents' mean and spread are in its config."""
-    plan = AUTOENCODER
     found, chosen = load(folder), pictures_of(folder)
     # Half of the clips show the subjects.
     pools = (np.stack(list(chosen.values())), np.concatenate([found.chosen, found.wider]))
@@ -194,8 +205,13 @@ def train_autoencoder(folder: Path, **limits: Any) -> AutoencoderKLWan:
     shown = np.stack([video(chosen[subject], motion) for subject, motion, _ in captions()[::7]])
 
     def loss(step: int, generator: torch.Generator) -> Tensor:
-        clips = np.stack([clip(pools[number % 2], generator) for number in range(plan.batch)])
+        clips = np.stack([clip(pools[number % 2], generator) for number in range(AUTOENCODER.batch)])
         return autoencoder_loss(model, to_model(clips), generator)
+
+    def whole_loss(step: int, generator: torch.Generator) -> Tensor:
+        # Three of four show the subjects.
+        videos = np.stack([clip(pools[step % 4 == 3], generator, FRAMES) for _ in range(DECODER.batch)])
+        return decoder_loss(model, to_model(videos), generator)
 
     def report(step: int) -> None:
         model.eval()
@@ -203,8 +219,12 @@ def train_autoencoder(folder: Path, **limits: Any) -> AutoencoderKLWan:
         console.print(f"autoencoder: {value:.2f} dB after {step} steps")
         model.train()
 
-    checkpoint = folder / "autoencoder.pt"
-    loop.train("autoencoder", {"vae": model}, loss, plan, checkpoint, every=report, **limits)
+    outcome = loop.train(
+        "autoencoder", {"vae": model}, loss, AUTOENCODER, folder / "autoencoder.pt", every=report, **limits
+    )
+    if outcome.finished:
+        parts = {"post_quant_conv": model.post_quant_conv, "decoder": model.decoder}
+        loop.train("decoder", parts, whole_loss, DECODER, folder / "decoder.pt", every=report, **limits)
     with torch.no_grad():
         means = [model.encode(to_model(one[None])).latent_dist.mean for one in shown]  # pyright: ignore[reportAttributeAccessIssue]
     channels = torch.cat(means).transpose(0, 1).flatten(1)
