@@ -524,6 +524,7 @@ def test_ranks_of_an_application_s_thread_do_not_start_it_again(folder: Path, tm
 # ---- a notebook
 
 
+@pytest.mark.matrix
 def test_the_example_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbformat = pytest.importorskip("nbformat")
     client = pytest.importorskip("nbclient")

@@ -58,10 +58,10 @@ def alone(data, tmp_path_factory):
     "more",
     [
         {"parallel": {"ulysses": 2}},
-        {"parallel": {"data": 2}},
+        pytest.param({"parallel": {"data": 2}}, marks=pytest.mark.matrix),
         {"parallel": {"data": 2}, "sharding": "ddp", "gradient_checkpointing": True},
-        {"parallel": {"ring": 2}, "sharding": "fsdp"},
-        {"parallel": {"tensor": 2}},
+        pytest.param({"parallel": {"ring": 2}, "sharding": "fsdp"}, marks=pytest.mark.matrix),
+        pytest.param({"parallel": {"tensor": 2}}, marks=pytest.mark.matrix),
         pytest.param({"parallel": {"tensor": 2, "data": 2}, "sharding": "fsdp"}, marks=pytest.mark.matrix),
         pytest.param({"parallel": {"tensor": 2, "ulysses": 2}, "sharding": "ddp"}, marks=pytest.mark.matrix),
     ],
