@@ -23,6 +23,7 @@ from ditmesh.attention.kernels import lse as torch_lse
 from ditmesh.errors import ConfigError, DitmeshError, LayoutError
 from support.models import RAGGED, inputs, relative_error, run, tiny
 from support.pipelines import arguments, draw, flux
+from support.sample import sampled
 
 TOLERANCE = 1e-5
 
@@ -492,19 +493,22 @@ def test_a_backend_computes_on_every_rank(ranks, name, config, how):
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        {"ring": 2, "exchange": "displaced"},
-        {"pipe": 2},
-        {"cfg": 2},
-        {"data": 2},
-        {"tensor": 2},
-        {"ulysses": 2, "compile": "eager"},
-        {"data": 2, "compile": "eager"},
-    ],
+    ("config", "how"),
+    sampled(
+        [
+            {"ring": 2, "exchange": "displaced"},
+            {"pipe": 2},
+            {"cfg": 2},
+            {"data": 2},
+            {"tensor": 2},
+            {"data": 2, "compile": "eager"},
+            {"ulysses": 2, "compile": "eager"},
+        ],
+        [BEFORE, CONFIGURED],
+        of=2,
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("how", [BEFORE, CONFIGURED])
 def test_every_strategy_takes_a_backend(ranks, config, how):
     for found in ranks(2).run(with_backend, "_native_math", config, how):
         check(found, "_native_math")

@@ -109,10 +109,14 @@ def files_of(what: str, folder: Path) -> list[Any]:
 
 
 ALWAYS = [
-    *(("controlnet", config) for config in ("--devices 1", "--ulysses 2", "--tensor 2")),
-    *((what, config) for what in ("sd3-ip", "flux-ip") for config in ("--devices 1", "--ulysses 2")),
+    *(("controlnet", config) for config in ("--devices 1", "--tensor 2")),
+    ("sd3-ip", "--ulysses 2"),
+    ("flux-ip", "--devices 1"),
 ]
 MATRIX = [
+    ("controlnet", "--ulysses 2"),
+    ("sd3-ip", "--devices 1"),
+    ("flux-ip", "--ulysses 2"),
     ("controlnet", "--ring 2"),
     ("controlnet", "--data 2"),
     *((what, config) for what in ("sd3-ip", "flux-ip") for config in ("--ring 2", "--data 2")),

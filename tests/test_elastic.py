@@ -412,7 +412,7 @@ def test_four_become_three_and_two(
     assert read_receipt(path).restarts == [past.plain() for past in watched.restarts]
 
 
-@pytest.mark.parametrize("how", ["raise", "memory"])
+@pytest.mark.parametrize("how", ["raise", pytest.param("memory", marks=pytest.mark.matrix)])
 def test_an_error_of_the_job_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     watched = Watched(tmp_path, {"ulysses": 2}, {2: (1, 3, how)}, monkeypatch)
     assert watched.error is not None

@@ -179,7 +179,7 @@ STAGES = {1: [{}], 2: [{"pipe": 2}, {"pipe": 2, "stages": (1, 3)}], 4: [{"pipe":
 
 
 def in_patches(name: str, configs: list[dict[str, Any]]) -> list[list[str]]:
-    """Digests of three steps, a synchronous one and two stale ones, at an odd size and at B=2 ragged, by configuration."""
+    """Digests of three steps, one synchronous and two stale, at an odd size and at B=2 ragged, by configuration."""
     found: list[list[str]] = []
     model = variant(name, **DEEP[name])
     for config in configs:

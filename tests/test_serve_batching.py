@@ -177,6 +177,7 @@ def serve_counted(specs: Any, *, report: Any) -> list[dict[str, int]]:
     return [dict(live) for _, live in counts]
 
 
+@pytest.mark.matrix
 def test_cancelled_tasks_leave_no_object_on_the_ranks(ranks):
     """At once, when they have begun, after a step, and refused ones; four rounds of them."""
     rounds, ended = iter(range(4)), []

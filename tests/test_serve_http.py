@@ -297,7 +297,7 @@ def test_a_request_that_is_sent_again_with_its_key_is_one_job(http: httpx.Client
     assert made[0] == made[1]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.matrix), True])
 def test_a_client_with_a_key_may_come_back(stream: bool):
     """Its job goes on without it for a while, and is cancelled if nobody comes."""
     backend = FakeBackend()
