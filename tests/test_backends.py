@@ -525,7 +525,7 @@ def kind_of(name: str) -> str:
     return "_flash_varlen_3" if name == "_flash_3_varlen_hub" else name.removesuffix("_hub")
 
 
-@pytest.mark.parametrize("config", [{"ulysses": 2}, {"ring": 2}], ids=str)
+@pytest.mark.parametrize("config", [pytest.param({"ulysses": 2}, marks=pytest.mark.matrix), {"ring": 2}], ids=str)
 def test_backends_with_an_lse(ranks, config):
     for name in WITH_LSE:
         for found in ranks(2).run(with_backend, name, config, BEFORE if name == "flash" else CONFIGURED):

@@ -390,6 +390,7 @@ def test_one_of_two_is_killed_in_the_second_picture(
     assert watched.seconds > 0
 
 
+@pytest.mark.matrix
 def test_four_become_three_and_two(
     undisturbed: tuple[list[str], list[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,13 +126,13 @@ def test_an_exception_on_one_rank(ranks, outcomes, strategy, shared, inputs, sha
 
 
 def moments() -> list[Any]:
-    """Every signal for every strategy; the sample has two strategies in three, and one that waits for a deadline."""
+    """Every signal for every strategy; the sample has one strategy in three, and one that waits for a deadline."""
     cases = []
     for row, strategy in enumerate(STRATEGIES):
         chosen = signal.SIGSTOP if strategy == "displaced" else SIGNALS[1 + row % 2]
         for number in SIGNALS:
             for shared in (True, False):
-                sample = chosen == number and (row // 2) % 2 == shared and row % 3 != 1
+                sample = chosen == number and (row // 2) % 2 == shared and row % 3 == 0
                 name = f"{strategy}-{number.name}-{'shared memory' if shared else 'gloo'}"
                 cases.append(
                     pytest.param(strategy, number, shared, id=name, marks=() if sample else pytest.mark.matrix)
@@ -270,7 +270,7 @@ def stopped(config: dict[str, Any], at: int, timeout: float, *, report: Any) -> 
     ("strategy", "at", "shared"),
     [
         ("tensor", 9, True),
-        ("ulysses", 5, False),
+        pytest.param("ulysses", 5, False, marks=pytest.mark.matrix),
         pytest.param("tensor", 9, False, marks=pytest.mark.matrix),
         pytest.param("ulysses", 5, True, marks=pytest.mark.matrix),
     ],

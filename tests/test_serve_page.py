@@ -626,6 +626,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         log.close()
 
 
+@pytest.mark.matrix
 def test_with_ranks_type_generate_same_again_and_vary(seen: Seen, real: str) -> None:
     """What is typed is generated step by step, with previews; the same seed gives the same bytes, another others."""
     seen.page.goto(real)

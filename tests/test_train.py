@@ -225,16 +225,23 @@ def test_kill_9_of_a_rank(data, tmp_path):
     assert broken(tmp_path / "out" / f"checkpoint-{newest}") is None
 
 
-def test_the_command_trains_and_exports(data, tmp_path):
+def told(capfd, *words):
+    """What ``ditmesh train`` says as JSON; it must end well."""
+    with pytest.raises(SystemExit) as left:
+        main(["train", *map(str, words), "--threads", "1", "--device", "cpu", "--json"])
+    said = capfd.readouterr()
+    assert left.value.code == 0, said.err
+    return json.loads(said.out)
+
+
+@pytest.mark.usefixtures("kept_ranks")
+def test_the_command_trains_and_exports(data, tmp_path, capfd):
     """What comes out is a pipeline that diffusers loads."""
     file = tmp_path / "run.yaml"
     given = settings(data, tmp_path / "out", max_train_steps=2, validation_steps=2, validation_inference_steps=2)
     given |= {"validation_prompts": [emoji(1)[0][0]], "use_ema": True, "guidance_scale": 2.0}
     file.write_text(json.dumps(given))
-    command = [sys.executable, "-m", "ditmesh", "train", str(file), "--threads", "1", "--device", "cpu", "--json"]
-    done = subprocess.run([*command, "--ulysses", "2"], capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    said = told(capfd, file, "--ulysses", 2)
     assert said["step"] == 2
     assert said["nearest"] in (0.0, 1.0)
     assert {path.name for path in (tmp_path / "out" / "validation").iterdir()} == {"step-2-0.png"}
@@ -251,12 +258,9 @@ def test_the_command_exports_adapters(data, tmp_path, capfd):
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(settings(data, tmp_path / "out", max_train_steps=2, validation_steps=2, use_ema=True)))
     more = ["--set", "lora.rank=2", "--set", "validation_prompts=[]", "--set", f"output_dir={tmp_path / 'lora'}"]
-    with pytest.raises(SystemExit) as left:
-        main(["train", str(file), "--threads", "1", "--device", "cpu", "--json", *more, "--data", "1"])
-    said = capfd.readouterr()
-    assert left.value.code == 0, said.err
+    said = told(capfd, file, *more, "--data", 1)
     pipe = pipeline()
-    pipe.load_lora_weights(json.loads(said.out)["pipeline"])
+    pipe.load_lora_weights(said["pipeline"])
     assert pipe.get_active_adapters()
 
 
