@@ -148,6 +148,7 @@ def test_an_ip_adapter_is_not_cut_by_heads(what, folder, tmp_path, capfd):
     assert "has weights of its own, which tensor=2 does not cut (an IP-Adapter's); unload it, or use" in said[0]
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("kept_ranks")
 def test_a_picture_with_a_control_is_replayed(folder, tmp_path, capfd):
     """The second of its call, in reproducible mode; the ControlNet's folder has moved beside the picture."""

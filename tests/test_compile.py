@@ -46,10 +46,9 @@ def test_blocks_compile_without_a_break(ranks, name, config):
         assert exchanged
 
 
-# A block of one kind; of several kinds there are as many to compile.
-@pytest.mark.parametrize("name", ["DiT", pytest.param("Flux", marks=pytest.mark.matrix)])
-def test_inductor(ranks, name):
-    for error, after, exchanged in ranks(2).run(compiled, name, {"ulysses": 2, "compile": "inductor"}):
+@pytest.mark.matrix
+def test_inductor(ranks):
+    for error, after, exchanged in ranks(2).run(compiled, "Flux", {"ulysses": 2, "compile": "inductor"}):
         assert error < TOLERANCE
         assert after == 0
         assert exchanged

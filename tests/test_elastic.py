@@ -361,6 +361,7 @@ def undisturbed(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return (folder / "latents-1-0").read_text().split(), [pixels(path) for path in sorted((folder / "out").iterdir())]
 
 
+@pytest.mark.matrix
 def test_one_of_two_is_killed_in_the_second_picture(
     undisturbed: tuple[list[str], list[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -509,6 +509,7 @@ sys.exit(bool(failed) and f"{failed[0]!r}")
 """
 
 
+@pytest.mark.matrix
 def test_ranks_of_an_application_s_thread_do_not_start_it_again(folder: Path, tmp_path: Path) -> None:
     program = tmp_path / "application.py"
     program.write_text(APPLICATION)
