@@ -173,7 +173,10 @@ def loaded(folder: str, config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("config", "expected"),
-    [({"stages": "measured"}, [(2, 2), (3, 1)]), ({"speeds": (1, 3)}, [(1, 3), (1, 3)])],
+    [
+        ({"stages": "measured"}, [(2, 2), (3, 1)]),
+        pytest.param({"speeds": (1, 3)}, [(1, 3), (1, 3)], marks=pytest.mark.matrix),
+    ],
     ids=str,
 )
 def test_loaded_stage_by_stage(ranks, alone, tmp_path, config, expected):
