@@ -116,7 +116,11 @@ def alone() -> dict[str, Any]:
     return pipelined({"warmup": BUDGET})
 
 
-@pytest.mark.parametrize("config", [{"pipe": 2}, {"pipe": 4}, {"pipe": 2, "shared_memory": False}], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [{"pipe": 2}, pytest.param({"pipe": 4}, marks=pytest.mark.matrix), {"pipe": 2, "shared_memory": False}],
+    ids=str,
+)
 def test_stages_decide_as_one_device_does(ranks, alone, config):
     """Decisions, reasons, drift of every block and the picture: to the bit, on every rank.
 

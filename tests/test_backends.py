@@ -23,6 +23,7 @@ from ditmesh.attention.kernels import lse as torch_lse
 from ditmesh.errors import ConfigError, DitmeshError, LayoutError
 from support.models import RAGGED, inputs, relative_error, run, tiny
 from support.pipelines import arguments, draw, flux
+from support.sample import sampled
 
 TOLERANCE = 1e-5
 
@@ -492,19 +493,22 @@ def test_a_backend_computes_on_every_rank(ranks, name, config, how):
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        {"ring": 2, "exchange": "displaced"},
-        {"pipe": 2},
-        {"cfg": 2},
-        {"data": 2},
-        {"tensor": 2},
-        {"ulysses": 2, "compile": "eager"},
-        {"data": 2, "compile": "eager"},
-    ],
+    ("config", "how"),
+    sampled(
+        [
+            {"ring": 2, "exchange": "displaced"},
+            {"pipe": 2},
+            {"cfg": 2},
+            {"data": 2},
+            {"tensor": 2},
+            {"data": 2, "compile": "eager"},
+            {"ulysses": 2, "compile": "eager"},
+        ],
+        [BEFORE, CONFIGURED],
+        of=2,
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("how", [BEFORE, CONFIGURED])
 def test_every_strategy_takes_a_backend(ranks, config, how):
     for found in ranks(2).run(with_backend, "_native_math", config, how):
         check(found, "_native_math")
@@ -521,7 +525,7 @@ def kind_of(name: str) -> str:
     return "_flash_varlen_3" if name == "_flash_3_varlen_hub" else name.removesuffix("_hub")
 
 
-@pytest.mark.parametrize("config", [{"ulysses": 2}, {"ring": 2}], ids=str)
+@pytest.mark.parametrize("config", [pytest.param({"ulysses": 2}, marks=pytest.mark.matrix), {"ring": 2}], ids=str)
 def test_backends_with_an_lse(ranks, config):
     for name in WITH_LSE:
         for found in ranks(2).run(with_backend, name, config, BEFORE if name == "flash" else CONFIGURED):

@@ -56,6 +56,7 @@ def test_gpu_check_fails_loudly(tmp_path: Path) -> None:
     assert json.loads(figures.read_text())["parts"]["parity"]["status"] == "failed"
 
 
+@pytest.mark.matrix
 def test_gpu_check_says_what_is_missing(tmp_path: Path) -> None:
     """Without a package that the engine needs, the kernels are checked and the rest is skipped, naming it."""
     (tmp_path / "pydantic.py").write_text(

@@ -121,7 +121,10 @@ def test_torchrun_ranks_are_used_and_none_started(model: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("number", "code", "says"),
-    [(signal.SIGINT, 130, "ditmesh: stopped by Ctrl-C\n"), (signal.SIGTERM, 143, "ditmesh: stopped by SIGTERM\n")],
+    [
+        pytest.param(signal.SIGINT, 130, "ditmesh: stopped by Ctrl-C\n", marks=pytest.mark.matrix),
+        (signal.SIGTERM, 143, "ditmesh: stopped by SIGTERM\n"),
+    ],
 )
 def test_ctrl_c_and_sigterm_keep_what_is_drawn_and_leave_nothing_else(
     model: Path, tmp_path: Path, temporary: Path, number: int, code: int, says: str
@@ -206,7 +209,7 @@ runpy.run_module("ditmesh", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("guarded", ["folder", "socket of the fork server"])
+@pytest.mark.parametrize("guarded", ["folder", pytest.param("socket of the fork server", marks=pytest.mark.matrix)])
 def test_ctrl_c_between_a_guards_start_and_its_being_noted(facts_only, tmp_path, temporary, guarded):
     mark, environment = processes.marked({"PYTHONPATH": TEST_PATH, "TMPDIR": str(temporary)})
     command = [sys.executable, "-c", INTERRUPTED, guarded, "generate", FOX, "--model", str(facts_only)]

@@ -109,10 +109,14 @@ def files_of(what: str, folder: Path) -> list[Any]:
 
 
 ALWAYS = [
-    *(("controlnet", config) for config in ("--devices 1", "--ulysses 2", "--tensor 2")),
-    *((what, config) for what in ("sd3-ip", "flux-ip") for config in ("--devices 1", "--ulysses 2")),
+    *(("controlnet", config) for config in ("--devices 1", "--tensor 2")),
+    ("sd3-ip", "--ulysses 2"),
+    ("flux-ip", "--devices 1"),
 ]
 MATRIX = [
+    ("controlnet", "--ulysses 2"),
+    ("sd3-ip", "--devices 1"),
+    ("flux-ip", "--ulysses 2"),
     ("controlnet", "--ring 2"),
     ("controlnet", "--data 2"),
     *((what, config) for what in ("sd3-ip", "flux-ip") for config in ("--ring 2", "--data 2")),
@@ -144,6 +148,7 @@ def test_an_ip_adapter_is_not_cut_by_heads(what, folder, tmp_path, capfd):
     assert "has weights of its own, which tensor=2 does not cut (an IP-Adapter's); unload it, or use" in said[0]
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("kept_ranks")
 def test_a_picture_with_a_control_is_replayed(folder, tmp_path, capfd):
     """The second of its call, in reproducible mode; the ControlNet's folder has moved beside the picture."""

@@ -366,7 +366,9 @@ def test_cancel_takes_effect_within_a_step_and_the_next_prompt_works(comfy: Comf
     assert pids(comfy) == ranks
 
 
-@pytest.mark.parametrize("memory", [False, True], ids=["unload models", "free memory"])
+@pytest.mark.parametrize(
+    "memory", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["unload models", "free memory"]
+)
 def test_unloading_ends_the_ranks_and_the_next_prompt_starts_them(comfy: ComfyUI, memory: bool) -> None:
     (before,) = saved(comfy, comfy.run(workflow(seed=15)))
     ranks = pids(comfy)

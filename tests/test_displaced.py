@@ -18,6 +18,7 @@ from ditmesh.layout import layout_of
 from support.models import KINDS, MAKERS, ODD, RAGGED, inputs, relative_error, run, tiny, variant
 from support.pipelines import MAKERS as PIPELINES
 from support.pipelines import arguments, draw
+from support.sample import sampled
 from support.stale import (
     all_frozen,
     counted_waits,
@@ -296,10 +297,12 @@ def pipeline_latents(name: str, config: dict[str, Any], prompts: list[int], simu
         return draw(pipe, arguments(name, prompts, steps=5))
 
 
-@pytest.mark.parametrize("name", PIPELINES)
-@pytest.mark.parametrize(("axes", "prompts"), [({"cfg": 2}, [1]), ({"data": 2}, [1, 2, 3])], ids=str)
-def test_with_guidance_and_data(ranks, name, axes, prompts):
+@pytest.mark.parametrize(
+    ("name", "given"), sampled(PIPELINES, [({"cfg": 2}, [1]), ({"data": 2}, [1, 2, 3])], of=2), ids=str
+)
+def test_with_guidance_and_data(ranks, name, given):
     """Branches of guidance keep buffers of their own, whoever runs them: the picture is that without the axis."""
+    axes, prompts = given
     truth = pipeline_latents(name, displaced(2, "fixed(2)"), prompts, simulate=True)
     exact = pipeline_latents(name, {}, prompts, simulate=True)
     for value in ranks(4).run(pipeline_latents, name, {**axes, **displaced(2, "fixed(2)")}, prompts):

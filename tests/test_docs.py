@@ -52,8 +52,8 @@ class Block(NamedTuple):
 
     @property
     def always(self) -> bool:
-        """Whether every change has to pass it: the first programs and the first command of a reader."""
-        return self.place.startswith("README.md:") and not re.match(r"torchrun|ditmesh verify", self.text)
+        """Whether every change has to pass it: the first program of a reader."""
+        return self.place.startswith("README.md:") and not re.match(r"torchrun|ditmesh ", self.text)
 
     @property
     def ranks(self) -> int:
@@ -112,7 +112,7 @@ SHARING = [block for block in PYTHON if block not in OF_READERS]
 @pytest.mark.parametrize(
     ("ranks", "always"),
     [
-        (2, True),
+        pytest.param(2, True, marks=pytest.mark.matrix),
         pytest.param(2, False, marks=pytest.mark.matrix),
         pytest.param(1, False, marks=pytest.mark.matrix),
     ],

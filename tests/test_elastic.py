@@ -361,6 +361,7 @@ def undisturbed(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return (folder / "latents-1-0").read_text().split(), [pixels(path) for path in sorted((folder / "out").iterdir())]
 
 
+@pytest.mark.matrix
 def test_one_of_two_is_killed_in_the_second_picture(
     undisturbed: tuple[list[str], list[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -390,6 +391,7 @@ def test_one_of_two_is_killed_in_the_second_picture(
     assert watched.seconds > 0
 
 
+@pytest.mark.matrix
 def test_four_become_three_and_two(
     undisturbed: tuple[list[str], list[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,7 +414,7 @@ def test_four_become_three_and_two(
     assert read_receipt(path).restarts == [past.plain() for past in watched.restarts]
 
 
-@pytest.mark.parametrize("how", ["raise", "memory"])
+@pytest.mark.parametrize("how", ["raise", pytest.param("memory", marks=pytest.mark.matrix)])
 def test_an_error_of_the_job_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     watched = Watched(tmp_path, {"ulysses": 2}, {2: (1, 3, how)}, monkeypatch)
     assert watched.error is not None

@@ -66,7 +66,7 @@ def test_other_versions_of_ditmesh(two):
 
 def test_a_wrong_address(two):
     """Nobody is there: each host says what it has waited for."""
-    command = [sys.executable, "-P", "-m", "support.host_drills", "plain", "10"]
+    command = [sys.executable, "-P", "-m", "support.host_drills", "plain", "4"]
     about = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "29500"}
     pipe = subprocess.PIPE
     ranks = [
@@ -79,8 +79,8 @@ def test_a_wrong_address(two):
         )
         for number, (host, address) in enumerate(zip(two, (two[0].address, "10.77.0.9"), strict=True))
     ]
-    assert "rank 1 of 2 did not come to 10.77.0.1:29500 within 10 s; " in last_line(ranks[0], 10)
-    assert "rank 1 on host1 did not reach rank 0 at 10.77.0.9:29500 within 10 s; " in last_line(ranks[1], 10)
+    assert "rank 1 of 2 did not come to 10.77.0.1:29500 within 4 s; " in last_line(ranks[0], 4)
+    assert "rank 1 on host1 did not reach rank 0 at 10.77.0.9:29500 within 4 s; " in last_line(ranks[1], 4)
 
 
 @pytest.mark.matrix

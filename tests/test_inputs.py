@@ -300,7 +300,9 @@ def spread_weights(config: dict[str, Any], odd: int) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("config", [{"tensor": 2, "data": 2}, {"pipe": 2, "cfg": 2}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{"tensor": 2, "data": 2}, pytest.param({"pipe": 2, "cfg": 2}, marks=pytest.mark.matrix)], ids=str
+)
 def test_slices_are_compared_where_they_are_the_same(ranks, config):
     name = "transformer.transformer_blocks.0.ff.net.2.base_layer.weight"
     for same, adapters, again, after, before in ranks(4).run(spread_weights, config, 2):
@@ -551,7 +553,9 @@ def test_every_data_rank_draws_its_own_prompts(ranks, name, config):
         assert said == []
 
 
-@pytest.mark.parametrize("config", [{"data": 2}, {"data": 2, "ulysses": 2}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{"data": 2}, pytest.param({"data": 2, "ulysses": 2}, marks=pytest.mark.matrix)], ids=str
+)
 def test_prompts_of_their_own_to_the_bit(ranks, config):
     world = 2 * config.get("ulysses", 1)
     truths = ranks(1).run(alone, "sd3", {"reproducible": True})[0]

@@ -78,7 +78,7 @@ CONFIGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("saved", "config"), sampled(PIPELINES, CONFIGS, of=2), indirect=["saved"], ids=str)
+@pytest.mark.parametrize(("saved", "config"), sampled(PIPELINES, CONFIGS, of=3), indirect=["saved"], ids=str)
 def test_equals_whole_loading(ranks, saved, config):
     name, folder = saved
     world = ditmesh.ParallelConfig(**config).world_size

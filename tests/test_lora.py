@@ -13,7 +13,7 @@ CONFIGS = [{"ulysses": 2}, {"ring": 2}, {"tensor": 2}, {"tensor": 3}, {"tensor":
 
 
 @pytest.mark.parametrize(
-    ("model", "config", "before"), sampled(["SD3", "Flux", "Wan"], CONFIGS, [True, False], of=3), ids=str
+    ("model", "config", "before"), sampled(["SD3", "Flux", "Wan"], CONFIGS, [True, False], of=4), ids=str
 )
 def test_equals_one_device(ranks, model, config, before):
     for result in ranks(ParallelConfig(**config).world_size).run(story, model, config, before):
@@ -32,8 +32,11 @@ def test_negative_control(ranks, model):
         assert error > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("config", [{"ulysses": 2}, {"tensor": 2}], ids=name_of)
-@pytest.mark.parametrize("model", ["SD3", "Flux"])
+@pytest.mark.parametrize(
+    ("model", "config"),
+    sampled(["SD3", "Flux"], [{"ulysses": 2}, {"tensor": 2}], of=2),
+    ids=lambda value: value if isinstance(value, str) else name_of(value),
+)
 def test_fused_and_swapped(ranks, model, config):
     for errors in ranks(2).run(fused, model, config):
         assert max(errors.values()) <= TOLERANCE, errors
@@ -50,7 +53,9 @@ def test_other_adapters_are_refused_by_name(ranks):
         assert "tensor parallelism knows plain LoRA only" in message
 
 
-@pytest.mark.parametrize("config", [{"tensor": 2}, {"cfg": 2}, {"tensor": 2, "cfg": 2}], ids=name_of)
+@pytest.mark.parametrize(
+    "config", [{"tensor": 2}, {"cfg": 2}, pytest.param({"tensor": 2, "cfg": 2}, marks=pytest.mark.matrix)], ids=name_of
+)
 def test_through_the_pipeline(ranks, config):
     for errors in ranks(ParallelConfig(**config).world_size).run(through_the_pipeline, config):
         assert errors.pop("matters") > 1000 * TOLERANCE

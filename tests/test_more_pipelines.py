@@ -101,7 +101,7 @@ def test_tokens_over_two_ranks(ranks, name):
         assert sum(result.sent.values()) > 0
 
 
-@pytest.mark.parametrize("name", sampled(FAMILIES, of=2))
+@pytest.mark.parametrize("name", sampled(FAMILIES, of=3))
 def test_three_prompts_over_two_ranks(ranks, name):
     results = ranks(2).run(seen, name, {"data": 2}, [1, 2, 3])
     check(results)
@@ -110,7 +110,7 @@ def test_three_prompts_over_two_ranks(ranks, name):
         assert sum(runs) == 3 * alone
 
 
-@pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.parametrize("name", sampled(BATCHED, of=2))
 def test_batched_guidance_halves_the_rows(ranks, name):
     results = ranks(2).run(seen, name, {"cfg": 2}, [1])
     check(results)
@@ -137,7 +137,7 @@ def test_guidance_in_calls_of_different_sizes(ranks):
         assert 2 * result.rows[0] == result.alone[0]
 
 
-@pytest.mark.parametrize("name", ["wan", "qwen_image", "pixart", "z_image", "ltx2"])
+@pytest.mark.parametrize("name", sampled(["wan", "qwen_image", "pixart", "z_image", "ltx2"], of=2))
 def test_guidance_and_tokens_over_four_ranks(ranks, name):
     check(ranks(4).run(seen, name, {"cfg": 2, "ulysses": 2}, [1, 2]))
 

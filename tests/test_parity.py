@@ -71,8 +71,7 @@ def test_every_class_equals_one_device(ranks, model, config):
         assert error > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
-@pytest.mark.parametrize("model", ["SD3", "Flux"])
+@pytest.mark.parametrize(("model", "world"), sampled(["SD3", "Flux"], [2, 4, 8], of=2))
 def test_ulysses_is_bit_equal(ranks, model, world):
     """Keys in the order of one device: the softmax sums alike, and no bit differs."""
     for result in ranks(world).run(parity, model, {"ulysses": world}, RAGGED):
@@ -86,7 +85,7 @@ def test_every_leaf_rule_is_needed(ranks, rule):
         assert error > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("text", ["shard", "replicate"])
+@pytest.mark.parametrize("text", ["shard", pytest.param("replicate", marks=pytest.mark.matrix)])
 def test_more_ranks_than_text_tokens(ranks, text):
     """With fewer text tokens than ranks every rank keeps the text whole."""
     from ditmesh.layout.conventions import Size
@@ -97,7 +96,7 @@ def test_more_ranks_than_text_tokens(ranks, text):
             assert result["error"] <= TOLERANCE
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", sampled(MODELS, of=2))
 def test_bytes_on_the_wire(ranks, model):
     """Counters equal the formula, from shapes alone."""
     from support.traffic import expected_bytes
@@ -189,8 +188,11 @@ def in_chunks(name, config, size):
     return torch.equal(value, truth), relative_error(value, truth), sent, mine
 
 
-@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
-@pytest.mark.parametrize("config", [{"ulysses": 2}, {"ulysses": 3}, {"ulysses": 2, "ring": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("config", "shared_memory"),
+    sampled([{"ulysses": 2, "ring": 2}, {"ulysses": 3}, {"ulysses": 2}], [True, False], of=2),
+    ids=lambda value: {True: "shared memory", False: "gloo"}[value] if isinstance(value, bool) else str(value),
+)
 def test_chunks_of_heads_travel_beside_attention(ranks, config, shared_memory):
     """The same bits and bytes as all heads at once; every chunk is on its way before the first is computed."""
     config = {**config, "text": "shard", "shared_memory": shared_memory}

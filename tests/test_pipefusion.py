@@ -7,6 +7,8 @@ the same from step to step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -22,6 +24,7 @@ from support import more_pipelines
 from support.models import MAKERS, RAGGED, inputs, relative_error, sizes, tiny
 from support.pipelines import MAKERS as PIPELINES
 from support.pipelines import arguments, draw
+from support.sample import sampled
 from support.stale import next_step
 
 TOLERANCE = 1e-5
@@ -80,7 +83,7 @@ def frozen_classes(names: list[str], config: dict[str, Any]) -> dict[str, dict[s
     return {name: frozen(name, config) for name in names}
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", sampled(range(3), of=3))
 def test_every_class_with_frozen_inputs_equals_one_device(ranks, part):
     """Two stages, three patches, ragged masks; to the bit what one device computes with three patches."""
     names = CLASSES[part::3]
@@ -182,16 +185,22 @@ def drawn(names: list[str], config: dict[str, Any], steps: int = 5) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, tuple[Any, ...]]:
-    """Every pipeline on one device, four patches one after the other."""
-    return drawn(list(DRAWN), {"patches": 4})
+def alone() -> Callable[[str], torch.Tensor]:
+    """Latents of a pipeline on one device, four patches one after the other."""
+    return cache(lambda name: drawn([name], {"patches": 4})[name][0])
 
 
-def test_unmodified_pipelines_and_samplers(ranks, alone):
+# Second samplers of a kind, and pipelines whose way of working others here have.
+MORE = ("dit, dpm++ 1", "dit, dpm++ 3", "dit, unipc 3", "wan", "qwen_image", "cogview4", "mochi")
+
+
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_unmodified_pipelines_and_samplers(ranks, alone, more):
     """Two stages draw to the bit what a sweep over the patches on one device draws, and never wait for all patches."""
-    for results in ranks(2).run(drawn, list(DRAWN), {"patches": 4, "pipe": 2}):
+    names = [name for name in DRAWN if (name in MORE) == more]
+    for results in ranks(2).run(drawn, names, {"patches": 4, "pipe": 2}):
         for name, (latents, flushes, synchronous, repeats, plain) in results.items():
-            assert torch.equal(latents, alone[name][0]), name
+            assert torch.equal(latents, alone(name)), name
             # A DiT pipeline decodes before it returns: that one waits.
             assert flushes == int(name.startswith("dit")), name
             assert synchronous == [True] + [False] * (len(synchronous) - 1), name
@@ -200,29 +209,28 @@ def test_unmodified_pipelines_and_samplers(ranks, alone):
 
 
 def test_four_stages(ranks, alone):
-    names = ["sd3, flow euler", "flux, two branches", "hunyuan_dit"]
-    for results in ranks(4).run(drawn, names[1:], {"patches": 4, "pipe": 4}):
-        for name in names[1:]:
-            assert torch.equal(results[name][0], alone[name][0]), name
+    names = ["flux, two branches", "hunyuan_dit"]
+    for results in ranks(4).run(drawn, names, {"patches": 4, "pipe": 4}):
+        for name in names:
+            assert torch.equal(results[name][0], alone(name)), name
 
 
 def test_the_number_of_patches_decides(alone):
     """The control: other patches, or other warm-up, draw something else."""
     name = "sd3, flow euler"
-    assert not torch.equal(drawn([name], {"patches": 3})[name][0], alone[name][0])
-    assert not torch.equal(drawn([name], {"patches": 4, "warmup": "fixed(2)"})[name][0], alone[name][0])
+    assert not torch.equal(drawn([name], {"patches": 3})[name][0], alone(name))
+    assert not torch.equal(drawn([name], {"patches": 4, "warmup": "fixed(2)"})[name][0], alone(name))
 
 
-def test_no_warm_up(ranks):
+@pytest.mark.parametrize("name", sampled(["flux, two branches", "sd3, flow euler", "qwen_image"], of=3))
+def test_no_warm_up(ranks, name):
     """Without a synchronous step the first patches attend to what there is; two stages still draw what one does."""
-    names = ["sd3, flow euler", "flux, two branches", "qwen_image"]
     config = {"patches": 4, "warmup": "fixed(0)"}
-    one = drawn(names, config)
-    for results in ranks(2).run(drawn, names, {**config, "pipe": 2}):
-        for name in names:
-            assert torch.equal(results[name][0], one[name][0])
-            assert torch.isfinite(one[name][0]).all()
-            assert results[name][2] == [False] * 5
+    one = drawn([name], config)[name][0]
+    assert torch.isfinite(one).all()
+    for results in ranks(2).run(drawn, [name], {**config, "pipe": 2}):
+        assert torch.equal(results[name][0], one)
+        assert results[name][2] == [False] * 5
 
 
 def test_all_synchronous_is_exact(ranks):
@@ -304,8 +312,7 @@ def test_a_request_that_fails_leaves_nothing_behind(ranks):
 # --- other axes ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axis", ["cfg", "data"])
-@pytest.mark.parametrize("name", ["sd3, flow euler", "flux, two branches"])
+@pytest.mark.parametrize(("axis", "name"), sampled(["cfg", "data"], ["flux, two branches", "sd3, flow euler"], of=2))
 def test_with_rows_and_branches_shared(ranks, axis, name):
     # Branches run ahead from the second step on: one of their own, which has to be synchronous, too.
     config = {"patches": 4, "warmup": "fixed(2)"}
@@ -386,25 +393,31 @@ CUT_AGAIN = ["DiT", "PixArt", "SD3", "Flux", "Flux2", "HunyuanVideo", "QwenImage
 
 
 @pytest.fixture(scope="module")
-def in_patches() -> tuple[dict[str, Any], dict[str, Any]]:
-    """What one device finds and draws in three patches."""
-    pipelines = ["sd3, flow euler", "flux, two branches"]
-    return frozen_classes(CUT_AGAIN, {"patches": 3}), drawn(pipelines, {"patches": 3})
+def in_patches() -> tuple[Callable[[str], dict[str, Any]], Callable[[str], torch.Tensor]]:
+    """What one device finds with a class, and draws with a pipeline, in three patches."""
+    config = {"patches": 3}
+    return cache(lambda name: frozen(name, config)), cache(lambda name: drawn([name], config)[name][0])
 
 
-@pytest.mark.parametrize("axis", ["ulysses", "ring"])
-def test_every_patch_on_several_ranks(ranks, in_patches, axis):
+@pytest.mark.parametrize(("axis", "name"), sampled(["ulysses", "ring"], CUT_AGAIN, of=2))
+def test_every_patch_on_several_ranks(ranks, in_patches, axis, name):
     """A patch is cut again over the ranks of its stage; the order of keys is that of one device, patch by patch."""
-    alone, drawn_alone = in_patches
-    for results in ranks(4).run(frozen_classes, CUT_AGAIN, {"patches": 3, "pipe": 2, axis: 2}):
-        for name, result in results.items():
-            assert max(result["errors"]) <= TOLERANCE, name
-            assert abs(result["stale"] - alone[name]["stale"]) <= TOLERANCE, name
-            assert result["restored"], name
-    for results in ranks(4).run(drawn, list(drawn_alone), {"patches": 3, "pipe": 2, axis: 2}):
-        for name, (latents, flushes, *_) in results.items():
-            assert relative_error(latents, drawn_alone[name][0]) <= TOLERANCE, name
-            assert flushes == 0
+    alone, _ = in_patches
+    for result in ranks(4).run(frozen, name, {"patches": 3, "pipe": 2, axis: 2}):
+        assert max(result["errors"]) <= TOLERANCE
+        assert abs(result["stale"] - alone(name)["stale"]) <= TOLERANCE
+        assert result["restored"]
+
+
+@pytest.mark.parametrize(
+    ("axis", "name"), sampled(["ulysses", "ring"], ["sd3, flow euler", "flux, two branches"], of=2)
+)
+def test_pipelines_with_every_patch_on_several_ranks(ranks, in_patches, axis, name):
+    _, drawn_alone = in_patches
+    for results in ranks(4).run(drawn, [name], {"patches": 3, "pipe": 2, axis: 2}):
+        latents, flushes, *_ = results[name]
+        assert relative_error(latents, drawn_alone(name)) <= TOLERANCE
+        assert flushes == 0
 
 
 def transposed(config: dict[str, Any]) -> float:

@@ -78,8 +78,8 @@ def compared(truth: np.ndarray, config: dict[str, Any], prompts: list[str], **mo
         {"ulysses": 2},
         {"ring": 2},
         {"tensor": 2},
-        {"ulysses": 4},
-        {"ulysses": 2, "ring": 2},
+        pytest.param({"ulysses": 4}, marks=pytest.mark.matrix),
+        pytest.param({"ulysses": 2, "ring": 2}, marks=pytest.mark.matrix),
         {"cfg": 2, "ulysses": 2},
     ],
     ids=str,
@@ -96,7 +96,11 @@ def test_the_same_picture(ranks, truth_of, config):
 
 @pytest.mark.parametrize(
     "config",
-    [{"data": 2, "cfg": 2, "ulysses": 2}, {"tensor": 2, "ulysses": 2, "cfg": 2}, {"ulysses": 8}],
+    [
+        pytest.param({"data": 2, "cfg": 2, "ulysses": 2}, marks=pytest.mark.matrix),
+        pytest.param({"tensor": 2, "ulysses": 2, "cfg": 2}, marks=pytest.mark.matrix),
+        {"ulysses": 8},
+    ],
     ids=str,
 )
 def test_eight_ranks(ranks, truth_of, config):
@@ -107,7 +111,7 @@ def test_eight_ranks(ranks, truth_of, config):
 @pytest.mark.parametrize(
     ("config", "more"),
     [
-        ({"data": 2}, {"num_images_per_prompt": 2}),
+        pytest.param({"data": 2}, {"num_images_per_prompt": 2}, marks=pytest.mark.matrix),
         ({"data": 2, "cfg": 2}, {"negative_prompt": ["blue", "", "red"]}),
     ],
     ids=str,

@@ -78,6 +78,10 @@ MADE = {
 }
 
 
+# Of one package and kind with another one.
+MORE = {"accelerate model", "torchao int4", "offload leaf_level"}
+
+
 def outcome(name: str, config: dict[str, Any]) -> Any:
     """Errors in parallel and after it, and whether all bits are back; or what was said."""
     model = copy.deepcopy(tiny("Flux"))
@@ -92,7 +96,7 @@ def outcome(name: str, config: dict[str, Any]) -> Any:
     return max(found, relative_error(run(model, given), truth)), weights_fingerprint(model) == before
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.matrix if n in MORE else ()) for n in MADE])
 def test_right_or_refused(ranks, name):
     package = name.split()[0]
     if package in ("torchao", "gguf"):
@@ -130,7 +134,8 @@ def test_a_model_that_is_compiled_as_a_whole_is_refused():
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param("compile after", marks=pytest.mark.matrix), "blocks before", "blocks after"]
+    "how",
+    [*(pytest.param(how, marks=pytest.mark.matrix) for how in ("compile after", "blocks before")), "blocks after"],
 )
 def test_compiled_before_or_after(ranks, how):
     for error in ranks(2).run(compiled, how):

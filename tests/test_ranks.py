@@ -509,6 +509,7 @@ sys.exit(bool(failed) and f"{failed[0]!r}")
 """
 
 
+@pytest.mark.matrix
 def test_ranks_of_an_application_s_thread_do_not_start_it_again(folder: Path, tmp_path: Path) -> None:
     program = tmp_path / "application.py"
     program.write_text(APPLICATION)
@@ -524,6 +525,7 @@ def test_ranks_of_an_application_s_thread_do_not_start_it_again(folder: Path, tm
 # ---- a notebook
 
 
+@pytest.mark.matrix
 def test_the_example_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbformat = pytest.importorskip("nbformat")
     client = pytest.importorskip("nbclient")

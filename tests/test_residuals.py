@@ -9,6 +9,7 @@ import torch
 import ditmesh
 from support.models import RAGGED, inputs, relative_error, run, tiny
 from support.pipelines import arguments, draw
+from support.sample import sampled
 
 NAMES = {
     "Flux": ("controlnet_block_samples", "controlnet_single_block_samples"),
@@ -39,10 +40,11 @@ def in_parallel(name, config):
     return [relative_error(*pair) for pair in zip(found, (truth, plain, truth), strict=True)], source
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    "config",
-    [{"ulysses": 2}, {"ring": 2, "weights": (2, 1)}, {"data": 2}, {"ring": 2, "exchange": "displaced"}],
+    ("name", "config"),
+    sampled(
+        NAMES, [{"ulysses": 2}, {"ring": 2, "weights": (2, 1)}, {"data": 2}, {"ring": 2, "exchange": "displaced"}], of=2
+    ),
     ids=str,
 )
 def test_residuals_are_cut_with_the_tokens(ranks, name, config):

@@ -93,7 +93,11 @@ def first_steps(said: list[Any]) -> list[int]:
     return waited
 
 
-@pytest.mark.parametrize("config", [{}, {"ulysses": 2}, {"cfg": 2}], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param({}, marks=pytest.mark.matrix), {"ulysses": 2}, pytest.param({"cfg": 2}, marks=pytest.mark.matrix)],
+    ids=str,
+)
 def test_pictures_of_a_busy_server_are_those_of_one_device(ranks, config, tmp_path):
     pool = ranks(2 if config else 1)
     said = Owner(busy(previews=2), 4).serve(pool, [spec(**config)])
@@ -173,6 +177,7 @@ def serve_counted(specs: Any, *, report: Any) -> list[dict[str, int]]:
     return [dict(live) for _, live in counts]
 
 
+@pytest.mark.matrix
 def test_cancelled_tasks_leave_no_object_on_the_ranks(ranks):
     """At once, when they have begun, after a step, and refused ones; four rounds of them."""
     rounds, ended = iter(range(4)), []
@@ -363,7 +368,12 @@ def zoo_labels(name: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "config", [{"ulysses": 2}, {"ring": 2, "exchange": "displaced", "warmup": "fixed(5)"}], ids=str
+    "config",
+    [
+        {"ulysses": 2},
+        pytest.param({"ring": 2, "exchange": "displaced", "warmup": "fixed(5)"}, marks=pytest.mark.matrix),
+    ],
+    ids=str,
 )
 def test_input_pictures_and_masks(ranks, config, tmp_path):
     """Another class of pipeline is made of the loaded parts; its steps join those of the model's own."""

@@ -95,7 +95,13 @@ def test_the_job_under_which_ranks_fail_twice_fails_and_its_company_does_not(tmp
                 await assert_right(service, job)
             assert sum(one.restarts for one in service.state().replicas) <= 4
 
-            # Somebody kills ranks while jobs run.
+    asyncio.run(main())
+
+
+@pytest.mark.matrix
+def test_somebody_kills_ranks_while_jobs_run(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path / "server", devices=2, replicas=2, **REAL) as service:
             generator, killing = random.Random(0), True
 
             async def killer() -> None:

@@ -553,7 +553,7 @@ FAULTS = """() => {
 }"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.matrix)])
 def test_everybody_can_read_it(seen: Seen, backend: Scripted, address: str, scheme: Any) -> None:
     """AA contrast, names for all controls, headings in order, nothing wider than a phone, in both themes."""
     page = seen.page
@@ -626,6 +626,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         log.close()
 
 
+@pytest.mark.matrix
 def test_with_ranks_type_generate_same_again_and_vary(seen: Seen, real: str) -> None:
     """What is typed is generated step by step, with previews; the same seed gives the same bytes, another others."""
     seen.page.goto(real)
@@ -667,6 +668,7 @@ def urls(seen: Seen) -> list[str]:
     return seen.page.locator("#gallery img").evaluate_all("(images) => images.map(({ src }) => src)")
 
 
+@pytest.mark.matrix
 def test_with_ranks_reload_and_cancel_in_the_middle(seen: Seen, real: str) -> None:
     """A running job is there after a reload, goes on being shown, and is cancelled at the next step."""
     seen.page.goto(real)

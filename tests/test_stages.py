@@ -99,8 +99,8 @@ def check(results: list[dict[str, Any]], truth: torch.Tensor) -> dict[str, Any]:
     ("config", "expected"),
     [
         ({"stages": (1, 3)}, (1, 3)),
-        ({"stages": (3, 1)}, (3, 1)),
-        ({"speeds": (3, 1)}, (3, 1)),
+        pytest.param({"stages": (3, 1)}, (3, 1), marks=pytest.mark.matrix),
+        pytest.param({"speeds": (3, 1)}, (3, 1), marks=pytest.mark.matrix),
         ({"speeds": (1, 3)}, (1, 3)),
     ],
     ids=str,
@@ -111,7 +111,7 @@ def test_given(ranks, alone, config, expected):
     assert found["before"] == found["after"] == found["later"] == expected
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_measured(ranks, alone, shared):
     """Blocks that take longer than their weights say: the first call finds out, and blocks move with their weights.
 
@@ -130,6 +130,7 @@ def test_measured(ranks, alone, shared):
     assert found["later costs"][2] / found["later costs"][0] < 0.9 * single / double
 
 
+@pytest.mark.matrix
 def test_measured_beside_ranks_that_share_rows(ranks, alone):
     """All ranks of the job cut alike, those of other rows included."""
     found = ranks(4).run(cut, {"pipe": 2, "data": 2, "stages": "measured"}, "single_transformer_blocks")
@@ -172,7 +173,10 @@ def loaded(folder: str, config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("config", "expected"),
-    [({"stages": "measured"}, [(2, 2), (3, 1)]), ({"speeds": (1, 3)}, [(1, 3), (1, 3)])],
+    [
+        ({"stages": "measured"}, [(2, 2), (3, 1)]),
+        pytest.param({"speeds": (1, 3)}, [(1, 3), (1, 3)], marks=pytest.mark.matrix),
+    ],
     ids=str,
 )
 def test_loaded_stage_by_stage(ranks, alone, tmp_path, config, expected):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,10 +15,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import ditmesh
 from ditmesh.comm.mesh import Mesh
+from ditmesh.launch import RankPool
 from ditmesh.train import TrainConfig
 from ditmesh.train.checkpoint import MANIFEST, Checkpoints, broken
 from ditmesh.train.trainer import Trainer
-from support.train import folder_of, importing_tests, settings
+from support.train import folder_of, settings
 from test_train import losses_of, pipeline
 
 
@@ -87,35 +88,30 @@ def test_written_while_training_goes_on(ranks, data, tmp_path, more):
     assert rest == {2: whole[2]}
 
 
-KILLED = """
-import json, sys, time
-from pathlib import Path
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from test_train import losses_of
-write = FileSystemWriter.write_data
-def stuck(writer, *arguments):
-    found = write(writer, *arguments)
-    if Path(writer.path).stem.endswith("-2"):
-        print("writing", flush=True)
-        time.sleep(100)
-    return found
-FileSystemWriter.write_data = stuck
-losses_of(json.loads(sys.argv[1]))
-"""
+def stuck(given, *, report):
+    """A run that comes to no end of writing the checkpoint of step 2."""
+    write = FileSystemWriter.write_data
+
+    def endless(writer, *arguments):
+        found = write(writer, *arguments)
+        if Path(writer.path).stem.endswith("-2"):
+            report("writing")
+            time.sleep(100)
+        return found
+
+    FileSystemWriter.write_data = endless
+    losses_of(given)
 
 
 def test_kill_9_in_the_middle_of_writing(data, tmp_path):
     given = settings(data, tmp_path, train_batch_size=1, checkpointing_steps=1, checkpoints_total_limit=1)
     whole, _ = losses_of({**given, "output_dir": str(tmp_path / "whole")})
     on = {**given, "checkpointing_async": True}
-    with subprocess.Popen(
-        [sys.executable, "-c", KILLED, json.dumps(on)],
-        env=importing_tests(),
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as job:
-        assert job.stdout.readline() == "writing\n"
-        job.kill()
+    with (
+        RankPool(1, threads=1, timeout=100.0) as pool,
+        pytest.raises(ditmesh.RankFailed, match="was killed by SIGKILL"),
+    ):
+        pool.run(stuck, on, on_message=lambda rank, _: os.kill(pool.pids[rank], signal.SIGKILL))
     # The one before was to go only when this one would be there.
     assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == [".checkpoint-2.part", "checkpoint-1"]
     rest, _ = losses_of({**on, "resume_from_checkpoint": "latest"})

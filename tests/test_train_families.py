@@ -17,6 +17,7 @@ import ditmesh
 from ditmesh.train import TrainConfig
 from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
+from support.sample import sampled
 from support.train import emoji, save_pipeline, settings
 
 FAMILIES = ("flux", "pixart", "dit")
@@ -168,7 +169,7 @@ def losses_of(given: dict[str, Any]) -> dict[int, float]:
         return trainer.run().losses
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", sampled(FAMILIES, of=2))
 def test_ranks_learn_as_one_device(ranks, folders, tmp_path, name):
     more = {"global_batch_size": 4, "learning_rate": 3e-3, "max_train_steps": 8, "proportion_empty_prompts": 0.2}
     alone = losses_of(run_of(name, folders, tmp_path / "1", **more))

@@ -18,6 +18,7 @@ from ditmesh.layout.probe import probe
 from support.made_up import MadeUpTransformer
 from support.models import relative_error, run, tiny
 from support.parity import NoExchange
+from support.sample import sampled
 from support.unlisted import call_of, unlisted
 
 
@@ -138,13 +139,16 @@ def call_in_parallel(name, forms, config, batch=2, layout=None):
 
 
 @pytest.mark.parametrize(
-    ("name", "forms"),
-    [("Helios", ("plain", "history", "plain")), ("SkyReels", ("plain", "forcing"))],
+    ("call", "config"),
+    sampled(
+        [("Helios", ("plain", "history", "plain")), ("SkyReels", ("plain", "forcing"))],
+        [{"ulysses": 2}, {"ring": 2, "text": "shard"}, {"ulysses": 2, "reproducible": True}],
+        of=2,
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize(
-    "config", [{"ulysses": 2}, {"ring": 2, "text": "shard"}, {"ulysses": 2, "reproducible": True}], ids=str
-)
-def test_a_call_of_another_form_is_looked_at_anew(ranks, name, forms, config):
+def test_a_call_of_another_form_is_looked_at_anew(ranks, call, config):
+    name, forms = call
     for errors in ranks(2).run(call_in_parallel, name, forms, config):
         assert all(isinstance(error, float) and error <= 1e-5 for error in errors), errors
 

@@ -643,6 +643,7 @@ BAD = [
 ]
 
 
+@pytest.mark.matrix
 def test_nothing_is_left_of_a_run_that_is_killed(model, temporary):
     """Its traces are as large as what it computes."""
     mark, environment = processes.marked(

@@ -156,7 +156,9 @@ def outcomes(config):
     return found
 
 
-@pytest.mark.parametrize("config", [{"ulysses": 2}, {"ring": 2, "text": "replicate"}], ids=str)
+@pytest.mark.parametrize(
+    "config", [pytest.param({"ulysses": 2}, marks=pytest.mark.matrix), {"ring": 2, "text": "replicate"}], ids=str
+)
 def test_a_wrong_layout_is_not_drawn_with(ranks, config):
     for found in ranks(2).run(outcomes, config):
         for what, (_, _, outcome, message) in WRONG.items():

@@ -88,7 +88,7 @@ def drawn_and_judged(pipe, name: str) -> tuple[list[bool], float]:
     return (found == asked).tolist(), near.mean()
 
 
-@pytest.mark.parametrize(("name", "sampler"), sampled(NAMES, ["DDIM", "DPM-Solver++"], of=2))
+@pytest.mark.parametrize(("name", "sampler"), sampled(NAMES, ["DDIM", "DPM-Solver++"], of=3))
 def test_its_drawings_are_nearest_to_views_of_the_right_class(pipes, name: str, sampler: str):
     from training.evaluate_dit import use_sampler
 
