@@ -10,7 +10,7 @@ process; wall time is worth something on a quiet machine only.
 
 Forms: words of a configuration, and besides them gloo (no shared memory), FSDP2 (torch's `fully_shard` in place of
 ``shard``), group-offload, model-offload, casting (float8 storage, layer by layer), int8 (torchao's weight-only
-quantisation, if it is installed); plain is diffusers alone.
+quantisation; without torchao those forms are skipped); plain is diffusers alone. Figures are written after every form.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import json
 import tempfile
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,11 @@ def _request(pipe: Any, steps: int) -> float:
     return float(sum(sum(pixel) for pixel in drawn.images[0].convert("RGB").getdata()))
 
 
+def missing(form: str) -> str | None:
+    """What a form needs that is not installed."""
+    return "torchao" if "int8" in form.split() and find_spec("torchao") is None else None
+
+
 def run_form(folder: str, form: str, steps: int) -> list[dict[str, Any]]:
     """Every rank's figures of a form."""
     from ditmesh.cli.values import config_of
@@ -174,6 +180,21 @@ def run_form(folder: str, form: str, steps: int) -> list[dict[str, Any]]:
     settings = " ".join(word for word in form.split() if word not in OTHER)
     with RankPool(config_of(settings).world_size if settings else 1, threads=1, timeout=1800.0) as pool:
         return pool.run(measured, folder, form, steps)
+
+
+def row(folder: str, form: str, steps: int, weights: int) -> tuple[Any, str]:
+    """A form's figures, or why there are none, and its cells of the table."""
+    if (package := missing(form)) is not None:
+        return {"skipped": f"{package} is not installed"}, f"skipped: {package} is not installed | | | "
+    try:
+        ranks = run_form(folder, form, steps)
+    except Exception as error:
+        said = " ".join(str(error).split())
+        return {"failed": said}, f"failed: {said.split('; ')[0][:160]} | | | "
+    load, step = (max(rank[what] for rank in ranks) / weights for what in ("load", "step"))
+    busy = sum(rank["processor_seconds"] for rank in ranks)
+    wall = max(rank["wall_seconds"] for rank in ranks)
+    return ranks, f"{load:.0%} | {step:.0%} | {busy:.3f} | {wall:.3f}"
 
 
 def main() -> None:
@@ -195,21 +216,11 @@ def main() -> None:
         print(f"{weights / 1e6:.0f} MB of weights, {options.blocks} blocks, {figures['tokens']} tokens\n")
         print("| form | load, % of the weights | step, % | processor s a step | wall s a step |\n|---|---|---|---|---|")
         for form in options.forms:
-            try:
-                ranks = figures["forms"][form] = run_form(folder, form, options.steps)
-            except Exception as error:
-                said = " ".join(str(error).split())
-                figures["forms"][form] = {"failed": said}
-                print(f"| {form} | {said.split('; ')[0][:160]} | | | |", flush=True)
-                continue
-            load, step = (max(rank[what] for rank in ranks) / weights for what in ("load", "step"))
-            busy = sum(rank["processor_seconds"] for rank in ranks)
-            wall = max(rank["wall_seconds"] for rank in ranks)
-            print(f"| {form} | {load:.0%} | {step:.0%} | {busy:.3f} | {wall:.3f} |", flush=True)
-    text = json.dumps(figures, indent=1)
-    if options.json:
-        options.json.write_text(text)
-    print(f"\n{text}")
+            figures["forms"][form], cells = row(folder, form, options.steps, weights)
+            print(f"| {form} | {cells} |", flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(figures, indent=1))
+    print(f"\n{json.dumps(figures, indent=1)}")
 
 
 if __name__ == "__main__":
