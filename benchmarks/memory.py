@@ -2,8 +2,9 @@
 
 A class-conditional pipeline with random weights is made in a temporary folder, and every form runs in processes of its
 own: loading, a request that warms up, and one that is measured. On the CPU memory is private memory (RssAnon) above
-what the process had before, on a GPU what torch has allocated there at most. Processor time is that of a rank's whole
-process; wall time is worth something on a quiet machine only.
+what the process had before, and the C library is told to give back what is freed; on a GPU it is what torch has
+allocated there at most. Processor time is that of a rank's whole process; wall time is worth something on a quiet
+machine only.
 
     python benchmarks/memory.py --megabytes 400 --json figures.json
     python benchmarks/memory.py --forms plain "ulysses=2" "ulysses=2 shard=2" "ulysses=2 FSDP2"
@@ -29,7 +30,7 @@ import torch
 
 from big_model import make
 from ditmesh.config import ParallelConfig
-from machine import describe_machine
+from machine import describe_machine, give_freed_memory_back
 
 FORMS = [
     "plain",
@@ -137,6 +138,8 @@ def measured(folder: str, form: str, steps: int) -> dict[str, Any]:
     """On a rank: its peaks, and the time of a step."""
     from contextlib import suppress
 
+    if not torch.cuda.is_available():
+        give_freed_memory_back()
     pictures = []
     with suppress(Exception):
         # Lazy imports are not what is measured.

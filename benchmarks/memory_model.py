@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from machine import describe_machine
+from machine import describe_machine, give_freed_memory_back
 
 TEXT = 64
 AUTOENCODER: dict[str, Any] = {
@@ -245,8 +245,7 @@ def before_models(config: dict[str, Any]) -> dict[str, int]:
     from ditmesh.generate.run import quieten
 
     quieten()
-    # Else the C library's heap keeps chunks below 32 MB that were freed, as it happens to find them useful.
-    ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 20)
+    give_freed_memory_back()
     warm = ditmesh.load(zoo.path("emoji-sd3"), config if config.get("pipe", 1) == 1 else {"ulysses": 2})
     warm.set_progress_bar_config(disable=True)
     warm("a red fox", num_inference_steps=1)

@@ -126,7 +126,8 @@ def test_a_request_that_was_broken_off(ranks, shared, interrupted):
     first, second = ranks(2).run(broken_off, config, interrupted)
     assert "on purpose" in second["error"]
     assert first["error"].startswith("PeerError")
-    assert "rank 1" in first["error"]
+    # Who has closed a connection gloo does not say.
+    assert ("rank 1" if shared else "has failed this request") in first["error"]
     for result in (first, second):
         assert result["let go"]
         assert result["next"]
@@ -212,7 +213,9 @@ def test_encoding_that_was_broken_off(ranks, how, act):
     first, second = ranks(2).run(encoder_broken_off, how, {"ulysses": 2, "shard": 2}, act)
     assert "on purpose" in first["error"]
     assert "on purpose" in first["again"]
-    assert re.match("PeerError: .*rank 0", second["error"]), second["error"]
+    # What goes through gloo alone, as rank 0's broadcasts, does not say which rank.
+    named = "a rank of the world link" if how == "rank0" else "rank 0"
+    assert re.match(f"PeerError: .*{named}", second["error"]), second["error"]
     for result in (first, second):
         assert result["first"]
         assert result["next"]
