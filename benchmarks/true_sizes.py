@@ -41,7 +41,10 @@ BOUND = 1e-4
 # Bytes of a file of weights.
 FILE = 1 << 30
 DURATION = """
-DURATION"""
+How long: a block takes 3.4 processor seconds of PixArt-Sigma and 14.4 of Wan on one core of an AMD EPYC, in float32:
+all forms of PixArt-Sigma 6 minutes on two such cores, those of Wan 25, of which one rank alone takes 7. Memory: 13 GB,
+when two ranks hold all weights of Wan.
+"""
 
 
 @dataclass(frozen=True)

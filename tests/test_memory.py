@@ -54,7 +54,9 @@ def taken(config: dict[str, Any]) -> float:
             "pooled_projections": torch.randn(2, model.config.pooled_projection_dim),
             "return_dict": False,
         }
-        alive = Alive((*model.parameters(), *model.buffers()))
+        sharded = engine.models[0].find(ShardedWeights)
+        pieces = [unit.piece for unit in sharded.units] if sharded else []
+        alive = Alive((*model.parameters(), *model.buffers(), *pieces))
         with torch.no_grad(), alive, engine.request("steps"):
             engine.begin_request(3)
             for step in range(3):
@@ -141,7 +143,7 @@ def test_weights_in_pieces_and_those_of_text_encoders_are_where_they_are_said_to
         # Text encoders are loaded whole.
         assert guess.phases[0].weights >= after.weights
     whole = predicted({"ulysses": 2})[0].phases[0].weights
-    assert min(one.phases[-1].weights for one in guesses) < 0.9 * whole
+    assert min(one.phases[-1].weights for one in guesses) < 0.97 * whole
 
 
 def test_stages_in_pieces_need_less():
