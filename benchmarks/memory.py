@@ -2,15 +2,16 @@
 
 A class-conditional pipeline with random weights is made in a temporary folder, and every form runs in processes of its
 own: loading, a request that warms up, and one that is measured. On the CPU memory is private memory (RssAnon) above
-what the process had before, on a GPU what torch has allocated there at most. Processor time is that of a rank's whole
-process; wall time is worth something on a quiet machine only.
+what the process had before, and the C library is told to give back what is freed; on a GPU it is what torch has
+allocated there at most. Processor time is that of a rank's whole process; wall time is worth something on a quiet
+machine only.
 
     python benchmarks/memory.py --megabytes 400 --json figures.json
     python benchmarks/memory.py --forms plain "ulysses=2" "ulysses=2 shard=2" "ulysses=2 FSDP2"
 
 Forms: words of a configuration, and besides them gloo (no shared memory), FSDP2 (torch's `fully_shard` in place of
 ``shard``), group-offload, model-offload, casting (float8 storage, layer by layer), int8 (torchao's weight-only
-quantisation, if it is installed); plain is diffusers alone.
+quantisation; without torchao those forms are skipped); plain is diffusers alone. Figures are written after every form.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import json
 import tempfile
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ import torch
 
 from big_model import make
 from ditmesh.config import ParallelConfig
-from machine import describe_machine
+from machine import describe_machine, give_freed_memory_back
 
 FORMS = [
     "plain",
@@ -136,6 +138,8 @@ def measured(folder: str, form: str, steps: int) -> dict[str, Any]:
     """On a rank: its peaks, and the time of a step."""
     from contextlib import suppress
 
+    if not torch.cuda.is_available():
+        give_freed_memory_back()
     pictures = []
     with suppress(Exception):
         # Lazy imports are not what is measured.
@@ -166,6 +170,11 @@ def _request(pipe: Any, steps: int) -> float:
     return float(sum(sum(pixel) for pixel in drawn.images[0].convert("RGB").getdata()))
 
 
+def missing(form: str) -> str | None:
+    """What a form needs that is not installed."""
+    return "torchao" if "int8" in form.split() and find_spec("torchao") is None else None
+
+
 def run_form(folder: str, form: str, steps: int) -> list[dict[str, Any]]:
     """Every rank's figures of a form."""
     from ditmesh.cli.values import config_of
@@ -174,6 +183,21 @@ def run_form(folder: str, form: str, steps: int) -> list[dict[str, Any]]:
     settings = " ".join(word for word in form.split() if word not in OTHER)
     with RankPool(config_of(settings).world_size if settings else 1, threads=1, timeout=1800.0) as pool:
         return pool.run(measured, folder, form, steps)
+
+
+def row(folder: str, form: str, steps: int, weights: int) -> tuple[Any, str]:
+    """A form's figures, or why there are none, and its cells of the table."""
+    if (package := missing(form)) is not None:
+        return {"skipped": f"{package} is not installed"}, f"skipped: {package} is not installed | | | "
+    try:
+        ranks = run_form(folder, form, steps)
+    except Exception as error:
+        said = " ".join(str(error).split())
+        return {"failed": said}, f"failed: {said.split('; ')[0][:160]} | | | "
+    load, step = (max(rank[what] for rank in ranks) / weights for what in ("load", "step"))
+    busy = sum(rank["processor_seconds"] for rank in ranks)
+    wall = max(rank["wall_seconds"] for rank in ranks)
+    return ranks, f"{load:.0%} | {step:.0%} | {busy:.3f} | {wall:.3f}"
 
 
 def main() -> None:
@@ -195,21 +219,11 @@ def main() -> None:
         print(f"{weights / 1e6:.0f} MB of weights, {options.blocks} blocks, {figures['tokens']} tokens\n")
         print("| form | load, % of the weights | step, % | processor s a step | wall s a step |\n|---|---|---|---|---|")
         for form in options.forms:
-            try:
-                ranks = figures["forms"][form] = run_form(folder, form, options.steps)
-            except Exception as error:
-                said = " ".join(str(error).split())
-                figures["forms"][form] = {"failed": said}
-                print(f"| {form} | {said.split('; ')[0][:160]} | | | |", flush=True)
-                continue
-            load, step = (max(rank[what] for rank in ranks) / weights for what in ("load", "step"))
-            busy = sum(rank["processor_seconds"] for rank in ranks)
-            wall = max(rank["wall_seconds"] for rank in ranks)
-            print(f"| {form} | {load:.0%} | {step:.0%} | {busy:.3f} | {wall:.3f} |", flush=True)
-    text = json.dumps(figures, indent=1)
-    if options.json:
-        options.json.write_text(text)
-    print(f"\n{text}")
+            figures["forms"][form], cells = row(folder, form, options.steps, weights)
+            print(f"| {form} | {cells} |", flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(figures, indent=1))
+    print(f"\n{json.dumps(figures, indent=1)}")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from machine import describe_machine
+from machine import describe_machine, give_freed_memory_back
 
 TEXT = 64
 AUTOENCODER: dict[str, Any] = {
@@ -160,10 +160,14 @@ def status(*names: str) -> int:
 
 
 class Own:
-    """The most of RssAnon and RssShmem, looked at all the time by a thread."""
+    """The most of RssAnon and RssShmem, looked at all the time by a thread.
 
-    def __init__(self) -> None:
-        self._peak, self._over = 0, threading.Event()
+    Args:
+        pause: seconds between two looks.
+    """
+
+    def __init__(self, pause: float = 0.002) -> None:
+        self._peak, self._pause, self._over = 0, pause, threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
 
@@ -179,7 +183,7 @@ class Own:
     def _look(self) -> None:
         while not self._over.is_set():
             self._peak = max(self._peak, status("RssAnon", "RssShmem"))
-            time.sleep(0.002)
+            time.sleep(self._pause)
 
 
 @contextmanager
@@ -234,16 +238,14 @@ def arguments(pipe: Any, side: int, frames: int) -> dict[str, Any]:
     return given
 
 
-def measured(folder: str, config: dict[str, Any], side: int, frames: int) -> dict[str, Any]:
-    """On a rank: bytes of every phase, of tensors and of the process."""
+def before_models(config: dict[str, Any]) -> dict[str, int]:
+    """On a rank: what the process has once it has drawn a picture of an embedded model; of that, what is its own."""
     import ditmesh
     from ditmesh import zoo
-    from ditmesh.core.alive import Alive
     from ditmesh.generate.run import quieten
 
     quieten()
-    # Else the C library's heap keeps chunks below 32 MB that were freed, as it happens to find them useful.
-    ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 20)
+    give_freed_memory_back()
     warm = ditmesh.load(zoo.path("emoji-sd3"), config if config.get("pipe", 1) == 1 else {"ulysses": 2})
     warm.set_progress_bar_config(disable=True)
     warm("a red fox", num_inference_steps=1)
@@ -251,7 +253,15 @@ def measured(folder: str, config: dict[str, Any], side: int, frames: int) -> dic
     del warm
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    start = {"resident": status("VmRSS"), "own": status("RssAnon", "RssShmem")}
+    return {"resident": status("VmRSS"), "own": status("RssAnon", "RssShmem")}
+
+
+def measured(folder: str, config: dict[str, Any], side: int, frames: int) -> dict[str, Any]:
+    """On a rank: bytes of every phase, of tensors and of the process."""
+    import ditmesh
+    from ditmesh.core.alive import Alive
+
+    start = before_models(config)
     process: dict[str, int] = {}
     own = Own()
     pipe = ditmesh.load(folder, config, **absent(folder))

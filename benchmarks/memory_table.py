@@ -1,7 +1,9 @@
 """Predicted memory of a rank for well-known models, as a table for docs/memory.md. Needs no GPU and no weights.
 
 Configurations of true size are those of `ditmesh plan`, with their sources. All figures are predicted, in bfloat16, at
-each model's usual size, with 0.7 GB for a process on a GPU; every component is on the device all the time.
+each model's usual size, with 0.7 GB for a process on a GPU; every component is on the device all the time, but for
+text encoders that are freed, or not loaded as texts were encoded before. Of models whose text encoders and autoencoder
+the catalogue does not have, the transformer alone counts, which the row says.
 
     python benchmarks/memory_table.py
 """
@@ -9,6 +11,7 @@ each model's usual size, with 0.7 GB for a process on a GPU; every component is 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import torch
 
@@ -22,8 +25,15 @@ from ditmesh.planner.catalogue import Shape, shapes
 MODELS = (
     *("pixart-sigma", "sd3.5-medium", "sd3.5-large", "z-image", "flux.1-dev", "qwen-image", "flux.2-dev"),
     *("wan-1.3b", "hunyuan-video", "wan-14b"),
+    *("sana-1.6b", "ltx-video", "cogvideox-2b", "cogvideox-5b", "mochi-1"),
 )
-CONFIGS = ({}, {"ulysses": 2}, {"tensor": 2}, {"tensor": 4}, {"tensor": 2, "ulysses": 4})
+# Fewer devices come first, and of as many what is simpler.
+CONFIGS = (
+    *({}, {"ulysses": 2}, {"tensor": 2}, {"ulysses": 2, "shard": 2}),
+    *({"tensor": 4}, {"ulysses": 4, "shard": 4}, {"ulysses": 4, "shard": 4, "text_encoder": "freed"}),
+)
+# The last one once more, with no text encoders on the device.
+BEFORE = "`ulysses=4 shard=4`, texts encoded before"
 CARDS = (24, 48, 80)
 
 
@@ -35,12 +45,12 @@ def request(shape: Shape) -> Request:
     return Request(width, height, rows, cols, frames, shape.text, 1, shape.branches)
 
 
-def cell(shape: Shape, config: ParallelConfig) -> tuple[str, float]:
+def cell(shape: Shape, config: ParallelConfig, encoders: bool = True) -> tuple[str, float]:
     """The peak in GB and its phase; infinite where the configuration is not for the model."""
+    components = components_of_shape(shape)
+    components = components if encoders else replace(components, encoders={})
     try:
-        found = needs(
-            components_of_shape(shape), config, request(shape), torch.bfloat16, device("4090").runtime, "cuda"
-        )
+        found = needs(components, config, request(shape), torch.bfloat16, device("4090").runtime, "cuda")
     except DitmeshError:
         return "–", float("inf")
     peak = max((one.peak for one in found), key=lambda phase: phase.total)
@@ -52,19 +62,21 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=MODELS)
     options = parser.parse_args()
     configs = [ParallelConfig(**config) for config in CONFIGS]
-    titles = [config.describe() for config in configs]
+    titles = [f"`{config.describe()}`" if config.world_size > 1 else config.describe() for config in configs]
+    titles.append(BEFORE)
     print(f"| | {' | '.join(titles)} | {' | '.join(f'{card} GB' for card in CARDS)} |")
-    print("|---|" + "---|" * (len(configs) + len(CARDS)))
+    print("|---|" + "---|" * (len(titles) + len(CARDS)))
     for name in options.models:
         shape = shapes()[name]
-        cells = [cell(shape, config) for config in configs]
+        cells = [*(cell(shape, config) for config in configs), cell(shape, configs[-1], encoders=False)]
         # The first that fits, by devices.
         fits = [
             next((title for title, (_, total) in zip(titles, cells, strict=True) if total <= card * 1e9), "–")
             for card in CARDS
         ]
-        size = "x".join(map(str, shape.size)) + (f", {shape.num_frames} frames" if shape.num_frames > 1 else "")
-        print(f"| {name}, {size} | {' | '.join(text for text, _ in cells)} | {' | '.join(fits)} |", flush=True)
+        size = " x ".join(map(str, shape.size)) + (f", {shape.num_frames} frames" if shape.num_frames > 1 else "")
+        alone = " (transformer alone)" if shape.vae is None else ""
+        print(f"| {name}, {size}{alone} | {' | '.join(text for text, _ in cells)} | {' | '.join(fits)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +157,27 @@ def test_memory(tmp_path: Path) -> None:
     """Each way runs, and pieces of weights draw the picture that whole ones draw."""
     figures = tmp_path / "figures.json"
     forms = ["plain", "ulysses=2", "ulysses=2 shard=2", "casting"]
+    absent = [] if find_spec("torchao") else ["int8"]
     small = ["--megabytes", 12, "--blocks", 3, "--latent", 8, "--steps", 1]
-    ended = script("memory.py", *small, "--json", figures, "--forms", *forms)
+    ended = script("memory.py", *small, "--json", figures, "--forms", *forms, *absent)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads(figures.read_text())["forms"]
     assert all(rank["processor_seconds"] > 0 for form in forms for rank in found[form])
     assert found["ulysses=2"][0]["checksum"] == found["ulysses=2 shard=2"][0]["checksum"]
+    assert all(found[form] == {"skipped": "torchao is not installed"} for form in absent)
+
+
+@pytest.mark.matrix
+def test_true_sizes(tmp_path: Path) -> None:
+    """Two of the blocks and a small picture: every form is one rank's output, and a second run knows that one."""
+    figures, small = tmp_path / "figures.json", ["--blocks", 2, "--scale", 0.1, "--folder", tmp_path / "weights"]
+    forms = ["ulysses=2", "ring=2 shard=2", "tensor=2"]
+    for model in ("pixart-sigma", "wan-1.3b"):
+        for some in (["1 rank"], forms if model == "wan-1.3b" else forms[1:2]):
+            ended = script("true_sizes.py", "--models", model, *small, "--json", figures, "--forms", *some)
+            assert ended.returncode == 0, ended.stdout + ended.stderr
+            found = json.loads(figures.read_text())["models"][model]["forms"]
+            assert list(found) == some
+            for form in found.values():
+                assert all(rank["difference"] <= 1e-4 and rank["spread"] > 1e-3 for rank in form["ranks"])
+                assert all(rank["tensors"] > rank["weights"] > 0 for rank in form["ranks"])

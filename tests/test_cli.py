@@ -119,6 +119,7 @@ def test_torchrun_ranks_are_used_and_none_started(model: Path, tmp_path: Path) -
     assert processes.wait_until_gone(mark, 10) == []
 
 
+@pytest.mark.parametrize("degrees", ["", pytest.param("--ulysses 2 --shard 2", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(
     ("number", "code", "says"),
     [
@@ -127,13 +128,13 @@ def test_torchrun_ranks_are_used_and_none_started(model: Path, tmp_path: Path) -
     ],
 )
 def test_ctrl_c_and_sigterm_keep_what_is_drawn_and_leave_nothing_else(
-    model: Path, tmp_path: Path, temporary: Path, number: int, code: int, says: str
+    model: Path, tmp_path: Path, temporary: Path, number: int, code: int, says: str, degrees: str
 ) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"picture number {number}\n" for number in range(100_000)))
     mark, environment = processes.marked({"PYTHONPATH": TEST_PATH, "TMPDIR": str(temporary)})
     command = [sys.executable, "-m", "ditmesh.cli.main", "generate", "--prompts", str(prompts), "--model", str(model)]
-    command += ["--devices", "2", "--threads", "1", "--steps", "1", "--out", str(tmp_path / "out")]
+    command += ["--devices", "2", *degrees.split(), "--threads", "1", "--steps", "1", "--out", str(tmp_path / "out")]
     owner = processes.interruptible(command, environment)
     try:
         limit = time.monotonic() + 240

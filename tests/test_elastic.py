@@ -221,6 +221,10 @@ def test_a_request_goes_on_at_any_call_on_any_number_of_ranks(ranks: Ranks, tmp_
         ({"cfg": 2, "ring": 2, "tiles": 2}, range(3), {"ring": 2, "tiles": 2}),
         ({"ulysses": 2, "text": "replicate", "tiles": 16}, [1], {"text": "replicate", "tiles": 16}),
         ({"pipe": 4}, range(3), {"pipe": 3, "patches": 4}),
+        # A rank holds no more of the weights than before, as long as enough are left.
+        ({"ulysses": 4, "shard": 2}, range(3), {"ulysses": 3, "shard": 3}),
+        ({"cfg": 2, "ulysses": 2, "shard": 2}, range(3), {"ring": 3, "shard": 3}),
+        ({"ulysses": 2, "shard": 2}, [0], {}),
         # Weights follow the ranks that are left.
         ({"ring": 3, "speeds": (3, 2, 1)}, [0, 2], {"ring": 2, "speeds": (3, 1)}),
         ({"ring": 2, "speeds": (3, 2)}, [1], {}),
@@ -361,13 +365,25 @@ def undisturbed(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return (folder / "latents-1-0").read_text().split(), [pixels(path) for path in sorted((folder / "out").iterdir())]
 
 
-@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "weights",
+    [
+        pytest.param({}, marks=pytest.mark.matrix),
+        {"shard": 2},
+        *(
+            pytest.param({"shard": 2, "text_encoder": how}, marks=pytest.mark.matrix)
+            for how in ("sharded", "rank0", "freed")
+        ),
+    ],
+    ids=str,
+)
 def test_one_of_two_is_killed_in_the_second_picture(
-    undisturbed: tuple[list[str], list[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    undisturbed: tuple[list[str], list[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: dict[str, Any]
 ) -> None:
+    """Also where each rank had half of the weights: those that are left read theirs anew."""
     latents, pictures = undisturbed
     # Two rows a step run one by one: forwards 1 to 8 are the first picture; 13 begins the second one's third step.
-    watched = Watched(tmp_path, {"ulysses": 2}, {2: (1, 13, "SIGKILL")}, monkeypatch, prompts=PROMPTS)
+    watched = Watched(tmp_path, {"ulysses": 2, **weights}, {2: (1, 13, "SIGKILL")}, monkeypatch, prompts=PROMPTS)
     assert watched.error is None
     # The same bits.
     assert watched.latents(2)[:1] + watched.latents(1) == latents
@@ -392,14 +408,15 @@ def test_one_of_two_is_killed_in_the_second_picture(
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize("shard", [1, 2])
 def test_four_become_three_and_two(
-    undisturbed: tuple[list[str], list[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    undisturbed: tuple[list[str], list[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard: int
 ) -> None:
     """Rank 0 is the first to go, in the middle of a step; rank 2 of the three that are left ends by itself."""
     latents, pictures = undisturbed
     # The two branches of guidance are on two ranks each: a forward a step. The three share the tokens: two a step.
     plan = {4: (0, 2, "SIGKILL"), 3: (2, 4, "leave")}
-    watched = Watched(tmp_path, {"cfg": 2, "ulysses": 2}, plan, monkeypatch)
+    watched = Watched(tmp_path, {"cfg": 2, "ulysses": 2, "shard": shard}, plan, monkeypatch)
     assert watched.error is None
     assert [past.plain() for past in watched.restarts] == [
         {"step": 1, "from": 4, "to": 3},
@@ -411,6 +428,7 @@ def test_four_become_three_and_two(
     (path,) = (tmp_path / "out").iterdir()
     assert pixels(path) == pictures[0]
     assert read_receipt(path).config["ring"] == 2
+    assert read_receipt(path).config["shard"] == shard
     assert read_receipt(path).restarts == [past.plain() for past in watched.restarts]
 
 

@@ -273,6 +273,9 @@ def stopped(config: dict[str, Any], at: int, timeout: float, *, report: Any) -> 
         pytest.param("ulysses", 5, False, marks=pytest.mark.matrix),
         pytest.param("tensor", 9, False, marks=pytest.mark.matrix),
         pytest.param("ulysses", 5, True, marks=pytest.mark.matrix),
+        # In a block, while the weights of the next one are on their way.
+        pytest.param("ulysses + shard", 12, True, marks=pytest.mark.matrix),
+        pytest.param("ulysses + shard", 12, False, marks=pytest.mark.matrix),
     ],
 )
 def test_a_rank_that_is_stopped(ranks, strategy, at, shared):
@@ -296,7 +299,7 @@ def test_a_rank_that_is_stopped(ranks, strategy, at, shared):
     assert at_once < 1.0
     assert all(how != "wrong" for how, _ in there["calls"])
     for found in (here, there):
-        if strategy == "tensor":
+        if strategy in SPREAD:
             assert "could not be put together again" in found["restored"]
             assert "could not be put together again" in found["refused"]
         else:
@@ -317,8 +320,15 @@ def left_behind() -> set[str]:
     }
 
 
-@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.matrix)])
-def test_a_rank_that_is_killed(shared):
+@pytest.mark.parametrize(
+    ("strategy", "shared"),
+    [
+        ("tensor", True),
+        *(pytest.param(*case, marks=pytest.mark.matrix) for case in (("tensor", False), ("ulysses + shard", True))),
+        pytest.param("ulysses + shard", False, marks=pytest.mark.matrix),
+    ],
+)
+def test_a_rank_that_is_killed(strategy, shared):
     """At moments chosen under a fixed seed. The others raise at once, and nothing stays."""
     generator = torch.Generator().manual_seed(7)
     for number in (signal.SIGKILL, signal.SIGTERM):
@@ -326,8 +336,9 @@ def test_a_rank_that_is_killed(shared):
         pool = RankPool(2, threads=1, timeout=60.0)
         pids, began = pool.pids, time.monotonic()
         with pytest.raises(ditmesh.RankFailed) as caught:
-            pool.run(killed, {"tensor": 2, "shared_memory": shared}, at, int(number))
+            pool.run(killed, {**STRATEGIES[strategy][1], "shared_memory": shared}, at, int(number))
         assert caught.value.rank == 1
+        assert f"rank 1 of 2 was killed by {number.name}" in str(caught.value)
         assert time.monotonic() - began < PROMPT
         assert not any(alive(pid) for pid in pids)
         assert str(pool._folder) not in left_behind()

@@ -20,6 +20,8 @@ from ditmesh.generate.model_info import find_model
 from ditmesh.launch import RankPool
 from ditmesh.memory.available import _left, free_memory
 from ditmesh.memory.predict import RankNeeds, batched, needs
+from ditmesh.strategies.sharded import ShardedWeights
+from ditmesh.strategies.text_encoders import TextEncoders
 from support.sample import sampled
 
 MODEL = "emoji-sd3"
@@ -27,6 +29,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"tensor": 2},
     {"ulysses": 2},
     {"ring": 2},
+    {"ulysses": 2, "shard": 2},
     {},
     {"cfg": 2},
     {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"},
@@ -52,7 +55,9 @@ def taken(config: dict[str, Any]) -> float:
             "pooled_projections": torch.randn(2, model.config.pooled_projection_dim),
             "return_dict": False,
         }
-        alive = Alive((*model.parameters(), *model.buffers()))
+        sharded = engine.models[0].find(ShardedWeights)
+        pieces = [unit.piece for unit in sharded.units] if sharded else []
+        alive = Alive((*model.parameters(), *model.buffers(), *pieces))
         with torch.no_grad(), alive, engine.request("steps"):
             engine.begin_request(3)
             for step in range(3):
@@ -62,7 +67,7 @@ def taken(config: dict[str, Any]) -> float:
         ditmesh.restore(pipe)
 
 
-@pytest.mark.parametrize("config", sampled(CONFIGS, of=5), ids=str)
+@pytest.mark.parametrize("config", sampled(CONFIGS, of=3), ids=str)
 def test_activations_of_a_step_are_those_that_are_alive(ranks: Callable[[int], RankPool], config: dict[str, Any]):
     info = find_model(MODEL)
     request = request_of(info, (64, 64), 16)
@@ -97,6 +102,56 @@ def test_weights_are_slices_and_stages():
     assert all(others < one < whole for one in stages)
     # Nothing is read but configurations; tables that are computed are not in files.
     assert whole == pytest.approx(4 * sum(elements.values()), rel=0.05)
+
+
+def held(config: dict[str, Any]) -> float:
+    """On a rank: bytes of all weights once a picture has been drawn, of those in pieces its own."""
+    pipe = ditmesh.load(zoo.path(MODEL), config)
+    pipe.set_progress_bar_config(disable=True)
+    try:
+        pipe("a red fox", num_inference_steps=1, output_type="latent")
+        engine = ditmesh.engine_of(pipe)
+        sharded = [engine.models[0].find(ShardedWeights)]
+        if config.get("text_encoder", "whole") != "whole":
+            sharded += [placed for _, placed, _ in engine.context.get(TextEncoders)._placed.values()]
+        models = [one for one in pipe.components.values() if isinstance(one, torch.nn.Module)]
+        found = {t.untyped_storage().data_ptr(): t for one in models for t in (*one.parameters(), *one.buffers())}
+        pieces = sum(one.held for one in sharded if isinstance(one, ShardedWeights))
+        return sum(tensor.untyped_storage().nbytes() for tensor in found.values()) + pieces
+    finally:
+        ditmesh.restore(pipe)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"ulysses": 2, "shard": 2},
+        {"ulysses": 2, "shard": 2, "text_encoder": "sharded"},
+        *(
+            pytest.param({"ulysses": 2, "text_encoder": how}, marks=pytest.mark.matrix)
+            for how in ("sharded", "rank0", "freed")
+        ),
+    ],
+    ids=str,
+)
+def test_weights_in_pieces_and_those_of_text_encoders_are_where_they_are_said_to_be(
+    ranks: Callable[[int], RankPool], config: dict[str, Any]
+):
+    guesses = [one for one in predicted(config) for _ in range(one.ranks)]
+    for guess, found in zip(guesses, ranks(2).run(held, config), strict=True):
+        after = next(phase for phase in guess.phases if phase.name == "denoise")
+        assert after.weights == pytest.approx(found, rel=0.02)
+        # Text encoders are loaded whole.
+        assert guess.phases[0].weights >= after.weights
+    whole = predicted({"ulysses": 2})[0].phases[0].weights
+    assert min(one.phases[-1].weights for one in guesses) < 0.97 * whole
+
+
+def test_stages_in_pieces_need_less():
+    stages, pieces = (
+        predicted({"pipe": 2, "patches": 2, "ulysses": 2, **extra})[0].phases[0].weights for extra in ({}, {"shard": 2})
+    )
+    assert pieces < 0.95 * stages
 
 
 def test_stale_keys_are_kept_until_decoding():

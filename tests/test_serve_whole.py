@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import sqlite3
@@ -208,6 +209,30 @@ def test_metrics_of_ranks(server: Command):
             line for line in text.splitlines() if line.startswith(f"ditmesh_rank_{name}{{") and 'rank="1"' in line
         ]
         assert float(line.split()[-1]) > 0
+
+
+@pytest.mark.matrix
+def test_a_killed_rank_of_a_model_in_pieces_costs_nobody_a_picture(tmp_path: Path):
+    """Half of the weights were its alone: new ranks read them again, and do the job again."""
+    pieces = ("--shard", "2", "--text-encoder", "sharded")
+    with running(tmp_path / "state", *pieces) as server, ditmesh.Client(server.url) as client:
+        alone = client.generate("a pizza", seed=3, steps=24)[0]
+        victims, reasons = processes.ranks_of(server.process.pid), []
+        assert len(victims) == 2
+
+        def told(event: Event) -> None:
+            if event.event == "step" and event.data["step"] == 6 and processes.alive(victims[1]):
+                os.kill(victims[1], signal.SIGKILL)
+            if event.event == "restarted":
+                reasons.append(event.data["reason"])
+
+        again = client.generate("a pizza", seed=3, steps=24, on_event=told)[0]
+        (reason,) = reasons
+        assert re.match(r"rank \d of 2 was killed by SIGKILL", reason), reason
+        assert (pixels(alone) == pixels(again)).all()
+        (replica,) = client.server().replicas
+        assert replica.restarts == 1
+        assert replica.mesh == {"ulysses": 2}
 
 
 # --- what comes to nothing

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import pytest
 import torch
 
 from ditmesh.config import ParallelConfig
-from ditmesh.errors import ConfigError
+from ditmesh.errors import ConfigError, RankFailed
 from ditmesh.launch import RankPool
 from support.lora import fused, story
 from support.models import MAKERS
@@ -18,6 +19,7 @@ from support.sharded import (
     broken_off,
     compared,
     encoded,
+    encoder_broken_off,
     fingerprints,
     memory_of,
     not_of_its_files,
@@ -117,11 +119,15 @@ def test_fused_adapters(ranks):
         assert max(errors.values()) <= 1e-5, errors
 
 
+@pytest.mark.parametrize("interrupted", [False, pytest.param(True, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("shared", [True, pytest.param(False, marks=pytest.mark.matrix)], ids=["memory", "gloo"])
-def test_a_request_that_was_broken_off(ranks, shared):
-    first, second = ranks(2).run(broken_off, {"ulysses": 2, "shard": 2, "shared_memory": shared})
+def test_a_request_that_was_broken_off(ranks, shared, interrupted):
+    config = {"ulysses": 2, "shard": 2, "shared_memory": shared}
+    first, second = ranks(2).run(broken_off, config, interrupted)
     assert "on purpose" in second["error"]
     assert first["error"].startswith("PeerError")
+    # Who has closed a connection gloo does not say.
+    assert ("rank 1" if shared else "has failed this request") in first["error"]
     for result in (first, second):
         assert result["let go"]
         assert result["next"]
@@ -190,12 +196,40 @@ def test_loading_in_pieces(ranks, tmp_path, config, dtype):
 @pytest.mark.parametrize(
     ("how", "most"), [("sharded", (0.6, 0.6)), ("rank0", (1.0, 0.01)), ("freed", (0.01, 0.01))], ids=str
 )
-def test_text_encoders(ranks, how, most):
+@pytest.mark.parametrize("shard", [1, pytest.param(2, marks=pytest.mark.matrix)])
+def test_text_encoders(ranks, how, most, shard):
     """The same pictures; after a request a rank holds what it should; the weights are back in the end."""
-    for result, share in zip(ranks(2).run(encoded, how, {"ulysses": 2}), most, strict=True):
+    for result, share in zip(ranks(2).run(encoded, how, {"ulysses": 2, "shard": shard}), most, strict=True):
         assert result["pictures"]
         assert result["held"] <= share
         assert result["restored"]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("act", ["raise", "interrupt"])
+@pytest.mark.parametrize("how", ["sharded", "rank0", "freed"])
+def test_encoding_that_was_broken_off(ranks, how, act):
+    """On one rank, beside a transformer in pieces: the next prompt is encoded as ever, and the weights come back."""
+    first, second = ranks(2).run(encoder_broken_off, how, {"ulysses": 2, "shard": 2}, act)
+    assert "on purpose" in first["error"]
+    assert "on purpose" in first["again"]
+    # What goes through gloo alone, as rank 0's broadcasts, does not say which rank.
+    named = "a rank of the world link" if how == "rank0" else "rank 0"
+    assert re.match(f"PeerError: .*{named}", second["error"]), second["error"]
+    for result in (first, second):
+        assert result["first"]
+        assert result["next"]
+        assert result["restored"]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("how", ["sharded", "rank0", "freed"])
+def test_a_rank_that_is_killed_while_it_encodes(how):
+    with RankPool(2, threads=1, timeout=300.0) as pool:
+        began = time.monotonic()
+        with pytest.raises(RankFailed, match="rank 0 of 2 was killed by SIGKILL"):
+            pool.run(encoder_broken_off, how, {"ulysses": 2, "shard": 2}, "SIGKILL")
+    assert time.monotonic() - began < 60
 
 
 @pytest.mark.matrix

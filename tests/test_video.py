@@ -323,12 +323,18 @@ def test_a_study_of_videos_says_how_far_every_frame_is(model: Path, tmp_path: Pa
     found = run(
         capsys,
         *("study", "a red fox", "--model", model, "--frames", 5, "--size", "32x32", "--steps", 3, "--guidance", 2),
-        *("--devices", 2, "--warmup", "1", "--strategy", "displaced", "--out", tmp_path / "study"),
+        *("--devices", 2, "--warmup", "1,3", "--strategy", "displaced,pipefusion", "--out", tmp_path / "study"),
     )
-    row = found["table"][0]
-    assert row["psnr"]["value"] > 10
     cells = [json.loads(line) for line in (tmp_path / "study" / "cells.jsonl").read_text().splitlines()]
-    stale = next(one for one in cells if one["cell"]["strategy"] == "displaced")
-    assert len(stale["pictures"][0]["frames"]) == 5
-    assert Image.open(tmp_path / "study" / "cells" / stale["pictures"][0]["file"]).size == (4 * 32, 32)
-    assert "Root mean square difference of every frame" in (tmp_path / "study" / "report.html").read_text()
+    page = (tmp_path / "study" / "report.html").read_text()
+    for strategy in ("displaced", "pipefusion"):
+        some, every = [row["psnr"]["value"] for row in found["table"] if row["strategy"] == strategy]
+        assert 10 < some < 90 < every
+        stale = next(one for one in cells if (one["cell"]["strategy"], one["cell"]["warmup"]) == (strategy, "fixed(1)"))
+        (made,) = stale["pictures"]
+        assert len(made["frames"]) == 5
+        # Equal frames have no figure.
+        assert all(one is None or one > 10 for one in made["frames"])
+        assert any(one is not None and one < 90 for one in made["frames"])
+        assert Image.open(tmp_path / "study" / "cells" / made["file"]).size == (4 * 32, 32)
+        assert f"Root mean square difference of every frame, {strategy}, own" in page

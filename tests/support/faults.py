@@ -45,9 +45,10 @@ STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {
     "pipe": ("flux", {"pipe": 2, "patches": 2, **STALE}),
     "reproducible": ("sd3", {"ulysses": 2, "reproducible": True}),
     "ulysses + cfg": ("flux", {"ulysses": 2, "cfg": 2}),
+    "ulysses + shard": ("sd3", {"ulysses": 2, "shard": 2}),
 }
 # Weights of these lie on several ranks: without the others they cannot be put together.
-SPREAD = ("tensor", "pipe")
+SPREAD = ("tensor", "pipe", "ulysses + shard")
 
 
 def world_of(strategy: str) -> int:

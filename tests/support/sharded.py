@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import signal
 import threading
 from contextlib import suppress
 from dataclasses import replace
@@ -185,8 +187,13 @@ def three_branches(config: dict[str, Any], shard: int) -> bool:
     return torch.equal(*pictures)
 
 
-def broken_off(config: dict[str, Any]) -> dict[str, Any]:
-    """A request that fails on rank 1 in a block of its second step; the next one, and what restore gives back."""
+def broken_off(config: dict[str, Any], interrupted: bool = False) -> dict[str, Any]:
+    """A request that fails on rank 1 in a block of its second step; the next one, and what restore gives back.
+
+    Args:
+        config: of the ranks.
+        interrupted: it fails as by Ctrl-C, of which torch tells no hook.
+    """
     pipe = MAKERS["sd3"]()
     model = pipe.transformer = copy.deepcopy(pipe.transformer)
     before, made = bits(model), lambda: arguments("sd3", [1, 2], steps=2)
@@ -198,20 +205,20 @@ def broken_off(config: dict[str, Any]) -> dict[str, Any]:
         nonlocal calls
         calls += 1
         if calls == 2 and dist.get_rank() == 1:
-            raise RuntimeError("on purpose")
+            raise KeyboardInterrupt("on purpose") if interrupted else RuntimeError("on purpose")
 
     found: dict[str, Any] = {}
     ditmesh.parallelize(pipe, config)
     handle = model.transformer_blocks[1].register_forward_pre_hook(fail)
     try:
         draw(pipe, made())
-    except (RuntimeError, ditmesh.PeerError) as error:
+    except (RuntimeError, KeyboardInterrupt, ditmesh.PeerError) as error:
         found["error"] = f"{type(error).__name__}: {error}"
     sharded = ditmesh.engine_of(pipe).models[0].get(ShardedWeights)
     found["let go"] = bytes_of(model) + sharded.held < 0.6 * sum(value.nbytes for value in before.values())
     found["next"] = torch.equal(draw(pipe, made()), truth)
     calls = 0
-    with suppress(RuntimeError):
+    with suppress(RuntimeError, KeyboardInterrupt):
         draw(pipe, made())
     handle.remove()
     ditmesh.restore(pipe)
@@ -265,29 +272,71 @@ def fingerprints(folder: str, config: dict[str, Any], options: dict[str, Any]) -
     return [*found, weights_fingerprint(whole), weights_fingerprint(pipe)]
 
 
+def of_words(pipe: Any, prompt: str, steps: int = 2) -> torch.Tensor:
+    """Latents of a prompt that the text encoders read."""
+    pipe.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(0)
+    kind = {"output_type": "latent", "generator": generator, "max_sequence_length": 16}
+    with torch.no_grad():
+        return pipe(prompt, num_inference_steps=steps, **kind).images
+
+
 def encoded(how: str, config: dict[str, Any], steps: int = 2) -> dict[str, Any]:
     """Pictures of a prompt with text encoders in their place and elsewhere, and what a rank holds of them."""
-
-    def drawn(pipe: Any, prompt: str) -> torch.Tensor:
-        pipe.set_progress_bar_config(disable=True)
-        generator = torch.Generator().manual_seed(0)
-        kind = {"output_type": "latent", "generator": generator, "max_sequence_length": 16}
-        with torch.no_grad():
-            return pipe(prompt, num_inference_steps=steps, **kind).images
-
     pipe = diffusers.DiffusionPipeline.from_pretrained(zoo.path("emoji-sd3"))
     encoders = [pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3]
     before, whole = [bits(one) for one in encoders], sum(map(bytes_of, encoders))
     prompts = ("a red apple", "a blue fish")
     with ditmesh.parallelized(pipe, config):
-        truth = [drawn(pipe, prompt) for prompt in prompts]
+        truth = [of_words(pipe, prompt, steps) for prompt in prompts]
     ditmesh.parallelize(pipe, {**config, "text_encoder": how})
     found: dict[str, Any] = {
-        "pictures": all(torch.equal(drawn(pipe, p), t) for p, t in zip(prompts, truth, strict=True))
+        "pictures": all(torch.equal(of_words(pipe, p, steps), t) for p, t in zip(prompts, truth, strict=True))
     }
     placed = [each for _, each, _ in ditmesh.engine_of(pipe).context.get(TextEncoders)._placed.values()]
     held = sum(map(bytes_of, encoders)) + sum(one.held for one in placed if isinstance(one, ShardedWeights))
     found["held"] = held / whole
+    ditmesh.restore(pipe)
+    found["restored"] = all(same_bits(a, bits(b)) for a, b in zip(before, encoders, strict=True))
+    return found
+
+
+def encoder_broken_off(how: str, config: dict[str, Any], act: str) -> dict[str, Any]:
+    """Rank 0 fails while it encodes its second prompt; the prompts after that, and what restore gives back.
+
+    Args:
+        how: where the encoders' weights are.
+        config: of the ranks.
+        act: ``"raise"``, ``"interrupt"`` as Ctrl-C does, or the name of a signal that it gets.
+    """
+    pipe = diffusers.DiffusionPipeline.from_pretrained(zoo.path("emoji-sd3"))
+    encoders = [pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3, pipe.transformer]
+    before = [bits(one) for one in encoders]
+    with ditmesh.parallelized(pipe, {**config, "shard": 1}):
+        truth = of_words(pipe, "a red apple")
+    ditmesh.parallelize(pipe, {**config, "text_encoder": how})
+    found: dict[str, Any] = {"first": torch.equal(of_words(pipe, "a red apple"), truth)}
+
+    def fail(*_: Any) -> None:
+        if act.startswith("SIG"):
+            os.kill(os.getpid(), signal.Signals[act])
+        raise KeyboardInterrupt("on purpose") if act == "interrupt" else RuntimeError("on purpose")
+
+    def failing() -> str:
+        layer = pipe.text_encoder.text_model.encoder.layers[0]
+        handle = layer.register_forward_pre_hook(fail) if dist.get_rank() == 0 else None
+        try:
+            of_words(pipe, "a blue fish")
+        except (RuntimeError, KeyboardInterrupt, ditmesh.PeerError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            if handle is not None:
+                handle.remove()
+        return "nothing"
+
+    found["error"] = failing()
+    found["next"] = torch.equal(of_words(pipe, "a red apple"), truth)
+    found["again"] = failing()
     ditmesh.restore(pipe)
     found["restored"] = all(same_bits(a, bits(b)) for a, b in zip(before, encoders, strict=True))
     return found

@@ -338,8 +338,9 @@ def _show_memory(result: dict[str, Any]) -> None:
         "are predicted",
         markup=False,
     )
+    several = len({one["stage"] for one in result["ranks"]}) > 1
     for one in result["ranks"]:
-        stages = f"stage {one['stage']}, " if len(result["ranks"]) > 1 else ""
+        stages = f"stage {one['stage']}, " if several else ""
         table = Table(title=f"{stages}{one['ranks']} rank{'s' * (one['ranks'] > 1)}", title_justify="left")
         names = ("weights", "activations", "kept", "shared", "process", "total")
         for column in ("phase", *names):

@@ -326,23 +326,26 @@ class Mesh:
         """
         if self.world_size == 1:
             return lambda: None
-        running = False
+        # The number of the request in which a call is in progress.
+        running: int | None = None
 
         def begin(*_: Any) -> None:
             nonlocal running
-            # Broken off in a way in which torch's hooks are not called, such as Ctrl-C.
-            left()
+            # Broken off in a way in which torch's hooks are not called, such as Ctrl-C. A request that is over by now
+            # was failed by whoever opened it.
+            if running == self._state.number:
+                left()
             if self._depth == 0 and self.failed:
                 self.begin_request(f"a call of {type(model).__name__}")
-            running = True
+            running = self._state.number
 
         def done(*_: Any) -> None:
             nonlocal running
-            running = False
+            running = None
 
         def left(*_: Any) -> None:
             # Activation checkpointing leaves a call by an exception once it has computed what it needs.
-            if running and type(sys.exc_info()[1]).__name__ != "_StopRecomputationError":
+            if running is not None and type(sys.exc_info()[1]).__name__ != "_StopRecomputationError":
                 self.fail_request()
             done()
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 # Torch's own allocations on a CPU begin at multiples of this, in bytes.
 ALIGNMENT = 64
 
 
 def offset_of(tensor: Tensor) -> int:
-    """How many bytes behind a multiple of `ALIGNMENT` a tensor begins: one that is mapped from a file may anywhere."""
-    return tensor.data_ptr() % ALIGNMENT
+    """How many bytes behind a multiple of `ALIGNMENT` a tensor begins: one that is mapped from a file may anywhere.
+
+    One without values begins nowhere, and could with torch's own.
+    """
+    return 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr() % ALIGNMENT
 
 
 def memory(size: int, offset: int, device: torch.device) -> Tensor:

@@ -166,8 +166,9 @@ def phantom_mesh(config: ParallelConfig, pools: SharedPools | None, stage: int =
         stage: the rank's place on the pipe axis; on the others it is the first, which has no less than any other.
     """
     traffic = Traffic()
+    sizes = {name: config.size_of(axes) for name, axes in LINKS.items()} | {"shard": config.shard}
     links = {
-        name: PhantomLink(name, config.size_of(axes), stage if axes == ("pipe",) else 0, traffic, pools)
+        name: PhantomLink(name, sizes[name], stage if axes == ("pipe",) else 0, traffic, pools)
         for name, axes in LINKS.items()
     }
     return Mesh(config, "cpu", links=links)

@@ -150,7 +150,8 @@ def needs(
 ) -> list[RankNeeds]:
     """What every rank needs: nothing is read but configurations, and nothing computed.
 
-    Weights of a rank are its slices and stages; there is no other copy of them in any phase.
+    Weights of a rank are its slices, stages and pieces; there is no other copy of them in any phase. Text encoders are
+    whole on every rank while it loads, and then where ``text_encoder`` says.
 
     Args:
         components: of the pipeline.
@@ -168,26 +169,49 @@ def needs(
     """
     kernels = workspace if device == "cpu" else None
     how = _How(dtype, config.shared_memory and device == "cpu", kernels)
-    texts = components.encoders.values()
-    encoders = [encode(part.kind, part.settings, request.text, dtype, kernels) for part in texts]
-    vae = _decoding(components, config, request, how)
-    around = sum(one.weights for one in (*encoders, vae)) + components.other
+    vae, text = _decoding(components, config, request, how), _encoding(components, config, request, how, offloaded)
     found: list[RankNeeds] = []
     for stage, one in enumerate(_denoising(components, config, request, how)):
-        everything = one.weights + (0.0 if offloaded else around)
-        most = max(encoders, key=lambda each: each.activations + offloaded * each.weights, default=Needs(0, 0))
-        phases = [Phase("load", everything, process=process)]
-        if encoders:
-            text = everything + offloaded * most.weights
-            phases.append(Phase("encode", text, most.activations, process=process))
-        phases.append(Phase("denoise", everything, one.activations, shared=one.shared, process=process))
-        if components.vae is not None:
-            pixels = everything + offloaded * vae.weights
-            # Memory that messages have been written to stays with the process.
-            messages = one.shared + vae.shared
-            phases.append(Phase("decode", pixels, vae.activations, one.kept, messages, process))
-        found.append(RankNeeds(stage, config.world_size // config.pipe, tuple(phases)))
+        ranks = config.world_size // config.pipe
+        encoding = int(stage == 0) if config.text_encoder == "rank0" else ranks
+        for count, encodes in ((encoding, True), (ranks - encoding, False)):
+            if count:
+                mine = text if encodes else _Text(text.loaded)
+                found.append(RankNeeds(stage, count, _phases(components, one, mine, vae, offloaded, process)))
     return found
+
+
+@dataclass(frozen=True)
+class _Text:
+    """What text encoders take on a rank.
+
+    Attributes:
+        loaded, encoding, later: bytes of weights while the rank loads, while it encodes, and after that.
+        activations, shared: of the encoder that needs most, as of `Needs`.
+    """
+
+    loaded: float
+    encoding: float = 0.0
+    later: float = 0.0
+    activations: float = 0.0
+    shared: float = 0.0
+
+
+def _phases(
+    components: Components, one: Needs, text: _Text, vae: Needs, offloaded: bool, process: float
+) -> tuple[Phase, ...]:
+    """Of a rank: what it needs of the transformers, of text encoders, and of the autoencoder."""
+    around = one.weights + (0.0 if offloaded else vae.weights + components.other)
+    # Memory that messages have been written to stays with the process.
+    messages = text.shared + one.shared
+    phases = [Phase("load", around + text.loaded, process=process)]
+    if components.encoders:
+        phases.append(Phase("encode", around + text.encoding, text.activations, shared=text.shared, process=process))
+    phases.append(Phase("denoise", around + text.later, one.activations, shared=messages, process=process))
+    if components.vae is not None:
+        pixels = around + text.later + offloaded * vae.weights
+        phases.append(Phase("decode", pixels, vae.activations, one.kept, messages + vae.shared, process))
+    return tuple(phases)
 
 
 def around(components: Components, request: Request, dtype: torch.dtype) -> tuple[float, float, float]:
@@ -196,10 +220,9 @@ def around(components: Components, request: Request, dtype: torch.dtype) -> tupl
     Raises:
         LayoutError: as for `needs`.
     """
-    encoders = [encode(part.kind, part.settings, request.text, dtype) for part in components.encoders.values()]
-    vae = _decoding(components, ParallelConfig(), request, _How(dtype, False, None))
-    weights = sum(one.weights for one in (*encoders, vae)) + components.other
-    return weights, max((one.activations for one in encoders), default=0.0), vae.activations
+    config, how = ParallelConfig(), _How(dtype, False, None)
+    text, vae = _encoding(components, config, request, how), _decoding(components, config, request, how)
+    return text.loaded + vae.weights + components.other, text.activations, vae.activations
 
 
 class _How(NamedTuple):
@@ -208,6 +231,22 @@ class _How(NamedTuple):
     dtype: torch.dtype
     shared_memory: bool
     workspace: Workspace | None
+
+
+def _encoding(
+    components: Components, config: ParallelConfig, request: Request, how: _How, offloaded: bool = False
+) -> _Text:
+    """Of a rank that encodes."""
+    parts = components.encoders.values()
+    whole = [encode(part.kind, part.settings, ParallelConfig(), request.text, *how) for part in parts]
+    cut = config.text_encoder == "sharded" and config.world_size > 1
+    every = [encode(part.kind, part.settings, config, request.text, *how) for part in parts] if cut else whole
+    most = max(every, key=lambda each: each.activations + offloaded * each.weights, default=Needs(0.0, 0.0))
+    if offloaded:
+        return _Text(0.0, most.weights, 0.0, most.activations, most.shared)
+    loaded, held = (float(sum(each.weights for each in some)) for some in (whole, every))
+    later = 0.0 if config.text_encoder == "freed" else held
+    return _Text(loaded, held, later, most.activations, most.shared)
 
 
 def _decoding(components: Components, config: ParallelConfig, request: Request, how: _How) -> Needs:
@@ -260,7 +299,9 @@ def _stages(part: Part, config: ParallelConfig, call: Call, how: _How) -> list[N
         return [denoise(part.kind, part.settings, layout, config, call, *how)]
     # In synchronous steps every stage has the whole picture, and nothing needs more. Keys of a stage's blocks stay.
     whole = ParallelConfig(
-        **config.model_dump(include={"data", "cfg", "ring", "ulysses", "tensor", "text", "shared_memory", "vae"})
+        **config.model_dump(
+            include={"data", "cfg", "ring", "ulysses", "tensor", "shard", "text", "shared_memory", "vae"}
+        )
     )
     one = denoise(part.kind, part.settings, layout, whole, call, *how)
     model = on_meta(part.kind, dict(part.settings))

@@ -33,6 +33,8 @@ from ..planner.model import WithoutValues, kept_blocks
 from ..strategies.base import Context, Request, Strategy
 from ..strategies.pipefusion.stages import blocks_of, kinds_of
 from ..strategies.rows import DecodedRows
+from ..strategies.sharded import ShardedWeights, Unit
+from ..strategies.text_encoders import in_pieces
 from ..strategies.vae.parallel import BandedVae
 from .phantom import SharedPools, phantom_mesh
 
@@ -157,12 +159,13 @@ def _step(
             pools = SharedPools(alive) if shared_memory else None
             engine = Engine([(model, layout)], config, phantom_mesh(config, pools), owns_mesh=False)
             engine.open(model)
+            units = _units(engine.models[0].find(ShardedWeights), alive)
             for tensor in (*model.parameters(), *model.buffers()):
                 # What is cut has memory of its own.
                 alive.hold(tensor)
-            weights = bytes_of(model)
+            weights = bytes_of(model, units)
             firsts = dict(zip(reversed(kinds_of(model, layout)), reversed(blocks_of(model, layout)), strict=True))
-            blocks = tuple(bytes_of(firsts[kind][1]) for kind in sorted(firsts))
+            blocks = tuple(bytes_of(firsts[kind][1], units) for kind in sorted(firsts))
             try:
                 make = Conventions(model, way)
                 # The first parameter may be one that stays in float32.
@@ -236,10 +239,25 @@ def _fake(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
                 held[name] = tensor
 
 
-def bytes_of(model: nn.Module) -> float:
-    """Bytes of a model's weights; what several names share counts once."""
+def bytes_of(model: nn.Module, units: Sequence[Unit] = ()) -> float:
+    """Bytes of a model's weights, of those in pieces this rank's; what several names share counts once.
+
+    Args:
+        model: the model, or a block of one.
+        units: what is in pieces.
+    """
     held = {one.untyped_storage()._cdata: one for one in (*model.parameters(), *model.buffers())}
-    return float(sum(one.untyped_storage().nbytes() for one in held.values()))
+    inside = {*model.modules()}
+    pieces = sum(unit.piece.nbytes for unit in units if inside.issuperset(unit.modules))
+    return float(sum(one.untyped_storage().nbytes() for one in held.values()) + pieces)
+
+
+def _units(sharded: ShardedWeights | None, alive: Alive) -> list[Unit]:
+    """What is in pieces; they are weights, which do not count as alive."""
+    units = [] if sharded is None else sharded.units
+    for unit in units:
+        alive.hold(unit.piece)
+    return units
 
 
 def decode(
@@ -288,15 +306,22 @@ def decode(
 
 
 def encode(
-    kind: str, settings: Mapping[str, Any], tokens: int, dtype: torch.dtype, workspace: Workspace | None = None
+    kind: str,
+    settings: Mapping[str, Any],
+    config: ParallelConfig,
+    tokens: int,
+    dtype: torch.dtype,
+    shared_memory: bool = True,
+    workspace: Workspace | None = None,
 ) -> Needs:
-    """A text encoder's run over one prompt.
+    """A text encoder's run over one prompt, on a rank that has it, whole or in pieces as the configuration says.
 
     Args:
         kind, settings: class of transformers, and configuration.
+        config: of the ranks.
         tokens: of the prompt, at most as many as the model has positions for.
         dtype: of the weights.
-        workspace: as for `denoise`.
+        shared_memory, workspace: as for `denoise`.
     """
     import transformers
 
@@ -308,13 +333,19 @@ def encode(
     most = getattr(model.config, "max_position_embeddings", None) or tokens
     with _fake(model, dtype):
         alive = Alive((*model.parameters(), *model.buffers()), workspace)
-        weights = bytes_of(model)
+        pools = SharedPools(alive) if shared_memory else None
+        sharded = None
+        if config.text_encoder == "sharded" and config.world_size > 1:
+            sharded = in_pieces(model, phantom_mesh(config, pools).world)
+            for tensor in model.parameters():
+                alive.hold(tensor)
+        weights = bytes_of(model, _units(sharded, alive))
         for several in (True, False):
             try:
                 with alive:
                     ids = torch.zeros(1, min(tokens, most), dtype=torch.long)
                     model(input_ids=ids, **({"output_hidden_states": True} if several else {}))
-                return Needs(weights, alive.peak)
+                return Needs(weights, alive.peak, shared=pools.bytes if pools else 0.0)
             except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
                 continue
     # Streams of a token through the widest layer, which no encoder exceeds by much.

@@ -25,6 +25,7 @@ from ..comm.link import Transfer
 from ..comm.state import Spec
 from ..config import ParallelConfig
 from ..core.alignment import ALIGNMENT, memory, offset_of
+from ..core.alive import PLAIN
 from ..core.patching import CallChain, Patch, Proceed, refuse_saving
 from ..costs.step import Step, Term
 from ..errors import ConfigError, InputError
@@ -302,7 +303,7 @@ def _check_plain(name: str, parameter: Tensor, link: Link) -> None:
             "CPU offloading, or load the model with ditmesh.load()"
         )
     for part in parts_of(parameter):
-        if type(part) not in (Tensor, nn.Parameter) or part.layout is not torch.strided:
+        if type(part) not in PLAIN or part.layout is not torch.strided:
             raise InputError(
                 f"{name} is a {type(part).__name__}, which ranks cannot share out in pieces; use torchao's or plain "
                 "weights, or leave shard out"

@@ -42,7 +42,7 @@ def encoders_of(pipe: Any) -> dict[str, nn.Module]:
     return {n: m for n, m in components.items() if n.startswith("text_encoder") and isinstance(m, nn.Module)}
 
 
-def in_pieces(module: nn.Module, link: Link) -> Placed:
+def in_pieces(module: nn.Module, link: Link) -> ShardedWeights:
     """A text encoder of which every rank has a part of each layer."""
 
     def groups() -> list[Group]:
