@@ -125,7 +125,6 @@ FOUR = [
     {"ulysses": 2, "ring": 2, "reproducible": True},
     {"cfg": 2, "ulysses": 2, "reproducible": True},
     {"ring": 4, "exchange": "displaced", "warmup": "fixed(4)"},
-    {"ulysses": 4, "shard": 4},
 ]
 
 
