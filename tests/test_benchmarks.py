@@ -161,3 +161,16 @@ def test_memory(tmp_path: Path) -> None:
     found = json.loads(figures.read_text())["forms"]
     assert all(rank["processor_seconds"] > 0 for form in forms for rank in found[form])
     assert found["ulysses=2"][0]["checksum"] == found["ulysses=2 shard=2"][0]["checksum"]
+
+
+@pytest.mark.matrix
+def test_ray_overhead_compares_the_same_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    figures = tmp_path / "out.json"
+    ended = script("ray_overhead.py", "--turns", 2, "--warm", 0, "--steps", 1, "--json", figures)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = json.loads(figures.read_text())
+    assert len(result["turns"]) == 2
+    assert set(result["ratio"]) == {"seconds", "rank", "processor"}
+    assert all(0 < one[name]["rank"] < one[name]["seconds"] for one in result["turns"] for name in ("local", "ray"))
+    assert "target: 1.02 from call to picture" in ended.stdout
