@@ -38,7 +38,9 @@ KINDS = ("seconds", "rank", "processor")
 def pipeline() -> Any:
     """The embedded model, on the ranks."""
     import ditmesh
+    from ditmesh.generate.run import quieten
 
+    quieten()
     pipe = ditmesh.load("emoji-sd3", CONFIG)
     pipe.set_progress_bar_config(disable=True)
     return pipe
