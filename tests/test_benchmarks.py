@@ -181,3 +181,16 @@ def test_true_sizes(tmp_path: Path) -> None:
             for form in found.values():
                 assert all(rank["difference"] <= 1e-4 and rank["spread"] > 1e-3 for rank in form["ranks"])
                 assert all(rank["tensors"] > rank["weights"] > 0 for rank in form["ranks"])
+
+
+@pytest.mark.matrix
+def test_ray_overhead_compares_the_same_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    figures = tmp_path / "out.json"
+    ended = script("ray_overhead.py", "--turns", 2, "--warm", 0, "--steps", 1, "--json", figures)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = json.loads(figures.read_text())
+    assert len(result["turns"]) == 2
+    assert set(result["ratio"]) == {"seconds", "rank", "processor"}
+    assert all(0 < one[name]["rank"] < one[name]["seconds"] for one in result["turns"] for name in ("local", "ray"))
+    assert "target: 1.02 from call to picture" in ended.stdout

@@ -58,7 +58,16 @@ def test_groups_are_the_ranks_that_differ_on_some_axes():
 @pytest.mark.parametrize(
     ("route", "even", "uneven"),
     # Of four ranks that each send 12 bytes: 2 + 2 and 3 + 1.
-    [("all", 32, 24), ("ring", 24, 24), ("from last", 24, 36), ("chain", 12, 12), ("in turn", 4, 4), ("back", 12, 12)],
+    [
+        ("all", 32, 24),
+        # A rank's 4 bytes go to the other host once.
+        ("same to all", 16, 16),
+        ("ring", 24, 24),
+        ("from last", 12, 12),
+        ("chain", 12, 12),
+        ("in turn", 4, 4),
+        ("back", 12, 12),
+    ],
 )
 def test_bytes_by_route(route, even, uneven):
     terms = [Term("keys", "transfer", sent=12, axes=("ring",), route=route), Term("products", "linear", 1.0)]

@@ -6,7 +6,7 @@ import gc
 import os
 import re
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from unittest import mock
 
@@ -15,15 +15,19 @@ import torch
 import torch.distributed as dist
 
 import ditmesh
-from ditmesh.comm import shared
+from ditmesh.comm import Hosts, shared
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.int64]
 
 
-def opened(**settings):
-    """A mesh with all ranks on the ring, and its ring link."""
-    mesh = ditmesh.Mesh(ditmesh.ParallelConfig(ring=dist.get_world_size(), **settings), timeout=60)
-    assert mesh.ring.transport == ("shared memory" if settings.get("shared_memory", True) else "gloo")
+def opened(hosts: tuple[int, ...] = (), timeout: float = 60, **settings):
+    """A mesh with all ranks on the ring, and its ring link; as if the ranks were on hosts of these numbers."""
+    seen = [frozenset(rank for rank, other in enumerate(hosts) if other == host) for host in hosts]
+    apart = mock.patch("ditmesh.comm.mesh.find_hosts", lambda group, shares: Hosts(tuple(seen), shares))
+    with apart if hosts else nullcontext():
+        mesh = ditmesh.Mesh(ditmesh.ParallelConfig(ring=dist.get_world_size(), **settings), timeout=timeout)
+    near = settings.get("shared_memory", True) and not hosts
+    assert mesh.ring.transport == ("shared memory" if near else "gloo")
     return mesh, mesh.ring
 
 
@@ -32,9 +36,9 @@ def numbers(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch
     return ((values + 10 * rank) % 50).view(shape).to(dtype)
 
 
-def every_move(shared_memory: bool) -> dict:
+def every_move(shared_memory: bool, hosts: tuple[int, ...] = ()) -> dict:
     """What each move of a link brings, for every dtype, with strides and with tensors that are empty."""
-    mesh, link = opened(shared_memory=shared_memory)
+    mesh, link = opened(hosts, shared_memory=shared_memory)
     me, size, found = link.rank, link.size, {}
     for dtype in DTYPES:
         wide = numbers(me, 6, 4, dtype=dtype)
@@ -57,7 +61,9 @@ def every_move(shared_memory: bool) -> dict:
             found["receive", dtype] = [one.wait()[0].clone() for one in reversed(arriving)]
     for shape in ((5,), (1,), (3, 7), (2, 3, 4)):
         found["all_reduce", shape] = link.all_reduce(numbers(me, *shape))
-    found["broadcast"] = link.broadcast(numbers(me, 4), 1)
+    found["list"] = link.all_gather_list([numbers(me, me + 1), numbers(me, 2)], [[(n + 1,), (2,)] for n in range(size)])
+    for source in range(size):
+        found["broadcast", source] = link.broadcast(numbers(me, 4), source)
     found["bytes"] = dict(mesh.traffic.bytes_sent)
     mesh.close()
     return found
@@ -71,6 +77,86 @@ def test_shared_memory_brings_what_the_process_group_brings(ranks, world):
         assert here["bytes"] == there["bytes"]
         for move in here.keys() - {"bytes"}:
             torch.testing.assert_close(here[move], there[move], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 0, 0)], ids=str)
+def test_several_hosts_bring_what_one_brings(ranks, hosts, shared_memory):
+    one, several = ranks(4).run(every_move, True), ranks(4).run(every_move, shared_memory, hosts)
+    for here, there in zip(one, several, strict=True):
+        for move in here.keys() - {"bytes"}:
+            torch.testing.assert_close(here[move], there[move], rtol=0, atol=0)
+    # Each piece comes to each rank once, from whomever.
+    assert sum(of["bytes"]["ring"] for of in one) == sum(of["bytes"]["ring"] for of in several)
+
+
+def crossings(hosts: tuple[int, ...]) -> dict[str, int]:
+    """Bytes that this rank sends to other hosts, by move; and what came, of transfers that are waited for backwards."""
+    mesh, link = opened(hosts)
+    size, piece, found = link.size, torch.full((25,), float(link.rank)), {}
+
+    def empty() -> list[list[torch.Tensor]]:
+        return [[torch.empty(25)] for _ in range(size)]
+
+    moves = {
+        "all_gather": lambda: link.all_gather(piece, [25] * size, 0),
+        "all_gather_list": lambda: [one.zero_() for (one,) in link.all_gather_list([piece.clone()], [[(25,)]] * size)],
+        "all_gather_async": lambda: link.all_gather_async([piece], empty()).wait(),
+        "all_reduce_async": lambda: link.all_reduce_async(piece.clone())(None),
+        "broadcast": lambda: link.broadcast(piece.clone(), size - 1),
+    }
+    for name, move in moves.items():
+        mesh.traffic.reset()
+        move()
+        found[name] = mesh.traffic.bytes_across["ring"]
+    posted = [link.all_gather_async([piece + 10 * n], empty()) for n in range(5)]
+    link.all_gather(piece, [25] * size, 0)
+    others = [peer for peer in range(size) if peer != link.rank]
+    for n, transfer in reversed(list(enumerate(posted))):
+        assert [set(one.tolist()) for one in transfer.wait()] == [{peer + 10.0 * n} for peer in others]
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hosts", "times", "sums", "last"),
+    # Of 100 bytes of every rank: how often a gather sends them to other hosts, how often a sum does, and a broadcast of
+    # the last rank's.
+    [
+        ((0, 0, 1, 1), [1, 1, 1, 1], [2, 2, 2, 2], 1),
+        ((0, 0, 0, 1), [1, 1, 1, 1], [1, 1, 1, 3], 1),
+        ((0, 1, 1, 2), [2, 2, 2, 2], [3, 2, 2, 3], 2),
+        ((0, 1, 2, 3), [3, 3, 3, 3], [3, 3, 3, 3], 3),
+    ],
+    ids=str,
+)
+def test_a_gather_crosses_to_each_host_once(ranks, hosts, times, sums, last):
+    found = ranks(4).run(crossings, hosts)
+    for name in ("all_gather", "all_gather_list", "all_gather_async"):
+        assert [of[name] for of in found] == [100 * count for count in times], name
+    assert [of["all_reduce_async"] for of in found] == [100 * count for count in sums]
+    assert [of["broadcast"] for of in found] == [0, 0, 0, 100 * last]
+
+
+def waiting_for_another_host() -> str | None:
+    """What a rank says of a gather in which the first one, on another host, takes no part."""
+    mesh, link = opened((0, 0, 1, 1), timeout=3)
+    said = None
+    if link.rank == 0:
+        time.sleep(6)
+    else:
+        with pytest.raises(ditmesh.PeerError) as caught:
+            link.all_gather(torch.ones(4), [4] * 4, 0)
+        said = str(caught.value)
+    mesh.close()
+    return said
+
+
+def test_who_waits_for_a_rank_of_another_host_says_who_passes_on_what_it_sends(ranks):
+    _, near, taker, other = ranks(4).run(waiting_for_another_host)
+    assert "rank 0" in near or "ring link" in near
+    assert "ring link" in taker
+    assert re.search(r"rank 2\b.*; it passes on what rank 0 sent$", other), other
 
 
 def sums(shape: tuple[int, ...]) -> torch.Tensor:

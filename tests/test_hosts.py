@@ -124,6 +124,7 @@ FOUR = [
     {"pipe": 2, "ulysses": 2, "warmup": "fixed(4)"},
     {"ulysses": 2, "ring": 2, "reproducible": True},
     {"cfg": 2, "ulysses": 2, "reproducible": True},
+    {"ring": 4, "exchange": "displaced", "warmup": "fixed(4)"},
 ]
 
 
@@ -177,7 +178,7 @@ def predicted(name: str, config: dict[str, Any], numbers: list[int]) -> float:
     module, layout = on_meta(type(model).__name__, dict(model.config)), layout_of(model)
     assert layout
     chosen = ParallelConfig(**config)
-    rows = {"branches": 2} if chosen.cfg > 1 and chosen.data == 1 else {"pictures": 2}
+    rows = {"branches": 2, "pictures": 2} if chosen.cfg > 1 else {"pictures": 4}
     job = Job(SIZE.rows * SIZE.cols, SIZE.text, element=4, **rows)
     one = between_hosts(chosen, Model(module, layout, work_of(module, layout)), job, machine("cpu", 4), numbers)
     return sum(one.synchronous.values())

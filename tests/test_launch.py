@@ -473,7 +473,7 @@ def test_what_a_scheduler_tells_a_machine_is_no_rank(
     assert not from_torchrun()
 
 
-@pytest.mark.parametrize("command", ["verify", "study", "replay", "doctor"])
+@pytest.mark.parametrize("command", ["study", "replay", "doctor"])
 def test_commands_that_start_ranks_refuse_those_of_torchrun(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -191,6 +191,8 @@ def test_links_between_hosts_are_shared_by_their_devices():
     # Four of seven parts are for the other host, from each of its four devices.
     assert outside == pytest.approx(4 / 7 * 1e6 * 4 / 1e9)
     assert far.transfer("shift", 1e6, 8)[0] == pytest.approx(1e-3)
+    # Four pieces for the other host, once each.
+    assert far.transfer("all_gather", 1e6, 8)[0] == pytest.approx(4 / 7 * 1e-3)
 
 
 def test_weights_are_shared_by_tensor_and_stages():

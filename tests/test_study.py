@@ -24,6 +24,7 @@ from ditmesh.tools.study import analysis, plan, running, samplers
 from ditmesh.tools.study.analysis import Mean, Results
 from ditmesh.tools.study.store import Store
 from support.html import Reader
+from support.launchers import KeptRanks
 
 MODEL = "emoji-dit-s"
 OPTIONS = ["fox", "rose", "--model", MODEL, "--devices", "2", "--steps", "3", "--sampler", "ddim"]
@@ -183,6 +184,7 @@ def test_resumes(small, capsys):
         (["--jobs", "0"], "--jobs 0 is not possible; use --jobs 1"),
         (["--seed", "-1"], "--seed -1 is not possible; use --seed 0"),
         (["--size", "big"], "is not WIDTHxHEIGHT"),
+        (["--launcher", "ray"], "--launcher ray starts real ranks, and all are simulated; add --real"),
     ],
 )
 def test_refuses(tmp_path, capsys, options, reason):
@@ -196,9 +198,14 @@ def test_refuses(tmp_path, capsys, options, reason):
     assert not (tmp_path / "out").exists()
 
 
-def test_simulated_is_real(tmp_path, capsys):
+@pytest.mark.parametrize("strategy", ["displaced", "displaced-int8"])
+def test_simulated_is_real(tmp_path, capsys, monkeypatch, ranks, strategy):
     """The study's simulation of two ranks draws what two ranks draw, to the bit; the ranks' times are told."""
-    options = [*OPTIONS, "--warmup", "1", "--strategy", "displaced", "--real", "--no-detail"]
+    # The ranks are those of the launcher that is named, and of no other.
+    monkeypatch.setenv("DITMESH_LAUNCHER", "support.launchers:Nothing")
+    monkeypatch.setattr(KeptRanks, "pools", ranks, raising=False)
+    options = [*OPTIONS, "--warmup", "1", "--strategy", strategy, "--real", "--no-detail"]
+    options += ["--launcher", "support.launchers:KeptRanks"]
     data = study(capsys, tmp_path, *options)
     results = json.loads((tmp_path / "results.json").read_text())
     (real,) = [cell for cell in results["cells"] if cell["cell"]["real"]]
@@ -219,7 +226,7 @@ def test_simulated_is_real(tmp_path, capsys):
     ]
     assert [chart[0][2] for chart in charts] == ["time of a request, s", "sent by all ranks, MB"]
     assert float(charts[0][1][2]) == pytest.approx(seconds, rel=1e-3)
-    (simulated,) = [c for c in results["cells"] if not c["cell"]["real"] and c["cell"]["strategy"] == "displaced"]
+    (simulated,) = [c for c in results["cells"] if not c["cell"]["real"] and c["cell"]["strategy"] == strategy]
     assert simulated["sent"] == real["sent"]
     assert simulated["sent"]["ring"] > 0
     assert [p["psnr"] for p in simulated["pictures"]] == pytest.approx([p["psnr"] for p in real["pictures"]], abs=0.01)
@@ -280,6 +287,9 @@ def test_lists():
     assert plan.read_warmups("0,20,40,sqrt(2),20", 16) == ("fixed(0)", "fixed(16)", "sqrt(2)")
     assert plan.read_warmups("steps(0 2)", 16) == ("steps(0 2)",)
     assert plan.read_devices("2, 8") == (2, 8)
+    assert plan.read_strategies("naive, displaced-int4") == ("naive", "displaced-int4")
+    cell = plan.Cell("own", ("fox",), (5,), (), "displaced-int4", 2, "fixed(1)")
+    assert cell.config() == ditmesh.ParallelConfig(ring=2, exchange="displaced", compress="int4", warmup="fixed(1)")
     with pytest.raises(InputError):
         plan.split_list("1,,2", "--warmup")
     with pytest.raises(ConfigError):

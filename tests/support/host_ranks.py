@@ -20,8 +20,8 @@ import ditmesh
 from ditmesh.launch import init_from_environment
 from support.models import RAGGED, inputs, relative_error, run, tiny
 
-# Even, so that formulas have whole numbers; two samples, for the axes that share them.
-SIZE = replace(RAGGED, rows=8, cols=8, text=32, batch=2)
+# Even, so that formulas have whole numbers; four samples, for the axes that share them.
+SIZE = replace(RAGGED, rows=8, cols=8, text=32, batch=4)
 
 
 def example(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:

@@ -66,7 +66,9 @@ class KeptRanks:
     speaks = True
     pools: ClassVar[Callable[[int], RankPool]]
 
-    def __init__(self, world_size: int, device: str, threads: int | None, timeout: float, **options: Any) -> None:
+    def __init__(
+        self, world_size: int, device: str, threads: int | None, timeout: float = 600.0, **options: Any
+    ) -> None:
         assert (device, threads) == ("cpu", 1)
         self.world_size, self.threads = world_size, 1
         self._pool = type(self).pools(world_size)

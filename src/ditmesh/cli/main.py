@@ -24,7 +24,7 @@ from .train import train
 from .verify import verify
 
 # Commands that start their own ranks.
-OF_OWN_RANKS = ("serve", "verify", "study", "replay", "doctor", "plan")
+OF_OWN_RANKS = ("serve", "study", "replay", "doctor", "plan")
 
 
 @contextlib.contextmanager

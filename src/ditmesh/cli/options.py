@@ -110,6 +110,17 @@ Timeout = Annotated[
     float,
     rank_option(metavar="SECONDS", help="How long a rank may wait for another one.", callback=at_least(0.001)),
 ]
+LauncherName = Annotated[
+    str | None,
+    rank_option(
+        metavar="local|ray|NAME",
+        help="What starts the ranks: this machine, a Ray cluster, or another package.",
+        show_default="local",
+    ),
+]
+Address = Annotated[
+    str | None, rank_option(metavar="HOST:PORT", help="Of the Ray cluster.", show_default="RAY_ADDRESS")
+]
 MemoryLimit = Annotated[
     float | None,
     rank_option(
@@ -263,17 +274,8 @@ class RankOptions:
     dtype: DType = None
     threads: Threads = None
     timeout: Timeout = 600.0
-    launcher: Annotated[
-        str | None,
-        rank_option(
-            metavar="local|ray|NAME",
-            help="What starts the ranks: this machine, a Ray cluster, or another package.",
-            show_default="local",
-        ),
-    ] = None
-    address: Annotated[
-        str | None, rank_option(metavar="HOST:PORT", help="Of the Ray cluster.", show_default="RAY_ADDRESS")
-    ] = None
+    launcher: LauncherName = None
+    address: Address = None
 
     @property
     def backend(self) -> str | None:

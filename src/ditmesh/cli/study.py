@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import InputError
-from .options import AsJson, Device, DType, Guidance, PromptsFile, RankOptions, Seed, Size, Steps, at_least, with_groups
+from .options import (
+    Address,
+    AsJson,
+    Device,
+    DType,
+    Guidance,
+    LauncherName,
+    PromptsFile,
+    RankOptions,
+    Seed,
+    Size,
+    Steps,
+    at_least,
+    with_groups,
+)
 from .show import bar, emit, provenance
 from .values import download, embedded_or, parse_size, read_prompts, videos_of
 
@@ -30,9 +45,14 @@ class StudyOptions:
     warmup: Annotated[
         str, typer.Option(metavar="0,4,sqrt(2)", help="Warm-up policies; a number: so many synchronous steps first.")
     ] = "0,1,2,4"
-    strategy: Annotated[str, typer.Option(metavar="NAMES", help="Of displaced, pipefusion and naive.")] = (
-        "displaced,naive"
-    )
+    strategy: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Of displaced, pipefusion, naive, and displaced-fp16, -bf16, -int8 and -int4, which compress what is "
+            "sent.",
+        ),
+    ] = "displaced,naive"
     sampler: Annotated[
         str,
         typer.Option(metavar="NAMES", help="Such as ddim,dpm for a DDPM model, euler,heun for a flow; own: its own."),
@@ -75,6 +95,8 @@ class StudyOptions:
     ] = 1
     dtype: DType = "float32"
     device: Device = "auto"
+    launcher: LauncherName = None
+    address: Address = None
     out: Annotated[
         str, typer.Option("--out", "-o", metavar="DIR", help="Folder; what is finished there is not run again.")
     ] = "study"
@@ -109,10 +131,13 @@ def study(
     from ..generate.job import check_layout, check_named
 
     check_named(options.out)
+    backend = RankOptions(launcher=options.launcher, address=options.address).backend
+    if backend is not None and not options.real:
+        raise InputError(f"--launcher {options.launcher} starts real ranks, and all are simulated; add --real")
     plan, info = _plan(options, prompts, model)
     check_layout(info)
     made_by = provenance(context.obj or ())
-    emit(_run(plan, Path(options.out), options.jobs, options.target, made_by), as_json, _say)
+    emit(_run(plan, Path(options.out), options.jobs, options.target, made_by, backend), as_json, _say)
 
 
 def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple[Plan, ModelInfo]:
@@ -171,14 +196,18 @@ def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple
     return plan, info
 
 
-def _run(plan: Plan, out: Path, jobs: int, target: float | None, made_by: dict[str, Any]) -> dict[str, Any]:
-    """Run what is missing and write everything."""
+def _run(
+    plan: Plan, out: Path, jobs: int, target: float | None, made_by: dict[str, Any], backend: str | None
+) -> dict[str, Any]:
+    """Run what is missing, on ranks of the launcher of that name where they are real, and write everything."""
+    from ..launch import connection
     from ..tools.study.analysis import Results
     from ..tools.study.page import write
     from ..tools.study.store import Store, run_cells
 
     store = Store(out)
-    with bar() as progress:
+    real = any(cell.real for cell in plan.cells)
+    with connection(backend) if real else nullcontext(), bar() as progress:
         task = progress.add_task("loading", total=len(plan.cells))
         there = sum(store.get(cell, plan.setup) is not None for cell in plan.cells)
         progress.update(task, completed=there)
@@ -189,7 +218,7 @@ def _run(plan: Plan, out: Path, jobs: int, target: float | None, made_by: dict[s
             else:
                 progress.update(task, description=cell.describe())
 
-        ran = run_cells(plan, store, jobs, on_cell)
+        ran = run_cells(plan, store, jobs, on_cell, backend)
         progress.update(task, description="writing")
         cells = [found for cell in plan.cells if (found := store.get(cell, plan.setup)) is not None]
         data = write(Results(plan, cells), out, target, made_by)

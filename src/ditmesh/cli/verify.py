@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from ..config import ParallelConfig
     from ..generate.job import Job
     from ..generate.model_info import ModelInfo
+    from ..tools.verify.ranks import VerifyRanks
     from ..tools.verify.runs import Run, Task
     from ..tools.verify.verdicts import Verdict
 
@@ -97,9 +99,12 @@ def verify(
     ditmesh verify "ulysses=2" "ring=2 cfg=2" --prompt "a red fox"
 
     ditmesh verify --all 4 --steps 8 --html verify.html
+
+    torchrun --nproc-per-node 2 -m ditmesh verify ulysses=2
     """
     from ..generate.job import check_folder, check_job
     from ..generate.receipt import MOST_TOGETHER
+    from ..launch import torchrun_rank
 
     asked = configs_of([*(more_configs or []), *(configs or [])])
     if not asked and comparing.all_of is None:
@@ -115,10 +120,16 @@ def verify(
     largest = max([config.world_size for config in asked] + [comparing.all_of or 1])
     check_job(job, info, largest)
     offered = _checked(job, info, asked, comparing.all_of)
-    kind = ranks.kind(largest)
+    there = torchrun_rank()
+    if there is not None:
+        _check_joined(there.world_size, [*asked, *offered], ranks)
+    kind = ranks.kind(largest if there is None else there.local_size)
     job = fetched(replace(job, dtype=ranks.dtype_on(kind)), info)
     made_by = None if page_at is None else provenance(context.obj or ())
-    result, page = _verify(job, asked, offered, kind, ranks, comparing, made_by)
+    found = _verify(job, asked, offered, kind, ranks, comparing, made_by)
+    if found is None:
+        return
+    result, page = found
     if trace_at is not None:
         result["trace"] = str(trace_at)
     if page_at is not None and page is not None:
@@ -148,6 +159,18 @@ def _checked(job: Job, info: ModelInfo, asked: Sequence[ParallelConfig], all_of:
     return [config for config in offered if config not in asked]
 
 
+def _check_joined(world_size: int, configs: Sequence[ParallelConfig], ranks: RankOptions) -> None:
+    """Refuse what the ranks that torchrun has started cannot do."""
+    if ranks.backend is not None:
+        raise InputError(f"--launcher {ranks.launcher} starts ranks, and torchrun has started them; use one of them")
+    for config in configs:
+        if config.world_size != world_size:
+            raise InputError(
+                f"torchrun has started {world_size} ranks, and {config.describe()!r} is for {config.world_size}; leave "
+                "it out, or leave torchrun out, and ranks are started for each configuration"
+            )
+
+
 def _file_at(name: str | None, option: str) -> Path | None:
     """Where a file goes, if it can be written there."""
     from ..generate.job import check_folder
@@ -168,27 +191,29 @@ def _verify(
     ranks: RankOptions,
     comparing: CompareOptions,
     made_by: dict[str, Any] | None,
-) -> tuple[dict[str, Any], Any]:
-    """Run everything; the result as data, and the page when it is said what that is made by."""
-    from ..launch import default_threads, guarded_folder, launcher
+) -> tuple[dict[str, Any], Any] | None:
+    """Run everything; the result as data, and the page when it is said what that is made by.
+
+    None: another rank of torchrun says it.
+    """
     from ..quality import perceptual
-    from ..tools.verify.runs import Task, budget_of, name_of, reference_of, run_tasks
+    from ..tools.verify.runs import Task, budget_of, name_of, reference_of
     from ..tools.verify.timeline import write_chrome_trace
     from ..tools.verify.verdicts import judge
 
     configs = [*asked, *offered]
-    # One number for all: kernels may round otherwise with another number of threads.
-    threads = ranks.threads or default_threads(max(config.world_size for config in configs), kind)
     references = list(dict.fromkeys(reference_of(config) for config in configs))
     runs: dict[str, list[Run]] = {}
     alone: dict[str, Run] = {}
     verdicts: list[Verdict] = []
-    with guarded_folder("ditmesh-verify-", job.out) as folder, bar() as progress:
+    with _ranks(job, configs, kind, ranks) as (runner, folder), bar(shown=runner.speaks) as progress:
         task = progress.add_task("starting", total=len(references) + len(configs))
-        budget = budget_of(folder, len(references), comparing.trace_gb * 1e9)
         traces = {reference: f"{folder}/trace-{number}" for number, reference in enumerate(references)}
-        for trace in traces.values():
-            os.mkdir(trace)
+        budget = 0.0
+        if runner.speaks:
+            budget = budget_of(folder, len(references), comparing.trace_gb * 1e9)
+            for trace in traces.values():
+                os.mkdir(trace)
 
         def run(devices: int, tasks: Sequence[Task]) -> list[list[Run]]:
             """For each task every rank's run."""
@@ -197,9 +222,7 @@ def _verify(
             def begin(rank: int, began: Any) -> None:
                 progress.update(task, description=began.what, advance=1)
 
-            with launcher(ranks.backend, devices, kind, threads, job.timeout) as pool:
-                every = pool.run(run_tasks, job, tasks, on_message=begin)
-            return [list(of_ranks) for of_ranks in zip(*every, strict=True)]
+            return runner.run(devices, job, tasks, begin)
 
         timed = comparing.trace is not None
         tasks = [Task(reference, traces[reference], True, budget, timed) for reference in references]
@@ -217,6 +240,8 @@ def _verify(
                 else []
             )
             runs |= {name_of(config): of_ranks for config, of_ranks in zip(mine, done, strict=True)}
+        if not runner.speaks:
+            return None
         progress.update(task, description="comparing")
         learned = perceptual.available()
         for config in configs:
@@ -234,8 +259,29 @@ def _verify(
         timelines = {name: [run.timeline for run in of_ranks if run.timeline] for name, of_ranks in every.items()}
         write_chrome_trace(comparing.trace, [(name, found) for name, found in timelines.items() if found])
     rank_0 = {name: of_ranks[0] for name, of_ranks in runs.items()}
-    where = {"device": kind, "threads": threads}
+    where = {"device": kind, "threads": runner.threads}
     return _result(job, verdicts, alone, where, rank_0, made_by)
+
+
+@contextmanager
+def _ranks(
+    job: Job, configs: Sequence[ParallelConfig], kind: Literal["cpu", "cuda"], ranks: RankOptions
+) -> Iterator[tuple[VerifyRanks, str]]:
+    """The ranks to run on, and a folder for what one device computes."""
+    from ..launch import TorchrunRanks, default_threads, guarded_folder, torchrun_rank
+    from ..tools.verify.ranks import JoinedRanks, StartedRanks, joined_folder
+
+    if (there := torchrun_rank()) is None:
+        # One number for all: kernels may round otherwise with another number of threads.
+        threads = ranks.threads or default_threads(max(config.world_size for config in configs), kind)
+        with guarded_folder("ditmesh-verify-", job.out) as folder:
+            yield StartedRanks(ranks.backend, kind, threads, job.timeout), folder
+        return
+    with (
+        TorchrunRanks(there.world_size, kind, ranks.threads, job.timeout) as joined,
+        joined_folder("ditmesh-verify-", job.out) as folder,
+    ):
+        yield JoinedRanks(joined), folder
 
 
 def _result(

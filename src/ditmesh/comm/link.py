@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .hosts import Relay, relay_of
 from .shared import SharedChannel
-from .state import Header, PeerError, RequestState, Traffic, raise_for_peer
+from .state import DesyncError, Header, PeerError, RequestState, Spec, Traffic, raise_for_peer
 
 # Nobody looks at a message.
 _UNSEEN = nullcontext()
@@ -102,6 +103,8 @@ class Link:
         self._others = [peer for peer in range(self.size) if peer != rank]
         # Of them those on other hosts.
         self._far: frozenset[int] = frozenset()
+        # How gathers go there, where some host has several ranks of the link.
+        self._relay: Relay | None = None
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -113,12 +116,13 @@ class Link:
     @property
     def transport(self) -> str:
         """What tensors travel through: ``"shared memory"``, or the group's backend, such as ``"gloo"``."""
-        return str(dist.get_backend(self.group)) if self._channel is None else "shared memory"
+        return str(dist.get_backend(self.group)) if self._channel is None or self._far else "shared memory"
 
     @property
     def _shared(self) -> SharedChannel | None:
+        """What all ranks of the link share."""
         # A compiled graph holds collectives of the process group, which the compiler knows.
-        return None if torch.compiler.is_compiling() else self._channel
+        return None if self._far or torch.compiler.is_compiling() else self._channel
 
     def drop(self) -> None:
         """Give up every transfer, the process group and the shared memory: until `connect` no tensor can travel."""
@@ -126,9 +130,17 @@ class Link:
             transfer.cancel()
         self._group = self._channel = None
 
-    def connect(self, group: dist.ProcessGroup | None, shared: SharedChannel | None, far: Sequence[int] = ()) -> None:
-        """Use a process group and, where given, shared memory between the ranks; ``far`` are those on other hosts."""
-        self._group, self._channel, self._far = group, shared, frozenset(far)
+    def connect(self, group: dist.ProcessGroup | None, shared: SharedChannel | None, hosts: Sequence[int] = ()) -> None:
+        """Use a process group and, where given, shared memory.
+
+        Args:
+            group: of all ranks of the link.
+            shared: between those of this rank's host.
+            hosts: for every rank of the link the number of its host; default: all have one.
+        """
+        self._group, self._channel = group, shared
+        self._far = frozenset(peer for peer, host in enumerate(hosts) if host != hosts[self.rank])
+        self._relay = relay_of(hosts, self.rank)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order: anything that can be pickled. Not counted."""
@@ -305,8 +317,7 @@ class Link:
         if self.size == 1:
             return piece
         shapes = [[(*piece.shape[:dim], length, *piece.shape[dim + 1 :])] for length in lengths]
-        parts = self._exchange("all_gather", [[piece]] * self.size, shapes)()
-        return torch.cat([part for (part,) in parts], dim=dim)
+        return torch.cat([part for (part,) in self._gather([piece], shapes)], dim=dim)
 
     def all_gather_list(
         self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[tuple[int, ...]]]
@@ -317,11 +328,21 @@ class Link:
             tensors: this rank's, any strides; all of one dtype.
             shapes: shapes of every rank's tensors.
         """
-        parts = self._exchange("all_gather", [tensors] * self.size, shapes)()
-        if self._shared is None or self.size == 2:
+        parts = self._gather(tensors, shapes)
+        near = self._others if self._relay is None else self._relay.near
+        if self._channel is None or len(near) < 2:
             return parts
         # The other receivers of a message read the same memory.
         return [part if peer == self.rank else [tensor.clone() for tensor in part] for peer, part in enumerate(parts)]
+
+    def _gather(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[tuple[int, ...]]]) -> list[list[Tensor]]:
+        """`all_gather_list` whose tensors are only to be read."""
+        if self._relay is None or not any(shapes) or torch.compiler.is_compiling():
+            return self._exchange("all_gather", [tensors] * self.size, shapes)()
+        self._enter("all_gather")
+        incoming = [[tensors[0].new_empty(shape) for shape in of] for of in shapes]
+        received = iter(self._gather_by_hosts(self._relay, "all_gather", tensors, incoming).wait())
+        return [list(tensors) if peer == self.rank else [next(received) for _ in of] for peer, of in enumerate(shapes)]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum of all ranks' tensors, the same bits on every rank.
@@ -354,7 +375,8 @@ class Link:
         Returns:
             Waits for the other ranks', as `Transfer.wait` does, and returns the sum. Call it once, in order of posting.
         """
-        transfer = self.all_gather_async([tensor], [[torch.empty_like(tensor)] for _ in range(self.size)])
+        # Never passed on inside of a host: stages of a pipeline come to wait for it at other times.
+        transfer = self._gather_from_all([tensor], [[torch.empty_like(tensor)] for _ in range(self.size)])
         return lambda timeout: self._added_up(transfer.wait(timeout), tensor)
 
     def _added_up(self, received: Sequence[Tensor], own: Tensor) -> Tensor:
@@ -406,7 +428,10 @@ class Link:
         return self._start("send", [], [(tensors, source)])
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """One rank's tensor on every rank of the group. Counted on the rank that has it, once per receiver.
+        """One rank's tensor on every rank of the group. Counted on the ranks that send it, once per receiver.
+
+        Over gloo it goes to every other host once, whose other ranks have it from the one there; NCCL does as it likes,
+        and is counted on the rank that has the tensor, as if it did the same.
 
         Args:
             tensor: contiguous; on other ranks it is overwritten.
@@ -415,6 +440,9 @@ class Link:
         if self.size == 1:
             return tensor
         self._enter("broadcast")
+        if self._relay is not None and self._matches:
+            self._broadcast_by_hosts(self._relay, tensor, source)
+            return tensor
         if self._shared is None:
             with self._watch("broadcast", (self.size - 1) * tensor.nbytes if self.rank == source else 0):
                 self._together(dist.broadcast, tensor, self.ranks[source])
@@ -424,11 +452,37 @@ class Link:
             # Copied: all receivers read the same memory.
             tensor.copy_(self._start("broadcast", [], [([tensor], source)]).wait()[0])
         if self.rank == source:
-            self.traffic.add(self.name, (self.size - 1) * tensor.nbytes, len(self._far) * tensor.nbytes)
+            hosts = len(self._far if self._relay is None else self._relay.to)
+            self.traffic.add(self.name, (self.size - 1) * tensor.nbytes, hosts * tensor.nbytes)
         return tensor
+
+    def _broadcast_by_hosts(self, relay: Relay, tensor: Tensor, source: int) -> None:
+        """`broadcast` that sends a tensor to one rank of every other host, which passes it on inside of it."""
+        kind, taker = "broadcast", relay.takers.get(source, source)
+        far = relay.to if self.rank == source else ()
+        near = relay.near if self.rank == taker else ()
+        sent = (len(far) + len(near)) * tensor.nbytes
+        if sent:
+            self.traffic.add(self.name, sent, len(far) * tensor.nbytes)
+        with self._watch(kind, sent):
+            if self.rank == taker != source:
+                self._over_group(kind, [], [([tensor], source)]).wait()
+            posted = [self._over_group(kind, [([tensor], far)], [])]
+            if self.rank == taker:
+                posted.append(self._inside(kind, [([tensor], near)], []))
+            else:
+                # Copied: all receivers read the same memory.
+                got = _passed_on(self._inside(kind, [], [([tensor], taker)]).wait, [self.ranks[source]], None)
+                tensor.copy_(got[0])
+            for transfer in posted:
+                transfer.wait()
 
     def all_gather_async(self, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Transfer:
         """Send the same tensors to every other rank, receive theirs, rank by rank; returns at once.
+
+        To a host with several ranks of the link they travel once. One rank there takes them, and passes them on inside
+        of its host when it waits itself: what goes between hosts travels beside whatever is computed meanwhile, the
+        copies inside of a host do not. So the ranks of a host have to wait for their transfers in the same order.
 
         Args:
             outgoing: any strides; they must not be written to before `Transfer.wait` returns.
@@ -436,11 +490,72 @@ class Link:
                 take them; this rank's own entry is not used. What `Transfer.wait` returns is only to be read: others
                 may read the same memory.
         """
+        if self._relay is None or torch.compiler.is_compiling():
+            return self._gather_from_all(outgoing, incoming)
+        self._enter("all_gather_async")
+        return self._gather_by_hosts(self._relay, "all_gather_async", outgoing, incoming)
+
+    def _gather_from_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Transfer:
+        """`all_gather_async` between all pairs of ranks."""
         kind, others = "all_gather_async", self._others
         self._enter(kind)
         sent = sum(t.nbytes for t in outgoing)
         self.traffic.add(self.name, len(others) * sent, len(self._far) * sent)
         return self._start(kind, [(outgoing, others)], [(incoming[peer], peer) for peer in others])
+
+    def _gather_by_hosts(
+        self, relay: Relay, kind: str, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]
+    ) -> Transfer:
+        """Start an all-gather that sends tensors to one rank of every other host, which passes them on inside of it."""
+        me, near, shared = self.rank, relay.near, self._channel
+        # For every rank of this host those on others whose tensors it takes, and the tensors.
+        taken = {peer: [far for far, taker in relay.takers.items() if taker == peer] for peer in (me, *near)}
+        passed = {peer: [tensor for far in of for tensor in incoming[far]] for peer, of in taken.items()}
+        own, relayed = sum(t.nbytes for t in outgoing), sum(t.nbytes for t in passed[me])
+        sent = own * (len(relay.to) + len(near)) + relayed * len(near)
+        self.traffic.add(self.name, sent, own * len(relay.to))
+        watched = self._watch(kind, sent)
+        if shared is None:
+            first = self._over_group(
+                kind, [(outgoing, (*relay.to, *near))], [(incoming[peer], peer) for peer in (*taken[me], *near)]
+            )
+
+            def arrive(timeout: timedelta | None) -> list[Tensor]:
+                first.wait(timeout)
+                onward = [(passed[me], near)], [(passed[peer], peer) for peer in near]
+                self._over_group(kind, *onward).wait(timeout)
+                return [tensor for peer in self._others for tensor in incoming[peer]]
+
+            return Transfer(messages=[arrive], link=self.name, watched=watched)
+        across = self._over_group(kind, [(outgoing, relay.to)], [(incoming[peer], peer) for peer in taken[me]])
+        shared.send(kind, outgoing, near)
+        theirs = {peer: shared.expect(kind, _specs(incoming[peer]), peer) for peer in near}
+        # Its place among the messages is that of the posting, whichever transfer is waited for first.
+        give = shared.promise(kind, _specs(passed[me]), near)
+        takes = {peer: shared.expect(kind, _specs(passed[peer]), peer) for peer in near}
+
+        def arrive_through_memory(timeout: timedelta | None) -> list[Tensor]:
+            across.wait(timeout)
+            give(passed[me])
+            parts = {peer: take(timeout) for peer, take in theirs.items()}
+            parts |= {peer: list(incoming[peer]) for peer in taken[me]}
+            for taker, take in takes.items():
+                got = iter(_passed_on(take, [self.ranks[peer] for peer in taken[taker]], timeout))
+                parts |= {peer: [next(got) for _ in incoming[peer]] for peer in taken[taker]}
+            return [tensor for peer in self._others for tensor in parts[peer]]
+
+        return Transfer(messages=[arrive_through_memory], link=self.name, watched=watched)
+
+    def _inside(
+        self,
+        kind: str,
+        outgoing: Sequence[tuple[Sequence[Tensor], Sequence[int]]],
+        incoming: Sequence[tuple[Sequence[Tensor], int]],
+    ) -> Transfer:
+        """`_start` between ranks of this host."""
+        if self._channel is None:
+            return self._over_group(kind, outgoing, incoming)
+        return self._through_memory(self._channel, kind, outgoing, incoming)
 
     def _start(
         self,
@@ -455,10 +570,31 @@ class Link:
         """
         watched = self._watch(kind, sum(t.nbytes for tensors, to in outgoing for t in tensors for _ in to))
         if (shared := self._shared) is not None:
-            for tensors, to in outgoing:
-                shared.send(kind, tensors, to)
-            messages = [shared.expect(kind, [(tuple(t.shape), t.dtype) for t in like], peer) for like, peer in incoming]
-            return Transfer(messages=messages, link=self.name, watched=watched)
+            return self._through_memory(shared, kind, outgoing, incoming, watched)
+        return self._over_group(kind, outgoing, incoming, watched)
+
+    def _through_memory(
+        self,
+        shared: SharedChannel,
+        kind: str,
+        outgoing: Sequence[tuple[Sequence[Tensor], Sequence[int]]],
+        incoming: Sequence[tuple[Sequence[Tensor], int]],
+        watched: AbstractContextManager[object] = _UNSEEN,
+    ) -> Transfer:
+        """`_start` through shared memory."""
+        for tensors, to in outgoing:
+            shared.send(kind, tensors, to)
+        messages = [shared.expect(kind, _specs(like), peer) for like, peer in incoming]
+        return Transfer(messages=messages, link=self.name, watched=watched)
+
+    def _over_group(
+        self,
+        kind: str,
+        outgoing: Sequence[tuple[Sequence[Tensor], Sequence[int]]],
+        incoming: Sequence[tuple[Sequence[Tensor], int]],
+        watched: AbstractContextManager[object] = _UNSEEN,
+    ) -> Transfer:
+        """`_start` over the process group."""
         sent = [([tensor.contiguous() for tensor in tensors], to) for tensors, to in outgoing]
         # Empty tensors are not sent: both sides know the shapes, and not every backend carries zero bytes.
         moves = [(dist.irecv, t, peer) for tensors, peer in incoming for t in tensors if t.numel()]
@@ -492,3 +628,20 @@ def _views(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """Tensors that lie one after the other."""
     parts = flat.split([prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _specs(tensors: Sequence[Tensor]) -> list[Spec]:
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+
+
+def _passed_on(
+    take: Callable[[timedelta | None], list[Tensor]], origins: Sequence[int], timeout: timedelta | None
+) -> list[Tensor]:
+    """What a rank of this host passes on; an error also names those it comes from, of which one may be lost."""
+    try:
+        return take(timeout)
+    except DesyncError:
+        raise
+    except PeerError as error:
+        ranks = " and ".join(f"rank {one}" for one in origins)
+        raise PeerError(f"{error}; it passes on what {ranks} sent") from error

@@ -238,10 +238,11 @@ class Mesh:
                 group, _ = dist.new_subgroups_by_enumeration(self._sets(name), timeout=self._deadline)
                 assert isinstance(group, dist.ProcessGroup)
                 self._groups.append(group)
-                shared = SharedChannel(memory, number, link.ranks) if memory and self.hosts.joins(link.ranks) else None
-                here = self.hosts.numbers
-                far = [place for place, rank in enumerate(link.ranks) if here[rank] != here[self.rank]]
-                link.connect(group, shared, far)
+                hosts = self.hosts.numbers
+                here = [rank for rank in link.ranks if hosts[rank] == hosts[self.rank]]
+                joined = len(here) > 1 and self.hosts.joins(here)
+                shared = SharedChannel(memory, number, link.ranks) if memory and joined else None
+                link.connect(group, shared, [hosts[rank] for rank in link.ranks])
         # A group is there for one rank while another still connects, and would be lost if the first one failed now.
         dist.barrier(group=self._control)
 

@@ -281,15 +281,27 @@ class SharedChannel:
 
     def send(self, kind: str, tensors: Sequence[Tensor], to: Sequence[int]) -> None:
         """Send the same tensors, of any strides, to some ranks of the link. They may be written to at once."""
-        tensors = [tensor for tensor in tensors if tensor.numel()]
-        if not tensors or not to:
-            return
-        specs = tuple((tuple(t.shape), t.dtype) for t in tensors)
-        header = Header.of(self._memory.state.number, kind, specs)
-        slot = self._memory.pack(tensors, specs, tuple(self._ranks[rank] for rank in to))
-        for rank in to:
-            self._memory.publish(slot, self._link, self._ranks[rank], self._sent[rank], header)
-            self._sent[rank] += 1
+        self.promise(kind, [(tuple(t.shape), t.dtype) for t in tensors], to)(tensors)
+
+    def promise(self, kind: str, specs: Sequence[Spec], to: Sequence[int]) -> Callable[[Sequence[Tensor]], None]:
+        """The next message to some ranks of the link: a function that sends it, once its tensors are there.
+
+        Call it once, before `ENTRIES` more messages go to one of them.
+        """
+        wanted = _with_elements(tuple(specs))
+        if not wanted or not to:
+            return lambda tensors: None
+        header = Header.of(self._memory.state.number, kind, wanted)
+        numbers = [(rank, self._sent[rank]) for rank in to]
+        self._sent.update(to)
+
+        def send(tensors: Sequence[Tensor]) -> None:
+            with_elements = [tensor for tensor in tensors if tensor.numel()]
+            slot = self._memory.pack(with_elements, wanted, tuple(self._ranks[rank] for rank in to))
+            for rank, number in numbers:
+                self._memory.publish(slot, self._link, self._ranks[rank], number, header)
+
+        return send
 
     def expect(self, kind: str, specs: Sequence[Spec], source: int) -> Callable[[timedelta | None], list[Tensor]]:
         """The next message from a rank of the link: a function that waits for it. Call it once, in any order."""

@@ -61,10 +61,19 @@ def bytes_across(terms: Iterable[Term], config: ParallelConfig, hosts: Sequence[
         if term.route:
             name = term.axes[0] if len(term.axes) == 1 else "sequence"
             for group in config.groups(term.axes):
-                for source, target, share in _pairs(term.route, len(group)):
-                    if hosts[group[source]] != hosts[group[target]]:
-                        found[name] += term.sent * share
-    return dict(found)
+                here = [hosts[rank] for rank in group]
+                found[name] += term.sent * (
+                    _once_to_each(term.route, here)
+                    if term.route in ("same to all", "from last")
+                    else sum(share for a, b, share in _pairs(term.route, len(here)) if here[a] != here[b])
+                )
+    return {name: sent for name, sent in found.items() if sent}
+
+
+def _once_to_each(route: Route, hosts: Sequence[int]) -> float:
+    """Share of what a rank sends that all ranks of a group send to other hosts, where each has everything once."""
+    senders = 1.0 if route == "from last" else len(hosts) / max(1, len(hosts) - 1)
+    return senders * (len(set(hosts)) - 1)
 
 
 def _pairs(route: Route, size: int) -> Iterator[tuple[int, int, float]]:
@@ -73,8 +82,6 @@ def _pairs(route: Route, size: int) -> Iterator[tuple[int, int, float]]:
         yield from ((a, b, 1 / (size - 1)) for a in range(size) for b in range(size) if a != b)
     elif route == "ring":
         yield from ((a, (a + 1) % size, 1.0) for a in range(size))
-    elif route == "from last":
-        yield from ((size - 1, b, 1.0) for b in range(size - 1))
     elif route == "back":
         yield size - 1, 0, 1.0
     else:

@@ -160,10 +160,13 @@ class Hardware(_Data):
         # Ranks of one group on one host, and groups that share its link.
         here = max(1, self.devices // stride)
         groups = max(1, self.devices // min(here, size))
-        # A ring crosses once per group; an exchange of all with all crosses with what is for other hosts.
-        crossing = sent * groups
+        # A ring crosses once per group; an exchange of all with all crosses with what is for other hosts, and where all
+        # get the same, it does so once for each of them.
+        crossing, far = sent * groups, size - min(here, size)
         if collective == "all_to_all":
-            crossing = sent * (size - min(here, size)) / (size - 1) * self.devices
+            crossing = sent * far / (size - 1) * self.devices
+        elif collective == "all_gather":
+            crossing = sent * far / (size - 1) * groups
         outside = rounds * speed.latency + crossing / speed.bandwidth
         if outside <= seconds:
             return seconds, self.link.hidden, self.link.name

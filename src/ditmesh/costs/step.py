@@ -19,13 +19,14 @@ from .work import Attention, Block, Job, Linear, Pointwise, Work
 # Classes of terms that are fitted to measured steps, each by a factor.
 CLASSES = ("linear", "attention", "pointwise", "launch", "transfer")
 
-# From whom to whom the bytes of a transfer go that each rank of a group sends: evenly to all others; to the next one,
-# from the last to the first, too; from the last one to every other; only to the next one; the same, one rank after the
-# other, so that the bytes are those of all of them; from the last one to the first.
-Route = Literal["all", "ring", "from last", "chain", "in turn", "back"]
+# From whom to whom the bytes of a transfer go that each rank of a group sends: evenly to all others; the same to all
+# others, and so to each other host once; to the next one, from the last to the first, too; from the last one to every
+# other, and so to each other host once; only to the next one; the same, one rank after the other, so that the bytes are
+# those of all of them; from the last one to the first.
+Route = Literal["all", "same to all", "ring", "from last", "chain", "in turn", "back"]
 ROUTES: dict[Collective, Route] = {
     "all_to_all": "all",
-    "all_gather": "all",
+    "all_gather": "same to all",
     "all_reduce": "ring",
     "shift": "ring",
     "broadcast": "from last",

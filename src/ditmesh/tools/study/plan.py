@@ -10,15 +10,16 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from ...config import ParallelConfig
+from ...config import Compression, ParallelConfig
 from ...errors import ConfigError, InputError
 from ...generate.model_info import ModelInfo
 from ...staleness.policy import parse as parse_warmup
 from .samplers import check_sampler
 
-STRATEGIES = ("displaced", "pipefusion", "naive")
+# The last ones compress what travels.
+STRATEGIES = ("displaced", "pipefusion", "naive", *(f"displaced-{name}" for name in get_args(Compression)))
 SYNCHRONOUS = "synchronous"
 
 # Bytes of a weight file that is still read to tell it from another one.
@@ -110,7 +111,9 @@ class Cell:
             return ParallelConfig()
         if self.strategy == "pipefusion":
             return ParallelConfig(patches=self.devices, pipe=self.devices if self.real else 1, warmup=self.warmup)
-        return ParallelConfig(ring=self.devices, exchange=self.strategy, warmup=self.warmup)  # type: ignore[arg-type]
+        exchange, _, compress = self.strategy.partition("-")
+        settings: dict[str, Any] = {"exchange": exchange, "compress": compress or None}
+        return ParallelConfig(ring=self.devices, warmup=self.warmup, **settings)
 
 
 def has_given_steps(warmup: str) -> bool:

@@ -35,10 +35,13 @@ SHOWN_FRAMES, IN_ROW = 8, 4
 
 
 class Runner:
-    """Loads the model once and runs cells; pictures, and predictions of synchronous runs, are kept in a folder."""
+    """Loads the model once and runs cells; pictures, and predictions of synchronous runs, are kept in a folder.
 
-    def __init__(self, setup: Setup, folder: Path) -> None:
-        self.setup = setup
+    Real ranks are those of the launcher of that name; see `ditmesh.launch.launcher`.
+    """
+
+    def __init__(self, setup: Setup, folder: Path, launcher: str | None = None) -> None:
+        self.setup, self._launcher = setup, launcher
         self.folder = folder
         self._pipe: Any = None
         self._plain: Any = None
@@ -59,7 +62,7 @@ class Runner:
             with written_whole(self.folder / f"{key}{SUFFIX}") as temporary:
                 torch.save(kept, temporary)
         elif cell.real:
-            pictures, result["ranks"] = generate_on_ranks(self.setup, cell)
+            pictures, result["ranks"] = generate_on_ranks(self.setup, cell, self._launcher)
             simulated = replace(cell, real=False)
             with stale(pipe, simulated), _one_thread():
                 expected, _ = generate(pipe, self.setup, simulated)
@@ -344,11 +347,11 @@ def nearest_is_right(model: Path, cell: Cell, pictures: np.ndarray) -> list[bool
 # On real ranks
 
 
-def generate_on_ranks(setup: Setup, cell: Cell) -> tuple[np.ndarray, list[dict[str, Any]]]:
+def generate_on_ranks(setup: Setup, cell: Cell, backend: str | None) -> tuple[np.ndarray, list[dict[str, Any]]]:
     """The pictures of real ranks, and for every rank its seconds, those inside collectives, and bytes sent by axis."""
     from ...launch import launcher
 
-    with launcher(None, cell.devices, "cuda" if setup.device == "cuda" else "cpu", threads=1) as pool:
+    with launcher(backend, cell.devices, "cuda" if setup.device == "cuda" else "cpu", threads=1) as pool:
         results = pool.run(rank_of_cell, setup, cell)
     return results[0][0], [times for _, times in results]
 

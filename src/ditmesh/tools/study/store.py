@@ -72,12 +72,17 @@ class Store:
         self._cells[result["key"]] = json.loads(line)
 
 
-def run_cells(plan: Plan, store: Store, jobs: int = 1, on_cell: OnCell | None = None) -> int:
-    """Run the cells that the store lacks, in so many processes (1: this one); returns how many were run."""
+def run_cells(
+    plan: Plan, store: Store, jobs: int = 1, on_cell: OnCell | None = None, launcher: str | None = None
+) -> int:
+    """Run the cells that the store lacks, in so many processes (1: this one); returns how many were run.
+
+    Real ranks are those of the launcher of that name; see `ditmesh.launch.launcher`.
+    """
     missing = [cell for cell in plan.cells if store.get(cell, plan.setup) is None]
     say = on_cell or (lambda cell, total: None)
     if jobs == 1 or len(missing) < 2:
-        runner = Runner(plan.setup, store.pictures)
+        runner = Runner(plan.setup, store.pictures, launcher)
         for cell in missing:
             say(cell, len(missing))
             store.add(runner.run(cell))
@@ -86,7 +91,7 @@ def run_cells(plan: Plan, store: Store, jobs: int = 1, on_cell: OnCell | None = 
     # What others are compared with comes first, all of it.
     first = [cell for cell in missing if cell.strategy == SYNCHRONOUS]
     rest = [cell for cell in missing if cell.strategy != SYNCHRONOUS]
-    with get_context("spawn").Pool(jobs, _start, (plan.setup, store.pictures)) as pool:
+    with get_context("spawn").Pool(jobs, _start, (plan.setup, store.pictures, launcher)) as pool:
         for some in (first, rest):
             for cell, result in pool.imap_unordered(_run, some):
                 say(cell, len(missing))
@@ -95,12 +100,12 @@ def run_cells(plan: Plan, store: Store, jobs: int = 1, on_cell: OnCell | None = 
     return len(missing)
 
 
-def _start(setup: Setup, folder: Path) -> None:
+def _start(setup: Setup, folder: Path, launcher: str | None) -> None:
     global _runner
     import torch
 
     torch.set_num_threads(1)
-    _runner = Runner(setup, folder)
+    _runner = Runner(setup, folder, launcher)
 
 
 def _run(cell: Cell) -> tuple[Cell, dict[str, Any]]:

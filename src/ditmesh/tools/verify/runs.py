@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...comm import Traffic
+from ...comm import Link, Traffic
 from ...config import ParallelConfig
 from ...errors import ConfigError, InputError, LayoutError, UntestedWarning
 from ...generate.job import Job, check_config
@@ -143,7 +143,7 @@ class Task:
     Attributes:
         config: None: nothing parallelised.
         trace: folder of one device's trace: written by the one device, read by all others.
-        writes: whether this run is the one device.
+        writes: whether this run is the one device, whatever other ranks the job has.
         budget: bytes that the values of the trace may take, about.
         timeline: record when this rank computes and waits.
     """
@@ -172,7 +172,9 @@ def budget_of(folder: str | Path, traces: int, wanted: float = TRACE_BUDGET) -> 
 
 
 def run_tasks(job: Job, tasks: Sequence[Task], *, report: Report | None = None) -> list[Run]:
-    """Make several runs, with one loaded pipeline as far as each rank needs all of it. Every rank calls this.
+    """Make several runs, with one loaded pipeline as far as each rank needs all of it.
+
+    Every rank calls this, and of a task that writes the first one alone.
 
     What they return belongs together.
 
@@ -205,7 +207,9 @@ def run_tasks(job: Job, tasks: Sequence[Task], *, report: Report | None = None) 
         elif pipe is None:
             pipe = load(job, device)
         if task.config is not None:
-            mesh = Mesh(task.config, device=device, timeout=job.timeout)
+            # One device needs no other rank.
+            alone = {"world": Link("world", [0], 0, Traffic())} if task.writes else None
+            mesh = Mesh(task.config, device=device, timeout=job.timeout, links=alone)
             try:
                 if share:
                     pipe = load(job, device, mesh)
@@ -259,14 +263,14 @@ def _run(job: Job, pipe: Any, task: Task, rank: int) -> Run:
         ) from error
     traffic = engine_of(pipe).mesh.traffic if task.config is not None else Traffic()
     traffic.reset()
-    if dist.is_initialized():
+    if dist.is_initialized() and not task.writes:
         # The clock starts when all are here.
         dist.barrier()
     started = time.perf_counter()
     timeline = None
     if task.timeline:
         models = [(model, [one.blocks for one in find_layout(model).regions]) for model in denoisers(pipe)]
-        with TimelineRecorder(pipe, models, traffic if task.config is not None else None) as recorder:
+        with TimelineRecorder(pipe, models, traffic if task.config is not None else None, task.writes) as recorder:
             pictures = [_generate(job, pipe, 0)]
         timeline = recorder.result()
     else:

@@ -98,17 +98,19 @@ class TimelineRecorder:
         pipe: the pipeline.
         models: its transformers, and the paths of their lists of blocks.
         traffic: of the mesh, whose messages are shown; None: there is none.
+        alone: no other rank of the job records.
     """
 
     pipe: Any
     models: Sequence[tuple[nn.Module, Sequence[str]]]
     traffic: Any = None
+    alone: bool = False
     _open: list[tuple[str, str, Any]] = field(default_factory=list)
     _spans: list[tuple[str, str, Any, Any]] = field(default_factory=list)
     _messages: list[_Posted] = field(default_factory=list)
 
     def __enter__(self) -> TimelineRecorder:
-        """Put the hooks on. A collective call."""
+        """Put the hooks on. A collective call of the ranks that record."""
         self._on_cuda = next(self.models[0][0].parameters()).is_cuda
         names = {id(part): name for name, part in self.pipe.components.items() if isinstance(part, nn.Module)}
         with ExitStack() as undo:
@@ -124,7 +126,7 @@ class TimelineRecorder:
             if self.traffic is not None:
                 self.traffic.watcher = self
                 undo.callback(setattr, self.traffic, "watcher", None)
-            if dist.is_initialized():
+            if dist.is_initialized() and not self.alone:
                 dist.barrier()
             if self._on_cuda:
                 torch.cuda.synchronize()

@@ -1,0 +1,98 @@
+"""The ranks that verify runs on: started for each number of them, or those that torchrun has started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+from ...errors import InputError
+from ...generate.job import Job
+from ...launch import Report, TorchrunRanks, guarded_folder, launcher
+from .runs import Run, Task, run_tasks
+
+OnBegan = Callable[[int, Any], None]
+
+
+class VerifyRanks(Protocol):
+    """Ranks that make runs, of one device and of several.
+
+    Attributes:
+        speaks: whether this process has the results, and says what comes of them.
+        threads: of each rank.
+    """
+
+    speaks: bool
+    threads: int
+
+    def run(self, devices: int, job: Job, tasks: Sequence[Task], on_message: OnBegan) -> list[list[Run]]:
+        """For each task the runs of ``devices`` ranks, in rank order; see `runs.run_tasks`."""
+        ...
+
+
+class StartedRanks:
+    """Ranks of a launcher, which are started for a call and end with it."""
+
+    speaks = True
+
+    def __init__(self, name: str | None, kind: Literal["cpu", "cuda"], threads: int, timeout: float) -> None:
+        self._name, self._kind, self.threads, self._timeout = name, kind, threads, timeout
+
+    def run(self, devices: int, job: Job, tasks: Sequence[Task], on_message: OnBegan) -> list[list[Run]]:
+        """See `VerifyRanks.run`."""
+        with launcher(self._name, devices, self._kind, self.threads, self._timeout) as pool:
+            every = pool.run(run_tasks, job, tasks, on_message=on_message)
+        return [list(of_ranks) for of_ranks in zip(*every, strict=True)]
+
+
+class JoinedRanks:
+    """The ranks that torchrun has started; the first one is the one device, and the others wait for it meanwhile."""
+
+    def __init__(self, ranks: TorchrunRanks) -> None:
+        self._ranks, self.speaks, self.threads = ranks, ranks.speaks, ranks.threads
+
+    def run(self, devices: int, job: Job, tasks: Sequence[Task], on_message: OnBegan) -> list[list[Run]]:
+        """See `VerifyRanks.run`."""
+        function = run_tasks if devices > 1 else _run_on_first
+        every = self._ranks.run(function, job, tasks, on_message=on_message)
+        return [list(of_ranks) for of_ranks in zip(*(every if devices > 1 else every[:1]), strict=True)]
+
+
+def _run_on_first(job: Job, tasks: Sequence[Task], *, report: Report) -> list[Run]:
+    import torch.distributed as dist
+
+    return run_tasks(job, tasks, report=report) if dist.get_rank() == 0 else []
+
+
+@contextmanager
+def joined_folder(prefix: str, parent: str) -> Iterator[str]:
+    """A temporary folder that the first rank of torchrun makes, and removes in the end. A collective call.
+
+    Raises:
+        InputError: a rank's host does not see it.
+    """
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        with guarded_folder(prefix, parent) as folder:
+            yield _agreed(folder, parent)
+    else:
+        yield _agreed(None, parent)
+
+
+def _agreed(folder: str | None, parent: str) -> str:
+    import torch.distributed as dist
+
+    box = [folder]
+    dist.broadcast_object_list(box, 0)
+    (name,) = box
+    assert name is not None
+    seen: list[bool] = [True] * dist.get_world_size()
+    dist.all_gather_object(seen, os.path.isdir(name))
+    if not all(seen):
+        raise InputError(
+            f"what one device computes is kept in {parent!r}, which rank {seen.index(False)} does not share with rank "
+            "0; name a folder that all hosts share with --trace-dir"
+        )
+    return name
