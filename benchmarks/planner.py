@@ -3,7 +3,8 @@
     python benchmarks/planner.py measure out.json      # two ranks; wants a quiet machine
     python benchmarks/planner.py report out.json       # fits on one half of the cases, reports on the other
     python benchmarks/planner.py published             # tables of others: predictions beside their figures
-    python benchmarks/planner.py memory               # predicted and measured peaks of four configurations
+    python benchmarks/planner.py memory               # predicted and measured peaks of requests
+    python benchmarks/planner.py works                # writes the work of the models whose sizes ship
 
 A case is a model's shape, a number of tokens, and guidance on or off; under each all configurations of two ranks are
 measured, over shared memory and over gloo. In every repeat each configuration takes its turn, and the best repeat
@@ -324,17 +325,15 @@ def published() -> dict[str, Any]:
     from ditmesh import ParallelConfig
     from ditmesh.costs.hardware import Hardware, device, link
     from ditmesh.costs.work import Job
-    from ditmesh.layout import known_models
-    from ditmesh.layout.describe import on_meta
     from ditmesh.planner.catalogue import shape
-    from ditmesh.planner.model import work_of
     from ditmesh.planner.predict import predict
+    from ditmesh.planner.shipped import model_of
 
     result: dict[str, Any] = {}
     for path in sorted(TABLES.glob("*.yaml")):
         table = yaml.safe_load(path.read_text())
         known = shape(table["model"])
-        work = work_of(on_meta(known.transformer, known.config), known_models()[known.transformer])
+        work = model_of(known).work
         image = known.tokens(*table["size"], table.get("frames", 1))
         job = Job(image, table.get("text", known.text), branches=table["branches"], steps=table["steps"])
         hardware = Hardware(device=device(table["device"]), link=link(table["link"]), devices=table["devices"])
@@ -365,99 +364,64 @@ def published() -> dict[str, Any]:
     return result
 
 
-# What is loaded for the memory of four configurations: 576 MB of transformer, and a small VAE.
-MEMORY = {"1 device": {}, "ulysses=2": {"ulysses": 2}, "tensor=2": {"tensor": 2}, "pipe=2": {"pipe": 2, "patches": 2}}
-ABSENT = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "text_encoder_3", "tokenizer_3")
-LARGE = {
-    "sample_size": 64,
-    "num_layers": 10,
-    "attention_head_dim": 64,
-    "num_attention_heads": 12,
-    "joint_attention_dim": 256,
-    "caption_projection_dim": 768,
-    "pooled_projection_dim": 128,
-    "in_channels": 4,
-    "out_channels": 4,
-}
+def write_works() -> None:
+    """The work of every model of the catalogue, beside the sizes that ship."""
+    from ditmesh.planner.catalogue import shapes
+    from ditmesh.planner.shipped import WORKS, to_ship
 
-
-def peaks(folder: str, config: dict[str, Any]) -> dict[str, int]:
-    """Bytes of this process before anything, and at most in one step of guidance and in decoding.
-
-    Not while loading: files that are mapped then count as this process's memory, and are not.
-    """
-    import psutil
-
-    import ditmesh
-
-    def most() -> int:
-        """The most since the last time."""
-        status = Path("/proc/self/status").read_text()
-        found = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
-        Path("/proc/self/clear_refs").write_text("5")
-        return found * 1024
-
-    torch.nn.functional.scaled_dot_product_attention(*[torch.randn(1, 1, 8, 8)] * 3)
-    found = {"process": psutil.Process().memory_info().rss}
-    pipe = ditmesh.load(folder, config, **dict.fromkeys(ABSENT))
-    most()
-    given = {"prompt_embeds": torch.randn(1, TEXT, 256), "pooled_prompt_embeds": torch.randn(1, 128)}
-    given |= {f"negative_{name}": value.clone() for name, value in given.items()}
-    pipe.set_progress_bar_config(disable=True)
-    pipe(**given, num_inference_steps=1, height=512, width=512, output_type="latent")
-    found["step"] = most()
-    pipe(**given, num_inference_steps=1, height=512, width=512)
-    return {**found, "decode": most()}
+    WORKS.mkdir(exist_ok=True)
+    for name, one in shapes().items():
+        (WORKS / f"{name}.json").write_text(json.dumps(to_ship(one), separators=(",", ":")) + "\n")
+        print(name, flush=True)
 
 
 def memory() -> dict[str, Any]:
-    """Predicted and measured peaks of a rank."""
+    """The peak of a request, from loading to decoding: of a plan's quick figures, of the walk, and measured."""
     import tempfile
 
-    import diffusers
-
+    import memory_model
     from ditmesh import ParallelConfig
     from ditmesh.costs.hardware import machine
     from ditmesh.costs.work import Job
+    from ditmesh.generate.memory import components_of, request_of
+    from ditmesh.generate.model_info import find_model
     from ditmesh.launch import RankPool
-    from ditmesh.layout import known_models
-    from ditmesh.layout.describe import on_meta
-    from ditmesh.planner.model import work_of
+    from ditmesh.memory.predict import around, needs
     from ditmesh.planner.predict import predict
+    from ditmesh.planner.shipped import derived
 
-    name = "SD3Transformer2DModel"
-    work = work_of(on_meta(name, LARGE), known_models()[name])
-    result: dict[str, Any] = {"parameters": work.parameters}
-    with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        vae = diffusers.AutoencoderKL(
-            shift_factor=0.0,
-            block_out_channels=(32, 32, 32, 32),
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
-        )
-        diffusers.StableDiffusion3Pipeline(
-            transformer=diffusers.SD3Transformer2DModel(**LARGE),
-            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
-            vae=vae,
-            **dict.fromkeys(ABSENT),
-        ).save_pretrained(folder)
-        beside = 4.0 * sum(parameter.numel() for parameter in vae.parameters())
-        for label, config in MEMORY.items():
-            ranks = ParallelConfig(**config).world_size
-            with RankPool(ranks, threads=1, device="cpu") as pool:
-                found = pool.run(peaks, folder, config)
-            worst = {key: max(one[key] for one in found) for key in found[0]}
-            here = machine("cpu", ranks)
-            process = here.device.model_copy(update={"runtime": float(worst["process"])})
-            job = Job(1024, TEXT, branches=2, steps=1, element=4, beside=beside)
-            made = predict(ParallelConfig(**config), work, job, here.model_copy(update={"device": process}))
-            guess = {"step": made.memory}
-            result[label] = {
-                "measured MB": {key: round(value / 1e6) for key, value in worst.items()},
-                "predicted MB": {key: round(value / 1e6) for key, value in guess.items()},
-                "error": {key: round(value / worst[key] - 1, 3) for key, value in guess.items()},
+    result: dict[str, Any] = {"machine": describe_machine()["text"]}
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, (build, settings, side, frames) in memory_model.CASES.items():
+            folder, config = f"{temporary}/{build.__name__}", ParallelConfig(**settings)
+            if not Path(folder).exists():
+                torch.manual_seed(0)
+                build(folder)
+            with RankPool(config.world_size, threads=1, device="cpu", timeout=1800) as pool:
+                ranks = pool.run(memory_model.measured, folder, settings, side, frames)
+            before = float(max(one["start"] for one in ranks))
+            measured = {phase: max(one["process"][phase] for one in ranks) for phase in ranks[0]["process"]}
+            info = find_model(folder)
+            guided = info.pipeline_class != "FluxPipeline"
+            size = {"text": memory_model.TEXT, "guidance": guided, "frames": (frames - 1) // 4 + 1}
+            asked, components = request_of(info, (side, side), **size), components_of(info)
+            beside, _, decoding = around(components, asked, torch.float32)
+            tokens = asked.rows * asked.cols * asked.frames
+            job = Job(tokens, asked.text, 1, asked.branches, steps=3, element=4, beside=beside, decode=decoding)
+            here = machine("cpu", config.world_size)
+            here = here.model_copy(update={"device": here.device.model_copy(update={"runtime": before})})
+            work = derived(info.transformer_class, info.transformer).work
+            found = {
+                "plan": predict(config, work, job, here).memory,
+                "walk": max(one.peak.total for one in needs(components, config, asked, torch.float32, before)),
             }
+            most = max(measured.values())
+            result[name] = {
+                "measured MB": {phase: round(value / 1e6) for phase, value in measured.items()},
+                "predicted MB": {which: round(value / 1e6) for which, value in found.items()},
+                "error": {which: round(value / most - 1, 3) for which, value in found.items()},
+            }
+            print(f"{name}: {result[name]}", file=sys.stderr, flush=True)
     print(json.dumps(result, indent=1))
     return result
 
@@ -477,7 +441,7 @@ def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["measure", "report", "published", "memory"])
+    parser.add_argument("what", choices=["measure", "report", "published", "memory", "works"])
     parser.add_argument("file", type=Path, nargs="?")
     parser.add_argument("--minutes", type=float, default=10, help="measure at least once, and for so long")
     parser.add_argument("--runs", type=int, default=1, help="steps per round; the best counts")
@@ -489,5 +453,7 @@ if __name__ == "__main__":
         report(options.file, options.clock)
     elif options.what == "memory":
         memory()
+    elif options.what == "works":
+        write_works()
     else:
         published()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from functools import cache
@@ -29,11 +31,13 @@ from ditmesh.layout.conventions import Size
 from ditmesh.layout.describe import on_meta
 from ditmesh.planner import auto
 from ditmesh.planner import cache as kept
+from ditmesh.planner import shipped as planner_shipped
 from ditmesh.planner.catalogue import shape, shapes
 from ditmesh.planner.fit import fitted
 from ditmesh.planner.model import work_of
 from ditmesh.planner.predict import predict, synchronous_steps
-from ditmesh.planner.search import Limits, Model, search
+from ditmesh.planner.search import Limits, Model, candidates, refusal, search
+from ditmesh.planner.shipped import WORKS, derived, model_of, to_ship
 from support.models import inputs, run, tiny
 from support.pipelines import arguments, draw, sd3
 from support.tiny import save_tiny_sd3
@@ -112,6 +116,26 @@ def test_shipped_sizes():
         assert sum(p.numel() for p in module.parameters()) / 1e9 == pytest.approx(billions, rel=0.05), name
 
 
+@pytest.mark.parametrize("name", list(shapes()))
+def test_shipped_work_is_that_of_the_class(name):
+    """To the number, and the outline that ships instead of the class is refused what the class is."""
+    known = shape(name)
+    assert json.loads((WORKS / f"{name}.json").read_text()) == json.loads(json.dumps(to_ship(known)))
+    shipped, whole = model_of(known), derived(known.transformer, known.config)
+    assert shipped.work == whole.work
+    job, most = Job(4096, 512, pictures=2, branches=2), hardware(8, hosts=8, between=link("infiniband-ndr"))
+    for exactness in ("exact", "reproducible", "stale"):
+        limits = Limits(exactness)
+        for config in candidates(whole, job, most.world_size, limits):
+            assert refusal(config, shipped, limits) == refusal(config, whole, limits), config.describe()
+
+
+def test_another_diffusers_asks_the_class(monkeypatch):
+    monkeypatch.setattr(planner_shipped, "library_versions", lambda names: {"diffusers": "0.0.1"})
+    known = shape("pixart-sigma")
+    assert sum(p.numel() for p in model_of(known).module.parameters()) > 1e8
+
+
 def test_every_part_has_a_source():
     for name in known_devices():
         assert len(device(name, "float32" if name == "cpu" else "bfloat16").source) > 10, name
@@ -174,11 +198,31 @@ def test_a_step_is_the_sum_of_its_terms():
 
 @pytest.mark.parametrize("config", [{"ulysses": 2}, {"ring": 2}, {"tensor": 2}, {"pipe": 2}], ids=str)
 def test_a_slower_link_never_helps(config):
-    times = []
+    # Else a tiny model is as slow as its launches, and the link does not matter.
+    times, quick = [], device("h100").model_copy(update={"launch": 0.0})
     for speed in ("100GB/s", "1GB/s", "0.01GB/s"):
-        chosen = hardware().model_copy(update={"link": link(speed)})
+        chosen = hardware().model_copy(update={"link": link(speed), "device": quick})
         times.append(predict(ParallelConfig(**config), work("Flux"), JOB, chosen).latency)
     assert times[0] < times[1] < times[2]
+
+
+@pytest.mark.parametrize("config", [{}, {"ulysses": 2}, {"ring": 2, "exchange": "displaced"}, {"pipe": 2}], ids=str)
+def test_a_device_computes_while_the_host_launches(config):
+    """A step takes as long as the slower of the two; where kernels do not wait in a queue, as long as both."""
+    job = replace(JOB, image=16384, element=2)
+
+    def step(launch: float, ahead: bool) -> tuple[float, float]:
+        chosen = device("h100").model_copy(update={"launch": launch, "ahead": ahead})
+        one = predict(ParallelConfig(**config), work("Flux"), job, hardware().model_copy(update={"device": chosen}))
+        host = sum(term.seconds + term.hidden for term in one.stale if term.kind == "launch")
+        return one.step, host
+
+    busy, _ = step(0.0, ahead=True)
+    assert step(1e-12, ahead=True)[0] == pytest.approx(busy)
+    late, host = step(1.0, ahead=True)
+    assert late == pytest.approx(host)
+    both, host = step(1e-3, ahead=False)
+    assert both > host + 0.9 * busy
 
 
 def test_links_between_hosts_are_shared_by_their_devices():
@@ -242,6 +286,23 @@ def test_guidance_goes_to_two_ranks_first():
     """One exchange a step against several a block."""
     best = search(planned("sd3.5-medium"), Job(4096, 333, branches=2), hardware(2), Limits()).best[0]
     assert best.config == ParallelConfig(cfg=2)
+
+
+def test_a_plan_for_a_model_that_ships_imports_no_models():
+    """They take more processor time than all of the plan, which is to answer at once."""
+    words = ["plan", "wan-14b", "--hardware", "h100", "--devices", "64", "--hosts", "8", "--between", "infiniband-ndr"]
+    code = f"""
+import sys
+from ditmesh.cli.main import main
+try:
+    main({words!r})
+except SystemExit as left:
+    assert left.code == 0
+print(sorted({{"diffusers", "transformers", "accelerate", "huggingface_hub"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert "wan-14b on 8 hosts" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_a_large_model_on_many_devices_in_two_seconds():
@@ -463,7 +524,8 @@ TABLES = sorted((Path(__file__).parent.parent / "benchmarks" / "published").glob
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_published_tables_have_a_source_and_fit_the_catalogue(path):
     table = yaml.safe_load(path.read_text())
-    assert re.search(r"@[0-9a-f]{8}", table["source"])
+    # A file at a commit, or a thread.
+    assert re.search(r"@[0-9a-f]{8}|github\.com/\S+/pull/\d+", table["source"])
     assert shape(table["model"]).tokens(*table["size"], table.get("frames", 1)) > 0
     made = machine(table["device"], table["devices"])
     assert link(table["link"]).bandwidth > 0

@@ -72,7 +72,8 @@ class Device(_Data):
 
     A product of (m, k) by (k, n) takes ``launch + 2 (m + rows) k (n + columns) / matmul`` seconds: thin matrices use a
     part of the device. Attention of q queries over s keys takes ``launch + 4 (q + queries) s d / attention`` a head of
-    width d, everything else ``launch + bytes read and written / bandwidth``.
+    width d, everything else ``launch + bytes read and written / bandwidth``. Where the host launches ahead, a step
+    takes what the device needs, or all launches if those are more.
 
     Attributes:
         name: of the part.
@@ -81,6 +82,7 @@ class Device(_Data):
         attention: FLOP/s of attention over many tokens.
         bandwidth: bytes per second to and from memory.
         launch: seconds that the host takes for one kernel.
+        ahead: whether kernels wait in a queue, as those of a GPU do, so that the host launches while others run.
         rows, columns, queries: at so many of them half the speed is reached.
         crowded: how much longer all that takes while every device of the host computes.
         runtime: bytes that a process has before it holds a model.
@@ -94,6 +96,7 @@ class Device(_Data):
     attention: float = Field(gt=0)
     bandwidth: float = Field(gt=0)
     launch: float = Field(ge=0)
+    ahead: bool = False
     rows: float = Field(default=0.0, ge=0)
     columns: float = Field(default=0.0, ge=0)
     queries: float = Field(default=0.0, ge=0)
@@ -264,6 +267,7 @@ def device(name: str, dtype: str = "bfloat16") -> Device:
         attention=peak * entry.get("attention_share", shares["attention"]),
         bandwidth=entry["bandwidth"] * shares["bandwidth"],
         launch=shares["launch"],
+        ahead=True,
         rows=shares["rows"],
         columns=shares["columns"],
         queries=shares["queries"],

@@ -6,8 +6,8 @@ part of the work a rank has, and ``terms``, what it exchanges and keeps. The res
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Literal
@@ -89,6 +89,20 @@ class Share:
     tensor: int = 1
     pieces: int = 1
     rest: int = 1
+
+
+def launched_ahead(terms: Iterable[Term]) -> list[Term]:
+    """The terms of a step on a device whose kernels wait in a queue: launching takes time where the queue runs empty.
+
+    A host is as fast as its launches and a device as all else; the slower one says how long a step takes.
+    """
+    made = list(terms)
+    busy = sum(term.seconds for term in made if term.kind not in ("launch", "request", "memory"))
+    for at, term in enumerate(made):
+        if term.kind == "launch":
+            host = term.seconds + term.hidden
+            made[at] = replace(term, seconds=max(0.0, host - busy), hidden=min(host, busy))
+    return made
 
 
 class Step:
@@ -177,12 +191,12 @@ class Step:
         for block, count in self.kinds():
             self._add(totals, block, count * self.share.calls, self.share.pieces, whole=False)
         self._add(totals, self.work.rest, self.share.rest * self.share.calls, 1, whole=True)
-        scale = self.hardware.scale
         names = {"linear": "matrix products", "pointwise": "elementwise", "launch": "kernel launches"}
-        return [
-            Term(names.get(kind, kind), kind, seconds * self.crowded * scale.get(kind, 1.0))
+        terms = [
+            Term(names.get(kind, kind), kind, seconds * self.crowded * self.hardware.scale.get(kind, 1.0))
             for kind, seconds in totals.items()
         ]
+        return launched_ahead(terms) if self.hardware.device.ahead else terms
 
     def attention_seconds(self, one: Attention) -> float:
         """One attention call of this rank, without launches."""
@@ -254,7 +268,7 @@ class Step:
     def memory(self) -> list[Term]:
         """What a rank holds beside what strategies keep."""
         job, share, work = self.job, self.share, self.work
-        weights = work.rest.parameters * 1.0
+        weights = float(work.rest.parameters + work.buffers)
         for block, count in self.kinds():
             weights += count * (block.parameters - block.sliced + block.sliced / share.tensor)
         image, text = job.image / share.image, job.text / share.text

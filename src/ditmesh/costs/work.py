@@ -100,6 +100,7 @@ class Work:
         rest: what runs before and behind the blocks.
         heads: the smallest number of heads.
         output: elements of the prediction.
+        buffers: elements of tables that every rank holds beside the parameters.
     """
 
     model: str
@@ -108,6 +109,7 @@ class Work:
     rest: Block
     heads: int
     output: Tokens
+    buffers: int = 0
 
     @property
     def parameters(self) -> int:
@@ -193,6 +195,7 @@ def from_data(data: dict[str, Any]) -> Work:
         block(data["rest"]),
         data["heads"],
         Tokens(*data["output"]),
+        data["buffers"],
     )
 
 

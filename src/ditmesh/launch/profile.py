@@ -163,6 +163,7 @@ def _device(where: torch.device) -> dict[str, Any]:
         "attention": attention_speed,
         "bandwidth": line.bandwidth,
         "launch": line.latency,
+        "ahead": gpu,
         "rows": rows,
         "columns": columns,
         "queries": queries,

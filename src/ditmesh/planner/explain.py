@@ -57,7 +57,7 @@ def why(one: Prediction, hardware: Hardware) -> str:
     if one.waiting > 0:
         longest = max((term for term in one.stale if term.kind in ("transfer", "idle")), key=_of_seconds)
         sentence += f", {_ms(one.waiting)} wait, most for {_waits(longest)}"
-    hidden = sum(term.hidden for term in one.stale)
+    hidden = sum(term.hidden for term in one.stale if term.kind == "transfer")
     return sentence + (f", {_ms(hidden)} of transfers are hidden" if hidden > one.step / 100 else "")
 
 

@@ -173,7 +173,8 @@ def work_of(model: nn.Module, layout: TokenLayout) -> Work:
         peak=_solve([run.peaks.get(None, 0.0) for run in runs], tokens),
     )
     output = _solve([run.output for run in runs], tokens)
-    return Work(type(model).__name__, tuple(kinds), tuple(order), rest, heads_of(model, layout) or 1, output)
+    buffers = sum(buffer.numel() for buffer in model.buffers())
+    return Work(type(model).__name__, tuple(kinds), tuple(order), rest, heads_of(model, layout) or 1, output, buffers)
 
 
 @contextmanager
@@ -285,6 +286,10 @@ def _run(
                 held = (*model.named_parameters(), *model.named_buffers())
                 weights = {name: torch.empty(one.shape, dtype=one.dtype, device="cpu") for name, one in held}
             inputs = conventions.inputs(size)
+            for leaf in tree_leaves(inputs):
+                if isinstance(leaf, Tensor):
+                    # The caller has them all the time.
+                    recorder.watch(leaf)
             with recorder, _AttentionTo(recorder):
                 output = functional_call(model, weights, (), inputs)
     finally:

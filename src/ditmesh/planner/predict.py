@@ -8,7 +8,7 @@ from functools import cached_property
 
 from ..config import ParallelConfig
 from ..costs.hardware import Hardware
-from ..costs.step import Share, Step, Term
+from ..costs.step import Share, Step, Term, launched_ahead
 from ..costs.work import Job, Work
 from ..recipe import RECIPE, Recipe, wanted
 from ..staleness.policy import Outlook, parse
@@ -101,6 +101,9 @@ def predict(config: ParallelConfig, work: Work, job: Job, hardware: Hardware, re
     # A stage holds its own blocks only, in every step.
     memory = [*steps[-1].memory(), *(term for term in terms[-1] if term.kind == "memory")]
     timed = [_merged([term for term in some if term.kind != "memory"]) for some in terms]
+    if hardware.device.ahead:
+        # The queue is long enough for what ranks wait for, too.
+        timed = [_merged(launched_ahead(some)) for some in timed]
     return Prediction(config, job, timed[0], timed[-1], min(exact, job.steps), _merged(memory))
 
 

@@ -9,12 +9,10 @@ from typing import Any
 from ...costs.work import Job
 from ...errors import InputError
 from ...generate.model_info import ModelInfo, find_model
-from ...layout import known_models
-from ...layout.describe import on_meta
 from ...planner.auto import TEXT
 from ...planner.catalogue import shapes
-from ...planner.model import work_of
 from ...planner.search import Model
+from ...planner.shipped import derived, model_of
 
 # Bytes of an element.
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -73,6 +71,7 @@ def subject(name: str, asked: Asked) -> Subject:
         usual = (shape.text, shape.branches, shape.steps)
         size, element, source = asked.size or shape.size, DTYPES[asked.dtype], shape.source
         beside, decode = float(shape.beside * element), float(shape.decode * size[0] * size[1] * element)
+        model = model_of(shape)
     else:
         info = _found(name, list(known))
         transformer, config = info.transformer_class, info.transformer
@@ -81,13 +80,7 @@ def subject(name: str, asked: Asked) -> Subject:
         image = info.image_tokens(*size) * (asked.frames or 1)
         usual = (TEXT, 1 if config.get("guidance_embeds") else 2, 28)
         beside, decode, source = _beside(info), 0.0, "the pipeline's folder"
-    layout = known_models().get(transformer)
-    if layout is None:
-        raise InputError(
-            f"{transformer} has no reviewed token layout, so its work is not known before it has run; plan knows "
-            f"{', '.join(sorted(known_models()))}"
-        )
-    module = on_meta(transformer, config)
+        model = derived(transformer, config)
     text = usual[0] if asked.text is None else asked.text
     job = Job(
         image,
@@ -99,7 +92,7 @@ def subject(name: str, asked: Asked) -> Subject:
         beside=beside if asked.beside is None else asked.beside,
         decode=decode * asked.pictures,
     )
-    return Subject(name, transformer, config, Model(module, layout, work_of(module, layout)), job, source)
+    return Subject(name, transformer, config, model, job, source)
 
 
 def _found(name: str, known: list[str]) -> ModelInfo:
