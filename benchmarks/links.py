@@ -3,6 +3,7 @@
     python benchmarks/links.py                                   # a table; wants a quiet machine, and root
     python benchmarks/links.py --json out.json --picture links.svg
     python benchmarks/links.py --rates 1e9 --only ulysses=2      # one column, one line
+    python benchmarks/links.py --predict                         # what GPUs would see: nothing is run
 
 A host is a set of Linux namespaces, with a network, shared memory and process numbers of its own; the link between
 two is a pair of virtual interfaces that a token bucket holds to a rate (headers included: 4.5 % of what TCP sends).
@@ -233,6 +234,44 @@ def picture(result: dict[str, Any], rates: Sequence[float], file: Path) -> None:
     file.write_text(f'{start} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}</style>{rest}', encoding="utf-8")
 
 
+# What is predicted: a model and a device of the planner's tables, and bits a second between two hosts.
+MODEL, DEVICE, PREDICTED = "flux.1-dev", "h100", (25, 100, 400)
+
+
+def predict() -> None:
+    """The table of a known GPU on faster links, by the planner's cost model: milliseconds a step after the warm-up."""
+    from ditmesh import ParallelConfig
+    from ditmesh.costs.hardware import Hardware, device, link
+    from ditmesh.costs.work import Job
+    from ditmesh.planner import predict as costs
+    from ditmesh.planner.catalogue import shape
+    from ditmesh.planner.shipped import model_of
+
+    known = shape(MODEL)
+    work = model_of(known).work
+    job = Job(known.tokens(*known.size, 1), known.text, branches=known.branches, steps=known.steps)
+    table = Table(title=f"PREDICTED: {MODEL}, {known.size[0]} px, two hosts of one {DEVICE}: milliseconds a step")
+    table.add_column("")
+    table.add_column("MB a rank sends", justify="right")
+    for rate in PREDICTED:
+        table.add_column(f"{rate} Gb/s", justify="right")
+    for name, contender in {"one device": Contender({}), **CONTENDERS}.items():
+        if contender.batch > known.branches:
+            continue
+        made = [
+            costs.predict(
+                ParallelConfig(**contender.config),
+                work,
+                job,
+                Hardware(device=device(DEVICE), link=link("nvlink4"), hosts=2, between=link(f"{rate}Gb/s")),
+            )
+            for rate in PREDICTED
+        ]
+        sent = sum(term.sent for term in made[0].stale)
+        table.add_row(name, f"{sent / 1e6:.1f}", *(f"{1e3 * one.step:.1f}" for one in made))
+    Console().print(table)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -242,8 +281,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="requests of each, in turns")
     parser.add_argument("--json", type=Path, help="write every figure here")
     parser.add_argument("--picture", type=Path, help="draw a chart into this SVG")
+    parser.add_argument("--predict", action="store_true", help="only what is predicted of GPUs")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.predict:
+        predict()
+        return
     if options.rank is not None:
         rank(options.rank, options.only, options.steps, options.repeats)
         return
