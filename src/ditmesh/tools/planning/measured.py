@@ -48,7 +48,7 @@ def keep(
     subject: Subject, results: Sequence[tuple[Prediction, float]], hardware: Hardware, exactness: str
 ) -> tuple[Hardware, float]:
     """Keep the fastest configuration, and the profile that the measured steps fit; returns that and its mean error."""
-    refined = fitted(hardware, [(one.stale, seconds) for one, seconds in results])
+    refined = fitted(hardware, [(one.stale, one.config.world_size, seconds) for one, seconds in results])
     errors = [
         abs(predict(one.config, subject.model.work, subject.job, refined).step / seconds - 1)
         for one, seconds in results
