@@ -254,6 +254,22 @@ def test_synchronous_steps_are_the_policys(warmup, count):
     assert synchronous_steps(ParallelConfig(ring=2, exchange="displaced", warmup=warmup), 20) == count
 
 
+def test_compression_makes_the_messages_of_stale_steps_smaller():
+    def sent(compress: str | None) -> tuple[float, float]:
+        config = ParallelConfig(ring=2, exchange="displaced", warmup="fixed(1)", compress=compress)
+        one = predict(config, work("Flux"), JOB, hardware())
+        return tuple(
+            next(term.sent for term in terms if term.name == "keys (displaced)")
+            for terms in (one.synchronous, one.stale)
+        )
+
+    exact, plain = sent(None)
+    width = next(one.width for block in work("Flux").blocks for one in block.operations if hasattr(one, "queries"))
+    ratios = {"fp16": 2 / 4, "bf16": 2 / 4, "int8": 1 / 4, "int4": (width / 2 + 2) / width / 4}
+    for compress, ratio in ratios.items():
+        assert sent(compress) == (exact, pytest.approx(plain * ratio))
+
+
 def test_fit_finds_the_factors():
     true = {"linear": 1.5, "attention": 0.7, "pointwise": 1.0, "launch": 2.0, "transfer": 3.0}
     generator = torch.Generator().manual_seed(0)

@@ -30,6 +30,10 @@ class Codec:
         """The tokens again, (S, 2, B, H, D), in any floating dtype."""
         return flat.view(shape)
 
+    def size(self, width: int) -> float:
+        """Bytes of an element on the wire, of heads that are so wide; scales of whole messages are left out."""
+        return float(self.dtype.itemsize)
+
 
 class Int8(Codec):
     """8-bit integers with a float32 scale for K and for V of every sample and head: max|x| / 127, symmetric.
@@ -70,6 +74,9 @@ class Int4(Codec):
     def empty(self, shape: tuple[int, ...], device: torch.device) -> Tensor:
         tokens, dim = prod(shape[:-1]), shape[-1]
         return super().empty((tokens * ((dim + 1) // 2 + 2),), device)
+
+    def size(self, width: int) -> float:
+        return ((width + 1) // 2 + 2) / width
 
     def encode(self, tokens: Tensor) -> Tensor:
         values = tokens.float()

@@ -286,14 +286,17 @@ class Displaced(StaleStrategy):
         """Own keys to all others, which a stale step waits for a step later; keys of all ranks are kept.
 
         A step sends 2 (N - 1) / N of its keys' size from every rank, and copies keys into the buffer and out of the
-        messages. Compression makes messages smaller and is not counted.
+        messages. Compression makes the messages of a stale step smaller; what it computes is not counted.
         """
         config = step.config
+        compression = codec(config.compress) if step.stale else None
         compute = sum(term.seconds for term in step.compute())
         calls = sum(times for _, times, _ in step.attentions())
         for _, times, one in step.attentions():
             keys = step.size_of(one, queries=0)
             own = keys / config.ring
+            if compression is not None:
+                own *= compression.size(one.width) / step.job.element
             behind = compute / calls if step.stale else 0.0
             yield step.transfer("keys (displaced)", ("ring",), "all_gather", own * (config.ring - 1), times, behind)
             yield step.pointwise("copies of keys", 2 * keys / step.job.element, times)
