@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import hashlib
+import itertools
 import os
 import random
 import sqlite3
@@ -277,13 +278,14 @@ def test_no_order_of_events_loses_or_repeats_a_picture(operations: list[tuple[st
     done: dict[str, set[int]] = {}
     size: dict[str, int] = {}
     status: dict[str, str] = {}
+    names = (f"j{number}" for number in itertools.count())
     with tempfile.TemporaryDirectory(dir=SHARED) as folder:
         queue = Queue(folder, keep=0.0, most=12, most_per_owner=6)
         for what, number in operations:
             live = [id for id in status if status[id] in ("queued", "running")]
             id = live[number % len(live)] if live else ""
             if what == "submit":
-                new, n, owner = f"j{len(size)}", 1 + number % 3, "ab"[number % 2]
+                new, n, owner = next(names), 1 + number % 3, "ab"[number % 2]
                 waiting = sum(size[one] - len(done[one]) for one in live)
                 with contextlib.suppress(QueueFull):
                     queue.submit(new, request(n, priority=number % 3 - 1), owner, 1.0 + number % 5)

@@ -93,14 +93,13 @@ def _followed(client: Client, job: Job, watch: Watch) -> Job:
 
     A thread listens, which may hear nothing for long: the wish to stop is not to wait for it.
     """
-    from ditmesh import DitmeshError
-
-    heard: queue.SimpleQueue[Event | DitmeshError | Job] = queue.SimpleQueue()
+    heard: queue.SimpleQueue[Event | Exception | Job] = queue.SimpleQueue()
 
     def listen() -> None:
         try:
             heard.put(client.wait(job.id, heard.put))
-        except DitmeshError as error:
+        except Exception as error:
+            # Whatever it is, or it would be waited for in vain. Once the client has been closed nobody hears it.
             heard.put(error)
 
     listener = threading.Thread(target=listen, name="ditmesh-events", daemon=True)
@@ -112,7 +111,7 @@ def _followed(client: Client, job: Job, watch: Watch) -> Job:
             said = heard.get(timeout=LOOK)
         except queue.Empty:
             continue
-        if isinstance(said, DitmeshError):
+        if isinstance(said, Exception):
             raise said
         if isinstance(said, type(job)):
             return said
