@@ -52,6 +52,15 @@ EMBEDDED: dict[str, Embedded] = {
     ),
     "emoji-dit-s": _dit(blocks=6),
     "emoji-dit-l": _dit(blocks=12),
+    "emoji-wan": Embedded(
+        "WanPipeline",
+        "text to videos of 64x64 pixels and 17 frames: 12 emoji in 6 motions",
+        steps=16,
+        guidance_scale=3.0,
+        max_sequence_length=16,
+        image_tokens=320,
+        frames=17,
+    ),
     "fashion-dit": Embedded(
         "DiTPipeline",
         "class to new grey clothes of 32x32 pixels, 10 classes, DDPM schedule",

@@ -1,0 +1,123 @@
+"""The embedded `WanPipeline` as it is shipped."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import ditmesh
+from ditmesh import zoo
+from ditmesh.generate.receipt import read_receipt
+
+pytest.importorskip("av", reason="PyAV is not installed: pip install av")
+pytest.importorskip("ftfy", reason="Wan's pipeline wants ftfy: pip install ftfy")
+
+NAME = "emoji-wan"
+ASKED = ("a red apple moves left", "a rocket moves up", "a yellow star grows")
+# One step of the 8-bit pixels, which is what rounding may do to differences of 1e-6.
+TOLERANCE = 1
+
+
+@cache
+def load() -> Any:
+    """Once in a process."""
+    from diffusers import DiffusionPipeline
+
+    pipe = DiffusionPipeline.from_pretrained(zoo.path(NAME))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def videos(config: dict[str, Any] | None, steps: int) -> np.ndarray:
+    """A video of every caption, (3, frames, h, w, 3), on the ranks of a configuration; None: without ditmesh."""
+    from training import motion
+
+    pipe, told = load(), zoo.EMBEDDED[NAME]
+    if config is not None:
+        ditmesh.parallelize(pipe, ditmesh.ParallelConfig(**config))
+    try:
+        some = [motion.generate(pipe, one, steps=steps, guidance=told.guidance_scale, seed=3) for one in ASKED]
+        return np.stack(some)
+    finally:
+        if config is not None:
+            ditmesh.restore(pipe)
+
+
+def test_it_is_what_the_zoo_says():
+    pipe, told = load(), zoo.EMBEDDED[NAME]
+    assert type(pipe).__name__ == told.pipeline == "WanPipeline"
+    for part in (pipe.transformer, pipe.vae, pipe.text_encoder):
+        assert {p.dtype for p in part.parameters()} == {torch.float32}
+    side = told.size // pipe.vae_scale_factor_spatial
+    frames = (told.frames - 1) // pipe.vae_scale_factor_temporal + 1
+    assert side * side * frames == told.image_tokens
+    assert len(zoo.captions(NAME)) == 72
+    assert "Microsoft" in (zoo.path(NAME) / "LICENSE-DATA").read_text(encoding="utf-8")
+    assert sum(file.stat().st_size for file in zoo.path(NAME).rglob("*") if file.is_file()) < 20e6
+
+
+def test_its_videos_show_what_is_asked_for(ranks):
+    """Which emoji it is, and where it goes: of all videos the one asked for is the nearest."""
+    from training import motion
+
+    (made,) = ranks(1).run(videos, None, zoo.EMBEDDED[NAME].steps)
+    pictures = subjects()
+    every = motion.captions()
+    references = np.stack([motion.video(pictures[subject], moves) for subject, moves, _ in every])
+    found = [every[motion.judge(one, references)[0]][2] for one in made]
+    assert found == list(ASKED)
+
+
+def subjects() -> dict[str, np.ndarray]:
+    """The subjects' pictures, as they lie beside the model."""
+    from training import motion
+
+    sheet = np.asarray(Image.open(zoo.path(NAME) / "subjects.png").convert("RGB"))
+    size = motion.SIZE
+    tiles = [
+        sheet[y : y + size, x : x + size]
+        for y in range(0, sheet.shape[0], size)
+        for x in range(0, sheet.shape[1], size)
+    ]
+    return dict(zip(motion.SUBJECTS, tiles, strict=False))
+
+
+@pytest.mark.parametrize(
+    "config", [{"ulysses": 2}, *(pytest.param(c, marks=pytest.mark.matrix) for c in ({"ring": 2}, {"cfg": 2}))], ids=str
+)
+def test_two_ranks_generate_the_videos_of_one(ranks, config: dict[str, int]):
+    (truth,) = ranks(1).run(videos, None, 4)
+    for made in ranks(2).run(videos, config, 4):
+        assert np.abs(made.astype(int) - truth).max() <= TOLERANCE
+
+
+def test_generate_takes_size_and_settings_of_the_card(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    from ditmesh.cli.main import main
+
+    asked = ["generate", ASKED[0], "--model", NAME, "--threads", "1", "--device", "cpu", "--steps", "2"]
+    with pytest.raises(SystemExit) as left:
+        main([*asked, "--out", str(tmp_path), "--json"])
+    assert left.value.code == 0, capfd.readouterr().err
+    (made,) = tmp_path.glob("*.mp4")
+    receipt = read_receipt(made)
+    assert (receipt.width, receipt.height, receipt.frames) == (64, 64, 17)
+    assert receipt.guidance == zoo.EMBEDDED[NAME].guidance_scale
+
+
+def test_the_card_states_the_measured_figures():
+    told = zoo.EMBEDDED[NAME]
+    record = json.loads((zoo.path(NAME) / "training.json").read_text(encoding="utf-8"))
+    card = (zoo.path(NAME) / "README.md").read_text(encoding="utf-8")
+    measured = record["evaluation"]
+    assert (measured["steps"], measured["guidance_scale"]) == (told.steps, told.guidance_scale)
+    assert measured["captions"] == len(zoo.captions(NAME))
+    assert measured["nearest_caption_accuracy"] >= 0.85
+    assert f"{measured['nearest_caption_accuracy']:.3f}" in card
+    assert f"{measured['autoencoder_psnr']:.1f} dB" in card
