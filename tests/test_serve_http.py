@@ -960,7 +960,7 @@ def fuzzed(seconds: float) -> int:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("seconds", "least"),
-    [(3.0, 30), *(pytest.param(*case, marks=pytest.mark.matrix) for case in ((8.0, 100), (300.0, 5000)))],
+    [(8.0, 100), pytest.param(300.0, 5000, marks=pytest.mark.matrix)],
 )
 def test_made_up_requests_get_answers_that_conform(seconds, least):
     assert fuzzed(seconds) > least

@@ -23,7 +23,7 @@ from ..generate.loading import why_whole
 from ..generate.model_info import ModelInfo, find_model
 from ..generate.offload import offload
 from ..generate.run import call_arguments, call_parameters, check_call, denoising_steps, facts_of, load_pipeline
-from ..generate.video import check_video_library
+from ..generate.video import FPS, check_video_library
 from ..recipe import RECIPE
 from ..strategies.vae.parallel import BandedVae
 from .batching import Batcher, Run, copied
@@ -38,8 +38,8 @@ RECIPE_OF_SERVERS = tuple(strategy for strategy in RECIPE if strategy is not Ban
 # Of the picture that a model is tried with when it is loaded: tokens along a side, at most, steps and frames.
 TRIED_SIDE, TRIED_STEPS, TRIED_FRAMES = 16, 4, 9
 
-# Frames a second of pipelines that know nothing of time; and what others call them, and frames for one of latents.
-FPS, RATE = 8, "frame_rate"
+# What pipelines call frames a second, and frames for one of latents.
+RATE = "frame_rate"
 TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 
 

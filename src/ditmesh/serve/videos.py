@@ -12,6 +12,7 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..generate.video import FPS
 from .errors import Refused, described
 from .intake import IdempotencyKey, InputData, JobBody, JobId, Server, known, result_file, validated
 from .types import ENDED, Job, JobError, ModelCard
@@ -99,7 +100,7 @@ async def post_video(request: Request, key: IdempotencyKey = None) -> Video:
     if body.seconds is not None:
         if body.frames is not None:
             raise Refused(400, "seconds and frames both say how long; leave one of them out", param="seconds")
-        fps, multiple = body.fps or card.fps or 8, card.frame_multiple
+        fps, multiple = body.fps or card.fps or FPS, card.frame_multiple
         frames = 1 + max(1, round(body.seconds * fps / multiple)) * multiple
         body = body.model_copy(update={"frames": frames, "fps": fps})
     return _video(await server.submitted(body, request, True, key), card)
