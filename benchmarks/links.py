@@ -249,7 +249,8 @@ def predict() -> None:
 
     known = shape(MODEL)
     work = model_of(known).work
-    job = Job(known.tokens(*known.size, 1), known.text, branches=known.branches, steps=known.steps)
+    asked = {"branches": known.branches, "batched": known.batched, "steps": known.steps}
+    job = Job(known.tokens(*known.size, 1), known.text, **asked)
     table = Table(title=f"PREDICTED: {MODEL}, {known.size[0]} px, two hosts of one {DEVICE}: milliseconds a step")
     table.add_column("")
     table.add_column("MB a rank sends", justify="right")

@@ -19,12 +19,15 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import tempfile
 import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 

@@ -24,6 +24,7 @@ import argparse
 import ctypes
 import gc
 import json
+import sys
 import tempfile
 import threading
 import time
@@ -31,6 +32,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 

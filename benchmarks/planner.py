@@ -335,7 +335,8 @@ def published() -> dict[str, Any]:
         known = shape(table["model"])
         work = model_of(known).work
         image = known.tokens(*table["size"], table.get("frames", 1))
-        job = Job(image, table.get("text", known.text), branches=table["branches"], steps=table["steps"])
+        asked = {"branches": table["branches"], "batched": known.batched, "steps": table["steps"]}
+        job = Job(image, table.get("text", known.text), **asked)
         hardware = Hardware(device=device(table["device"]), link=link(table["link"]), devices=table["devices"])
         rows = [(row["config"], row["seconds"]) for row in table["rows"]]
         predicted = [predict(ParallelConfig(**config), work, job, hardware).latency for config, _ in rows]
@@ -387,6 +388,7 @@ def memory() -> dict[str, Any]:
     from ditmesh.generate.model_info import find_model
     from ditmesh.launch import RankPool
     from ditmesh.memory.predict import around, needs
+    from ditmesh.planner.auto import batched
     from ditmesh.planner.predict import predict
     from ditmesh.planner.shipped import derived
 
@@ -407,7 +409,8 @@ def memory() -> dict[str, Any]:
             asked, components = request_of(info, (side, side), **size), components_of(info)
             beside, _, decoding = around(components, asked, torch.float32)
             tokens = asked.rows * asked.cols * asked.frames
-            job = Job(tokens, asked.text, 1, asked.branches, steps=3, element=4, beside=beside, decode=decoding)
+            together = batched(components.pipeline)
+            job = Job(tokens, asked.text, 1, asked.branches, together, 3, 4, beside=beside, decode=decoding)
             here = machine("cpu", config.world_size)
             here = here.model_copy(update={"device": here.device.model_copy(update={"runtime": before})})
             work = derived(info.transformer_class, info.transformer).work

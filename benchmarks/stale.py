@@ -12,8 +12,12 @@ shows what the machine allows: as many processes that have nothing to do with on
 from __future__ import annotations
 
 import json
+import sys
 import time
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 

@@ -23,11 +23,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 

@@ -114,6 +114,8 @@ TWO = [
 FOUR = [
     {"ulysses": 2, "ring": 2},
     {"ulysses": 4},
+    {"ulysses": 4, "shard": 4},
+    {"data": 2, "ulysses": 2, "shard": 4},
     {"ring": 4},
     {"tensor": 4},
     {"tensor": 2, "ring": 2},

@@ -19,7 +19,9 @@ from ditmesh.generate.memory import check_memory, components_of, request_of
 from ditmesh.generate.model_info import find_model
 from ditmesh.launch import RankPool
 from ditmesh.memory.available import _left, free_memory
-from ditmesh.memory.predict import RankNeeds, batched, needs
+from ditmesh.memory.predict import RankNeeds, needs
+from ditmesh.planner.auto import batched
+from ditmesh.planner.catalogue import shapes
 from ditmesh.strategies.sharded import ShardedWeights
 from ditmesh.strategies.text_encoders import TextEncoders
 from support.sample import sampled
@@ -166,8 +168,17 @@ def test_pipelines_that_batch_guidance_are_told_by_their_code():
     assert batched("StableDiffusion3Pipeline")
     assert batched("PixArtSigmaPipeline")
     assert not batched("WanPipeline")
+    assert batched("ZImagePipeline")
     assert not batched("QwenImagePipeline")
     assert batched(None)
+
+
+def test_models_that_ship_batch_guidance_as_their_pipelines_do():
+    others = {"cogvideox-2b": "CogVideoXPipeline", "cogvideox-5b": "CogVideoXPipeline", "ltx-video": "LTXPipeline"}
+    others |= {"mochi-1": "MochiPipeline", "sana-1.6b": "SanaPipeline"}
+    for name, shape in shapes().items():
+        if shape.branches > 1:
+            assert shape.batched == batched(shape.pipeline or others[name]), name
 
 
 def refused(limit: float | None) -> str:

@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from functools import cache
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
-import ditmesh
 from ditmesh import zoo
+from support.embedded import TOLERANCE, card_of, on_ranks, pipeline_of
 
 NAME = "fashion-dit"
-# One step of the 8-bit pixels, which is what rounding may do to differences of 1e-6.
-TOLERANCE = 1
-
-
-@cache
-def load() -> Any:
-    """Once in a process."""
-    from diffusers import DiffusionPipeline
-
-    pipe = DiffusionPipeline.from_pretrained(zoo.path(NAME))
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 def clothes(config: dict[str, int] | None) -> np.ndarray:
     """A picture of every class on the ranks of a configuration; None: without ditmesh."""
     from training import evaluate_dit
 
-    pipe, told = load(), zoo.EMBEDDED[NAME]
-    if config is not None:
-        ditmesh.parallelize(pipe, ditmesh.ParallelConfig(**config))
-    try:
-        asked = list(range(told.classes))
-        return evaluate_dit.draw(pipe, asked, steps=12, guidance=told.guidance_scale)
-    finally:
-        if config is not None:
-            ditmesh.restore(pipe)
+    told = zoo.EMBEDDED[NAME]
+    with on_ranks(pipeline_of(NAME), config) as pipe:
+        return evaluate_dit.draw(pipe, list(range(told.classes)), steps=12, guidance=told.guidance_scale)
 
 
 def said_of(pictures: np.ndarray) -> list[int]:
@@ -62,7 +40,7 @@ def test_all_embedded_models_together_are_small():
 
 
 def test_it_is_what_the_zoo_says():
-    pipe, told = load(), zoo.EMBEDDED[NAME]
+    pipe, told = pipeline_of(NAME), zoo.EMBEDDED[NAME]
     assert type(pipe).__name__ == told.pipeline
     for part in (pipe.transformer, pipe.vae):
         assert {p.dtype for p in part.parameters()} == {torch.float32}
@@ -87,11 +65,7 @@ def test_two_ranks_generate_the_pictures_of_one(ranks, truth: np.ndarray, config
 
 
 def test_the_card_states_the_measured_figures():
-    told = zoo.EMBEDDED[NAME]
-    record = json.loads((zoo.path(NAME) / "training.json").read_text(encoding="utf-8"))
-    card = (zoo.path(NAME) / "README.md").read_text(encoding="utf-8")
-    measured = record["evaluation"]
-    assert (measured["steps"], measured["guidance_scale"]) == (told.steps, told.guidance_scale)
+    card, measured = card_of(NAME)
     assert measured["classifier_on_drawn"] >= 0.8
     assert f"{measured['classifier_on_drawn']:.1%} of the generated ones" in card
     near = measured["nearest_training_picture"]

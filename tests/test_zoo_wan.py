@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,46 +10,28 @@ import pytest
 import torch
 from PIL import Image
 
-import ditmesh
 from ditmesh import zoo
 from ditmesh.generate.receipt import read_receipt
+from support.embedded import TOLERANCE, card_of, on_ranks, pipeline_of
 
 pytest.importorskip("av", reason="PyAV is not installed: pip install av")
 pytest.importorskip("ftfy", reason="Wan's pipeline wants ftfy: pip install ftfy")
 
 NAME = "emoji-wan"
 ASKED = ("a red apple moves left", "a rocket moves up", "a yellow star grows")
-# One step of the 8-bit pixels, which is what rounding may do to differences of 1e-6.
-TOLERANCE = 1
-
-
-@cache
-def load() -> Any:
-    """Once in a process."""
-    from diffusers import DiffusionPipeline
-
-    pipe = DiffusionPipeline.from_pretrained(zoo.path(NAME))
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 def videos(config: dict[str, Any] | None, steps: int) -> np.ndarray:
     """A video of every caption, (3, frames, h, w, 3), on the ranks of a configuration; None: without ditmesh."""
     from training import motion
 
-    pipe, told = load(), zoo.EMBEDDED[NAME]
-    if config is not None:
-        ditmesh.parallelize(pipe, ditmesh.ParallelConfig(**config))
-    try:
-        some = [motion.generate(pipe, one, steps=steps, guidance=told.guidance_scale, seed=3) for one in ASKED]
-        return np.stack(some)
-    finally:
-        if config is not None:
-            ditmesh.restore(pipe)
+    guidance = zoo.EMBEDDED[NAME].guidance_scale
+    with on_ranks(pipeline_of(NAME), config) as pipe:
+        return np.stack([motion.generate(pipe, one, steps=steps, guidance=guidance, seed=3) for one in ASKED])
 
 
 def test_it_is_what_the_zoo_says():
-    pipe, told = load(), zoo.EMBEDDED[NAME]
+    pipe, told = pipeline_of(NAME), zoo.EMBEDDED[NAME]
     assert type(pipe).__name__ == told.pipeline == "WanPipeline"
     for part in (pipe.transformer, pipe.vae, pipe.text_encoder):
         assert {p.dtype for p in part.parameters()} == {torch.float32}
@@ -112,11 +92,7 @@ def test_generate_takes_size_and_settings_of_the_card(tmp_path: Path, capfd: pyt
 
 
 def test_the_card_states_the_measured_figures():
-    told = zoo.EMBEDDED[NAME]
-    record = json.loads((zoo.path(NAME) / "training.json").read_text(encoding="utf-8"))
-    card = (zoo.path(NAME) / "README.md").read_text(encoding="utf-8")
-    measured = record["evaluation"]
-    assert (measured["steps"], measured["guidance_scale"]) == (told.steps, told.guidance_scale)
+    card, measured = card_of(NAME)
     assert measured["captions"] == len(zoo.captions(NAME))
     assert measured["nearest_caption_accuracy"] >= 0.85
     assert f"{measured['nearest_caption_accuracy']:.3f}" in card

@@ -410,6 +410,13 @@ class ParallelConfig(BaseModel):
             sets.setdefault(where, []).append(rank)
         return list(sets.values())
 
+    def shard_groups(self) -> list[list[int]]:
+        """All sets of ranks that hold a part each of weights which would be equal on them: neighbours among those."""
+        # No two data ranks that have requests of their own.
+        own = self.inputs == "per-data-rank"
+        replicas = self.groups(tuple(axis for axis in REPLICAS if axis != "data" or not own))
+        return [ranks[start : start + self.shard] for ranks in replicas for start in range(0, len(ranks), self.shard)]
+
     @property
     def sequence(self) -> int:
         """Degree of sequence parallelism: ring × ulysses."""

@@ -210,12 +210,7 @@ class Mesh:
 
     def _sets(self, name: str) -> list[list[int]]:
         """All sets of ranks that a link of this name joins."""
-        if name != "shard":
-            return self.config.groups(LINKS[name])
-        # No two data ranks that have requests of their own.
-        own, size = self.config.inputs == "per-data-rank", self.config.shard
-        replicas = self.config.groups(tuple(axis for axis in REPLICAS if axis != "data" or not own))
-        return [ranks[start : start + size] for ranks in replicas for start in range(0, len(ranks), size)]
+        return self.config.shard_groups() if name == "shard" else self.config.groups(LINKS[name])
 
     def _link(self, name: str) -> Link:
         ranks = next(ranks for ranks in self._sets(name) if self.rank in ranks)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ..config import AXES, ParallelConfig
 from ..errors import ConfigError
-from .step import Route, Term
+from .step import SHARD, Route, Term
 
 # Axes whose ranks exchange something at every layer, and wait for it.
 BUSY = ("ulysses", "tensor")
@@ -50,7 +50,9 @@ def across(config: ParallelConfig, hosts: Sequence[int]) -> list[str]:
 
 
 def bytes_across(terms: Iterable[Term], config: ParallelConfig, hosts: Sequence[int]) -> dict[str, float]:
-    """Bytes of a step that all ranks together send to other hosts, by axis; ``"sequence"`` is ring and ulysses at once.
+    """Bytes of a step that all ranks together send to other hosts, by axis.
+
+    ``"sequence"`` is ring and ulysses at once, ``"shard"`` the ranks that share weights.
 
     Args:
         terms: of the step, for that configuration.
@@ -60,7 +62,7 @@ def bytes_across(terms: Iterable[Term], config: ParallelConfig, hosts: Sequence[
     for term in terms:
         if term.route:
             name = term.axes[0] if len(term.axes) == 1 else "sequence"
-            for group in config.groups(term.axes):
+            for group in config.shard_groups() if name == SHARD else config.groups(term.axes):
                 here = [hosts[rank] for rank in group]
                 found[name] += term.sent * (
                     _once_to_each(term.route, here)

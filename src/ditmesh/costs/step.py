@@ -32,6 +32,9 @@ ROUTES: dict[Collective, Route] = {
     "broadcast": "from last",
 }
 
+# What stands for an axis where ranks send one another their parts of weights that would be equal on them.
+SHARD = "shard"
+
 
 @dataclass(frozen=True)
 class Term:
@@ -45,7 +48,7 @@ class Term:
         sent: bytes that a rank sends in a step.
         memory: bytes that a rank keeps.
         through: name of the link.
-        axes: whose ranks exchange it.
+        axes: whose ranks exchange it, or `SHARD`.
         route: from whom to whom; see `Route`.
     """
 
@@ -147,22 +150,24 @@ class Step:
         times: float,
         behind: float = 0.0,
         route: Route | None = None,
-        size: int | None = None,
     ) -> Term:
         """Transfers between the ranks of neighbouring axes.
 
         Args:
             name: of the term.
-            axes: whose ranks take part.
+            axes: whose ranks take part, or `SHARD`.
             collective: what they call.
             sent: bytes that one rank sends in each call.
             times: calls of a step.
             behind: seconds of computation that each may run beside.
             route: from whom to whom; default: as the collective has it.
-            size: how many ranks take part; default: all that differ on the axes.
         """
-        size = size or self.config.size_of(axes)
-        stride = prod(self.config.degrees[axis] for axis in AXES[AXES.index(axes[-1]) + 1 :])
+        if axes == (SHARD,):
+            first, second, *_ = self.config.shard_groups()[0]
+            size, stride = self.config.shard, second - first
+        else:
+            size = self.config.size_of(axes)
+            stride = prod(self.config.degrees[axis] for axis in AXES[AXES.index(axes[-1]) + 1 :])
         seconds, share, through = self.hardware.transfer(collective, sent, size, stride)
         seconds *= self.hardware.scale.get("transfer", 1.0)
         hidden = min(seconds * share, behind)

@@ -101,6 +101,7 @@ class Work:
         heads: the smallest number of heads.
         output: elements of the prediction.
         buffers: elements of tables that every rank holds beside the parameters.
+        outside: parameters of large layers outside of blocks, which `shard` shares out too.
     """
 
     model: str
@@ -110,6 +111,7 @@ class Work:
     heads: int
     output: Tokens
     buffers: int = 0
+    outside: int = 0
 
     @property
     def parameters(self) -> int:
@@ -146,6 +148,7 @@ class Job:
         image, text: tokens of a sample.
         pictures: made at once.
         branches: of guidance; 1 without.
+        batched: whether they are rows of one call of the transformer; else each has a call of its own.
         steps: of denoising.
         element: bytes of an element.
         beside: bytes of what every rank holds beside the transformer: text encoders, VAE.
@@ -157,11 +160,16 @@ class Job:
     text: int
     pictures: int = 1
     branches: int = 1
+    batched: bool = True
     steps: int = 28
     element: int = 2
     beside: float = 0.0
     decode: float = 0.0
     transformers: int = 1
+
+    def calls(self, pictures: int, branches: int) -> tuple[int, int]:
+        """Rows of a call, and calls of a step, for so many pictures with so many branches each."""
+        return (pictures * branches, 1) if self.batched else (pictures, branches)
 
 
 def as_data(work: Work) -> dict[str, Any]:
@@ -196,6 +204,7 @@ def from_data(data: dict[str, Any]) -> Work:
         data["heads"],
         Tokens(*data["output"]),
         data["buffers"],
+        data["outside"],
     )
 
 

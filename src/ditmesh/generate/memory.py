@@ -22,7 +22,7 @@ from ..layout import known_models
 from ..layout.describe import on_meta
 from ..memory.available import free_memory
 from ..memory.predict import Components, Part, RankNeeds, Request, needs
-from ..planner.auto import TEXT
+from ..planner.auto import TEXT, batched
 from ..planner.catalogue import Shape
 from ..planner.model import work_of
 from ..planner.search import Limits, Model, search
@@ -214,7 +214,8 @@ class _Fit:
         module = on_meta(part.kind, dict(part.settings))
         model = Model(module, layout, work_of(module, layout))
         image = asked.rows * asked.cols * asked.frames
-        job = Job(image, asked.text, asked.pictures, asked.branches, element=self.dtype.itemsize)
+        together, element = batched(self.components.pipeline), self.dtype.itemsize
+        job = Job(image, asked.text, asked.pictures, asked.branches, together, element=element)
         for devices in _DEVICES:
             try:
                 found = search(model, job, machine("cpu", devices), Limits(memory=float("inf")))

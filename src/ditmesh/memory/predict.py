@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +15,7 @@ from ..costs.work import Job
 from ..errors import InputError
 from ..layout import known_models
 from ..layout.describe import on_meta
+from ..planner.auto import batched
 from ..planner.model import work_of
 from ..planner.predict import predict
 from ..strategies.pipefusion.stages import first_cut, kinds_of, stage_of
@@ -122,20 +121,6 @@ class RankNeeds:
     def peak(self) -> Phase:
         """The phase that needs most."""
         return max(self.phases, key=lambda phase: phase.total)
-
-
-def batched(pipeline: str | None) -> bool:
-    """Whether a pipeline puts both branches of guidance into one call of its transformer, as its code says.
-
-    Of a class that is not known: it does, which needs more.
-    """
-    import diffusers
-
-    kind = getattr(diffusers, pipeline or "", None)
-    if kind is None:
-        return True
-    code = inspect.getsource(kind.__call__)
-    return re.search(r"cat\(\s*\[\s*(latents|latent_model_input)\s*(\]\s*\*\s*2|,\s*\1\s*\])", code) is not None
 
 
 def needs(
@@ -308,7 +293,7 @@ def _stages(part: Part, config: ParallelConfig, call: Call, how: _How) -> list[N
     order, lengths = kinds_of(model, layout), first_cut(model, layout, config)
     work, element = work_of(model, layout), how.dtype.itemsize
     image = call.rows * call.cols * call.frames
-    job = Job(image, call.text, call.pictures, call.branches, element=element)
+    job = Job(image, call.text, call.pictures, call.branches, call.batched, element=element)
     terms = predict(config, work, job, machine("cpu", config.world_size)).kept
     keys = sum(term.memory for term in terms if term.name == "keys kept")
     found = []

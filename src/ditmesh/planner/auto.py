@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -109,6 +110,21 @@ def guided(pipeline: type | None, config: Mapping[str, Any]) -> bool:
     return isinstance(default, (int, float)) and default > 1
 
 
+def batched(pipeline: str | None) -> bool:
+    """Whether a pipeline puts both branches of guidance into one call of its transformer, as its code says.
+
+    Of a class that is not known: it does, which needs more.
+    """
+    import diffusers
+
+    kind = getattr(diffusers, pipeline or "", None)
+    if kind is None:
+        return True
+    code = inspect.getsource(kind.__call__)
+    joined = r"cat\(\s*\[\s*(latents|latent_model_input)\s*(\]\s*\*\s*2|,\s*\1\s*\])"
+    return re.search(joined + r"|latent_model_input = \w+\.repeat\(2\b", code) is not None
+
+
 def job_of(config: Mapping[str, Any], call: Call) -> Job:
     """What a transformer of this configuration is asked for by such calls."""
     branches = guided(call.pipeline, config) if call.guidance is None else call.guidance
@@ -116,4 +132,5 @@ def job_of(config: Mapping[str, Any], call: Call) -> Job:
     side = size // patch if isinstance(size, int) and isinstance(patch, int) and patch > 0 else None
     usual = side * side if side else IMAGE
     image, text = call.image or usual, TEXT if call.text is None else call.text
-    return Job(image, text, branches=1 + branches, element=call.element)
+    together = not branches or batched(call.pipeline and call.pipeline.__name__)
+    return Job(image, text, branches=1 + branches, batched=together, element=call.element)

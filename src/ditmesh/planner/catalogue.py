@@ -27,6 +27,7 @@ class Shape:
         num_frames: usual frames; 1 for pictures.
         text: usual text tokens.
         branches: of guidance: 2, or 1 for models that have it distilled in.
+        batched: whether its pipeline puts them into one call.
         steps: usual denoising steps.
         source: where the figures are from.
         pipeline: class of the pipeline.
@@ -48,6 +49,7 @@ class Shape:
     branches: int
     steps: int
     source: str
+    batched: bool = True
     pipeline: str | None = None
     scale: int = 8
     vae: tuple[str, dict[str, Any]] | None = None

@@ -29,6 +29,7 @@ from ..layout import TokenLayout
 from ..layout.conventions import Conventions, Size, Way, ways
 from ..strategies.heads import heads_of
 from ..strategies.pipefusion.stages import blocks_of, kinds_of
+from ..strategies.sharded import parameters_outside
 from ..strategies.tensor.slices import plan
 
 # Rows of the picture and text tokens. Some models want squares and multiples of 32 tokens.
@@ -53,6 +54,10 @@ class WithoutValues(TorchFunctionMode):
         if func is torch.nonzero and isinstance(args[0], Tensor):
             # Of a mask, which hides nothing here.
             return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+        if func is torch.equal:
+            # What is compared is what a model gives all tiles, such as a timestep's modulation, or two forms of a mask.
+            one, other = args
+            return one.shape == other.shape and one.dtype == other.dtype
         return func(*args, **(kwargs or {}))
 
 
@@ -174,7 +179,9 @@ def work_of(model: nn.Module, layout: TokenLayout) -> Work:
     )
     output = _solve([run.output for run in runs], tokens)
     buffers = sum(buffer.numel() for buffer in model.buffers())
-    return Work(type(model).__name__, tuple(kinds), tuple(order), rest, heads_of(model, layout) or 1, output, buffers)
+    outside = parameters_outside(model, layout)
+    heads = heads_of(model, layout) or 1
+    return Work(type(model).__name__, tuple(kinds), tuple(order), rest, heads, output, buffers, outside)
 
 
 @contextmanager

@@ -92,7 +92,8 @@ def predict(config: ParallelConfig, work: Work, job: Job, hardware: Hardware, re
     steps, terms = [], []
     for stale in (False, True) if late else (False,):
         blocks = tuple(block.count for block in work.blocks)
-        share = Share(rows=float(job.pictures * job.branches), calls=1.0, blocks=blocks)
+        rows, calls = job.calls(job.pictures, job.branches)
+        share = Share(rows=rows, calls=calls, blocks=blocks)
         for strategy in strategies:
             share = strategy.share(config, work, job, share, stale)
         step = Step(config, work, job, hardware, share, stale)

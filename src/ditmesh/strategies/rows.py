@@ -443,9 +443,11 @@ class Rows(Strategy):
 
     @classmethod
     def share(cls, config: ParallelConfig, work: Work, job: Job, share: Share, stale: bool) -> Share:
-        rows = -(-job.pictures // config.data) * -(-job.branches // config.cfg)
-        # In reproducible mode one by one.
-        return replace(share, rows=1, calls=rows) if config.reproducible else replace(share, rows=rows)
+        rows, calls = job.calls(-(-job.pictures // config.data), -(-job.branches // config.cfg))
+        if config.reproducible:
+            # One by one.
+            rows, calls = 1, rows * calls
+        return replace(share, rows=rows, calls=calls)
 
     @classmethod
     def terms(cls, step: Step) -> Iterator[Term]:

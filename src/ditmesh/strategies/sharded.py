@@ -27,7 +27,7 @@ from ..config import ParallelConfig
 from ..core.alignment import ALIGNMENT, memory, offset_of
 from ..core.alive import PLAIN
 from ..core.patching import CallChain, Patch, Proceed, refuse_saving
-from ..costs.step import Step, Term
+from ..costs.step import SHARD, Step, Term
 from ..errors import ConfigError, InputError
 from ..layout import TokenLayout
 from .base import Strategy
@@ -192,7 +192,17 @@ def groups_of(model: nn.Module, layout: TokenLayout) -> list[Group]:
 
 def parameters_in_pieces(model: nn.Module, layout: TokenLayout) -> int:
     """How many of a transformer's parameters ``shard`` shares out. Works without memory for them."""
-    return sum(model.get_parameter(name).numel() for group in groups_of(model, layout) for name in group.parameters)
+    return _parameters(model, groups_of(model, layout))
+
+
+def parameters_outside(model: nn.Module, layout: TokenLayout) -> int:
+    """How many of those are in no block."""
+    blocks = tuple(f"{region.blocks}." for region in layout.regions)
+    return _parameters(model, [group for group in groups_of(model, layout) if not group.name.startswith(blocks)])
+
+
+def _parameters(model: nn.Module, groups: Iterable[Group]) -> int:
+    return sum(model.get_parameter(name).numel() for group in groups for name in group.parameters)
 
 
 _LAYERS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -557,13 +567,17 @@ class ShardedModels(Strategy):
     def terms(cls, step: Step) -> Iterator[Term]:
         """A rank sends its part of every block's weights for each run of it, beside the block before."""
         share, size, name = step.share, step.config.shard, "weights (shard)"
-        runs = share.calls * share.pieces
+        runs, element = share.calls * share.pieces, step.job.element
         beside = sum(term.seconds for term in step.compute()) / max(1, sum(share.blocks) * runs)
         kept, largest = 0.0, 0.0
         for block, count in step.kinds():
-            weights = (block.parameters - block.sliced + block.sliced / share.tensor) * step.job.element
+            weights = (block.parameters - block.sliced + block.sliced / share.tensor) * element
             lacking = weights * (size - 1) / size
-            yield step.transfer(name, ("ulysses",), "all_gather", lacking, count * runs, behind=beside, size=size)
+            yield step.transfer(name, (SHARD,), "all_gather", lacking, count * runs, behind=beside)
             kept, largest = kept - count * lacking * step.job.transformers, max(largest, lacking)
+        if outside := step.work.outside * element * (size - 1) / size:
+            # Nothing runs beside them: they are asked for when their layer is called.
+            yield step.transfer(name, (SHARD,), "all_gather", outside, share.rest * share.calls)
+            kept -= outside * step.job.transformers
         # What it lacks of a block that runs and of the next one is there for a while.
         yield Term(name, "memory", memory=kept + min(2, sum(share.blocks)) * largest)

@@ -9,7 +9,7 @@ from typing import Any
 from ...costs.work import Job
 from ...errors import InputError
 from ...generate.model_info import ModelInfo, find_model
-from ...planner.auto import TEXT
+from ...planner.auto import TEXT, batched
 from ...planner.catalogue import shapes
 from ...planner.search import Model
 from ...planner.shipped import derived, model_of
@@ -68,7 +68,7 @@ def subject(name: str, asked: Asked) -> Subject:
         shape = known[key]
         transformer, config = shape.transformer, shape.config
         image = shape.tokens(*(asked.size or shape.size), asked.frames or shape.num_frames)
-        usual = (shape.text, shape.branches, shape.steps)
+        usual, together = (shape.text, shape.branches, shape.steps), shape.batched
         size, element, source = asked.size or shape.size, DTYPES[asked.dtype], shape.source
         beside, decode = float(shape.beside * element), float(shape.decode * size[0] * size[1] * element)
         model = model_of(shape)
@@ -78,7 +78,7 @@ def subject(name: str, asked: Asked) -> Subject:
         size = asked.size or info.default_size or (1024, 1024)
         info.check_size(*size)
         image = info.image_tokens(*size) * (asked.frames or 1)
-        usual = (TEXT, 1 if config.get("guidance_embeds") else 2, 28)
+        usual, together = (TEXT, 1 if config.get("guidance_embeds") else 2, 28), batched(info.pipeline_class)
         beside, decode, source = _beside(info), 0.0, "the pipeline's folder"
         model = derived(transformer, config)
     text = usual[0] if asked.text is None else asked.text
@@ -87,6 +87,7 @@ def subject(name: str, asked: Asked) -> Subject:
         text,
         pictures=asked.pictures,
         branches=usual[1] if asked.guidance is None else 1 + asked.guidance,
+        batched=together,
         steps=asked.steps or usual[2],
         element=DTYPES[asked.dtype],
         beside=beside if asked.beside is None else asked.beside,
