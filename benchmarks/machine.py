@@ -17,7 +17,8 @@ def give_freed_memory_back() -> None:
 
     Else its heap keeps chunks below 32 MB that were freed, as it happens to find them useful.
     """
-    ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 20)
+    # M_MMAP_THRESHOLD: a quantised matrix is smaller than a megabyte.
+    ctypes.CDLL("libc.so.6").mallopt(-3, 1 << 16)
 
 
 def describe_machine() -> dict[str, Any]:
