@@ -66,7 +66,6 @@ CONTENDERS = {
     "displaced, fp16": Contender({**DISPLACED, "compress": "fp16"}, stale=True),
     "displaced, int8": Contender({**DISPLACED, "compress": "int8"}, stale=True),
     "displaced, int4": Contender({**DISPLACED, "compress": "int4"}, stale=True),
-    "pipe=2 patches=2": Contender({"pipe": 2, "patches": 2, "warmup": "fixed(1)"}, stale=True),
     "pipe=2 patches=4": Contender({"pipe": 2, "patches": 4, "warmup": "fixed(1)"}, stale=True),
 }
 # In the chart.
