@@ -34,6 +34,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"ulysses": 2, "shard": 2},
     {},
     {"cfg": 2},
+    {"ulysses": 2, "reproducible": True},
     {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"},
 ]
 

@@ -13,6 +13,8 @@ from torch import nn
 import ditmesh
 from ditmesh.core.digests import weights_fingerprint
 from ditmesh.errors import DitmeshError
+from ditmesh.strategies.pipefusion.stages import parts_of
+from ditmesh.strategies.sharded import ShardedWeights, _bytes_of
 from support.models import RAGGED, inputs, relative_error, run, tiny
 
 TOLERANCE = 1e-5
@@ -110,6 +112,36 @@ def test_right_or_refused(ranks, name):
                 assert "tensor parallelism cuts plain floating-point weights" in found
             else:
                 assert found <= TOLERANCE, (config, found)
+
+
+def held_in_pieces(name: str) -> tuple[bool, bool, float]:
+    """Whether ``shard=2`` has the bits of ``ulysses=2`` alone, and all weights after it; what a rank keeps of them."""
+    model = copy.deepcopy(tiny("Flux"))
+    MADE[name](model, name.split()[1])
+    given, before = inputs("Flux", RAGGED, masks=False), weights_fingerprint(model)
+    with ditmesh.parallelized(model, {"ulysses": 2}):
+        truth = run(model, given)
+    whole = sum(map(_bytes_of, model.parameters()))
+    with ditmesh.parallelized(model, {"ulysses": 2, "shard": 2}):
+        same = torch.equal(run(model, given), truth)
+        sharded = ditmesh.engine_of(model).models[0].get(ShardedWeights)
+        kept = sharded.held + sum(map(_memory_of, model.parameters()))
+    return same, weights_fingerprint(model) == before, kept / whole
+
+
+def _memory_of(parameter: torch.Tensor) -> int:
+    return sum(part.untyped_storage().nbytes() for part in parts_of(parameter))
+
+
+@pytest.mark.parametrize("name", ["torchao int8", "casting float8"])
+def test_pieces_of_quantised_weights_have_their_bits(ranks, name):
+    if name.startswith("torchao"):
+        pytest.importorskip("torchao", reason="torchao is not installed")
+    for same, back, kept in ranks(2).run(held_in_pieces, name):
+        assert same
+        assert back
+        # Small layers outside of blocks are whole.
+        assert kept <= 0.65
 
 
 def test_a_quantised_weight_that_differs_shows():
