@@ -631,8 +631,7 @@ class ExactSequence(TokenStrategy):
 def traded(step: Step, pieces: int = 1) -> Iterator[Term]:
     """Tokens against heads and back at every attention that runs once for each of so many pieces.
 
-    Of ``chunks`` the first one's way there and the last one's way back have no attention beside them. What has come is
-    put together, queries, keys and values before attention, results behind it: read and written once.
+    Of ``chunks`` the first one's way there and the last one's way back have no attention beside them.
     """
     config = step.config
     for _, times, one in step.attentions() if config.ulysses > 1 else ():
@@ -646,8 +645,6 @@ def traded(step: Step, pieces: int = 1) -> Iterator[Term]:
             if chunks > 1:
                 name = f"{what} (ulysses, other chunks)"
                 yield step.transfer(name, ("ulysses",), "all_to_all", sent, calls * (chunks - 1), beside)
-            here = size / config.sequence / pieces / step.job.element
-            yield step.pointwise("putting together (ulysses)", 2 * here, calls)
 
 
 def gathered(step: Step) -> Iterator[Term]:
