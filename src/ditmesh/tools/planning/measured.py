@@ -24,8 +24,8 @@ def measured(
 ) -> list[tuple[Prediction, float]]:
     """Seconds of a step of each prediction's configuration, the fastest first.
 
-    Configurations take turns, and the best of several rounds counts. Branches of guidance are rows of one call, also where
-    the pipeline has a call for each.
+    Configurations take turns, and the best of several rounds counts. Branches of guidance are rows of one call, also
+    where the pipeline has a call for each.
 
     Args:
         pool: as many ranks as every configuration has.
