@@ -8,11 +8,13 @@
 A host is a set of Linux namespaces, with a network, shared memory and process numbers of its own; the link between
 two is a pair of virtual interfaces that a token bucket holds to a rate (headers included: 4.5 % of what TCP sends).
 Ranks stay up for a rate and take turns between strategies; the model and its inputs are those of
-``benchmarks/exact.py``, and ``cfg`` has a batch of two. Each has one thread, and gloo's threads share the two cores
-with both ranks, which those of real hosts would not do: the processor's seconds are in the JSON.
+``benchmarks/exact.py``, and ``cfg`` has a batch of two. Each has one thread.
 
 The bound of an exact strategy is half of one rank's time, and then its bytes over the link; of a stale one the larger
-of the two. Stale strategies are timed once they are stale, a pipeline once its stages are full.
+of the two. Stale strategies are timed once they are stale, a pipeline once its stages are full. One rank's time is
+that of the whole model on both ranks at once, each for itself, just before the strategy's turn: two hosts share no
+caches, but these two do, and they drift. Gloo's threads share the two cores with both ranks, which those of real hosts
+would not do: what the processor did outside of the ranks' main threads is printed by itself.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ from exact import SIDE, TEXT, benchmark_inputs, benchmark_model, mesh_of
 from machine import describe_machine
 from pipefusion import draw
 
+# Steps of the whole model, on every rank for itself, before each turn of a strategy.
+BESIDE = 2
 DISPLACED = {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"}
 RATES = (10e9, 1e9, 200e6)
 # Of what TCP sends, in packets of 1500 bytes and with time stamps.
@@ -74,13 +78,13 @@ ALONE = {"one rank": Contender({}), "one rank (batch of 2)": Contender({}, batch
 
 
 def request(inputs: dict[str, Any], steps: int) -> dict[str, float]:
-    """Seconds a step of one request: on the clock, with full stages (the first half), and of this process."""
-    half, whole, busy = draw(inputs, steps)
-    return {"whole": whole / steps, "full": half / (steps // 2), "processor": busy / steps}
+    """Seconds a step of one request: on the clock, with full stages (the first half), of process and main thread."""
+    half, whole, busy, own = draw(inputs, steps)
+    return {"whole": whole / steps, "full": half / (steps // 2), "processor": busy / steps, "own": own / steps}
 
 
 def measured(contender: Contender, steps: int) -> dict[str, float]:
-    """A request of this rank, with the bytes a step that it sends to other hosts."""
+    """A request of this rank, the bytes a step that it sends to other hosts, and the whole model's step beforehand."""
     import warnings
 
     import ditmesh
@@ -88,6 +92,7 @@ def measured(contender: Contender, steps: int) -> dict[str, float]:
     inputs = benchmark_inputs(contender.batch)
     if not contender.config:
         return request(inputs, steps)
+    whole = request(inputs, BESIDE)["whole"]
     mesh = mesh_of(json.dumps(contender.config))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -99,6 +104,7 @@ def measured(contender: Contender, steps: int) -> dict[str, float]:
             mesh.traffic.reset()
             found = request(inputs, steps)
             found["across"] = sum(mesh.traffic.bytes_across.values()) / (steps + 1)
+            found["beside"] = whole
             return found
 
 
@@ -120,7 +126,7 @@ def rank(folder: Path, names: Sequence[str], steps: int, repeats: int) -> None:
 def run(
     hosts: Any, ranks: Sequence[int], names: Sequence[str], options: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
-    """Run contenders on hosts with so many ranks each; the median of the repeats, each of the slowest rank."""
+    """Run contenders on hosts with so many ranks each; medians of the repeats, each of the slowest rank, and all."""
     with tempfile.TemporaryDirectory(dir=hosts[0].folder) as room:
         command = [sys.executable, "-P", __file__, "--rank", room, "--steps", str(options.steps)]
         command += ["--repeats", str(options.repeats), "--only", *names]
@@ -136,7 +142,7 @@ def run(
             for turn in range(options.repeats)
         ]
         found[name] = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
-        found[name]["all"] = [turn["whole"] for turn in turns]
+        found[name]["turns"] = turns
     return found
 
 
@@ -160,10 +166,15 @@ def throughput(hosts: Any) -> float:
     return float(taker.communicate()[0])
 
 
-def bound(contender: Contender, alone: float, across: float, rate: float) -> float:
-    """Seconds a step that nothing can beat: see the top."""
-    wire = 8 * across / (rate * PAYLOAD)
-    return max(alone / 2, wire) if contender.stale else alone / 2 + wire
+def bound(contender: Contender, turn: dict[str, float], rate: float) -> float:
+    """Seconds a step of a turn that nothing can beat: see the top."""
+    wire, compute = 8 * turn["across"] / (rate * PAYLOAD), turn["beside"] / 2
+    return max(compute, wire) if contender.stale else compute + wire
+
+
+def clock_of(contender: Contender) -> str:
+    """Which of a request's seconds count."""
+    return "full" if "pipe" in contender.config else "whole"
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -194,23 +205,31 @@ def show(result: dict[str, Any], rates: Sequence[float]) -> None:
     for rate in rates:
         table.add_column(f"{rate / 1e6:g} Mb/s", justify="right")
         table.add_column("bound", justify="right")
-    alone = result["alone"]
-    for name in result["one host"]:
-        contender = CONTENDERS[name]
-        key = "full" if "pipe" in contender.config else "whole"
-        one = alone["one rank" if contender.batch == 1 else "one rank (batch of 2)"]["whole"]
-        cells = [name, f"{result['one host'][name][key]:.3f}"]
-        for number, rate in enumerate(rates):
-            found = result[f"{rate:g}"]["results"][name]
+    others = Table(title="the processor's seconds a step outside of a rank's main thread: gloo's threads")
+    for column in ("", "one host", *(f"{rate / 1e6:g} Mb/s" for rate in rates)):
+        others.add_column(column, justify="right" if column else "left")
+    beside: list[float] = []
+    for name, here in result["one host"].items():
+        contender, key = CONTENDERS[name], clock_of(CONTENDERS[name])
+        runs = [result[f"{rate:g}"]["results"][name] for rate in rates]
+        cells = [name, f"{here[key]:.3f}"]
+        for number, (rate, found) in enumerate(zip(rates, runs, strict=True)):
             if number == 0:
                 cells.append(f"{found['across'] / 2**20:.1f}")
-            least = bound(contender, one, found["across"], rate)
-            cells += [f"{found[key]:.3f}", f"{least:.3f} ({found[key] / least:.2f}x)"]
+            bounds = [bound(contender, turn, rate) for turn in found["turns"]]
+            over = [turn[key] / least for turn, least in zip(found["turns"], bounds, strict=True)]
+            cells += [f"{found[key]:.3f}", f"{statistics.median(bounds):.3f} ({statistics.median(over):.2f}x)"]
+            if contender.batch == 1:
+                beside += [turn["beside"] for turn in found["turns"]]
         table.add_row(*cells)
+        others.add_row(name, *(f"{one['processor'] - one['own']:.3f}" for one in (here, *runs)))
     console = Console()
     console.print(table)
+    console.print(others)
+    one, two = (result["alone"][name]["whole"] for name in ALONE)
     console.print(
-        f"one rank: {alone['one rank']['whole']:.3f} s, batch of 2: {alone['one rank (batch of 2)']['whole']:.3f} s; "
+        f"one rank alone: {one:.3f} s (batch of 2: {two:.3f}), "
+        f"on both ranks at once: {statistics.median(beside):.3f} ({min(beside):.3f} to {max(beside):.3f}); "
         "one TCP connection: "
         + ", ".join(f"{result[f'{rate:g}']['throughput'] / 1e6:.0f} of {rate / 1e6:g} Mb/s" for rate in rates)
     )
@@ -226,7 +245,7 @@ def picture(result: dict[str, Any], rates: Sequence[float], file: Path) -> None:
     across = [1e9 / rate for rate in rates]
     lines = []
     for name in (name for name in result["one host"] if name in SHOWN):
-        key = "full" if "pipe" in CONTENDERS[name].config else "whole"
+        key = clock_of(CONTENDERS[name])
         lines.append(Series(name, tuple(across), tuple(result[f"{rate:g}"]["results"][name][key] for rate in rates)))
     x_label, y_label = "nanoseconds a bit (1 is 1 Gb/s, 5 is 200 Mb/s)", "seconds a step"
     chart = line_chart(lines, "Two hosts, one rank each", x_label, y_label)

@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -43,21 +43,30 @@ CONTENDERS: dict[str, tuple[int, dict[str, Any] | None]] = {
 BASELINE = "diffusers, 1 rank"
 
 
-def draw(inputs: dict[str, Any], steps: int) -> tuple[float, float, float]:
-    """One synchronous step, then ``steps`` more, timed: seconds for the first half, for all, and of the processor.
+class Drawn(NamedTuple):
+    """Seconds of a request's stale steps: of the first half, of all, of the processor, and of its main thread."""
+
+    half: float
+    whole: float
+    busy: float
+    own: float
+
+
+def draw(inputs: dict[str, Any], steps: int) -> Drawn:
+    """One synchronous step, then ``steps`` more, timed.
 
     The half ends when its last prediction is asked for, which the first stage does one step later: it measures full
     stages. All ends when the picture is whole.
     """
     model = benchmark_model()
     latents = inputs["hidden_states"]
-    start = middle = busy = 0.0
+    start = middle = busy = own = 0.0
     with torch.no_grad():
         for step in range(steps + 1):
             if step == 1:
                 if torch.distributed.get_world_size() > 1:
                     torch.distributed.barrier()
-                start, busy = time.perf_counter(), time.process_time()
+                start, busy, own = time.perf_counter(), time.process_time(), time.thread_time()
             if step == 1 + steps // 2:
                 middle = time.perf_counter()
             timestep = torch.full_like(inputs["timestep"], 1.0 - step / (steps + 1))
@@ -65,7 +74,7 @@ def draw(inputs: dict[str, Any], steps: int) -> tuple[float, float, float]:
             latents = latents - prediction / (steps + 1)
         float(latents.sum())
     end = time.perf_counter()
-    return middle - start, end - start, time.process_time() - busy
+    return Drawn(middle - start, end - start, time.process_time() - busy, time.thread_time() - own)
 
 
 def seconds(config: dict[str, Any] | None, steps: int) -> tuple[float, float, float]:
@@ -74,13 +83,13 @@ def seconds(config: dict[str, Any] | None, steps: int) -> tuple[float, float, fl
 
     model, inputs = benchmark_model(), benchmark_inputs()
     if config is None:
-        half, whole, busy = draw(inputs, steps)
+        half, whole, busy, _ = draw(inputs, steps)
         return half / (steps // 2), whole / steps, busy / steps
     with ditmesh.parallelized(model, config, mesh=mesh_of(json.dumps(config))):
         engine = ditmesh.engine_of(model)
         draw(inputs, 2)
         engine.begin_request()
-        half, whole, busy = draw(inputs, steps)
+        half, whole, busy, _ = draw(inputs, steps)
         return half / (steps // 2), whole / steps, busy / steps
 
 
