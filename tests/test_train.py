@@ -166,6 +166,20 @@ def test_the_cache_changes_nothing(data, alone, tmp_path):
     assert all(abs(first[step] / alone[step] - 1) <= 1e-4 for step in alone)
 
 
+def test_the_cache_has_latents_only_where_text_encoders_are_trained(data, tmp_path):
+    given = settings(data, tmp_path / "a", train_modules=["transformer", "text_encoder"], proportion_empty_prompts=0.3)
+    plain, _ = losses_of(given)
+    cached = {**given, "output_dir": str(tmp_path / "b"), "cache_dir": str(tmp_path / "cache")}
+    first, again = losses_of(cached)[0], losses_of(cached)[0]
+    assert first == again
+    # Text encoders learn as without it.
+    assert all(abs(first[step] / plain[step] - 1) <= 1e-4 for step in plain)
+    (folder,) = (tmp_path / "cache").iterdir()
+    kept = [load_file(file) for file in folder.iterdir()]
+    assert kept
+    assert all(set(one) == {"moments"} for one in kept)
+
+
 def test_the_newest_checkpoint_is_truncated(data, tmp_path, caplog):
     given = settings(data, tmp_path, checkpointing_steps=2)
     whole, _ = losses_of(given)

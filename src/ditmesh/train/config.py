@@ -53,7 +53,7 @@ class TrainConfig(BaseModel):
         max_sequence_length: tokens of a prompt; None: as many as the pipeline takes by itself.
         aspect_ratio_buckets: sizes "H,W" divided by semicolons; samples go to the nearest one.
         random_flip: mirror half of the samples.
-        cache_dir: keep latents and text embeddings here; None: encode again in every step.
+        cache_dir: keep latents here, and text embeddings if text encoders are not trained; None: encode in every step.
         proportion_empty_prompts: of samples whose caption is left out, so that guidance can be used.
 
     Steps

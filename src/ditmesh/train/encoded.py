@@ -70,9 +70,8 @@ class EncodedSamples:
         self._pipe, self._family, self._config, self._device = pipe, family, config, device
         self._samples, self._sizes = samples, sizes
         self.skipped: dict[int, str] = {}
-        self._trains_text = any(name != "transformer" for name in config.train_modules)
-        if config.cache_dir is not None and self._trains_text:
-            raise InputError("cache_dir keeps text embeddings, and train_modules trains what makes them; leave one out")
+        # What text encoders say changes while they are trained: the cache then has latents only.
+        self._keeps_text = all(name == "transformer" for name in config.train_modules)
         self._cache: Path | None = None
 
     # --- the cache ---------------------------------------------------------------------------------------
@@ -83,7 +82,7 @@ class EncodedSamples:
             return
         self._cache = Path(self._config.cache_dir) / self._fingerprint()
         self._cache.mkdir(parents=True, exist_ok=True)
-        if mesh.world.rank == 0 and not self._file(None).exists():
+        if self._keeps_text and mesh.world.rank == 0 and not self._file(None).exists():
             self._store(None, self._conditions([NOTHING[self._family.conditioned_by]]))
         missing = [i for i in range(len(self._samples)) if not self._file(i).exists()]
         for place, index in enumerate(missing[mesh.world.rank :: mesh.world.size]):
@@ -103,10 +102,12 @@ class EncodedSamples:
         makers = {
             f"{name}.{path}": tensor_digest(value)
             for name, module in self._pipe.components.items()
-            if isinstance(module, nn.Module) and name != "transformer"
+            if isinstance(module, nn.Module) and (name == "vae" or (self._keeps_text and name != "transformer"))
             for path, value in module.state_dict().items()
         }
         about: tuple[Any, ...] = (self._config.max_sequence_length, type(self._family).__name__)
+        if not self._keeps_text:
+            about = ("latents", type(self._family).__name__)
         if self._config.num_frames is not None:
             about += (self._config.num_frames,)
         return digest((sorted(makers.items()), *about))
@@ -124,11 +125,11 @@ class EncodedSamples:
             save_file({name: value.contiguous().cpu() for name, value in encoded.items()}, part)
 
     def _encode(self, index: int) -> Conditions:
-        """Moments of a sample's latents, mirrored too if need be, and its conditions; without a batch dimension."""
+        """Moments of a sample's latents, mirrored too if need be, and kept conditions; without a batch dimension."""
         sample, encoded = self._samples[index], {}
         for name, flip in (("moments", False), ("mirrored", True))[: 1 + self._config.random_flip]:
             encoded[name] = self._moments(self._pixels(sample, index, flip)[None])[0]
-        return encoded | self._conditions([self._said(sample)])
+        return encoded | (self._conditions([self._said(sample)]) if self._keeps_text else {})
 
     def _pixels(self, sample: Sample, index: int, flip: bool) -> Tensor:
         """(3, H, W) of a picture, (3, F, H, W) of a video, in [-1, 1]."""
@@ -165,12 +166,10 @@ class EncodedSamples:
             moments.append(found)
             said.append(NOTHING[self._family.conditioned_by] if empty else self._said(sample))
             rows.append(row)
-        if self._cache is None:
-            both = self._moments(torch.stack(moments))
-            encoded = self._family.encode(self._pipe, said, self._config.max_sequence_length)
-            conditions = encoded
+        both = torch.stack(moments) if self._cache is not None else self._moments(torch.stack(moments))
+        if self._cache is None or not self._keeps_text:
+            conditions = self._family.encode(self._pipe, said, self._config.max_sequence_length)
         else:
-            both = torch.stack(moments)
             conditions = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         mean, deviation = both.chunk(2, dim=1)
         noise = torch.stack([torch.randn(mean.shape[1:], generator=one) for one in generators]).to(both)
@@ -198,7 +197,7 @@ class EncodedSamples:
             except OSError as error:
                 self.skipped[place] = str(error)
                 continue
-            about = load_file(self._file(None)) if empty else encoded
+            about = load_file(self._file(None)) if empty and self._keeps_text else encoded
             row = {name.partition(".")[2]: v for name, v in about.items() if name.startswith("condition.")}
             return encoded["mirrored" if flip else "moments"], sample, row
         raise InputError(f"no sample of {self._sizes[index]} pixels can be read: {next(iter(self.skipped.values()))}")
