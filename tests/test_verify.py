@@ -568,6 +568,14 @@ def test_the_command_says_what_fails_and_writes_a_page(model, tmp_path, capfd):
     assert json.loads(files["verify.json"])["configs"] == result["configs"]
 
 
+@pytest.mark.parametrize("name", ["emoji-flux", pytest.param("fashion-dit", marks=pytest.mark.matrix)])
+def test_embedded_models_have_a_prompt_of_their_own(name, capfd):
+    code = command("ulysses=2", "--model", name, "--steps", "2", "--threads", "1", "--device", "cpu", "--json")
+    captured = capfd.readouterr()
+    assert code == 0, captured.err
+    assert [one["equal"] for one in json.loads(captured.out)["configs"]] == [True]
+
+
 def test_a_chrome_trace_shows_ranks_side_by_side_and_what_hides(model, tmp_path, capfd):
     """Every block of every step, every message where the traffic counter has it, and each wait after its posting."""
     file = tmp_path / "verify.trace.json"

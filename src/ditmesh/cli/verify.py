@@ -79,7 +79,7 @@ def verify(
     ] = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="What to generate; may be given again.", show_default="a red fox, if embedded"),
+        typer.Option(help="What to generate; may be given again.", show_default="an embedded model's first caption"),
     ] = None,
     model: Annotated[
         str | None,
@@ -102,6 +102,7 @@ def verify(
 
     torchrun --nproc-per-node 2 -m ditmesh verify ulysses=2
     """
+    from .. import zoo
     from ..generate.job import check_folder, check_job
     from ..generate.receipt import MOST_TOGETHER
     from ..launch import torchrun_rank
@@ -114,7 +115,8 @@ def verify(
     page_at, trace_at = _file_at(comparing.html, "--html"), _file_at(comparing.trace, "--trace")
     room = comparing.trace_dir if comparing.trace_dir is not None else tempfile.gettempdir()
     check_folder(room, "--trace-dir")
-    default = ["a red fox"] if model is None and pictures.prompts_file is None else None
+    name = "emoji-sd3" if model is None else model
+    default = zoo.captions(name)[:1] if name in zoo.EMBEDDED and pictures.prompts_file is None else None
     prompts = read_prompts(prompt or default, pictures.prompts_file)
     job, info = picture_job(model, prompts, pictures, ranks.timeout, room, per_call=pictures.num_images)
     largest = max([config.world_size for config in asked] + [comparing.all_of or 1])
