@@ -283,7 +283,8 @@ def tiny_recipe():
     plan = Plan(steps=6, batch=2, rate=1e-3, warmup=2)
     return Recipe(
         size=16, widths=(8, 8), latent_channels=4, layers=2, heads=2, head_dim=8, text_width=16,
-        autoencoder=replace(plan, steps=4), transformer=plan, part=16, part_share=0.5, whole_batch=2,
+        autoencoder=replace(plan, steps=4), decoder=replace(plan, steps=2), transformer=plan,
+        part=16, part_share=0.5, whole_batch=2,
     )  # fmt: skip
 
 
@@ -309,6 +310,7 @@ def test_training_resumes_bit_equal_and_exports_a_pipeline(archive: Path, tmp_pa
         train.train_autoencoder(recipe, parts.vae, pictures, folder, stop_at=2 if stop == 1 else None)
         if stop == 1:
             continue
+        train.train_decoder(recipe, parts.vae, pictures, folder)
         outcome = train.train_transformer(recipe, parts, pictures, folder, stop_at=stop)
         assert outcome.finished == (stop is None)
     once, twice = weights(tmp_path / "wa"), weights(folder)
@@ -319,6 +321,22 @@ def test_training_resumes_bit_equal_and_exports_a_pipeline(archive: Path, tmp_pa
     assert figures["captions"] == 2
     assert (tmp_path / "a" / "samples.png").exists()
     assert DiffusionPipeline.from_pretrained(tmp_path / "a").transformer.dtype == torch.float32
+
+
+def test_a_decoder_that_is_trained_alone_leaves_the_latents_as_they_are(archive: Path, tmp_path: Path):
+    from training.data import build
+    from training.loop import Plan
+
+    from training import autoencoder as ae
+
+    torch.manual_seed(0)
+    pictures, model = build(archive, 16, entries()), ae.make_autoencoder((8, 8), 4, 16)
+    latents, restored = ae.encode(model, pictures.chosen), ae.decode(model, ae.encode(model, pictures.chosen))
+    plan = Plan(steps=30, batch=4, rate=3e-3, warmup=2, average=0.5)
+    ae.train_decoder(model, plan, pictures.chosen, pictures.wider, tmp_path / "decoder.pt")
+    assert torch.equal(ae.encode(model, pictures.chosen), latents)
+    before, after = (ae.psnr(some, pictures.chosen).mean() for some in (restored, ae.decode(model, latents)))
+    assert after > before + 3
 
 
 def test_a_run_out_of_time_can_go_on(archive: Path, tmp_path: Path):

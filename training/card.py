@@ -86,7 +86,7 @@ is no model for anything but tests, examples and measurements.
 | autoencoder, reconstruction of the training pictures | {psnr:.1f} dB PSNR (mean) |
 | parameters | transformer {transformer_m:.2f} M, autoencoder {vae_m:.2f} M, text encoders 2 x {text_m:.2f} M |
 | weights on disk | {megabytes:.1f} MB (transformer float16, the rest float32; all load as float32) |
-| training | autoencoder {ae_steps} steps in {ae_minutes} min, transformer {tr_steps} steps in {tr_minutes} min |
+| training | autoencoder {ae_steps} steps in {ae_minutes} min, its decoder alone {de_steps} more in {de_minutes} min, transformer {tr_steps} steps in {tr_minutes} min |
 | machine | {machine} |
 
 The accuracy compares 32x32 reductions (`thumbnails.png`) by mean squared error over all {captions} training
@@ -97,7 +97,8 @@ pictures. Captions whose drawing was nearer to another picture: {failed}.
 * transformer: `SD3Transformer2DModel`, {layers} blocks, {heads} heads of {head_dim}, width {width}, patch size 1,
   {tokens} image tokens; text tokens: {text_tokens} from the two CLIP encoders, then as many zero tokens as the pipeline's
   `max_sequence_length` says (256 by default; the model was trained for 16 to 256, and 16 is the fastest).
-* autoencoder: `AutoencoderKL`, {latent_channels} latent channels at a quarter of the pixels' resolution.
+* autoencoder: `AutoencoderKL`, {latent_channels} latent channels at a quarter of the pixels' resolution. Its decoder was
+  trained further with the encoder as it was, for the pictures' PSNR.
 * text: two `CLIPTextModelWithProjection` of two layers, one vocabulary trained on the captions, at most
   {text_tokens} tokens. `text_encoder_3` is a T5 encoder whose weights are all zero: it says exactly what the pipeline
   puts in the place of an absent one, and `text_encoder_3=None` in `from_pretrained` changes nothing but that
@@ -147,6 +148,8 @@ def write(out: Path, record: dict[str, Any]) -> None:
         megabytes=weights / 1e6,
         ae_steps=record["autoencoder"]["steps"],
         ae_minutes=record["autoencoder"]["minutes"],
+        de_steps=record["decoder"]["steps"],
+        de_minutes=record["decoder"]["minutes"],
         tr_steps=record["transformer"]["steps"],
         tr_minutes=record["transformer"]["minutes"],
         machine=f"{machine['processor']} CPU, {machine['threads']} thread(s), float32, torch {machine['torch']}",

@@ -67,7 +67,7 @@ written for ditmesh. See `LICENSE-DATA`.
 ## Training
 
 `python -m training.zoo {name} --out DIR --data DIR`, which runs `ditmesh train`: {objective}, AdamW, moving average of
-the weights, 10 % of the samples without a caption or class.
+the weights, {dropped} of the samples without a caption or class.
 {notes}"""
 
 CAPTIONED_CALL = """pipe(
@@ -83,7 +83,7 @@ TEXT = {
     "FluxPipeline": """\
 * text: a `CLIPTextModel` says the whole prompt, a `T5EncoderModel` its tokens, both of two layers, with one vocabulary
   trained on the captions; both were trained with the transformer. No guidance is embedded, so `guidance_scale`
-  changes nothing.""",
+  changes nothing. The autoencoder is that of `emoji-sd3`.""",
     "StableDiffusion3Pipeline": """\
 * text: two `CLIPTextModelWithProjection` of two layers, one vocabulary trained on the captions, both trained with the
   transformer. `text_encoder_3` is a T5 encoder whose weights are all zero: it says what the pipeline puts in the place
@@ -156,6 +156,7 @@ def _write(out: Path, record: dict[str, Any], **about: Any) -> None:
         **about,
         transformer=config["_class_name"],
         blocks=f"{layers[0]} double and {layers[1]} single" if layers[1] else layers[0],
+        dropped=f"{100 * share:.0f} %" if (share := record["settings"]["proportion_empty_prompts"]) else "none",
         parameters=", ".join(parameters).replace("unused", "unused rows of classes"),
         psnr=record["evaluation"]["autoencoder_psnr"],
         package=PACKAGE,

@@ -21,6 +21,7 @@ from PIL import Image
 from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel
 
+from ditmesh import zoo
 from ditmesh.core.files import written_whole
 from ditmesh.zoo.references import views
 from training import autoencoder as ae
@@ -139,8 +140,10 @@ class _Captioned:
 class EmojiFlux(_Captioned):
     """``emoji-flux``: a ``FluxPipeline`` of 256 captioned emoji.
 
-    The latents are packed two by two, so a picture is 64 tokens. The T5 encoder says the prompt's tokens, the CLIP
-    encoder the whole prompt; both are trained with the transformer. No guidance is embedded.
+    The autoencoder is that of ``emoji-sd3``. The latents are packed two by two, so a picture is 64 tokens. The T5
+    encoder says the prompt's tokens, the CLIP encoder the whole prompt; both are trained with the transformer. No
+    guidance is embedded, so a picture has only its caption to go by: no sample is without, and noise levels are high,
+    where the caption decides.
     """
 
     guidance, image_tokens = 1.0, 64
@@ -148,11 +151,16 @@ class EmojiFlux(_Captioned):
         **SETTINGS,
         "train_modules": ["transformer", "text_encoder", "text_encoder_2"],
         "max_sequence_length": text.MAX_TOKENS,
+        "max_train_steps": 5000,
+        "learning_rate": 1.5e-3,
+        # Of the place in the table of levels, which begins with pure noise.
+        "logit_mean": -0.7,
+        "proportion_empty_prompts": 0.0,
     }
 
     def make_pipeline(self, folder: Path) -> FluxPipeline:
         """The pipeline before the trainer sees it."""
-        vae, tokenizer = make_autoencoder(folder), self._tokenizer(folder)
+        vae, tokenizer = AutoencoderKL.from_pretrained(zoo.path("emoji-sd3") / "vae"), self._tokenizer(folder)
         torch.manual_seed(0)
         special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         clip = CLIPTextConfig(
@@ -177,7 +185,7 @@ class EmojiFlux(_Captioned):
         )
         transformer = FluxTransformer2DModel(
             patch_size=1,
-            in_channels=4 * CHANNELS,
+            in_channels=4 * vae.config["latent_channels"],
             num_layers=2,
             num_single_layers=4,
             attention_head_dim=24,

@@ -1,7 +1,7 @@
 """Trains the embedded text-to-image model from nothing: ``python -m training.train --out DIR --data DIR``.
 
-Stages, each of which is skipped when its result is there: fetch the pictures, train the autoencoder,
-encode the pictures, train the transformer and its text encoders, export a ``StableDiffusion3Pipeline``
+Stages, each of which is skipped when its result is there: fetch the pictures, train the autoencoder, and then its
+decoder alone, encode the pictures, train the transformer and its text encoders, export a ``StableDiffusion3Pipeline``
 directory, evaluate it. The run can be interrupted at any time and started again with the same arguments.
 ``--data`` keeps what was downloaded and the checkpoints; ``--out`` receives the model alone.
 """
@@ -47,6 +47,9 @@ class Recipe:
     autoencoder: loop.Plan = field(
         default_factory=lambda: loop.Plan(steps=1400, batch=16, rate=2e-3, warmup=50, average=0.995)
     )
+    decoder: loop.Plan = field(
+        default_factory=lambda: loop.Plan(steps=3000, batch=16, rate=1e-3, warmup=50, cooldown=0.6, average=0.995)
+    )
     transformer: loop.Plan = field(
         default_factory=lambda: loop.Plan(steps=3200, batch=32, rate=1.5e-3, warmup=200, average=0.99)
     )
@@ -88,6 +91,17 @@ def train_autoencoder(
     return ae.train(
         vae, recipe.autoencoder, pictures.chosen, pictures.wider, folder / "autoencoder.pt", seed=recipe.seed, **limits
     )
+
+
+def train_decoder(
+    recipe: Recipe, vae: AutoencoderKL, pictures: Pictures, folder: Path, **limits: Any
+) -> tuple[loop.Outcome, float]:
+    """Trains the trained autoencoder's decoder alone; also how well it then restores the captioned pictures, in dB."""
+    outcome = ae.train_decoder(
+        vae, recipe.decoder, pictures.chosen, pictures.wider, folder / "decoder.pt", seed=recipe.seed, **limits
+    )
+    restored = ae.decode(vae, ae.encode(vae, pictures.chosen))
+    return outcome, round(float(ae.psnr(restored, pictures.chosen).mean()), 2)
 
 
 def train_transformer(
@@ -157,7 +171,6 @@ def run(
 
     parts = make_parts(recipe, pictures, folder / "tokenizer")
     first = train_autoencoder(recipe, parts.vae, pictures, folder, stop_after=left())
-    reconstructed = ae.decode(parts.vae, ae.encode(parts.vae, pictures.chosen))
     record: dict[str, Any] = {
         "pictures": {"captioned": len(pictures.chosen), "wider": len(pictures.wider)},
         "recipe": {**asdict(recipe), "max_tokens": text.MAX_TOKENS},
@@ -167,12 +180,11 @@ def run(
             "torch": torch.__version__,
         },
         "parameters": export.count_parameters(parts),
-        "autoencoder": {
-            **_times(first),
-            "psnr": round(float(ae.psnr(reconstructed, pictures.chosen).mean()), 2),
-        },
+        "autoencoder": _times(first),
     }
     if first.finished:
+        further, psnr = train_decoder(recipe, parts.vae, pictures, folder, stop_after=left())
+        record["autoencoder"]["psnr"], record["decoder"] = psnr, _times(further)
         second = train_transformer(recipe, parts, pictures, folder, stop_after=left())
         record["transformer"] = {**_times(second), "loss": round(second.loss, 4)}
     export.export(parts, pictures, out)
