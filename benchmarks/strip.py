@@ -15,14 +15,21 @@ from PIL import Image
 import ditmesh
 from ditmesh import zoo
 
+MODEL = "emoji-flux"
 PROMPTS = ("a red fox", "a cactus", "a pizza", "a red apple", "an owl", "a rocket", "a snail", "a sunflower")
 TILE, GAP = 96, 8
 STRIP = Path(__file__).parents[1] / "docs" / "images" / "strip.png"
 
 
 def pictures(pipe: object) -> list[Image.Image]:
-    facts = zoo.EMBEDDED["emoji-sd3"]
-    call = {"num_inference_steps": facts.steps, "guidance_scale": facts.guidance_scale}
+    facts = zoo.EMBEDDED[MODEL]
+    call = {
+        "num_inference_steps": facts.steps,
+        "guidance_scale": facts.guidance_scale,
+        "max_sequence_length": facts.max_sequence_length,
+        "height": facts.size,
+        "width": facts.size,
+    }
     return [
         pipe(prompt, generator=torch.Generator().manual_seed(seed), **call).images[0]  # type: ignore[operator]
         for seed, prompt in enumerate(PROMPTS)
@@ -30,11 +37,11 @@ def pictures(pipe: object) -> list[Image.Image]:
 
 
 def main() -> None:
-    alone = DiffusionPipeline.from_pretrained(zoo.path())
+    alone = DiffusionPipeline.from_pretrained(zoo.path(MODEL))
     alone.set_progress_bar_config(disable=True)
     rows = [pictures(alone)]
     with ditmesh.Ranks(2) as ranks:
-        pipe = ranks.load("emoji-sd3", {"ulysses": 2})
+        pipe = ranks.load(MODEL, {"ulysses": 2})
         pipe.set_progress_bar_config(disable=True)
         rows.append(pictures(pipe))
     size = (len(PROMPTS) * (TILE + GAP) - GAP, 2 * TILE + GAP)
