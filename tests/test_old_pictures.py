@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ditmesh import zoo
 from ditmesh.cli.main import main
 from support import old_bits
 from support.sample import sampled
@@ -28,6 +30,7 @@ MORE = {
     "two-pictures",
     "weighted",
 }
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 # On another processor kernels round otherwise, at most by this much.
 PSNR = 60.0
 
@@ -48,14 +51,26 @@ def elsewhere() -> str:
     return "; ".join(f"{key} {here[key]!r}, not {was!r}" for key, was in OLD["machine"].items() if here[key] != was)
 
 
+@pytest.fixture(scope="module")
+def sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model with the decoder that it had."""
+    folder = tmp_path_factory.mktemp("model") / "emoji-sd3"
+    shutil.copytree(zoo.path("emoji-sd3"), folder)
+    shutil.copy(DATA / "old_pictures" / "emoji-sd3-vae.safetensors", folder / "vae" / WEIGHTS)
+    return folder
+
+
 @pytest.mark.usefixtures("kept_ranks")
 @pytest.mark.parametrize(
     "picture",
     [pytest.param(path, id=path.stem, marks=pytest.mark.matrix if path.stem in MORE else ()) for path in PICTURES],
 )
-def test_replay_has_the_same_pixels(picture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_has_the_same_pixels(
+    picture: Path, sd3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = [] if picture.stem.startswith("class") else ["--model", str(sd3)]
     with pytest.raises(SystemExit) as left:
-        main(["replay", str(picture), "--threads", "1", "--out", str(tmp_path), "--json"])
+        main(["replay", str(picture), "--threads", "1", "--out", str(tmp_path), "--json", *model])
     told = capsys.readouterr()
     other = elsewhere()
     assert left.value.code == 0 or other, told
@@ -67,6 +82,17 @@ def test_replay_has_the_same_pixels(picture: Path, tmp_path: Path, capsys: pytes
         assert psnr(before, after) >= PSNR, other
     else:
         assert np.array_equal(before, after), f"{psnr(before, after):.1f} dB: {told.out}"
+
+
+@pytest.mark.usefixtures("kept_ranks")
+def test_other_weights_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The embedded model's decoder is another one now: a picture of reproducible mode is not what it was."""
+    (picture,) = (one for one in PICTURES if one.stem == "reproducible")
+    with pytest.raises(SystemExit) as left:
+        main(["replay", str(picture), "--threads", "1", "--out", str(tmp_path), "--json"])
+    told = json.loads(capsys.readouterr().out)
+    assert "weights" in {change["what"] for change in told["changes"]}
+    assert (told["equal"], told["promised"], left.value.code) == (False, False, 0)
 
 
 def test_the_pictures_differ() -> None:
