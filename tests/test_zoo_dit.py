@@ -264,19 +264,3 @@ def test_a_perfect_prediction_draws_the_picture_with_every_sampler():
             velocity = plain.get_velocity(picture, noise, step[None])
             latents = scheduler.step(velocity, step, latents).prev_sample
         torch.testing.assert_close(latents, picture, atol=1e-3, rtol=0)
-
-
-def test_a_grown_model_computes_what_the_small_one_does_until_it_is_trained():
-    from training.diffusion import grow, make_transformer
-
-    small = stirred().eval()
-    large = make_transformer(classes=3, side=4, channels=4, layers=4, heads=2, head_dim=8).eval()
-    grow(small, large)
-    given = {"timestep": torch.tensor([20, 999]), "class_labels": torch.tensor([1, 1000])}
-    latents = torch.randn(2, 4, 4, 4)
-    with torch.no_grad():
-        assert torch.equal(small(latents, **given).sample, large(latents, **given).sample)
-        large.transformer_blocks[1].norm1.linear.bias[16 * 2] += 1.0  # a gate
-        assert not torch.equal(small(latents, **given).sample, large(latents, **given).sample)
-    with pytest.raises(ValueError, match="num_layers"):
-        grow(small, make_transformer(classes=3, side=4, channels=4, layers=3, heads=2, head_dim=8))

@@ -42,6 +42,12 @@ def test_all_embedded_models_together_are_small():
     assert sum(len(zlib.compress(file.read_bytes())) for file in weights) <= 57e6
 
 
+def test_no_embedded_model_says_where_it_was_made():
+    for name in zoo.EMBEDDED:
+        for file in zoo.path(name).rglob("*.json"):
+            assert "_name_or_path" not in file.read_text(encoding="utf-8"), file
+
+
 def test_it_is_what_the_zoo_says():
     pipe, told = pipeline_of(NAME), zoo.EMBEDDED[NAME]
     assert type(pipe).__name__ == told.pipeline

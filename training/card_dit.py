@@ -83,15 +83,7 @@ ditmesh. See `LICENSE-DATA`.
 `python -m training.train_dit --out DIR --data DIR --size {kind}`: diffusion as in DDPM (Ho et al. 2020,
 arXiv:2006.11239) and DiT (Peebles and Xie 2022, arXiv:2212.09748), the velocity as prediction (Salimans and Ho
 2022, arXiv:2202.00512), AdamW, moving average of the weights, 10 % null class; {tokens_seen}.
-{grown}{notes}"""
-
-GROWN = """
-It was not trained from nothing: it began as [`{small}`](../{small}/README.md) with each block doubled, the second of
-two as the identity (a network made deeper without a change of what it computes: Chen et al. 2015,
-arXiv:1511.05641), and all blocks were trained on for the steps and minutes above. So the two are two depths of a
-family, not two independent samples.
-"""
-
+{notes}"""
 
 def write(out: Path, record: dict[str, Any]) -> None:
     """Writes ``README.md`` and ``LICENSE-DATA`` beside the model; ``record`` must have an evaluation.
@@ -146,7 +138,6 @@ def write(out: Path, record: dict[str, Any]) -> None:
         package=PACKAGE,
         version=VERSION,
         tokens_seen=_tokens_seen(recipe),
-        grown=GROWN.format(small=recipe["grown_from"]) if recipe.get("grown_from") else "",
         looks=_paragraphs(record.get("looks", [])),
         notes=_paragraphs(record.get("notes", [])),
     )

@@ -73,34 +73,6 @@ def make_transformer(
     return model
 
 
-@torch.no_grad()
-def grow(small: DiTTransformer2DModel, large: DiTTransformer2DModel) -> None:
-    """Gives ``large`` the weights of ``small``, each block twice; both then compute the same.
-
-    The second of two equal blocks is the identity, because its gates are zero (a network made deeper without a
-    change of what it computes: Chen et al. 2015, arXiv:1511.05641); the rest of it is a trained block's.
-    Raises ValueError when ``large`` is not ``small`` with twice the blocks.
-    """
-    ours, theirs = dict(small.config), dict(large.config)
-    ours["num_layers"] *= 2
-    differ = [key for key in ours if not key.startswith("_") and ours[key] != theirs[key]]
-    if differ:
-        raise ValueError(f"the larger model must have twice the blocks and the same shape; these differ: {differ}")
-    state: dict[str, Tensor] = {}
-    for name, value in small.state_dict().items():
-        if not name.startswith("transformer_blocks."):
-            state[name] = value
-            continue
-        _, number, rest = name.split(".", 2)
-        twin = value.clone()
-        if rest.startswith("norm1.linear."):
-            for gate in (2, 5):
-                twin.chunk(6)[gate].zero_()
-        state[f"transformer_blocks.{2 * int(number)}.{rest}"] = value
-        state[f"transformer_blocks.{2 * int(number) + 1}.{rest}"] = twin
-    large.load_state_dict(state)
-
-
 def make_scheduler() -> DDIMScheduler:
     """The schedule of training and drawing; other samplers take it over with ``from_config``.
 

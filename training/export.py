@@ -78,11 +78,15 @@ def copy_vocabulary(tokenizer: Path, out: Path) -> None:
 
 
 def halve(file: Path) -> None:
-    """Rewrites a safetensors file with its float32 tensors in float16."""
+    """Rewrites a safetensors file with its float32 tensors in float16; its config forgets where it was read from."""
     tensors = {
         name: tensor.half() if tensor.dtype == torch.float32 else tensor for name, tensor in load_file(file).items()
     }
     save_file(tensors, file, metadata={"format": "pt"})
+    config = file.with_name("config.json")
+    known = json.loads(config.read_text(encoding="utf-8"))
+    known.pop("_name_or_path", None)
+    config.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def copy_pipeline(trained: Path, out: Path, halved: tuple[str, ...]) -> None:

@@ -1,7 +1,6 @@
 """Trains an embedded class-conditional model: ``python -m training.train_dit --out DIR --data DIR --size s|l``.
 
-The autoencoder is that of the embedded ``emoji-sd3``; only the transformer is trained. The large one begins as
-the embedded ``emoji-dit-s`` with each block doubled. Stages, each of which is
+The autoencoder is that of the embedded ``emoji-sd3``; only the transformer is trained. Stages, each of which is
 skipped when its result is there: fetch the pictures, encode them, train, export a ``DiTPipeline`` directory,
 evaluate it. The run can be interrupted at any time and started again with the same arguments. ``--data``
 keeps what was downloaded and the checkpoints; ``--out`` receives the model alone.
@@ -35,10 +34,7 @@ from training.loop import console
 
 @dataclass(frozen=True)
 class Recipe:
-    """Every number of a training run. ``part_share`` of the steps see ``part`` tokens of each picture.
-
-    ``grown_from`` is the embedded model of half as many blocks whose weights training begins with; None: from nothing.
-    """
+    """Every number of a training run. ``part_share`` of the steps see ``part`` tokens of each picture."""
 
     plan: loop.Plan
     layers: int
@@ -49,26 +45,20 @@ class Recipe:
     part: int = 64
     part_share: float = 0.75
     whole_batch: int = 10
-    grown_from: str | None = None
     seed: int = 0
 
 
 # The two embedded models.
 RECIPES: dict[str, Recipe] = {
     "s": Recipe(loop.Plan(steps=3600, batch=32, rate=1.5e-3, warmup=150, average=0.99), layers=6),
-    "l": Recipe(
-        loop.Plan(steps=600, batch=32, rate=1e-3, warmup=50, cooldown=0.6, average=0.99),
-        layers=12,
-        part_share=0.0,
-        grown_from="emoji-dit-s",
-    ),
+    "l": Recipe(loop.Plan(steps=3600, batch=32, rate=1.2e-3, warmup=150, average=0.99), layers=12),
 }
 
 
 def make_transformer(recipe: Recipe, vae: AutoencoderKL, classes: int) -> DiTTransformer2DModel:
     """A transformer before its training, the same for the same seed."""
     torch.manual_seed(recipe.seed)
-    model = diffusion.make_transformer(
+    return diffusion.make_transformer(
         classes=classes,
         side=recipe.size // 2 ** (len(vae.config["block_out_channels"]) - 1),
         channels=vae.config["latent_channels"],
@@ -76,10 +66,6 @@ def make_transformer(recipe: Recipe, vae: AutoencoderKL, classes: int) -> DiTTra
         heads=recipe.heads,
         head_dim=recipe.head_dim,
     )
-    if recipe.grown_from is not None:
-        small = DiTTransformer2DModel.from_pretrained(zoo.path(recipe.grown_from) / "transformer")
-        diffusion.grow(small, model)
-    return model
 
 
 def encode(vae: AutoencoderKL, pictures: Pictures, size: int) -> Tensor:
