@@ -191,8 +191,12 @@ def test_an_edit_is_generates(server: Command, kept_ranks: None, tmp_path: Path,
             image=(tmp_path / "a.png").read_bytes(), prompt="a red fox", extra_body={"seed": 0, "strength": 0.5}
         )
     assert made.data is not None
+    there = Image.open(BytesIO(base64.b64decode(made.data[0].b64_json or "")))
     with Image.open(local["path"]) as here:
-        assert (pixels(here) == pixels(Image.open(BytesIO(base64.b64decode(made.data[0].b64_json or ""))))).all()
+        apart = numpy.abs(pixels(here) - pixels(there))
+    # The picture is another one in every run; once in many one value lies where two of 8 bits meet.
+    assert apart.max() <= 1, apart.max()
+    assert (apart > 0).mean() < 1e-3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

@@ -85,6 +85,7 @@ arXiv:2006.11239) and DiT (Peebles and Xie 2022, arXiv:2212.09748), the velocity
 2022, arXiv:2202.00512), AdamW, moving average of the weights, 10 % null class; {tokens_seen}.
 {notes}"""
 
+
 def write(out: Path, record: dict[str, Any]) -> None:
     """Writes ``README.md`` and ``LICENSE-DATA`` beside the model; ``record`` must have an evaluation.
 
