@@ -918,8 +918,13 @@ class Enough(Exception):
     """The time is over."""
 
 
-def fuzzed(seconds: float) -> int:
-    """Sends made-up requests to every endpoint for so long; how many. Every answer conforms to the description."""
+def fuzzed(seconds: float, least: int = 0) -> int:
+    """Sends made-up requests to every endpoint; how many. Every answer conforms to the description.
+
+    Args:
+        seconds: of all endpoints together; what one leaves over is the others'.
+        least: requests of each kind to each endpoint, however long they take.
+    """
     import hypothesis
     import schemathesis
     from schemathesis import checks, openapi
@@ -933,8 +938,7 @@ def fuzzed(seconds: float) -> int:
     rounds = [(operation, mode) for operation in operations for mode in schemathesis.GenerationMode]
     sent, began = 0, time.monotonic()
     for number, (operation, mode) in enumerate(rounds, 1):
-        # What one leaves over is the others'.
-        until = began + seconds * number / len(rounds)
+        until, before = began + seconds * number / len(rounds), sent
 
         @hypothesis.seed(number)
         @hypothesis.settings(
@@ -947,7 +951,7 @@ def fuzzed(seconds: float) -> int:
         @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
         def ask(case: schemathesis.Case) -> None:
             nonlocal sent
-            if time.monotonic() > until:  # noqa: B023
+            if time.monotonic() > until and sent >= before + least:  # noqa: B023
                 raise Enough
             sent += 1
             case.validate_response(case.call(timeout=2), checks=wanted)

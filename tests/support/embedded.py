@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 import ditmesh
 from ditmesh import zoo
+from ditmesh.cli.main import main
+from ditmesh.generate.receipt import Receipt, read_receipt
 
 # One step of the 8-bit pixels, which is what rounding may do to differences of 1e-6.
 TOLERANCE = 1
@@ -27,6 +32,25 @@ def pipeline_of(name: str) -> Any:
 def on_ranks(pipe: Any, config: dict[str, Any] | None) -> AbstractContextManager[Any]:
     """The pipeline on the ranks of a configuration while inside; None: without ditmesh."""
     return nullcontext(pipe) if config is None else ditmesh.parallelized(pipe, config)
+
+
+def generated(name: str, prompt: str, folder: Path, capfd: Any) -> Receipt:
+    """The receipt of what ``ditmesh generate`` makes in two steps of an embedded model with nothing else said."""
+    asked = ["generate", prompt, "--model", name, "--threads", "1", "--device", "cpu", "--steps", "2"]
+    with pytest.raises(SystemExit) as left:
+        main([*asked, "--out", str(folder), "--json"])
+    assert left.value.code == 0, capfd.readouterr().err
+    (made,) = (file for file in folder.iterdir() if file.suffix in (".png", ".mp4"))
+    return read_receipt(made)
+
+
+def check_captioned_card(name: str, accuracy: str) -> None:
+    """The card of a model of captions states the measured figures, and they are good."""
+    card, measured = card_of(name)
+    assert measured["captions"] == len(zoo.captions(name))
+    assert measured[accuracy] >= 0.85
+    assert f"{measured[accuracy]:.3f}" in card
+    assert f"{measured['autoencoder_psnr']:.1f} dB" in card
 
 
 def card_of(name: str) -> tuple[str, dict[str, Any]]:

@@ -105,9 +105,9 @@ class EncodedSamples:
             if isinstance(module, nn.Module) and (name == "vae" or (self._keeps_text and name != "transformer"))
             for path, value in module.state_dict().items()
         }
-        about: tuple[Any, ...] = (self._config.max_sequence_length, type(self._family).__name__)
-        if not self._keeps_text:
-            about = ("latents", type(self._family).__name__)
+        # Latents alone do not depend on how long a prompt may be.
+        first = self._config.max_sequence_length if self._keeps_text else "latents"
+        about: tuple[Any, ...] = (first, type(self._family).__name__)
         if self._config.num_frames is not None:
             about += (self._config.num_frames,)
         return digest((sorted(makers.items()), *about))
