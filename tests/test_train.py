@@ -180,6 +180,34 @@ def test_the_cache_has_latents_only_where_text_encoders_are_trained(data, tmp_pa
     assert all(set(one) == {"moments"} for one in kept)
 
 
+def lengths_of(given, steps=None):
+    """Tokens of the prompts of every micro-batch of this rank."""
+    config, found = TrainConfig.read(given), []
+    pipe = pipeline(config.pretrained_model_name_or_path)
+    with Trainer(config, pipe, timeout=100.0) as trainer:
+        encode = trainer.family.encode
+
+        def recorded(pipe, said, length):
+            found.append(length)
+            return encode(pipe, said, length)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer.family, "encode", recorded)
+            trainer.run(until=steps)
+    return found
+
+
+def test_prompts_of_several_lengths(ranks, data, tmp_path):
+    """Each micro-batch has one, the same on all ranks of a sequence, and after a stop."""
+    given = settings(data, tmp_path / "a", max_sequence_length=[5, 9], max_train_steps=6)
+    whole = lengths_of(given)
+    assert set(whole) == {5, 9}
+    parted = {**given, "output_dir": str(tmp_path / "b")}
+    first, second = ranks(2).run(lengths_of, {**parted, "parallel": {"ulysses": 2}}, 3)
+    assert first == second == whole[: len(first)]
+    assert first + lengths_of({**parted, "resume_from_checkpoint": "latest"}) == whole
+
+
 def test_the_newest_checkpoint_is_truncated(data, tmp_path, caplog):
     given = settings(data, tmp_path, checkpointing_steps=2)
     whole, _ = losses_of(given)
@@ -307,6 +335,7 @@ def test_slices_are_exported_whole(ranks, data, tmp_path, more):
         ({"train_modules": ["transformer", "text_encoder"], "sharding": "fsdp", "parallel": {"data": 2}}, "sharding"),
         ({"train_modules": ["transformer", "unet"]}, "has no module 'unet'"),
         ({"snr_gamma": 5.0}, "snr_gamma"),
+        ({"max_sequence_length": [16, 256], "cache_dir": "cache"}, "embeddings in cache_dir have one length"),
     ],
     ids=str,
 )

@@ -44,13 +44,14 @@ def generated(name: str, prompt: str, folder: Path, capfd: Any) -> Receipt:
     return read_receipt(made)
 
 
-def check_captioned_card(name: str, accuracy: str) -> None:
-    """The card of a model of captions states the measured figures, and they are good."""
+def check_captioned_card(name: str, accuracy: str) -> tuple[str, dict[str, Any]]:
+    """The card of a model of captions states the measured figures, and they are good; both, as `card_of`."""
     card, measured = card_of(name)
     assert measured["captions"] == len(zoo.captions(name))
     assert measured[accuracy] >= 0.85
     assert f"{measured[accuracy]:.3f}" in card
     assert f"{measured['autoencoder_psnr']:.1f} dB" in card
+    return card, measured
 
 
 def card_of(name: str) -> tuple[str, dict[str, Any]]:

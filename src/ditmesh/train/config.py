@@ -50,7 +50,8 @@ class TrainConfig(BaseModel):
         caption_column, label_column: keys of ``metadata.jsonl`` and of a tar's JSON.
         resolution: pixels along a side; with ``aspect_ratio_buckets`` of a square with as many pixels.
         num_frames: of a video model, the first ones of every file (videos, animated pictures); None: pictures.
-        max_sequence_length: tokens of a prompt; None: as many as the pipeline takes by itself.
+        max_sequence_length: tokens of a prompt; a list: every micro-batch has one of these lengths, so that any of them
+            will do afterwards; None: as many as the pipeline takes by itself.
         aspect_ratio_buckets: sizes "H,W" divided by semicolons; samples go to the nearest one.
         random_flip: mirror half of the samples.
         cache_dir: keep latents here, and text embeddings if text encoders are not trained; None: encode in every step.
@@ -113,7 +114,7 @@ class TrainConfig(BaseModel):
     label_column: str = "label"
     resolution: Positive = 512
     num_frames: Positive | None = None
-    max_sequence_length: Positive | None = None
+    max_sequence_length: Positive | Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
     aspect_ratio_buckets: str | None = None
     random_flip: bool = False
     cache_dir: str | None = None
@@ -178,6 +179,11 @@ class TrainConfig(BaseModel):
                 f"{self.train_batch_size} times data={self.parallel.data}; use "
                 f"{share * max(1, self.global_batch_size // share)}"
             )
+        if isinstance(self.max_sequence_length, tuple) and self.cache_dir is not None and self.keeps_text:
+            raise ValueError(
+                f"max_sequence_length={list(self.max_sequence_length)}: text embeddings in cache_dir have one length; "
+                "give one number, or leave cache_dir out"
+            )
         if self.in_order and self.sharding != "none":
             raise ValueError(
                 f"sharding={self.sharding!r} adds gradients up as ranks have them; reproducible needs 'none'"
@@ -198,6 +204,11 @@ class TrainConfig(BaseModel):
         if self.lora is not None and self.train_modules != ("transformer",):
             raise ValueError("lora is for the transformer; leave train_modules out")
         return self
+
+    @property
+    def keeps_text(self) -> bool:
+        """Whether what text encoders say stays as it is during the run."""
+        return all(name == "transformer" for name in self.train_modules)
 
     @property
     def in_order(self) -> bool:

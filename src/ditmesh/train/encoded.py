@@ -71,7 +71,7 @@ class EncodedSamples:
         self._samples, self._sizes = samples, sizes
         self.skipped: dict[int, str] = {}
         # What text encoders say changes while they are trained: the cache then has latents only.
-        self._keeps_text = all(name == "transformer" for name in config.train_modules)
+        self._keeps_text = config.keeps_text
         self._cache: Path | None = None
 
     # --- the cache ---------------------------------------------------------------------------------------
@@ -142,7 +142,9 @@ class EncodedSamples:
         return NOTHING[self._family.conditioned_by] if sample.said is None else sample.said
 
     def _conditions(self, said: Sequence[Any]) -> Conditions:
-        encoded = self._family.encode(self._pipe, said, self._config.max_sequence_length)
+        length = self._config.max_sequence_length
+        assert not isinstance(length, tuple)
+        encoded = self._family.encode(self._pipe, said, length)
         return {f"condition.{name}": value[0] for name, value in encoded.items()}
 
     @torch.no_grad()
@@ -168,7 +170,7 @@ class EncodedSamples:
             rows.append(row)
         both = torch.stack(moments) if self._cache is not None else self._moments(torch.stack(moments))
         if self._cache is None or not self._keeps_text:
-            conditions = self._family.encode(self._pipe, said, self._config.max_sequence_length)
+            conditions = self._family.encode(self._pipe, said, self._length(micro))
         else:
             conditions = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         mean, deviation = both.chunk(2, dim=1)
@@ -178,6 +180,13 @@ class EncodedSamples:
             conditions={name: value.to(self._device) for name, value in conditions.items()},
             generators=generators,
         )
+
+    def _length(self, micro: MicroBatch) -> int | None:
+        """Tokens of the prompts of a micro-batch: of several given, one that its first sample decides."""
+        length = self._config.max_sequence_length
+        if not isinstance(length, tuple):
+            return length
+        return length[int(digest((self._config.seed, "length", micro.samples[0].number)), 16) % len(length)]
 
     def seed_of(self, drawn: Drawn) -> int:
         """Of all that is random about a sample: another one for any two of a run, and of runs with other seeds."""

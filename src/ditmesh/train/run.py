@@ -101,8 +101,8 @@ class _Validation:
             said = [int(one) for one in said]
         else:
             options |= {"height": side, "width": side}
-            if config.max_sequence_length is not None:
-                options["max_sequence_length"] = config.max_sequence_length
+            if (length := config.max_sequence_length) is not None:
+                options["max_sequence_length"] = length[0] if isinstance(length, tuple) else length
         if "use_resolution_binning" in inspect.signature(trainer.pipe.__call__).parameters:
             # At the resolution of training, not at the nearest one of the published weights.
             options["use_resolution_binning"] = False
