@@ -174,8 +174,9 @@ def test_ranks_learn_as_one_device(ranks, folders, tmp_path, name):
     more = {"global_batch_size": 4, "learning_rate": 3e-3, "max_train_steps": 8, "proportion_empty_prompts": 0.2}
     alone = losses_of(run_of(name, folders, tmp_path / "1", **more))
     assert alone[7] != alone[0]
-    for axis in ("ulysses", "data"):
-        for losses in ranks(2).run(losses_of, run_of(name, folders, tmp_path / axis, parallel={axis: 2}, **more)):
+    for axis, sharding in (("ulysses", "none"), ("data", "none"), ("data", "fsdp")):
+        way = {"parallel": {axis: 2}, "sharding": sharding}
+        for losses in ranks(2).run(losses_of, run_of(name, folders, tmp_path / f"{axis}-{sharding}", **way, **more)):
             assert max(abs(losses[step] / alone[step] - 1) for step in alone) <= 1e-3
 
 

@@ -65,6 +65,9 @@ class TrainConfig(BaseModel):
             does not depend on the number of ranks.
         max_train_steps, num_train_epochs: the length; steps win.
 
+        token_share: of the image's tokens, a random part that a step works on, so that it costs less.
+        token_share_until: the part of the run after which steps work on all tokens.
+
     Optimizer
         learning_rate: the highest of the run.
         scale_lr: multiply it by the global batch, or by its square root.
@@ -125,6 +128,8 @@ class TrainConfig(BaseModel):
     global_batch_size: Positive | None = None
     max_train_steps: Positive | None = None
     num_train_epochs: Positive = 1
+    token_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    token_share_until: Share = 0.85
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
     scale_lr: Annotated[
@@ -183,6 +188,11 @@ class TrainConfig(BaseModel):
             raise ValueError(
                 f"max_sequence_length={list(self.max_sequence_length)}: text embeddings in cache_dir have one length; "
                 "give one number, or leave cache_dir out"
+            )
+        if self.token_share < 1 and (self.parallel.world_size > self.parallel.data or self.in_order):
+            raise ValueError(
+                f"token_share={self.token_share:g} is for ranks with whole samples: of parallel use data alone, and "
+                "leave reproducible out, or leave token_share out"
             )
         if self.in_order and self.sharding != "none":
             raise ValueError(

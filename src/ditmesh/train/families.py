@@ -40,6 +40,10 @@ class Family(Protocol):
         """The transformer's prediction for latents (B, C, [F,] H, W), in the same shape."""
         ...
 
+    def patch(self, pipe: Any) -> tuple[int, ...]:
+        """Latents of an image token along each side, ([f,] h, w)."""
+        ...
+
 
 class _Text:
     """What text-to-image adapters have in common."""
@@ -48,6 +52,9 @@ class _Text:
 
     def prepare(self, pipe: Any) -> None:
         pass
+
+    def patch(self, pipe: Any) -> tuple[int, ...]:
+        return (pipe.transformer.config["patch_size"],) * 2
 
     def _options(self, length: int | None) -> dict[str, Any]:
         return {} if length is None else {"max_sequence_length": length}
@@ -91,6 +98,9 @@ class Flux(_Text):
         tiles = output.view(batch, height // 2, width // 2, channels, 2, 2)
         return tiles.permute(0, 3, 1, 4, 2, 5).reshape(latents.shape)
 
+    def patch(self, pipe: Any) -> tuple[int, ...]:
+        return 2, 2
+
 
 class PixArt(_Text):
     """PixArt-alpha and -sigma: cross-attended text with a mask; a learned variance is left as it is."""
@@ -129,6 +139,9 @@ class Wan(_Text):
     def predict(self, pipe: Any, model: Any, latents: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
         return model(hidden_states=latents, timestep=timesteps, **conditions, return_dict=False)[0]
 
+    def patch(self, pipe: Any) -> tuple[int, ...]:
+        return tuple(pipe.transformer.config["patch_size"])
+
 
 class ClassConditional:
     """DiT: a class label; one class more stands for none."""
@@ -155,6 +168,9 @@ class ClassConditional:
             raise ConfigError(f"{type(pipe).__name__} makes squares, and a bucket has latents of {height} x {width}")
         output = model(hidden_states=latents, timestep=timesteps, **conditions, return_dict=False)[0]
         return output[:, : latents.shape[1]]
+
+    def patch(self, pipe: Any) -> tuple[int, ...]:
+        return (pipe.transformer.config["patch_size"],) * 2
 
 
 FAMILIES: dict[str, Family] = {

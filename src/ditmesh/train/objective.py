@@ -127,7 +127,9 @@ def _tables(scheduler: Any) -> tuple[Any, bool]:
     return DDPMScheduler.from_config(config), False
 
 
-def sample_losses(prediction: Tensor, noised: Noised) -> Tensor:
-    """(B,) weighted mean squared errors, in float32."""
+def sample_losses(prediction: Tensor, noised: Noised, seen: Tensor | None = None) -> Tensor:
+    """(B,) weighted mean squared errors, in float32; over the latents that ``seen``, ones and zeros, says."""
     errors = (prediction.float() - noised.target.float()).square()
+    if seen is not None:
+        errors = errors * (seen / seen.mean())
     return errors.flatten(1).mean(1) * noised.weights

@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..comm.mesh import Mesh
 from ..core.partition import Partition
 from ..errors import ConfigError
+from ..layout import layout_of
+from ..strategies.pipefusion.stages import kept_parameters
 from ..strategies.tensor.slices import plan
 from .config import Sharding
 from .gradients import reduce_gradients
@@ -67,9 +69,13 @@ class GradientSync:
 
         # torch remembers device meshes by ranks and names, and the groups of an earlier run are gone.
         shards = DeviceMesh.from_group(group, mesh.device.type, mesh_dim_names=(f"gradients-{group.group_name}",))
+        layout = layout_of(self.transformer)
+        # What a model uses outside of its block has to be gathered there, too: the whole model's gather does it.
+        outside = set[int]() if layout is None else kept_parameters(self.transformer, layout)
         for blocks in self.transformer.children():
             for block in blocks if isinstance(blocks, nn.ModuleList) else ():
-                fully_shard(block, mesh=shards)
+                if not any(id(parameter) in outside for parameter in block.parameters()):
+                    fully_shard(block, mesh=shards)
         fully_shard(self.transformer, mesh=shards)
 
     @contextmanager

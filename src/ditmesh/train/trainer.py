@@ -31,6 +31,7 @@ from ..core.alignment import aligned
 from ..core.digests import digest, tensor_digest
 from ..engine import parallelize, restore
 from ..errors import ConfigError, InputError
+from ..layout import layout_of
 from ..strategies.determinism import deterministic
 from .checkpoint import Checkpoints
 from .config import LoraConfig, TrainConfig
@@ -42,6 +43,7 @@ from .order import MicroBatch, SampleOrder, shares
 from .samples import Samples
 from .speeds import DataSpeeds
 from .sync import GradientSync, TensorSlicesOf
+from .token_subset import TokenSubset, on_grid, random_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +153,9 @@ class Trainer:
         self.trained = nn.ModuleDict({name: pipe.components[name] for name in config.train_modules})
         if config.lora is not None and self.mesh.tensor.size > 1:
             raise ConfigError("tensor ranks cut adapters anew in every call; train lora with ulysses, ring or data")
+        self.subset = TokenSubset(self.model, layout_of(self.model)) if config.token_share < 1 else None
+        if self.subset is not None:
+            self._undo.callback(self.subset.close)
         self.slices = TensorSlicesOf(self.model, self.mesh, "transformer.")
         if self.mesh.world_size > 1 or config.in_order:
             parallelize(self.model, self.mesh.config, mesh=self.mesh)
@@ -318,6 +323,8 @@ class Trainer:
                 with self.speeds.measured(batches[number].cost):
                     losses = self._losses(batches[number])
                 self.scaler.scale(losses.sum() * factor).backward()
+                if self.subset is not None:
+                    self.subset.keep(None)
             found[number] = float(losses.detach().double().sum())
         self.speeds.agree()
         self.sync.reduce(by_rank)
@@ -337,12 +344,25 @@ class Trainer:
         torch.manual_seed(self.encoded.seed_of(micro.samples[0]))
         batch = self.encoded.batch(micro)
         noised = self.objective(batch.latents, batch.generators)
+        seen = self._leave_tokens_out(micro, noised.latents)
         dtype = AUTOCAST.get(self.config.mixed_precision)
         with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
             prediction = self.family.predict(
                 self.pipe, self.sync.transformer, noised.latents, noised.timesteps, batch.conditions
             )
-        return sample_losses(prediction, noised)
+        return sample_losses(prediction, noised, seen)
+
+    def _leave_tokens_out(self, micro: MicroBatch, latents: Tensor) -> Tensor | None:
+        """Choose tokens for the transformer's next call; which latents they are, as ones and zeros; None: all."""
+        config, subset = self.config, self.subset
+        if subset is None or self.step >= config.token_share_until * self.steps:
+            return None
+        shape, patch = latents.shape[2:], self.family.patch(self.pipe)
+        total = math.prod(size // step for size, step in zip(shape, patch, strict=True))
+        tokens = random_tokens(total, config.token_share, self.encoded.seed_of_batch(micro, "tokens"))
+        tokens = tokens.to(latents.device)
+        subset.keep(tokens, total)
+        return on_grid(tokens, shape, patch)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
