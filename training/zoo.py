@@ -66,6 +66,7 @@ class Recipe(Protocol):
         ...
 
 
+# The weights of emoji-sd3 and emoji-dit that are embedded are older: training.train and training.train_dit made them.
 RECIPES: dict[str, Recipe] = {
     "fashion-dit": FashionDiT(),
     "emoji-flux": EmojiFlux(),
