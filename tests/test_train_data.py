@@ -28,7 +28,10 @@ from support.train import emoji, folder_of, settings, tar_of
         ({"parallel": {"ulyses": 2}}, "ulysses"),
         ({"data_speeds": "auto", "sharding": "fsdp"}, "use sharding: ddp or none"),
         ({"data_speeds": [1, 2]}, "data_speeds has 2 numbers for data=1"),
-        ({"data_speeds": [0]}, "data_speeds"),
+        ({"data_speeds": [0]}, "data_speeds.0=0: "),
+        ({"max_sequence_length": [16, 0]}, "max_sequence_length.1=0: "),
+        ({"max_sequence_length": 0}, "max_sequence_length=0: "),
+        ({"lora": {"rank": 0}}, "lora.rank=0: "),
     ],
     ids=str,
 )

@@ -268,8 +268,14 @@ class TrainConfig(BaseModel):
         try:
             return TrainConfig(**given)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
+            top = error.errors()[0]["loc"][:1]
+            alike = [one for one in error.errors() if one["loc"][:1] == top]
+            # Of a setting that may be of several types, what is said of the one that it is nearest to.
+            first = max(alike, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
+            # Names of types are part of the place as well.
+            where = ".".join(str(part) for part in first["loc"] if str(part).isidentifier() or isinstance(part, int))
             said = first["msg"].removeprefix("Value error, ")
             missing = first["type"] == "missing"
+            if where and not missing and isinstance(first["input"], (int, float, str)):
+                where += f"={first['input']!r}"
             raise ConfigError(f"{where} is missing" if missing else f"{where}: {said}" if where else said) from None
