@@ -190,6 +190,47 @@ def test_breaking_off_cancels(url: str, backend: FakeBackend):
     assert asyncio.run(ask()) == "cancelled"
 
 
+def test_breaking_off_a_submission_cancels_what_has_arrived(url: str):
+    class Broken(httpx.HTTPTransport):
+        """The server has the first job, and Ctrl-C comes before its answer."""
+
+        def handle_request(self, request: httpx.Request) -> httpx.Response:
+            response = super().handle_request(request)
+            if request.method == "POST" and not sent:
+                response.read()
+                sent.append(request)
+                raise KeyboardInterrupt
+            return response
+
+    class AlsoBroken(httpx.AsyncHTTPTransport):
+        async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+            response = await super().handle_async_request(request)
+            if request.method == "POST" and not sent:
+                await response.aread()
+                sent.append(request)
+                raise asyncio.CancelledError
+            return response
+
+    def left(client: ditmesh.Client) -> dict[str, str]:
+        return {job.id: job.status for job in client.jobs(limit=1000)}
+
+    async def ask() -> None:
+        async with ditmesh.AsyncClient(url) as client:
+            client._http = httpx.AsyncClient(transport=AlsoBroken(), base_url=url)
+            with pytest.raises(asyncio.CancelledError):
+                await client.submit("b", steps=200)
+
+    sent: list[httpx.Request] = []
+    with ditmesh.Client(url) as client:
+        before = left(client)
+        client._http = httpx.Client(transport=Broken(), base_url=url)
+        with pytest.raises(KeyboardInterrupt):
+            client.submit("a", steps=200)
+        sent.clear()
+        asyncio.run(ask())
+        assert [status for id, status in left(client).items() if id not in before] == ["cancelled"] * 2
+
+
 def test_lost_connections_are_made_again(url: str):
     """A stream that breaks off goes on behind the last event that was seen."""
     asked: list[str | None] = []

@@ -36,6 +36,8 @@ ROLES = {"image": "image", "mask": "mask", "control": "control", "ip_image": "ip
 # Seconds: to connect and to be answered; of silence in a stream, in which the server says every 15 that it is alive;
 # between two attempts when the server does not say.
 TIMEOUT, SILENCE, PAUSE = 30.0, 45.0, 1.0
+# For an answer when somebody who breaks off waits for the end.
+LAST = 3.0
 
 
 # --- what both clients share: requests as data, and generators that make them and read their answers
@@ -56,10 +58,14 @@ class Ask:
 Flow = Generator[Ask, httpx.Response, Result]
 
 
-def _submit(prompt: str, options: Mapping[str, Any]) -> Flow[Job]:
-    # Sent again after a lost connection it is the same job.
+def _submission(prompt: str, options: Mapping[str, Any]) -> Ask:
+    """A job; sent again, after a lost connection for one, it is the same job."""
     once = {"Idempotency-Key": secrets.token_hex(16)}
-    response = yield Ask("POST", "/v1/jobs", json=job_body(prompt, options), headers=once)
+    return Ask("POST", "/v1/jobs", json=job_body(prompt, options), headers=once)
+
+
+def _submit(ask: Ask) -> Flow[Job]:
+    response = yield ask
     return Job.model_validate(response.json())
 
 
@@ -335,8 +341,21 @@ class Client(_Settings):
         return self.images(job)
 
     def submit(self, prompt: str, **options: Any) -> Job:
-        """Submit a job and return at once; ``options`` as for `generate`."""
-        return self._do(_submit(prompt, options))
+        """Submit a job and return at once; ``options`` as for `generate`. Breaking off cancels what has arrived."""
+        ask = _submission(prompt, options)
+        try:
+            return self._do(_submit(ask))
+        except Exception:
+            raise
+        except BaseException:
+            self._withdraw(ask)
+            raise
+
+    def _withdraw(self, ask: Ask) -> None:
+        """Cancel a job that may have arrived: the same request again says which one it is."""
+        with contextlib.suppress(Exception):
+            job = Job.model_validate(self._http.request(**vars(ask), timeout=LAST).json())
+            self._http.request("DELETE", f"/v1/jobs/{job.id}", timeout=LAST)
 
     def wait(self, id: str, on_event: OnEvent | None = None) -> Job:
         """Wait until a job has succeeded. Raises what it failed of."""
@@ -458,7 +477,19 @@ class AsyncClient(_Settings):
 
     async def submit(self, prompt: str, **options: Any) -> Job:
         """See `Client.submit`."""
-        return await self._do(_submit(prompt, options))
+        ask = _submission(prompt, options)
+        try:
+            return await self._do(_submit(ask))
+        except Exception:
+            raise
+        except BaseException:
+            await asyncio.shield(self._withdraw(ask))
+            raise
+
+    async def _withdraw(self, ask: Ask) -> None:
+        with contextlib.suppress(Exception):
+            job = Job.model_validate((await self._http.request(**vars(ask), timeout=LAST)).json())
+            await self._http.request("DELETE", f"/v1/jobs/{job.id}", timeout=LAST)
 
     async def wait(self, id: str, on_event: OnEvent | None = None) -> Job:
         """See `Client.wait`."""
