@@ -184,7 +184,8 @@ def test_the_official_client_streams(server: Command):
 def test_an_edit_is_generates(server: Command, kept_ranks: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     Image.effect_noise((64, 64), 90).convert("RGB").save(tmp_path / "a.png")
     common = ["generate", "a red fox", "--image", tmp_path / "a.png", "--strength", "0.5", "--json"]
-    assert run(*common, "--devices", "2", "--threads", "1", "--out", tmp_path / "local") == 0
+    # As the server has it: other strategies round otherwise.
+    assert run(*common, "--ulysses", "2", "--threads", "1", "--out", tmp_path / "local") == 0
     (local,) = json.loads(capfd.readouterr().out)["pictures"]
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         made = client.images.edit(
