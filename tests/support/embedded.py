@@ -39,9 +39,10 @@ def generated(name: str, prompt: str, folder: Path, capfd: Any) -> Receipt:
     asked = ["generate", prompt, "--model", name, "--threads", "1", "--device", "cpu", "--steps", "2"]
     with pytest.raises(SystemExit) as left:
         main([*asked, "--out", str(folder), "--json"])
-    assert left.value.code == 0, capfd.readouterr().err
-    (made,) = (file for file in folder.iterdir() if file.suffix in (".png", ".mp4"))
-    return read_receipt(made)
+    told = capfd.readouterr()
+    assert left.value.code == 0, told.err
+    (made,) = json.loads(told.out)["pictures"]
+    return read_receipt(made["path"])
 
 
 def check_captioned_card(name: str, accuracy: str) -> tuple[str, dict[str, Any]]:
