@@ -136,6 +136,7 @@ def small(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fashion, "fetch", lambda folder: folder)
     monkeypatch.setattr(fashion, "read", lambda there, part: grey(20))
     monkeypatch.setattr(emoji, "AUTOENCODER", plan)
+    monkeypatch.setattr(emoji, "DECODER", plan)
     monkeypatch.setattr(motion, "AUTOENCODER", plan)
     monkeypatch.setattr(motion, "DECODER", plan)
     monkeypatch.setattr(motion, "SUBJECTS", ("a red fox", "a cactus"))

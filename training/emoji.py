@@ -15,6 +15,7 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,  # pyright: ignore[reportPrivateImportUsage]
     FluxPipeline,  # pyright: ignore[reportPrivateImportUsage]
     FluxTransformer2DModel,  # pyright: ignore[reportPrivateImportUsage]
+    SD3Transformer2DModel,  # pyright: ignore[reportPrivateImportUsage]
     StableDiffusion3Pipeline,  # pyright: ignore[reportPrivateImportUsage]
 )
 from PIL import Image
@@ -27,10 +28,12 @@ from ditmesh.zoo.references import views
 from training import autoencoder as ae
 from training import diffusion, evaluate, evaluate_dit, export, export_dit, loop, text
 from training.data import CLASSES, Entry, Pictures, load
-from training.transformer import make_transformer
 
-AUTOENCODER = loop.Plan(steps=4000, batch=8, rate=2e-3, warmup=50, cooldown=0.5, average=0.995)
-CHANNELS = 16
+AUTOENCODER = loop.Plan(steps=1400, batch=16, rate=2e-3, warmup=50, average=0.995)
+DECODER = loop.Plan(steps=3000, batch=16, rate=1e-3, warmup=50, cooldown=0.6, average=0.995)
+CHANNELS = 8
+# The max_sequence_length of StableDiffusion3Pipeline.
+PADDED = 256
 # Pixels of a picture within a view of 64.
 VIEWED = 56
 # Of eight copies of a picture, so many have a caption as it is written; the others are worded otherwise.
@@ -38,12 +41,16 @@ COPIES, AS_WRITTEN = 8, 6
 
 
 def make_autoencoder(folder: Path) -> AutoencoderKL:
-    """64x64x3 pixels <-> 16x16x16 latents; trained, unless ``folder`` has the last checkpoint of it."""
-    pictures = load(folder)
-    torch.manual_seed(0)
-    vae: AutoencoderKL = ae.make_autoencoder((24, 48, 48), CHANNELS).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    ae.train(vae, AUTOENCODER, pictures.chosen, pictures.wider, folder / "autoencoder.pt", loss_of=ae.psnr_loss)
-    return vae
+    """64x64x3 pixels <-> 8x16x16 latents; trained, then its decoder alone, unless ``autoencoder/`` is there."""
+    made = folder / "autoencoder"
+    if not (made / "config.json").exists():
+        pictures = load(folder)
+        torch.manual_seed(0)
+        vae: AutoencoderKL = ae.make_autoencoder((24, 48, 48), CHANNELS).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        ae.train(vae, AUTOENCODER, pictures.chosen, pictures.wider, folder / "autoencoder.pt")
+        ae.train_decoder(vae, DECODER, pictures.chosen, pictures.wider, folder / "decoder.pt")
+        vae.save_pretrained(made)
+    return AutoencoderKL.from_pretrained(made)
 
 
 def wordings(entry: Entry, number: int) -> list[str]:
@@ -208,22 +215,52 @@ class EmojiFlux(_Captioned):
 
 
 class EmojiSD3(_Captioned):
-    """``emoji-sd3``: a ``StableDiffusion3Pipeline`` of the same emoji, one token a latent pixel."""
+    """``emoji-sd3``: a ``StableDiffusion3Pipeline`` of the same emoji, one token a latent pixel.
+
+    Behind the words there are as many zero tokens as ``max_sequence_length`` says, 256 unless told otherwise. All of
+    them are keys of the attention, so the model has to know several numbers of them.
+    """
 
     guidance, image_tokens = 2.0, 256
     settings: dict[str, Any] = {  # noqa: RUF012
         **SETTINGS,
         "train_modules": ["transformer", "text_encoder", "text_encoder_2"],
-        "max_sequence_length": text.MAX_TOKENS,
+        # Mostly the shortest, which is the cheapest.
+        "max_sequence_length": [text.MAX_TOKENS] * 14 + [64, PADDED],
+        "cache_dir": "cache",
+        "max_train_steps": 4000,
+        "learning_rate": 1.5e-3,
+        "logit_mean": -0.7,
+        "token_share": 0.25,
     }
+
+    def evaluate(self, out: Path, folder: Path) -> dict[str, Any]:
+        """And the accuracy with as many zero tokens as the pipeline takes by itself."""
+        padded = evaluate.evaluate(out, guidance=self.guidance, max_sequence_length=PADDED, size=64, sheet=False)
+        return super().evaluate(out, folder) | {"padded_accuracy": padded["nearest_picture_accuracy"]}
 
     def make_pipeline(self, folder: Path) -> StableDiffusion3Pipeline:
         """The pipeline before the trainer sees it."""
         vae, tokenizer = make_autoencoder(folder), self._tokenizer(folder)
         torch.manual_seed(0)
         width = 96
+        transformer = SD3Transformer2DModel(
+            sample_size=16,
+            patch_size=1,
+            in_channels=CHANNELS,
+            out_channels=CHANNELS,
+            num_layers=6,
+            num_attention_heads=8,
+            attention_head_dim=24,
+            joint_attention_dim=2 * width,
+            caption_projection_dim=192,
+            pooled_projection_dim=2 * width,
+            pos_embed_max_size=16,
+            qk_norm="rms_norm",
+        )
+        start_as_identity(transformer)
         return StableDiffusion3Pipeline(
-            transformer=make_transformer(channels=CHANNELS, joint_width=2 * width, pooled_width=2 * width),
+            transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
             vae=vae,
             text_encoder=text.make_encoder(tokenizer, width),
@@ -239,7 +276,15 @@ class EmojiDiT:
     """``emoji-dit-s`` and ``-l``: ``DiTPipeline`` of 64 emoji by class, each in four views."""
 
     image_tokens = 256
-    settings: dict[str, Any] = SETTINGS
+    settings: dict[str, Any] = {  # noqa: RUF012
+        **SETTINGS,
+        "cache_dir": "cache",
+        "train_batch_size": 32,
+        "max_train_steps": 3600,
+        "learning_rate": 1.5e-3,
+        "lr_warmup_steps": 150,
+        "token_share": 0.25,
+    }
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
@@ -259,7 +304,7 @@ class EmojiDiT:
 
     def make_pipeline(self, folder: Path) -> DiTPipeline:
         """The pipeline before the trainer sees it."""
-        vae, pictures = make_autoencoder(folder), self._pictures(folder)
+        vae, pictures = AutoencoderKL.from_pretrained(zoo.path("emoji-sd3") / "vae"), self._pictures(folder)
         # DiTPipeline knows no shift.
         scale = float(1.0 / ae.encode(vae, views(pictures.chosen).reshape(-1, 64, 64, 3)).std())
         vae.register_to_config(shift_factor=None, scaling_factor=scale)

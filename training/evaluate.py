@@ -63,30 +63,34 @@ def evaluate(
     steps: int = STEPS,
     guidance: float = GUIDANCE,
     seed: int = 0,
-    limit: int | None = None,
+    max_sequence_length: int = ZERO_TOKENS,
     size: int | None = None,
+    sheet: bool = True,
 ) -> dict[str, Any]:
-    """Loads the exported model and draws all its captions (or the first ``limit``).
+    """Loads the exported model, draws all its captions, and returns the figures.
 
-    Writes ``samples.png`` (the drawings, in the order of the captions) beside it and returns the figures.
+    Writes ``samples.png`` (the drawings, in the order of the captions) beside it, with ``sheet``.
     """
     entries = json.loads((model / "captions.json").read_text(encoding="utf-8"))
     references = read_sheet(model / "thumbnails.png", len(entries))
-    captions = [entry["caption"] for entry in entries][:limit]
+    captions = [entry["caption"] for entry in entries]
     pipe = DiffusionPipeline.from_pretrained(model)
     pipe.set_progress_bar_config(disable=True)
     began = time.monotonic()
-    drawn = draw(pipe, captions, steps=steps, guidance=guidance, seed=seed, size=size)
+    drawn = draw(
+        pipe, captions, steps=steps, guidance=guidance, seed=seed, size=size, max_sequence_length=max_sequence_length
+    )
     seconds = time.monotonic() - began
     found = nearest(shrink(drawn), references)
     right = found == np.arange(len(captions))
-    page = export.sheet(drawn).quantize(256, dither=Image.Dither.NONE)  # a quarter of the size
-    page.save(model / "samples.png", optimize=True)
+    if sheet:
+        page = export.sheet(drawn).quantize(256, dither=Image.Dither.NONE)  # a quarter of the size
+        page.save(model / "samples.png", optimize=True)
     figures = {
         "captions": len(captions),
         "steps": steps,
         "guidance_scale": guidance,
-        "max_sequence_length": ZERO_TOKENS,
+        "max_sequence_length": max_sequence_length,
         "seed": seed,
         "nearest_picture_accuracy": round(float(right.mean()), 4),
         "wrong": {captions[i]: entries[int(found[i])]["caption"] for i in np.flatnonzero(~right)},
