@@ -27,10 +27,12 @@ def test_tokens_are_drawn_and_laid_on_the_grid():
     assert len(tokens) == 4
     assert not torch.equal(tokens, random_tokens(12, 0.3, 6))
     assert len(random_tokens(12, 0.01, 5)) == 1
-    seen = on_grid(torch.tensor([1, 5]), (4, 6), (2, 2))
-    assert seen.tolist() == [[0, 0, 1, 1, 0, 0]] * 2 + [[0, 0, 0, 0, 1, 1]] * 2
-    seen = on_grid(torch.tensor([2]), (3, 2, 2), (1, 2, 1))
-    assert seen.nonzero().tolist() == [[1, 0, 0], [1, 1, 0]]
+    seen = on_grid(torch.tensor([[1, 5], [0, 1]]), (4, 6), (2, 2))
+    assert seen.shape == (2, 1, 4, 6)
+    assert seen[0, 0].tolist() == [[0, 0, 1, 1, 0, 0]] * 2 + [[0, 0, 0, 0, 1, 1]] * 2
+    assert seen[1, 0].tolist() == [[1, 1, 1, 1, 0, 0]] * 2 + [[0] * 6] * 2
+    seen = on_grid(torch.tensor([[2]]), (3, 2, 2), (1, 2, 1))
+    assert seen[0, 0].nonzero().tolist() == [[1, 0, 0], [1, 1, 0]]
 
 
 def some_inputs(name: str) -> dict[str, Any]:
@@ -46,7 +48,7 @@ def test_flux_sees_what_it_would_of_these_tokens_alone():
     subset = TokenSubset(model, layout_of(model))
     with torch.no_grad():
         expected = model(**some)[0]
-        subset.keep(kept, total)
+        subset.keep(kept[None], total)
         found = model(**given)[0]
         torch.testing.assert_close(found[:, kept], expected, rtol=1e-5, atol=1e-6)
         subset.keep(None)
@@ -56,29 +58,31 @@ def test_flux_sees_what_it_would_of_these_tokens_alone():
     assert not torch.allclose(whole[:, kept], expected, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["SD3", "DiT", "PixArt", "Wan"])
-def test_others_count_for_nothing(name: str):
+@pytest.mark.parametrize(("name", "per_sample"), [("SD3", True), ("DiT", True), ("PixArt", True), ("Wan", False)])
+def test_others_count_for_nothing(name: str, per_sample: bool):
     """Latents of tokens that are left out may be anything; those that are kept are told apart by their places."""
     model, given = tiny(name), some_inputs(name)
     latents = given["hidden_states"]
     patch = model.config.patch_size
     patch = tuple(patch) if isinstance(patch, (list, tuple)) else (patch, patch)
     total = int(torch.tensor([size // step for size, step in zip(latents.shape[2:], patch, strict=True)]).prod())
-    kept = random_tokens(total, 0.5, 0)
+    kept = torch.stack([random_tokens(total, 0.5, seed) for seed in range(len(latents) if per_sample else 1)])
     seen = on_grid(kept, latents.shape[2:], patch).bool()
     other = torch.where(seen, latents, torch.randn(latents.shape, generator=torch.Generator().manual_seed(1)))
     subset = TokenSubset(model, layout_of(model))
+    assert subset.per_sample == per_sample
     with torch.no_grad():
         subset.keep(kept, total)
         first, second = (model(**{**given, "hidden_states": one})[0] for one in (latents, other))
-        assert torch.equal(first[..., seen], second[..., seen])
-        subset.keep(torch.arange(total), total)
+        subset.keep(torch.arange(total).expand(len(kept), -1), total)
         every = model(**given)[0]
         subset.keep(None)
         whole = model(**given)[0]
-    assert torch.equal(every, whole)
-    assert not torch.allclose(first[..., seen], whole[..., seen], atol=1e-3)
     subset.close()
+    seen = seen.expand(whole.shape)
+    assert torch.equal(first[seen], second[seen])
+    assert torch.equal(every, whole)
+    assert not torch.allclose(first[seen], whole[seen], atol=1e-3)
 
 
 def losses_of(given: dict[str, Any], steps: int | None = None) -> dict[int, float]:

@@ -186,15 +186,11 @@ class EncodedSamples:
         length = self._config.max_sequence_length
         if not isinstance(length, tuple):
             return length
-        return length[self.seed_of_batch(micro, "length") % len(length)]
+        return length[self.seed_of(micro.samples[0], "length") % len(length)]
 
-    def seed_of_batch(self, micro: MicroBatch, what: str) -> int:
-        """Of what is random about a micro-batch: its first sample decides."""
-        return int(digest((self._config.seed, what, micro.samples[0].number)), 16) % 2**63
-
-    def seed_of(self, drawn: Drawn) -> int:
-        """Of all that is random about a sample: another one for any two of a run, and of runs with other seeds."""
-        return int(digest((self._config.seed, drawn.number)), 16) % 2**63
+    def seed_of(self, drawn: Drawn, *about: str) -> int:
+        """Of all that is random about a sample, or about one thing: another one for any two of a run, and of runs."""
+        return int(digest((self._config.seed, *about, drawn.number)), 16) % 2**63
 
     def _sample(self, index: int, flip: bool, empty: bool) -> tuple[Tensor, Sample, Conditions]:
         """Pixels, or moments from the cache, and conditions from there."""

@@ -29,19 +29,18 @@ def random_tokens(count: int, share: float, seed: int) -> Tensor:
 
 
 def on_grid(tokens: Tensor, shape: Sequence[int], patch: Sequence[int]) -> Tensor:
-    """Which latents belong to tokens: ones and zeros in the form of latents, ([f,] h, w).
+    """Which latents belong to tokens: ones and zeros in the form of latents, (B, 1, [f,] h, w).
 
     Args:
-        tokens: (k,) numbers, row by row.
+        tokens: (B, k) numbers, row by row; B is 1 for those of all samples.
         shape: of a sample's latents, ([f,] h, w).
         patch: latents of a token along the same dimensions.
     """
     grid = [size // step for size, step in zip(shape, patch, strict=True)]
-    seen = torch.zeros(math.prod(grid), device=tokens.device)
-    seen[tokens] = 1
-    seen = seen.view(*grid)
+    seen = torch.zeros(len(tokens), math.prod(grid), device=tokens.device)
+    seen = seen.scatter(1, tokens, 1.0).view(len(tokens), 1, *grid)
     for dim, step in enumerate(patch):
-        seen = seen.repeat_interleave(step, dim)
+        seen = seen.repeat_interleave(step, dim + 2)
     return seen
 
 
@@ -54,6 +53,10 @@ class TokenSubset:
         model: the transformer.
         layout: where its tokens are.
 
+    Attributes:
+        per_sample: whether every sample can have tokens of its own; where blocks get positional tables, which have no
+            batch dimension, all have the same.
+
     Raises:
         ConfigError: tokens cannot be left out of this model.
     """
@@ -65,6 +68,7 @@ class TokenSubset:
         if why := _hindrance(layout):
             raise ConfigError(f"token_share: {name} {why}; leave it out")
         self._name = name
+        self.per_sample = all("mask" in cut.arg for region in layout.regions for cut in region.cuts)
         self._kept: Tensor | None = None
         self._total = 0
         self._undo = ExitStack()
@@ -82,7 +86,12 @@ class TokenSubset:
                     self._undo.callback(block.register_forward_hook(self._after(region)).remove)
 
     def keep(self, tokens: Tensor | None, total: int = 0) -> None:
-        """From now on blocks see these of ``total`` tokens, by number, in calls and when they run again; None: all."""
+        """From now on blocks see some of the image's tokens, in calls and when they run again.
+
+        Args:
+            tokens: (B, k) their numbers, B the batch with `per_sample`, else 1; None: all tokens.
+            total: how many tokens there are.
+        """
         self._kept, self._total = tokens, total
 
     def close(self) -> None:
@@ -102,7 +111,7 @@ class TokenSubset:
                         f"token_share: {self._name} has {whole.shape[image.dim]} image tokens where {self._total} were "
                         "expected; leave it out"
                     )
-                arguments.set(image.arg, whole.index_select(image.dim, self._kept))
+                arguments.set(image.arg, whole.gather(image.dim, self._places(whole, image.dim)))
             lengths = {
                 stream.name: value.shape[stream.dim]
                 for stream in region.streams
@@ -122,10 +131,12 @@ class TokenSubset:
         if value.shape[dim] == 1 or image not in cut.tokens:
             return value
         assert self._kept is not None
+        if self.per_sample:
+            raise ConfigError(f"token_share: {self._name} was given {cut.arg}, which says something of all tokens")
         places, start = [], 0
         for stream in cut.tokens:
             count = self._total if stream == image else lengths[stream]
-            own = self._kept if stream == image else torch.arange(count, device=self._kept.device)
+            own = self._kept[0] if stream == image else torch.arange(count, device=self._kept.device)
             places.append(start + own)
             start += count
         return value.index_select(dim, torch.cat(places))
@@ -138,9 +149,19 @@ class TokenSubset:
             value = result_of(output, image)
             shape = list(value.shape)
             shape[image.dim] = self._total
-            return with_result(output, image, value.new_zeros(shape).index_copy(image.dim, self._kept, value))
+            places = self._places(value, image.dim)
+            return with_result(output, image, value.new_zeros(shape).scatter(image.dim, places, value))
 
         return hook
+
+    def _places(self, value: Tensor, dim: int) -> Tensor:
+        """The kept tokens' numbers in the form of a tensor of tokens with the batch in dimension 0."""
+        assert self._kept is not None
+        count = self._kept.shape[1]
+        shape = [count if place == dim else size for place, size in enumerate(value.shape)]
+        ones = [1] * value.dim()
+        ones[0], ones[dim] = len(self._kept), count
+        return self._kept.view(ones).expand(shape)
 
 
 def _hindrance(layout: TokenLayout) -> str:

@@ -359,8 +359,9 @@ class Trainer:
             return None
         shape, patch = latents.shape[2:], self.family.patch(self.pipe)
         total = math.prod(size // step for size, step in zip(shape, patch, strict=True))
-        tokens = random_tokens(total, config.token_share, self.encoded.seed_of_batch(micro, "tokens"))
-        tokens = tokens.to(latents.device)
+        chosen = micro.samples if subset.per_sample else micro.samples[:1]
+        seeds = [self.encoded.seed_of(drawn, "tokens") for drawn in chosen]
+        tokens = torch.stack([random_tokens(total, config.token_share, seed) for seed in seeds]).to(latents.device)
         subset.keep(tokens, total)
         return on_grid(tokens, shape, patch)
 
