@@ -137,6 +137,29 @@ def test_a_run_that_stopped_goes_on_to_the_bit(data, tmp_path):
     assert first | second == whole
 
 
+def test_the_rate_rises_stays_and_falls_in_a_line(data, tmp_path):
+    given = settings(data, tmp_path / "a", pretrained_model_name_or_path=DIT, learning_rate=1e-3, max_train_steps=8)
+    given |= {"lr_scheduler": "warmup_stable_decay", "lr_warmup_steps": 2, "lr_decay_steps": 4}
+    whole, _ = losses_of(given)
+    rates = [row["lr"] for row in read_log(tmp_path / "a" / "loss.csv")]
+    assert rates == pytest.approx([0, 5e-4, 1e-3, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    parted = {**given, "output_dir": str(tmp_path / "b")}
+    first, _ = losses_of(parted, 5)
+    second, _ = losses_of({**parted, "resume_from_checkpoint": "latest"})
+    assert first | second == whole
+
+
+def test_a_schedule_that_does_not_fit_is_refused(data, tmp_path):
+    given = settings(data, tmp_path / "a", pretrained_model_name_or_path=DIT, max_train_steps=8)
+    with pytest.raises(ditmesh.ConfigError, match="lr_scheduler='warmup_stable_decay' with lr_decay_steps=None"):
+        TrainConfig.read({**given, "lr_scheduler": "warmup_stable_decay"})
+    with pytest.raises(ditmesh.ConfigError, match="lr_scheduler='cosine' with lr_decay_steps=2"):
+        TrainConfig.read({**given, "lr_scheduler": "cosine", "lr_decay_steps": 2})
+    given |= {"lr_scheduler": "warmup_stable_decay", "lr_warmup_steps": 5, "lr_decay_steps": 4}
+    with pytest.raises(ditmesh.ConfigError, match="lr_warmup_steps=5 and lr_decay_steps=4 are more than the run's 8"):
+        losses_of(given)
+
+
 @pytest.mark.parametrize("objective", [pytest.param(SD3, marks=pytest.mark.matrix), DIT])
 def test_something_is_learned(data, tmp_path, objective):
     """Two pictures, from noise: the loss falls to a fraction."""

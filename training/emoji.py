@@ -280,14 +280,16 @@ class EmojiDiT:
         **SETTINGS,
         "cache_dir": "cache",
         "train_batch_size": 32,
-        "max_train_steps": 3600,
-        "learning_rate": 1.5e-3,
+        "max_train_steps": 4000,
+        "lr_scheduler": "warmup_stable_decay",
         "lr_warmup_steps": 150,
+        "lr_decay_steps": 1200,
         "token_share": 0.25,
     }
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, rate: float) -> None:
         self._layers = layers
+        self.settings = self.settings | {"learning_rate": rate}
 
     def _pictures(self, folder: Path) -> Pictures:
         return load(folder, VIEWED, CLASSES)

@@ -72,8 +72,8 @@ RECIPES: dict[str, Recipe] = {
     "emoji-flux": EmojiFlux(),
     "emoji-wan": EmojiWan(),
     "emoji-sd3": EmojiSD3(),
-    "emoji-dit-s": EmojiDiT(layers=6),
-    "emoji-dit-l": EmojiDiT(layers=12),
+    "emoji-dit-s": EmojiDiT(layers=6, rate=1.5e-3),
+    "emoji-dit-l": EmojiDiT(layers=12, rate=1.2e-3),
 }
 
 

@@ -71,7 +71,10 @@ class TrainConfig(BaseModel):
     Optimizer
         learning_rate: the highest of the run.
         scale_lr: multiply it by the global batch, or by its square root.
-        lr_scheduler, lr_warmup_steps, lr_num_cycles, lr_power: as `diffusers.optimization.get_scheduler` has them.
+        lr_scheduler: as `diffusers.optimization.get_scheduler` has them, and ``warmup_stable_decay`` (Hu et al. 2024,
+            arXiv:2404.06395).
+        lr_warmup_steps, lr_num_cycles, lr_power: as `diffusers.optimization.get_scheduler` has them.
+        lr_decay_steps: of ``warmup_stable_decay``: over the last so many steps the rate falls to zero in a line.
         adam_beta1, adam_beta2, adam_weight_decay, adam_epsilon: of AdamW.
         max_grad_norm: gradients are clipped to this norm over all ranks; 0: not at all.
         use_ema, ema_decay: keep a moving average of the weights and save that.
@@ -136,9 +139,16 @@ class TrainConfig(BaseModel):
         Literal["no", "linear", "sqrt"], BeforeValidator(lambda v: {False: "no", True: "linear"}.get(v, v))
     ] = "no"
     lr_scheduler: Literal[
-        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
+        "constant",
+        "constant_with_warmup",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "warmup_stable_decay",
     ] = "constant"
     lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
+    lr_decay_steps: Positive | None = None
     lr_num_cycles: Positive = 1
     lr_power: float = 1.0
     adam_beta1: Share = 0.9
@@ -183,6 +193,11 @@ class TrainConfig(BaseModel):
                 f"global_batch_size={self.global_batch_size} is no multiple of train_batch_size="
                 f"{self.train_batch_size} times data={self.parallel.data}; use "
                 f"{share * max(1, self.global_batch_size // share)}"
+            )
+        if (self.lr_decay_steps is not None) != (self.lr_scheduler == "warmup_stable_decay"):
+            raise ValueError(
+                f"lr_scheduler={self.lr_scheduler!r} with lr_decay_steps={self.lr_decay_steps}: warmup_stable_decay needs "
+                "lr_decay_steps, and no other has them"
             )
         if isinstance(self.max_sequence_length, tuple) and self.cache_dir is not None and self.keeps_text:
             raise ValueError(

@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
+from transformers.optimization import get_wsd_schedule
 
 from ..comm import PeerError
 from ..comm.mesh import DEFAULT_DEADLINE, Mesh
@@ -173,14 +175,7 @@ class Trainer:
             weight_decay=config.adam_weight_decay,
             eps=config.adam_epsilon,
         )
-        self._rate = get_scheduler(
-            config.lr_scheduler,
-            optimizer=self.optimizer,
-            num_warmup_steps=config.lr_warmup_steps,
-            num_training_steps=self.steps,
-            num_cycles=config.lr_num_cycles,
-            power=config.lr_power,
-        )
+        self._rate = self._schedule()
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.mixed_precision == "fp16")
         self.ema = EMAModel(self.parameters, decay=config.ema_decay) if config.use_ema else None
         self.checkpoints = Checkpoints(config.output_dir, self.mesh, config.checkpoints_total_limit)
@@ -209,6 +204,30 @@ class Trainer:
         buckets = parse_buckets_string(config.aspect_ratio_buckets)
         nearest = cast(int, find_nearest_bucket(*size, buckets))
         return buckets[nearest][0], buckets[nearest][1]
+
+    def _schedule(self) -> LambdaLR:
+        config = self.config
+        if config.lr_decay_steps is None:
+            return get_scheduler(
+                config.lr_scheduler,
+                optimizer=self.optimizer,
+                num_warmup_steps=config.lr_warmup_steps,
+                num_training_steps=self.steps,
+                num_cycles=config.lr_num_cycles,
+                power=config.lr_power,
+            )
+        if config.lr_warmup_steps + config.lr_decay_steps > self.steps:
+            raise ConfigError(
+                f"lr_warmup_steps={config.lr_warmup_steps} and lr_decay_steps={config.lr_decay_steps} are more than the "
+                f"run's {self.steps} steps; use fewer"
+            )
+        return get_wsd_schedule(
+            self.optimizer,
+            config.lr_warmup_steps,
+            config.lr_decay_steps,
+            num_training_steps=self.steps,
+            decay_type="linear",
+        )
 
     def _peak_rate(self) -> float:
         factor = {"no": 1.0, "linear": self.config.batch, "sqrt": math.sqrt(self.config.batch)}[self.config.scale_lr]
