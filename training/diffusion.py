@@ -1,15 +1,11 @@
-"""The class-conditional diffusion transformer: a small ``DiTTransformer2DModel`` and its training.
+"""The class-conditional diffusion transformer: a small ``DiTTransformer2DModel``, and its schedule.
 
 Diffusion as in DDPM (Ho et al. 2020, arXiv:2006.11239) with the linear schedule of DiT (Peebles and Xie 2022,
 arXiv:2212.09748), and the velocity ``a noise - s x0`` as the prediction (Salimans and Ho 2022, arXiv:2202.00512):
-``a`` and ``s`` are the factors of picture and noise at the step. A part of the class labels is replaced by
-the null class (classifier-free guidance: Ho and Salimans 2022, arXiv:2207.12598).
+``a`` and ``s`` are the factors of picture and noise at the step.
 
 ``DiTPipeline`` always uses class 1000 as the null class, so each block has a table of 1001 classes of which
 only the named ones and the last are trained; the other rows are zero.
-
-A step may work on a random part of the image tokens, as in ``training.transformer``; no key must be
-raised here, since all keys are image tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +17,9 @@ from diffusers import (
     DDIMScheduler,  # pyright: ignore[reportPrivateImportUsage]
     DiTTransformer2DModel,  # pyright: ignore[reportPrivateImportUsage]
 )
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 NULL = 1000  # fixed by DiTPipeline
-DROP = 0.1  # share of labels replaced by the null class
 EMBEDDING = 0.3  # spread of a fresh class embedding; DiT's 0.02 takes a small model long to tell apart
 
 
@@ -64,7 +58,7 @@ def make_transformer(
         nn.init.zeros_(layer.bias)
     for block in blocks:
         embedder = block.norm1.emb.class_embedder
-        embedder.dropout_prob = 0.0  # the loss drops the labels, the same ones for all blocks
+        embedder.dropout_prob = 0.0  # the trainer drops labels, the same ones for all blocks
         with torch.no_grad():
             embedder.embedding_table.weight.zero_()
             rows = torch.randn(classes + 1, heads * head_dim) * EMBEDDING
@@ -88,47 +82,3 @@ def make_scheduler() -> DDIMScheduler:
         timestep_spacing="trailing",
         clip_sample=False,
     )
-
-
-def predict(
-    model: DiTTransformer2DModel, latents: Tensor, timesteps: Tensor, labels: Tensor, kept: Tensor | None = None
-) -> Tensor:
-    """The model's output token by token: (n, kept tokens, channels).
-
-    ``latents`` (n, channels, side, side), ``timesteps`` and ``labels`` (n,); ``kept`` (n, k) are the image
-    tokens to work on, all if None. With all tokens this equals ``model(...)``.
-    """
-    tokens: Tensor = model.pos_embed(latents)
-    if kept is not None:
-        tokens = tokens.gather(1, kept.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
-    blocks: Any = model.transformer_blocks
-    for block in blocks:
-        tokens = block(tokens, timestep=timesteps, class_labels=labels)
-    condition = blocks[0].norm1.emb(timesteps, labels, hidden_dtype=tokens.dtype)
-    shift, scale = model.proj_out_1(F.silu(condition)).chunk(2, dim=1)
-    return model.proj_out_2(model.norm_out(tokens) * (1 + scale[:, None]) + shift[:, None])
-
-
-def velocity_loss(
-    model: DiTTransformer2DModel,
-    scheduler: DDIMScheduler,
-    latents: Tensor,
-    labels: Tensor,
-    generator: torch.Generator,
-    keep: int | None = None,
-) -> Tensor:
-    """The mean squared error of the velocity for one batch of scaled latents, on ``keep`` random tokens of each.
-
-    Steps are drawn evenly from the schedule; one label in ten becomes the null class.
-    """
-    n, channels, height, width = latents.shape
-    noise = torch.randn(latents.shape, generator=generator)
-    timesteps = torch.randint(len(scheduler.alphas_cumprod), (n,), generator=generator)
-    mixed = scheduler.add_noise(latents, noise, timesteps)  # pyright: ignore[reportArgumentType]
-    target = scheduler.get_velocity(latents, noise, timesteps).flatten(2).transpose(1, 2)  # pyright: ignore[reportArgumentType]
-    labels = torch.where(torch.rand(n, generator=generator) < DROP, NULL, labels)
-    kept = None
-    if keep is not None and keep < height * width:
-        kept = torch.rand(n, height * width, generator=generator).argsort(dim=1)[:, :keep]
-        target = target.gather(1, kept.unsqueeze(-1).expand(-1, -1, channels))
-    return F.mse_loss(predict(model, mixed, timesteps, labels, kept), target)

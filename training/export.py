@@ -1,73 +1,19 @@
-"""From trained modules to an ordinary diffusers directory that can be tested without the pictures."""
+"""From a trained pipeline to a small directory that can be tested without the pictures."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from diffusers import (
-    AutoencoderKL,  # pyright: ignore[reportPrivateImportUsage]
-    FlowMatchEulerDiscreteScheduler,  # pyright: ignore[reportPrivateImportUsage]
-    SD3Transformer2DModel,  # pyright: ignore[reportPrivateImportUsage]
-    StableDiffusion3Pipeline,  # pyright: ignore[reportPrivateImportUsage]
-)
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
 from ditmesh.zoo.references import COLUMNS, THUMBNAIL, shrink
-from training import text
-from training.data import Entry, Pictures
-
-SHIFT = 1.0
-
-
-@dataclass
-class Parts:
-    """The modules of the pipeline while they are trained."""
-
-    vae: AutoencoderKL
-    transformer: SD3Transformer2DModel
-    tokenizer: CLIPTokenizer
-    text_encoder: CLIPTextModelWithProjection
-    text_encoder_2: CLIPTextModelWithProjection
-
-
-def count_parameters(parts: Parts) -> dict[str, int]:
-    """Parameters of each module of the pipeline."""
-    return {
-        name: sum(p.numel() for p in getattr(parts, name).parameters())
-        for name in ("transformer", "vae", "text_encoder", "text_encoder_2")
-    }
-
-
-def export(parts: Parts, pictures: Pictures, out: Path) -> None:
-    """Writes the pipeline, the captions and the training pictures' thumbnails to ``out``.
-
-    The transformer is stored in float16 and everything else in float32: diffusers loads either as float32
-    unless told otherwise, while transformers keeps the stored type.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    pipe = StableDiffusion3Pipeline(
-        transformer=parts.transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
-        vae=parts.vae,
-        text_encoder=parts.text_encoder,
-        tokenizer=parts.tokenizer,
-        text_encoder_2=parts.text_encoder_2,
-        tokenizer_2=parts.tokenizer,
-        text_encoder_3=text.make_silent_t5(parts.tokenizer, parts.transformer.config["joint_attention_dim"]),
-        tokenizer_3=parts.tokenizer,  # pyright: ignore[reportArgumentType]
-    )
-    pipe.save_pretrained(out)
-    copy_vocabulary(Path(parts.tokenizer.name_or_path), out)
-    halve(out / "transformer" / "diffusion_pytorch_model.safetensors")
-    write_captions(pictures.entries, pictures.chosen, out)
+from training.data import Entry
 
 
 def copy_vocabulary(tokenizer: Path, out: Path) -> None:

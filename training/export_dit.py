@@ -1,4 +1,4 @@
-"""From a trained class-conditional transformer to an ordinary ``DiTPipeline`` directory."""
+"""What lies beside a class-conditional model: the names of its classes, and its pictures."""
 
 from __future__ import annotations
 
@@ -6,17 +6,11 @@ import json
 from pathlib import Path
 
 import numpy as np
-from diffusers import (
-    AutoencoderKL,  # pyright: ignore[reportPrivateImportUsage]
-    DiTPipeline,  # pyright: ignore[reportPrivateImportUsage]
-    DiTTransformer2DModel,  # pyright: ignore[reportPrivateImportUsage]
-)
 from PIL import Image
 
 from ditmesh.zoo.references import shrink
-from training import diffusion
 from training.data import Entry, Pictures, read_entries
-from training.export import halve, sheet
+from training.export import sheet
 
 
 def names(entry: Entry, captions: tuple[Entry, ...]) -> list[str]:
@@ -26,18 +20,6 @@ def names(entry: Entry, captions: tuple[Entry, ...]) -> list[str]:
     """
     more = [caption for other in captions if other.code == entry.code for caption in other.captions]
     return list(dict.fromkeys((*entry.captions, *more)))
-
-
-def export(model: DiTTransformer2DModel, vae: AutoencoderKL, pictures: Pictures, out: Path) -> None:
-    """Writes the pipeline, the names of its classes and the training pictures' thumbnails to ``out``.
-
-    The weights are stored in float16; diffusers loads them as float32 unless told otherwise.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    DiTPipeline(model, vae, diffusion.make_scheduler()).save_pretrained(out)  # pyright: ignore[reportArgumentType]
-    for part in ("transformer", "vae"):
-        halve(out / part / "diffusion_pytorch_model.safetensors")
-    write_classes(pictures, out)
 
 
 def write_classes(pictures: Pictures, out: Path) -> None:

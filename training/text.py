@@ -1,13 +1,12 @@
-"""The words: a tokenizer with a vocabulary of its own, two small CLIP text encoders, prompt variants.
+"""The words: a tokenizer with a vocabulary of its own, a small CLIP text encoder, prompt variants.
 
-``StableDiffusion3Pipeline`` reads a prompt with two CLIP encoders and a T5 encoder, which may be absent; what
-is computed here for training is what its ``encode_prompt`` computes for drawing.
+``StableDiffusion3Pipeline`` reads a prompt with two CLIP encoders and a T5 encoder, which may be absent.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,7 @@ from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import ByteLevel, Split
 from tokenizers.pre_tokenizers import Sequence as Chain
 from tokenizers.trainers import BpeTrainer
-from torch import Tensor
-from torch.nn import functional as F
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5Config, T5EncoderModel
-
-from training.data import Entry
 
 MAX_TOKENS = 16
 START, END = "<|startoftext|>", "<|endoftext|>"
@@ -126,63 +121,3 @@ def make_silent_t5(tokenizer: CLIPTokenizer, joint_width: int) -> T5EncoderModel
         for parameter in encoder.parameters():
             parameter.zero_()
     return encoder
-
-
-def tokenize(tokenizer: CLIPTokenizer, prompts: Sequence[str]) -> Tensor:
-    """Prompts -> (n, MAX_TOKENS) token numbers, padded as the pipeline pads them."""
-    out = tokenizer(list(prompts), padding="max_length", max_length=MAX_TOKENS, truncation=True, return_tensors="pt")
-    return out.input_ids
-
-
-def encode(encoders: Sequence[CLIPTextModelWithProjection], tokens: Tensor, joint_width: int) -> tuple[Tensor, Tensor]:
-    """(n, tokens) -> prompt embeddings (n, tokens, joint_width), pooled (n, sum of projections).
-
-    As in ``StableDiffusion3Pipeline.encode_prompt``: the last layer but one of each CLIP encoder, side
-    by side, filled up with zeros to ``joint_width``. The zero tokens of the absent T5 encoder are not
-    appended here.
-    """
-    hidden, pooled = [], []
-    for encoder in encoders:
-        out = encoder(tokens, output_hidden_states=True)
-        hidden.append(out.hidden_states[-2])
-        pooled.append(out.text_embeds)
-    side_by_side = torch.cat(hidden, dim=-1)
-    return F.pad(side_by_side, (0, joint_width - side_by_side.shape[-1])), torch.cat(pooled, dim=-1)
-
-
-class Prompts:
-    """Every way to ask for every picture, tokenized once.
-
-    A draw gives, for a row of picture numbers, one prompt each: mostly one of the picture's captions as
-    written, else a variant, and with probability ``dropout`` the empty prompt (classifier-free guidance,
-    Ho and Salimans 2022, arXiv:2207.12598).
-    """
-
-    def __init__(self, tokenizer: CLIPTokenizer, entries: Sequence[Entry], dropout: float = 0.1) -> None:
-        texts, plain, all_ = [""], [], []
-        for entry in entries:
-            mine: list[int] = []
-            others: list[int] = []
-            for caption in entry.captions:
-                first, *rest = variants(caption)
-                mine.append(len(texts))
-                texts.append(first)
-                others.extend(range(len(texts), len(texts) + len(rest)))
-                texts.extend(rest)
-            plain.append(mine)
-            all_.append(others)
-        self.tokens = tokenize(tokenizer, texts)
-        self.texts = texts
-        self._plain = plain
-        self._other = all_
-        self._dropout = dropout
-
-    def draw(self, pictures: Tensor, generator: torch.Generator) -> Tensor:
-        """(n,) picture numbers -> (n, MAX_TOKENS) tokens of one prompt for each."""
-        chance = torch.rand(3, len(pictures), generator=generator).tolist()
-        rows = []
-        for place, picture in enumerate(pictures.tolist()):
-            drop, kind, which = chance[0][place], chance[1][place], chance[2][place]
-            pool = self._plain[picture] if kind < 0.75 else self._other[picture]
-            rows.append(0 if drop < self._dropout else pool[int(which * len(pool))])
-        return self.tokens[torch.tensor(rows)]

@@ -66,7 +66,6 @@ class Recipe(Protocol):
         ...
 
 
-# The weights of emoji-sd3 and emoji-dit that are embedded are older: training.train and training.train_dit made them.
 RECIPES: dict[str, Recipe] = {
     "fashion-dit": FashionDiT(),
     "emoji-flux": EmojiFlux(),
