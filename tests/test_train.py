@@ -316,6 +316,10 @@ def test_the_command_trains_and_exports(data, tmp_path, capfd):
     assert 0 < max(moved) < 0.1
     assert not [f for f in Path(said["pipeline"]).rglob("*.json") if str(tmp_path) in f.read_text(encoding="utf-8")]
     assert "trained with ditmesh for 2 steps" in (Path(said["pipeline"]) / "README.md").read_text()
+    more = ["--resume", "--set", "max_train_steps=3", "--set", "validation_prompts=[]", "--threads", "1"]
+    with pytest.raises(SystemExit):
+        main(["train", str(file), "--ulysses", "2", "--device", "cpu", *more])
+    assert "\n1 step after 2 steps before in " in f"\n{capfd.readouterr().out}"
 
 
 @pytest.mark.usefixtures("kept_ranks")

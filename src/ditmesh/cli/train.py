@@ -106,7 +106,9 @@ def _time(seconds: float) -> str:
 
 def _say(result: dict[str, Any]) -> None:
     loss = "" if result["loss"] is None else f", loss {result['loss']:.4f}"
-    print(f"{result['step']} steps in {_time(result['seconds'])} on {count(result['devices'], 'device')}{loss}")
+    before = f" after {count(result['resumed'], 'step')} before" if result["resumed"] else ""
+    done = count(result["step"] - result["resumed"], "step")
+    print(f"{done}{before} in {_time(result['seconds'])} on {count(result['devices'], 'device')}{loss}")
     if result["nearest"] is not None:
         print(f"{result['nearest']:.0%} of the validation pictures are nearest to their own training picture")
     if result["weights"] is not None:

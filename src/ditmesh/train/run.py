@@ -40,7 +40,8 @@ def train(
         report: takes a `Progress` after every step, on rank 0.
 
     Returns:
-        ``step``, ``loss`` (of the last step), ``seconds``, ``skipped`` and ``unsaved``, each a list of sentences,
+        ``step``, ``resumed`` (the step that this run began with), ``loss`` (of the last step), ``seconds``,
+        ``skipped`` and ``unsaved``, each a list of sentences,
         ``pipeline`` (the folder of the trained pipeline, or of its LoRA weights), ``nearest`` (of the last
         validation: the share of pictures whose nearest training picture is their caption's own; None without one),
         ``weights`` (in reproducible mode a digest of the trained weights' bits, before averaging; else None).
@@ -73,6 +74,7 @@ def train(
         _export(fresh, weights, config, folder, outcome.step, outcome.losses)
     return {
         "step": outcome.step,
+        "resumed": outcome.step - len(outcome.losses),
         "loss": outcome.losses.get(outcome.step - 1),
         "seconds": time.monotonic() - began,
         "skipped": outcome.skipped,
