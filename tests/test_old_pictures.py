@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ditmesh import zoo
 from ditmesh.cli.main import main
 from support import old_bits
 from support.sample import sampled
@@ -30,7 +28,8 @@ MORE = {
     "two-pictures",
     "weighted",
 }
-WEIGHTS = "diffusion_pytorch_model.safetensors"
+# The embedded models that drew them.
+MODELS = DATA / "old_pictures" / "models"
 # On another processor kernels round otherwise, at most by this much.
 PSNR = 60.0
 
@@ -51,26 +50,15 @@ def elsewhere() -> str:
     return "; ".join(f"{key} {here[key]!r}, not {was!r}" for key, was in OLD["machine"].items() if here[key] != was)
 
 
-@pytest.fixture(scope="module")
-def sd3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model with the decoder that it had."""
-    folder = tmp_path_factory.mktemp("model") / "emoji-sd3"
-    shutil.copytree(zoo.path("emoji-sd3"), folder)
-    shutil.copy(DATA / "old_pictures" / "emoji-sd3-vae.safetensors", folder / "vae" / WEIGHTS)
-    return folder
-
-
 @pytest.mark.usefixtures("kept_ranks")
 @pytest.mark.parametrize(
     "picture",
     [pytest.param(path, id=path.stem, marks=pytest.mark.matrix if path.stem in MORE else ()) for path in PICTURES],
 )
-def test_replay_has_the_same_pixels(
-    picture: Path, sd3: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = [] if picture.stem.startswith("class") else ["--model", str(sd3)]
+def test_replay_has_the_same_pixels(picture: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = MODELS / ("emoji-dit-s" if picture.stem.startswith("class") else "emoji-sd3")
     with pytest.raises(SystemExit) as left:
-        main(["replay", str(picture), "--threads", "1", "--out", str(tmp_path), "--json", *model])
+        main(["replay", str(picture), "--threads", "1", "--out", str(tmp_path), "--json", "--model", str(model)])
     told = capsys.readouterr()
     other = elsewhere()
     assert left.value.code == 0 or other, told
@@ -86,7 +74,7 @@ def test_replay_has_the_same_pixels(
 
 @pytest.mark.usefixtures("kept_ranks")
 def test_other_weights_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The embedded model's decoder is another one now: a picture of reproducible mode is not what it was."""
+    """The embedded model was trained anew: a picture of reproducible mode is not what it was."""
     (picture,) = (one for one in PICTURES if one.stem == "reproducible")
     with pytest.raises(SystemExit) as left:
         main(["replay", str(picture), "--threads", "1", "--out", str(tmp_path), "--json"])
