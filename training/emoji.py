@@ -230,8 +230,11 @@ class EmojiSD3(_Captioned):
         "cache_dir": "cache",
         "max_train_steps": 4000,
         "learning_rate": 1.5e-3,
+        "lr_scheduler": "warmup_stable_decay",
+        "lr_decay_steps": 1200,
         "logit_mean": -0.7,
         "token_share": 0.25,
+        "token_share_until": 0.8,
     }
 
     def evaluate(self, out: Path, folder: Path) -> dict[str, Any]:
