@@ -55,7 +55,7 @@ def facts(out: Path, record: dict[str, Any]) -> dict[str, Any]:
     scheduler, machine = read("scheduler/scheduler_config.json"), record["machine"]
     parameters = record["parameters"]
     return {
-        "name": out.name,
+        "name": record["name"],
         "size": record["settings"]["resolution"],
         "tokens": record["image_tokens"],
         "batch": record["settings"]["train_batch_size"],

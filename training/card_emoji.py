@@ -47,7 +47,7 @@ Pictures are compared as 32x32 reductions (`thumbnails.png`) by mean squared err
 |---|---|
 | autoencoder, reconstruction of the training pictures | {psnr:.1f} dB PSNR (mean) |
 | parameters | {parameters} |
-| weights on disk | {megabytes:.1f} MB (transformer and autoencoder float16, text encoders float32; all load as float32) |
+| weights on disk | {megabytes:.1f} MB ({types}; all load as float32) |
 | training | {tr_steps} steps of {batch} pictures in {tr_minutes} min |
 | machine | {machine} |
 
@@ -74,6 +74,7 @@ CAPTIONED_CALL = """pipe(
     "a red fox", height={size}, width={size}, num_inference_steps={steps}, guidance_scale={guidance_scale},
     max_sequence_length={max_sequence_length},
 ).images[0]"""
+HALVES = "transformer and autoencoder float16, text encoders float32"
 FLOW = """rectified flow (Liu et al. 2022, arXiv:2209.03003) with
 noise levels as in Stable Diffusion 3 (Esser et al. 2024, arXiv:2403.03206)"""
 DDPM = """diffusion as in DDPM (Ho et al. 2020,
@@ -166,6 +167,7 @@ def _write(out: Path, record: dict[str, Any], **about: Any) -> None:
         transformer=config["_class_name"],
         blocks=f"{layers[0]} double and {layers[1]} single" if layers[1] else layers[0],
         dropped=f"{100 * share:.0f} %" if (share := record["settings"]["proportion_empty_prompts"]) else "none",
+        types="float16" if "text_encoder" not in record["parameters"] else HALVES,
         parameters=", ".join(parameters).replace("unused", "unused rows of classes"),
         psnr=record["evaluation"]["autoencoder_psnr"],
         package=PACKAGE,

@@ -78,7 +78,7 @@ def write(out: Path, record: dict[str, Any]) -> None:
     machine, training = record["machine"], record["training"]
     card = CARD.format(
         **measured,
-        name=out.name,
+        name=record["name"],
         size=SIZE,
         frames=FRAMES,
         fps=FPS,

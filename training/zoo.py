@@ -77,12 +77,15 @@ RECIPES: dict[str, Recipe] = {
 
 
 def settings(recipe: Recipe, folder: Path, steps: int | None = None) -> dict[str, Any]:
-    """The whole run, as ``ditmesh train`` reads it."""
+    """The whole run, as ``ditmesh train`` reads it; in fewer steps the learning rate goes the same way."""
+    whole = recipe.settings["max_train_steps"]
+    rates = {name: value for name, value in recipe.settings.items() if name in ("lr_warmup_steps", "lr_decay_steps")}
+    shorter = {name: max(1, value * steps // whole) for name, value in rates.items()} if steps is not None else {}
     return {
         **{name: str(folder / place) for name, place in PLACES.items()},
         **recipe.settings,
         **{name: str(folder / value) for name, value in recipe.settings.items() if name == "cache_dir"},
-        **({} if steps is None else {"max_train_steps": steps}),
+        **({} if steps is None else {"max_train_steps": steps, **shorter}),
     }
 
 
@@ -114,6 +117,7 @@ def describe(name: str, folder: Path) -> dict[str, Any]:
         if path.endswith("embedding_table.weight")
     ]
     return {
+        "name": name,
         "settings": {key: value for key, value in given.items() if key not in {*PLACES, "cache_dir"}},
         "image_tokens": RECIPES[name].image_tokens,
         "machine": {
