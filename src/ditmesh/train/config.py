@@ -196,8 +196,8 @@ class TrainConfig(BaseModel):
             )
         if (self.lr_decay_steps is not None) != (self.lr_scheduler == "warmup_stable_decay"):
             raise ValueError(
-                f"lr_scheduler={self.lr_scheduler!r} with lr_decay_steps={self.lr_decay_steps}: warmup_stable_decay needs "
-                "lr_decay_steps, and no other has them"
+                f"lr_scheduler={self.lr_scheduler!r} with lr_decay_steps={self.lr_decay_steps}: "
+                "warmup_stable_decay needs lr_decay_steps, and no other has them"
             )
         if isinstance(self.max_sequence_length, tuple) and self.cache_dir is not None and self.keeps_text:
             raise ValueError(

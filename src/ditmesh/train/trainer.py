@@ -218,8 +218,8 @@ class Trainer:
             )
         if config.lr_warmup_steps + config.lr_decay_steps > self.steps:
             raise ConfigError(
-                f"lr_warmup_steps={config.lr_warmup_steps} and lr_decay_steps={config.lr_decay_steps} are more than the "
-                f"run's {self.steps} steps; use fewer"
+                f"lr_warmup_steps={config.lr_warmup_steps} and lr_decay_steps={config.lr_decay_steps} are more than "
+                f"the run's {self.steps} steps; use fewer"
             )
         return get_wsd_schedule(
             self.optimizer,
