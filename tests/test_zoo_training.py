@@ -107,6 +107,7 @@ def test_the_card_of_the_videos_has_the_figures_of_the_record(tmp_path: Path):
     measured = {"captions": 72, "steps": 16, "guidance_scale": 3.0, "psnr_to_nearest": 21.5, "autoencoder_psnr": 30.25}
     measured |= {f"nearest_{one}_accuracy": 0.5 for one in ("caption", "subject", "motion")}
     record = {
+        "name": "emoji-wan",
         "evaluation": {**measured, "wrong": {"a red apple grows": "a red heart grows"}},
         "parameters": {"transformer": 2_420_504, "unused": 0},
         "training": {"steps": 7, "minutes": 3.5},
