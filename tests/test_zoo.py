@@ -203,6 +203,15 @@ def test_every_word_of_a_caption_is_one_token_and_other_words_are_spelled(tmp_pa
     assert nothing == [tokenizer.bos_token_id] + [tokenizer.eos_token_id] * (text.MAX_TOKENS - 1)
 
 
+def test_the_same_captions_make_the_same_tokenizer(tmp_path: Path):
+    from training import text
+
+    captions = zoo.captions("emoji-sd3")
+    for folder in ("once", "again"):
+        text.make_tokenizer(captions, tmp_path / folder)
+    assert (tmp_path / "once" / "merges.txt").read_bytes() == (tmp_path / "again" / "merges.txt").read_bytes()
+
+
 def test_the_learning_rate_rises_stays_and_falls_to_zero():
     from training.loop import Plan
 

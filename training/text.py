@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
-from tokenizers.normalizers import Lowercase
-from tokenizers.pre_tokenizers import ByteLevel, Split
-from tokenizers.pre_tokenizers import Sequence as Chain
+from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5Config, T5EncoderModel
 
@@ -43,17 +41,19 @@ def make_tokenizer(captions: Iterable[str], folder: Path) -> CLIPTokenizer:
     Any other word is spelled with pieces, so every prompt has an encoding. (Sennrich et al. 2016,
     arXiv:1508.07909.)
     """
-    words = sorted({word for caption in captions for text in variants(caption) for word in text.split()})
-    raw = Tokenizer(BPE(end_of_word_suffix="</w>", continuing_subword_prefix=""))
-    raw.normalizer = Lowercase()  # pyright: ignore[reportAttributeAccessIssue]
-    raw.pre_tokenizer = Chain(  # pyright: ignore[reportAttributeAccessIssue]
-        [Split(" ", "removed"), ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
     alphabet = sorted(ByteLevel.alphabet())
-    trainer = BpeTrainer(vocab_size=100_000, initial_alphabet=alphabet, end_of_word_suffix="</w>", show_progress=False)
-    raw.train_from_iterator(words, trainer)
+    # The trainer breaks ties by the numbers of letters. It numbers an alphabet it was given in order, and letters
+    # with a suffix as a hash table happens to hold them, so a word's last letter is trained as one of its own.
+    last = {letter: chr(0xE000 + number) for number, letter in enumerate(alphabet)}
+    spelled = ByteLevel(add_prefix_space=False, use_regex=False)
+    words = {word for caption in captions for text in variants(caption) for word in text.lower().split()}
+    letters = ["".join(piece for piece, _ in spelled.pre_tokenize_str(word)) for word in sorted(words)]
+    raw = Tokenizer(BPE())
+    trainer = BpeTrainer(vocab_size=100_000, initial_alphabet=[*alphabet, *last.values()], show_progress=False)
+    raw.train_from_iterator([word[:-1] + last[word[-1]] for word in letters], trainer)
+    ends = str.maketrans({private: letter + "</w>" for letter, private in last.items()})
     merges = [
-        tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge)
+        tuple(piece.translate(ends) for piece in (merge.split(" ") if isinstance(merge, str) else merge))
         for merge in json.loads(raw.to_str())["model"]["merges"]
     ]
     pieces = [*alphabet, *(letter + "</w>" for letter in alphabet), *(a + b for a, b in merges), START, END]
