@@ -116,8 +116,8 @@ def test_quality(small):
     psnr = {(row["strategy"], row["warmup"]): row["psnr"]["value"] for row in table}
     assert psnr["displaced", "fixed(3)"] > 90
     assert psnr["naive", "fixed(3)"] > 90
-    assert psnr["naive", "fixed(0)"] < psnr["naive", "fixed(1)"] < 60
     assert psnr["displaced", "fixed(0)"] < psnr["displaced", "fixed(1)"] < 60
+    assert max(psnr["naive", "fixed(0)"], psnr["naive", "fixed(1)"]) < psnr["displaced", "fixed(1)"]
     assert all(row["right"]["value"] is not None for row in table)
     assert [row["synchronous"]["value"] for row in table[:3]] == [0, 1, 3]
 
