@@ -363,6 +363,6 @@ def _show_plan(console: Any, result: dict[str, Any]) -> None:
         console.print(f"[dim]Predictions with this hardware profile were off by {error:.0%} on average.[/]")
     if any(one["synchronous_steps"] < result["steps"] for one in result["configurations"]):
         console.print(
-            "[dim]Stale strategies lose something: on an embedded model displaced patches were 36 dB, PipeFusion 42 dB "
+            "[dim]Stale strategies lose something: on an embedded model displaced patches were 40 dB, PipeFusion 43 dB "
             "from the exact picture with one synchronous step (docs/findings.md).[/]"
         )
