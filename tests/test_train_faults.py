@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -42,6 +43,13 @@ POINTS = ("reading", "forward", "backward", "optimizer", "state", "writing")
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     return folder_of(tmp_path_factory.mktemp("data"), 4)
+
+
+@pytest.fixture(autouse=True)
+def _tidy(tmp_path):
+    """A drill's folder holds the model and its optimizer many times; of all drills that is tens of gigabytes."""
+    yield
+    shutil.rmtree(tmp_path, ignore_errors=True)
 
 
 def short(data, out, **more):
