@@ -11,10 +11,12 @@ Ranks stay up for a rate and take turns between strategies; the model and its in
 ``benchmarks/exact.py``, and ``cfg`` has a batch of two. Each has one thread.
 
 The bound of an exact strategy is half of one rank's time, and then its bytes over the link; of a stale one the larger
-of the two. Stale strategies are timed once they are stale, a pipeline once its stages are full. One rank's time is
-that of the whole model on both ranks at once, each for itself, just before the strategy's turn: two hosts share no
-caches, but these two do, and they drift. Gloo's threads share the two cores with both ranks, which those of real hosts
-would not do: what the processor did outside of the ranks' main threads is printed by itself.
+of the two. Stale strategies are timed once they are stale, a pipeline while its stages are full. One rank's time is
+that of the whole model on both ranks at once, each for itself, just before and just after the strategy's turn: two
+hosts share no caches, but these two do. The median counts of steps before and after which both cores were quiet
+(``benchmarks/quiet.py``), or where those are fewer than three, of all. Gloo's threads share the two cores with both
+ranks, which those of real hosts would not do: what the processor did outside of the ranks' main threads is printed by
+itself.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +43,12 @@ from rich.table import Table
 
 from exact import SIDE, TEXT, benchmark_inputs, benchmark_model, mesh_of
 from machine import describe_machine
-from pipefusion import draw
+from quiet import LONGER, longer, together
 
-# Steps of the whole model, on every rank for itself, before each turn of a strategy.
+# Steps of the whole model, on every rank for itself, before and after each turn of a strategy.
 BESIDE = 2
+# Seconds for which a step waits for a quiet moment, where nothing is under way; how many quiet steps are enough.
+WAIT, ENOUGH = 0.5, 3
 DISPLACED = {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"}
 RATES = (10e9, 1e9, 200e6)
 # Of what TCP sends, in packets of 1500 bytes and with time stamps.
@@ -77,14 +82,37 @@ SHOWN = ("ulysses=2", "ring=2", "tensor=2", "displaced", "displaced, int8", "pip
 ALONE = {"one rank": Contender({}), "one rank (batch of 2)": Contender({}, batch=2)}
 
 
-def request(inputs: dict[str, Any], steps: int) -> dict[str, float]:
-    """Seconds a step of one request: on the clock, with full stages (the first half), of process and main thread."""
-    half, whole, busy, own = draw(inputs, steps)
-    return {"whole": whole / steps, "full": half / (steps // 2), "processor": busy / steps, "own": own / steps}
+def request(inputs: dict[str, Any], steps: int, stale: bool = False) -> dict[str, Any]:
+    """One request: seconds of every step but the first, how quiet this core was before and after each; the processor's.
+
+    A stale step lasts until the next one begins, as what it sends is under way until then; the last two are not among
+    them, as a pipeline's stages are full no more.
+    """
+    model, latents = benchmark_model(), inputs["hidden_states"]
+    began, ended, quiet = [], [], []
+    busy = own = 0.0
+    with torch.no_grad():
+        for step in range(steps + 1):
+            quiet.append(longer() if stale else together(wait=WAIT))
+            if step == 1:
+                busy, own = time.process_time(), time.thread_time()
+            began.append(time.perf_counter())
+            timestep = torch.full_like(inputs["timestep"], 1.0 - step / (steps + 1))
+            prediction = model(**{**inputs, "hidden_states": latents, "timestep": timestep})[0]
+            latents = latents - prediction / (steps + 1)
+            ended.append(time.perf_counter())
+        float(latents.sum())
+    busy, own = time.process_time() - busy, time.thread_time() - own
+    quiet.append(longer())
+    last = steps - 1 if stale else steps + 1
+    made = [
+        ((began[at + 1] if stale else ended[at]) - began[at], max(quiet[at], quiet[at + 1])) for at in range(1, last)
+    ]
+    return {"steps": made, "others": (busy - own) / steps}
 
 
-def measured(contender: Contender, steps: int) -> dict[str, float]:
-    """A request of this rank, the bytes a step that it sends to other hosts, and the whole model's step beforehand."""
+def measured(contender: Contender, steps: int) -> dict[str, Any]:
+    """A request of this rank, the bytes a step that it sends to other hosts, and the whole model's steps beside it."""
     import warnings
 
     import ditmesh
@@ -92,20 +120,20 @@ def measured(contender: Contender, steps: int) -> dict[str, float]:
     inputs = benchmark_inputs(contender.batch)
     if not contender.config:
         return request(inputs, steps)
-    whole = request(inputs, BESIDE)["whole"]
+    whole = request(inputs, BESIDE)["steps"]
     mesh = mesh_of(json.dumps(contender.config))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with ditmesh.parallelized(benchmark_model(), contender.config, mesh=mesh):
             engine = ditmesh.engine_of(benchmark_model())
             engine.begin_request(3)
-            request(inputs, 2)
+            request(inputs, 2, contender.stale)
             engine.begin_request(steps + 1)
             mesh.traffic.reset()
-            found = request(inputs, steps)
+            found = request(inputs, steps, contender.stale)
             found["across"] = sum(mesh.traffic.bytes_across.values()) / (steps + 1)
-            found["beside"] = whole
-            return found
+    found["beside"] = whole + request(inputs, BESIDE)["steps"]
+    return found
 
 
 def rank(folder: Path, names: Sequence[str], steps: int, repeats: int) -> None:
@@ -126,7 +154,10 @@ def rank(folder: Path, names: Sequence[str], steps: int, repeats: int) -> None:
 def run(
     hosts: Any, ranks: Sequence[int], names: Sequence[str], options: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
-    """Run contenders on hosts with so many ranks each; medians of the repeats, each of the slowest rank, and all."""
+    """Run contenders on hosts with so many ranks each: steps of all turns, as long as the slowest rank's.
+
+    Stale ranks do not wait for one another in every step: as long as theirs in the mean.
+    """
     with tempfile.TemporaryDirectory(dir=hosts[0].folder) as room:
         command = [sys.executable, "-P", __file__, "--rank", room, "--steps", str(options.steps)]
         command += ["--repeats", str(options.repeats), "--only", *names]
@@ -137,13 +168,31 @@ def run(
         every = [json.loads(file.read_text()) for file in Path(room).glob("*.json")]
     found = {}
     for name in names:
-        turns = [
-            {key: max(of[turn][name][key] for of in every) for key in every[0][0][name]}
-            for turn in range(options.repeats)
-        ]
-        found[name] = {key: statistics.median(turn[key] for turn in turns) for key in turns[0]}
-        found[name]["turns"] = turns
+        of = [[turns[turn][name] for turns in every] for turn in range(options.repeats)]
+        stale = (CONTENDERS | ALONE)[name].stale
+        found[name] = {
+            key: [
+                (statistics.mean(seconds) if stale and key == "steps" else max(seconds), max(quiet))
+                for ranks_of in of
+                for each in zip(*(one[key] for one in ranks_of), strict=True)
+                for seconds, quiet in [zip(*each, strict=True)]
+            ]
+            for key in ("steps", "beside")
+            if key in of[0][0]
+        }
+        for key in ("others", "across"):
+            if key in of[0][0]:
+                found[name][key] = statistics.median(max(one[key] for one in ranks_of) for ranks_of in of)
     return found
+
+
+def medians(found: dict[str, Any]) -> tuple[float, float]:
+    """Seconds of a contender's step and of the whole model's: of those in quiet moments, or of all where few were."""
+    sides = [found["steps"], found["beside"]]
+    quiet = [[step for step in side if step[1] <= LONGER] for side in sides]
+    some = quiet if min(map(len, quiet)) >= ENOUGH else sides
+    first, second = (statistics.median(seconds for seconds, _ in side) for side in some)
+    return first, second
 
 
 def throughput(hosts: Any) -> float:
@@ -166,15 +215,10 @@ def throughput(hosts: Any) -> float:
     return float(taker.communicate()[0])
 
 
-def bound(contender: Contender, turn: dict[str, float], rate: float) -> float:
-    """Seconds a step of a turn that nothing can beat: see the top."""
-    wire, compute = 8 * turn["across"] / (rate * PAYLOAD), turn["beside"] / 2
+def bound(contender: Contender, found: dict[str, Any], rate: float) -> float:
+    """Seconds a step that nothing can beat: see the top."""
+    wire, compute = 8 * found["across"] / (rate * PAYLOAD), medians(found)[1] / 2
     return max(compute, wire) if contender.stale else compute + wire
-
-
-def clock_of(contender: Contender) -> str:
-    """Which of a request's seconds count."""
-    return "full" if "pipe" in contender.config else "whole"
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -193,6 +237,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             pair.set_rate(rate)
             console.print(f"{rate / 1e6:g} Mb/s")
             result[f"{rate:g}"] = {"throughput": throughput(pair), "results": run(pair, [1, 1], names, options)}
+            if options.json:
+                options.json.write_text(json.dumps(result, indent=1))
     return result
 
 
@@ -208,28 +254,35 @@ def show(result: dict[str, Any], rates: Sequence[float]) -> None:
     others = Table(title="the processor's seconds a step outside of a rank's main thread: gloo's threads")
     for column in ("", "one host", *(f"{rate / 1e6:g} Mb/s" for rate in rates)):
         others.add_column(column, justify="right" if column else "left")
-    beside: list[float] = []
+    beside: list[Sequence[float]] = []
     for name, here in result["one host"].items():
-        contender, key = CONTENDERS[name], clock_of(CONTENDERS[name])
+        contender = CONTENDERS[name]
+        seconds, whole = medians(here)
+        cells = [name, f"{seconds:.3f} ({2 * seconds / whole:.2f}x)"]
         runs = [result[f"{rate:g}"]["results"][name] for rate in rates]
-        cells = [name, f"{here[key]:.3f}"]
         for number, (rate, found) in enumerate(zip(rates, runs, strict=True)):
             if number == 0:
                 cells.append(f"{found['across'] / 2**20:.1f}")
-            bounds = [bound(contender, turn, rate) for turn in found["turns"]]
-            over = [turn[key] / least for turn, least in zip(found["turns"], bounds, strict=True)]
-            cells += [f"{found[key]:.3f}", f"{statistics.median(bounds):.3f} ({statistics.median(over):.2f}x)"]
+            seconds, least = medians(found)[0], bound(contender, found, rate)
+            cells += [f"{seconds:.3f}", f"{least:.3f} ({seconds / least:.2f}x)"]
             if contender.batch == 1:
-                beside += [turn["beside"] for turn in found["turns"]]
+                beside += found["beside"]
         table.add_row(*cells)
-        others.add_row(name, *(f"{one['processor'] - one['own']:.3f}" for one in (here, *runs)))
+        others.add_row(name, *(f"{one['others']:.3f}" for one in (here, *runs)))
     console = Console()
     console.print(table)
     console.print(others)
-    one, two = (result["alone"][name]["whole"] for name in ALONE)
+    one, two = (statistics.median(seconds for seconds, _ in result["alone"][name]["steps"]) for name in ALONE)
+    every = [
+        step
+        for part in (result["one host"], *(result[f"{rate:g}"]["results"] for rate in rates))
+        for found in part.values()
+        for step in found["steps"]
+    ]
+    both = statistics.median(seconds for seconds, _ in beside)
     console.print(
-        f"one rank alone: {one:.3f} s (batch of 2: {two:.3f}), "
-        f"on both ranks at once: {statistics.median(beside):.3f} ({min(beside):.3f} to {max(beside):.3f}); "
+        f"one rank alone: {one:.3f} s (batch of 2: {two:.3f}), on both ranks at once: {both:.3f}; "
+        f"{statistics.mean(longer <= LONGER for _, longer in every):.0%} of {len(every)} steps in quiet moments; "
         "one TCP connection: "
         + ", ".join(f"{result[f'{rate:g}']['throughput'] / 1e6:.0f} of {rate / 1e6:g} Mb/s" for rate in rates)
     )
@@ -245,8 +298,8 @@ def picture(result: dict[str, Any], rates: Sequence[float], file: Path) -> None:
     across = [1e9 / rate for rate in rates]
     lines = []
     for name in (name for name in result["one host"] if name in SHOWN):
-        key = clock_of(CONTENDERS[name])
-        lines.append(Series(name, tuple(across), tuple(result[f"{rate:g}"]["results"][name][key] for rate in rates)))
+        seconds = tuple(medians(result[f"{rate:g}"]["results"][name])[0] for rate in rates)
+        lines.append(Series(name, tuple(across), seconds))
     x_label, y_label = "nanoseconds a bit (1 is 1 Gb/s, 5 is 200 Mb/s)", "seconds a step"
     chart = line_chart(lines, "Two hosts, one rank each", x_label, y_label)
     start, _, rest = chart.svg.partition(">")
@@ -297,7 +350,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs="*", default=list(RATES), help="bits a second")
     parser.add_argument("--only", nargs="*", help="contenders")
-    parser.add_argument("--steps", type=int, default=6, help="timed steps of a request")
+    parser.add_argument("--steps", type=int, default=8, help="steps of a request behind the first")
     parser.add_argument("--repeats", type=int, default=3, help="requests of each, in turns")
     parser.add_argument("--json", type=Path, help="write every figure here")
     parser.add_argument("--picture", type=Path, help="draw a chart into this SVG")
@@ -312,8 +365,6 @@ def main() -> None:
         return
     result = measure(options)
     show(result, options.rates)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1))
     if options.picture:
         picture(result, options.rates, options.picture)
 

@@ -7,8 +7,11 @@
     python benchmarks/planner.py works                # writes the work of the models whose sizes ship
 
 A case is a model's shape, a number of tokens, and guidance on or off; under each all configurations of two ranks are
-measured, over shared memory and over gloo. In every repeat each configuration takes its turn, and the best repeat
-counts. Half of the cases fit a factor for each class of terms; the errors are those of the other half.
+measured, over shared memory and over gloo: each has a copy of the model, and they take turns step by step. Before and
+after every step a loop says how busy both cores are (`benchmarks/quiet.py`), and one least-squares fit over all steps
+how far that shows in them; a configuration's time is the median of what its steps would have taken on quiet cores. What
+a file has already counts too, so that measuring can go on another time. Half of the cases fit a factor for each class
+of terms; the errors are those of the other half.
 """
 
 from __future__ import annotations
@@ -29,8 +32,12 @@ import torch
 import yaml
 
 from machine import describe_machine
+from quiet import at_best, exponents, together
 
 TEXT = 64
+# Seconds for which a step waits for a quiet moment.
+WAIT = 1.0
+EVERY = slice(None)
 SIDES = (16, 24, 32)
 FLUX = {"patch_size": 1, "in_channels": 64, "joint_attention_dim": 256, "pooled_projection_dim": 128}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -139,66 +146,99 @@ def mesh_of(config: str) -> Any:
     return ditmesh.Mesh(ditmesh.ParallelConfig(**json.loads(config)))
 
 
-def seconds(case: dict[str, Any], config: dict[str, Any], runs: int) -> tuple[float, float]:
-    """Best time of some steps on this rank, and the best processor time, in seconds.
+def turns(case: dict[str, Any], count: int) -> list[dict[str, tuple[float, float, float, float]]]:
+    """So many turns of every configuration: seconds of a step on this rank, by the clock and of the processor.
 
-    After two steps that do not count: one synchronous, one that is not.
+    And how quiet all ranks' cores were before and after it.
+
+    One rank's step is the first rank's while the others wait. Of a stale configuration the second of two steps counts:
+    what it sends behind the last one is nobody else's time.
     """
+    import copy
+    from contextlib import ExitStack
+
+    import torch.distributed as dist
+
     import ditmesh
 
-    model, inputs = model_of(case["model"]), inputs_of(case["model"], case["side"], case["branches"])
-    step = 0
+    inputs, step = inputs_of(case["model"], case["side"], case["branches"]), 0
 
-    def once() -> tuple[float, float]:
+    def once(model: torch.nn.Module, runs: bool) -> tuple[float, float, float, float]:
         nonlocal step
         step += 1
-        made = {**inputs, "timestep": inputs["timestep"] * (1 - 0.01 * step)}
-        if torch.distributed.get_world_size() > 1:
-            torch.distributed.barrier()
+        made = {**inputs, "timestep": inputs["timestep"] * (1 - 0.5 * step / (24 * (count + 2)))}
+        before = together(wait=WAIT)
         start, busy = time.perf_counter(), time.process_time()
         with torch.no_grad():
-            model(**made)
-        return time.perf_counter() - start, time.process_time() - busy
+            if runs:
+                model(**made)
+        wall, busy = time.perf_counter() - start, time.process_time() - busy
+        return wall, busy, before, together()
 
-    def best() -> tuple[float, float]:
-        once(), once()
-        walls, busies = zip(*(once() for _ in range(runs)), strict=True)
-        return min(walls), min(busies)
+    found: list[dict[str, tuple[float, float, float, float]]] = []
+    with ExitStack() as stack:
+        contenders: dict[str, tuple[torch.nn.Module, bool, int]] = {}
+        for name, config in configurations(case["branches"]).items():
+            model = copy.deepcopy(model_of(case["model"]))
+            if config:
+                stack.enter_context(ditmesh.parallelized(model, config, mesh=mesh_of(json.dumps(config))))
+                ditmesh.engine_of(model).begin_request(2 * (count + 2))
+            contenders[name] = model, bool(config) or dist.get_rank() == 0, 2 if name.startswith("displaced") else 1
+        for _ in range(count + 2):
+            found.append(
+                {name: [once(model, runs) for _ in range(n)][-1] for name, (model, runs, n) in contenders.items()}
+            )
+    return found[2:]
 
-    if not config:
-        return best()
-    with ditmesh.parallelized(model, config, mesh=mesh_of(json.dumps(config))):
-        ditmesh.engine_of(model).begin_request(runs + 2)
-        return best()
 
+def measure(out: Path, minutes: float, count: int) -> None:
+    """Measure every case, again and again; the file is written after every round, and goes on where it is there.
 
-def measure(out: Path, minutes: float, runs: int) -> None:
-    """Measure every case in turn, again and again; the file is written after every round."""
+    Args:
+        out: file.
+        minutes: at least one round, and new ones for so long.
+        count: turns in a round of the cases with most tokens; those with fewer have more.
+    """
     from ditmesh.launch import RankPool
     from ditmesh.launch.profile import profile
 
-    found: list[dict[str, Any]] = [
-        {
-            **case,
-            "seconds": {name: [] for name in configurations(case["branches"])},
-            "processor": {name: [] for name in configurations(case["branches"])},
-        }
-        for case in cases()
-    ]
-    profiles: list[Any] = []
-    end = time.monotonic() + 60 * minutes
-    with RankPool(1, threads=1, device="cpu") as one, RankPool(2, threads=1, device="cpu") as two:
-        while not profiles or time.monotonic() < end:
-            profiles.append([each.model_dump() for each in profile(two) if each])
+    data = json.loads(out.read_text()) if out.exists() else {"profiles": [], "cases": []}
+    found = data["cases"] or [{**case, "rounds": []} for case in cases()]
+    profiles = data["profiles"]
+    begun = len(profiles)
+    with RankPool(2, threads=1, device="cpu") as pool:
+        end = time.monotonic() + 60 * minutes
+        while len(profiles) == begun or time.monotonic() < end:
+            profiles.append([each.model_dump() for each in profile(pool) if each])
             for case in found:
                 shape = {key: case[key] for key in ("model", "side", "branches")}
-                for name, config in configurations(case["branches"]).items():
-                    pool = two if config else one
-                    walls, busies = zip(*pool.run(seconds, shape, config, runs), strict=True)
-                    case["seconds"][name].append(max(walls))
-                    case["processor"][name].append(max(busies))
-            out.write_text(json.dumps({"machine": describe_machine(), "profiles": profiles, "cases": found}, indent=1))
+                often = round(count * (SIDES[-1] / case["side"]) ** 2)
+                ranks = pool.run(turns, shape, often)
+                # A step takes as long as its slowest rank.
+                case["rounds"].append(
+                    {
+                        name: [
+                            [round(max(each), 5) for each in zip(*(rank[at][name] for rank in ranks), strict=True)]
+                            for at in range(often)
+                        ]
+                        for name in ranks[0][0]
+                    }
+                )
+            out.write_text(json.dumps({"machine": describe_machine(), "profiles": profiles, "cases": found}))
             print(f"round {len(profiles)} of {len(found)} cases", flush=True)
+
+
+def samples_of(case: dict[str, Any], clock: int, part: slice = EVERY) -> dict[str, list[list[float]]]:
+    """Steps of every configuration of a case: seconds, and how busy the cores were before and after."""
+    return {
+        name: [[step[clock], *step[2:]] for one in case["rounds"] for step in one[name][part]]
+        for name in case["rounds"][0]
+    }
+
+
+def times_of(samples: dict[str, list[list[float]]], shown: tuple[float, float]) -> dict[str, float]:
+    """Seconds of a step of every configuration of a case: see the top."""
+    return {name: statistics.median(at_best(step, shown) for step in steps) for name, steps in samples.items()}
 
 
 @cache
@@ -233,8 +273,10 @@ def report(path: Path, clock: str) -> dict[str, Any]:
     from ditmesh.costs.hardware import Hardware
 
     data = json.loads(path.read_text())
+    which = ["seconds", "processor"].index(clock)
+    shown = exponents([steps for case in data["cases"] for steps in samples_of(case, which).values()])
     for case in data["cases"]:
-        case["seconds"] = case[clock]
+        case["seconds"] = times_of(samples_of(case, which), shown)
     shared, *others = fastest([[Hardware(**each) for each in one] for one in data["profiles"]])
     if clock == "processor":
         # Which does not see what the other rank takes.
@@ -252,21 +294,26 @@ def report(path: Path, clock: str) -> dict[str, Any]:
     ):
         hardware = refit(plain, [data["cases"][at] for at in fit_on]) if fit_on else plain
         result[label] = judged([data["cases"][at] for at in seen], hardware)
+    result["measuring alone"] = repeated(data["cases"], which, shown)
     print(json.dumps(result, indent=1))
     return result
 
 
 def fastest(profiles: Sequence[Sequence[Any]]) -> list[Any]:
-    """Of several profiles of one machine the fastest device and links: of repeats the best counts."""
-    links = [
-        min((one[at].link for one in profiles), key=lambda link: link.seconds(1e6)) for at in range(len(profiles[0]))
-    ]
+    """Of several profiles of one machine the fastest device and the fastest of every collective: the best counts."""
     device = max((one[0].device for one in profiles), key=lambda device: device.matmul)
-    crowded = sorted(one[0].device.crowded for one in profiles)[0]
-    device = device.model_copy(update={"crowded": crowded})
-    return [
-        one.model_copy(update={"device": device, "link": link}) for one, link in zip(profiles[0], links, strict=True)
-    ]
+    device = device.model_copy(update={"crowded": min(one[0].device.crowded for one in profiles)})
+    made = []
+    for at, first in enumerate(profiles[0]):
+        links = [one[at].link for one in profiles]
+        collectives = {
+            name: min((link.collectives[name] for link in links), key=lambda speed: speed.seconds(1e6))
+            for name in first.link.collectives
+        }
+        usual = collectives["all_to_all"].model_dump() if collectives else {}
+        link = links[0].model_copy(update={"collectives": collectives, **usual})
+        made.append(first.model_copy(update={"device": device, "link": link}))
+    return made
 
 
 def refit(plain: dict[str, Any], some: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -276,13 +323,45 @@ def refit(plain: dict[str, Any], some: Sequence[dict[str, Any]]) -> dict[str, An
     made = {}
     for transport, hardware in plain.items():
         measured = [
-            (prediction(case, name, plain).stale, 1 if name == "1 rank" else 2, min(times))
+            (prediction(case, name, plain).stale, 1 if name == "1 rank" else 2, seconds)
             for case in some
-            for name, times in case["seconds"].items()
+            for name, seconds in case["seconds"].items()
             if ("gloo" in name) == (transport == "gloo") or name == "1 rank"
         ]
         made[transport] = fitted(hardware, measured)
     return made
+
+
+def choices(case: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Of what a configuration is picked: exact ones and all of them, over each transport."""
+    for transport in ("", " over gloo"):
+        for which, left_out in (("exact", "displaced"), ("with stale", "-")):
+            names = [name for name in case["seconds"] if name.endswith("gloo") == bool(transport) or name == "1 rank"]
+            yield which, [name for name in names if not name.startswith(left_out)]
+
+
+def repeated(some: Sequence[dict[str, Any]], clock: int, shown: tuple[float, float]) -> dict[str, Any]:
+    """How good the picks are of one who measures everything: those of every other turn, judged by the others.
+
+    No prediction can be shown to be better than that.
+    """
+    picks: dict[str, list[float]] = {"exact": [], "with stale": []}
+    apart = []
+    for case in some:
+        halves = [times_of(samples_of(case, clock, slice(half, None, 2)), shown) for half in (0, 1)]
+        apart += [abs(halves[0][name] / halves[1][name] - 1) for name in halves[0]]
+        for picked_by, judge in (halves, halves[::-1]):
+            for which, names in choices(case):
+                picked = min(names, key=lambda name: picked_by[name])
+                picks[which].append(judge[picked] / min(judge[name] for name in names))
+    return {
+        "halves apart": {"median": round(statistics.median(apart), 4), "mean": round(statistics.mean(apart), 4)},
+        "picked fastest or within 5 %": _share(picks),
+    }
+
+
+def _share(picks: dict[str, list[float]]) -> dict[str, str]:
+    return {which: f"{sum(loss <= 1.05 for loss in each)} of {len(each)}" for which, each in picks.items()}
 
 
 def judged(some: Sequence[dict[str, Any]], hardware: dict[str, Any]) -> dict[str, Any]:
@@ -290,16 +369,13 @@ def judged(some: Sequence[dict[str, Any]], hardware: dict[str, Any]) -> dict[str
     errors: dict[str, list[float]] = {}
     picks: dict[str, list[float]] = {"exact": [], "with stale": []}
     for case in some:
-        times = {name: min(each) for name, each in case["seconds"].items()}
+        times = case["seconds"]
         predicted = {name: prediction(case, name, hardware).step for name in times}
         for name in times:
             errors.setdefault(name, []).append(predicted[name] / times[name] - 1)
-        for transport in ("", " over gloo"):
-            for which, left_out in (("exact", "displaced"), ("with stale", "-")):
-                names = [n for n in times if (n.endswith("gloo") == bool(transport) or n == "1 rank")]
-                names = [n for n in names if not n.startswith(left_out)]
-                picked = min(names, key=lambda name: predicted[name])
-                picks[which].append(times[picked] / min(times[name] for name in names))
+        for which, names in choices(case):
+            picked = min(names, key=lambda name: predicted[name])
+            picks[which].append(times[picked] / min(times[name] for name in names))
     every = [abs(error) for each in errors.values() for error in each]
     return {
         "cases": len(some),
@@ -309,10 +385,11 @@ def judged(some: Sequence[dict[str, Any]], hardware: dict[str, Any]) -> dict[str
             name: {"mean": round(statistics.mean(each), 3), "absolute": round(statistics.mean(map(abs, each)), 3)}
             for name, each in errors.items()
         },
-        "factors": {name: each.scale for name, each in hardware.items()},
-        "picked fastest or within 5 %": {
-            which: f"{sum(loss <= 1.05 for loss in each)} of {len(each)}" for which, each in picks.items()
+        "factors": {
+            name: each.scale | {"crowded": each.device.crowded, "seconds apart": each.link.apart}
+            for name, each in hardware.items()
         },
+        "picked fastest or within 5 %": _share(picks),
         "most lost by a pick": {which: round(max(each) - 1, 3) for which, each in picks.items()},
     }
 
@@ -447,11 +524,11 @@ if __name__ == "__main__":
     parser.add_argument("what", choices=["measure", "report", "published", "memory", "works"])
     parser.add_argument("file", type=Path, nargs="?")
     parser.add_argument("--minutes", type=float, default=10, help="measure at least once, and for so long")
-    parser.add_argument("--runs", type=int, default=1, help="steps per round; the best counts")
+    parser.add_argument("--turns", type=int, default=3, help="turns in a round of the cases with most tokens")
     parser.add_argument("--clock", choices=["seconds", "processor"], default="seconds", help="what is reported on")
     options = parser.parse_args()
     if options.what == "measure":
-        measure(options.file, options.minutes, options.runs)
+        measure(options.file, options.minutes, options.turns)
     elif options.what == "report":
         report(options.file, options.clock)
     elif options.what == "memory":

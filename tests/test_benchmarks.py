@@ -194,3 +194,34 @@ def test_ray_overhead_compares_the_same_pictures(tmp_path: Path) -> None:
     assert set(result["ratio"]) == {"seconds", "rank", "processor"}
     assert all(0 < one[name]["rank"] < one[name]["seconds"] for one in result["turns"] for name in ("local", "ray"))
     assert "target: 1.02 from call to picture" in ended.stdout
+
+
+def test_steps_on_busy_cores_tell_what_they_take_on_quiet_ones() -> None:
+    """The exponents that samples were made with are found, whatever the groups' own times are."""
+    import random
+
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        from quiet import at_best, exponents
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    chance = random.Random(0)
+    groups = []
+    for seconds in (0.1, 2.0, 0.7):
+        busy = [(chance.uniform(1, 1.6), chance.uniform(1, 1.6)) for _ in range(12)]
+        groups.append([(seconds * before**0.45 * after**0.3, before, after) for before, after in busy])
+    found = exponents(groups)
+    assert found == pytest.approx((0.45, 0.3))
+    assert [at_best(sample, found) for sample in groups[1]] == pytest.approx([2.0] * 12)
+
+
+def test_predictions_of_recorded_steps() -> None:
+    """Of steps that were measured, those of one half of the cases predict the other half, and which is the fastest."""
+    ended = script("planner.py", "report", BENCHMARKS / "measured" / "planner.json")
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout)
+    halves = [result[f"{one} half fits the {other}"] for one, other in (("first", "second"), ("second", "first"))]
+    assert all(half["mean absolute error"] <= 0.1 for half in halves)
+    for which in ("exact", "with stale"):
+        shares = [half["picked fastest or within 5 %"][which].split(" of ") for half in halves]
+        assert sum(int(good) for good, _ in shares) >= 0.95 * sum(int(every) for _, every in shares)

@@ -277,12 +277,17 @@ def test_fit_finds_the_factors():
     for ranks in (1, devices) * 30:
         parts = torch.rand(len(true), generator=generator).tolist()
         terms = [Term(kind, kind, seconds) for kind, seconds in zip(true, parts, strict=True)]
+        # They wait for the last one, more or less often.
+        meetings = float(torch.randint(200, (), generator=generator)) if ranks > 1 else 0.0
+        terms.append(Term("heads", "transfer", meetings=meetings))
         # Several compute a quarter slower beside one another than the profile says.
         slower = {kind: 1.25 if ranks > 1 and kind != "transfer" else 1.0 for kind in true}
-        measured.append((terms, ranks, sum(true[one.kind] * slower[one.kind] * one.seconds for one in terms)))
+        computed = sum(true[one.kind] * slower[one.kind] * one.seconds for one in terms)
+        measured.append((terms, ranks, computed + 0.003 * meetings))
     found = fitted(hardware(), measured)
     assert all(found.scale[name] == pytest.approx(factor, rel=0.2) for name, factor in true.items())
     assert found.device.crowded == pytest.approx(1.25 * hardware().device.crowded, rel=0.05)
+    assert found.link.apart == pytest.approx(0.003, rel=0.1)
     assert fitted(hardware(), []) == hardware()
 
 

@@ -54,12 +54,14 @@ class Link(Speed):
         name: of the part, or how it was measured.
         collectives: those of which the speed is known by itself.
         hidden: share of a transfer that runs beside computation when the strategy lets it.
+        apart: seconds that ranks wait for the last of them where they meet for a transfer that nothing runs beside.
         source: where the figures are from.
     """
 
     name: str
     collectives: dict[Collective, Speed] = {}
     hidden: float = Field(default=1.0, ge=0, le=1)
+    apart: float = Field(default=0.0, ge=0)
     source: str = ""
 
     def speed(self, collective: Collective) -> Speed:
@@ -138,6 +140,10 @@ class Hardware(_Data):
         hosts = f"{self.hosts} hosts x " if self.hosts > 1 else ""
         between = f", {self.between.name} between hosts" if self.hosts > 1 and self.between else ""
         return f"{hosts}{self.devices} x {self.device.name} over {self.link.name}{between}"
+
+    def named(self, name: str) -> Link:
+        """The link of a term."""
+        return self.between if self.between is not None and self.between.name == name else self.link
 
     def transfer(self, collective: Collective, sent: float, size: int, stride: int = 1) -> tuple[float, float, str]:
         """One collective of ranks that are ``stride`` apart.

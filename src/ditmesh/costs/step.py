@@ -45,6 +45,7 @@ class Term:
         kind: its class.
         seconds: of a step that nothing hides.
         hidden: seconds that run beside computation.
+        meetings: how often ranks wait for the last of them in a step.
         sent: bytes that a rank sends in a step.
         memory: bytes that a rank keeps.
         through: name of the link.
@@ -56,6 +57,7 @@ class Term:
     kind: str
     seconds: float = 0.0
     hidden: float = 0.0
+    meetings: float = 0.0
     sent: float = 0.0
     memory: float = 0.0
     through: str = ""
@@ -171,12 +173,14 @@ class Step:
         seconds, share, through = self.hardware.transfer(collective, sent, size, stride)
         seconds *= self.hardware.scale.get("transfer", 1.0)
         hidden = min(seconds * share, behind)
+        meetings = times if size > 1 and not behind else 0.0
         return Term(
             name,
             "transfer",
-            times * (seconds - hidden),
-            times * hidden,
-            times * sent,
+            seconds=times * (seconds - hidden) + meetings * self.hardware.named(through).apart,
+            hidden=times * hidden,
+            meetings=meetings,
+            sent=times * sent,
             through=through,
             axes=axes,
             route=ROUTES[collective] if route is None else route,

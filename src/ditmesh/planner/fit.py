@@ -10,6 +10,8 @@ from ..costs.step import CLASSES, Term
 
 # How firmly a factor stays at what the profile says, while few steps speak against it.
 TRUST = 0.0005
+# Seconds that the wait for the last rank is counted in, so that it is drawn to none as factors are to 1.
+MOMENT = 1e-2
 # Turns of fitting the factors and how crowded a host is, each with the other as it was found.
 ROUNDS = 20
 
@@ -17,8 +19,9 @@ ROUNDS = 20
 def fitted(hardware: Hardware, measured: Sequence[tuple[Sequence[Term], int, float]]) -> Hardware:
     """The profile with the factors under which predictions are closest to measured steps, in relative terms.
 
-    How much longer devices of a host take when several compute is fitted too: what a profile finds out about it with
-    single operations is less than what a model's steps show, which want more of the memory.
+    Two figures of the profile are fitted too, as single operations say less about them than a model's steps: how much
+    longer devices of a host take when several compute, as steps want more of the memory; and how long ranks wait for
+    the last of them wherever they meet, as operations and moments differ.
 
     Args:
         hardware: the profile that the terms were predicted with.
@@ -29,36 +32,41 @@ def fitted(hardware: Hardware, measured: Sequence[tuple[Sequence[Term], int, flo
     if not measured:
         return hardware
     known, most = hardware.device.crowded, max(1, hardware.devices - 1)
-    rows, rest, beside = [], [], []
+    rows, rest, beside, meetings = [], [], [], []
     for terms, ranks, seconds in measured:
         parts = dict.fromkeys((*CLASSES, "idle"), 0.0)
+        met = 0.0
         for term in terms:
             if term.kind in parts:
-                parts[term.kind] += term.seconds / seconds
+                parts[term.kind] += (term.seconds - term.meetings * hardware.named(term.through).apart) / seconds
+            met += term.meetings * MOMENT / seconds
         among = min(1.0, (ranks - 1) / most)
         # Without the others beside them.
         alone = {name: 1.0 if name in ("transfer", "idle") else 1 + (known - 1) * among for name in parts}
         rows.append([parts[name] / alone[name] for name in CLASSES])
         rest.append(parts["idle"])
+        meetings.append([met])
         beside.append([0.0 if name == "transfer" else among for name in CLASSES])
     base, shared, target = np.asarray(rows), np.asarray(beside), 1 - np.asarray(rest)
-    # Each factor is drawn to 1.
-    firm = np.sqrt(TRUST * len(rows))
-    crowded, factors = known, np.ones(len(CLASSES))
+    # Each factor is drawn to 1, and the wait to none.
+    firm, several = np.sqrt(TRUST * len(rows)), len(CLASSES)
+    drawn = np.append(np.full(several, firm), 0.0)
+    crowded, factors, apart = known, np.ones(several), 0.0
     for _ in range(ROUNDS):
-        crowd = base * (1 + (crowded - 1) * shared)
-        factors = _least_squares(
-            np.vstack([crowd, firm * np.eye(len(CLASSES))]), np.concatenate([target, np.full(len(CLASSES), firm)])
-        )
+        parts = np.hstack([base * (1 + (crowded - 1) * shared), meetings])
+        found = _least_squares(np.vstack([parts, firm * np.eye(several + 1)]), np.concatenate([target, drawn]))
+        factors, apart = found[:-1], found[-1]
         longer = (base * shared) @ factors
         if longer.any():
-            crowded = float(np.clip(1 + longer @ (target - base @ factors) / (longer @ longer), 1.0, 8.0))
+            even = base @ factors + apart * np.asarray(meetings)[:, 0]
+            crowded = float(np.clip(1 + longer @ (target - even) / (longer @ longer), 1.0, 8.0))
     scale = {
         name: round(float(hardware.scale.get(name, 1.0) * max(factor, 0.05)), 4)
         for name, factor in zip(CLASSES, factors, strict=True)
     }
     device = hardware.device.model_copy(update={"crowded": round(crowded, 4)})
-    return hardware.model_copy(update={"scale": scale, "device": device})
+    link = hardware.link.model_copy(update={"apart": round(float(apart) * MOMENT, 8)})
+    return hardware.model_copy(update={"scale": scale, "device": device, "link": link})
 
 
 def _least_squares(a: Any, b: Any) -> Any:

@@ -131,6 +131,7 @@ def _merged(terms: Sequence[Term]) -> tuple[Term, ...]:
                 one,
                 seconds=one.seconds + term.seconds,
                 hidden=one.hidden + term.hidden,
+                meetings=one.meetings + term.meetings,
                 sent=one.sent + term.sent,
                 memory=one.memory + term.memory,
             )
