@@ -43,6 +43,7 @@ from rich.table import Table
 
 from exact import SIDE, TEXT, benchmark_inputs, benchmark_model, mesh_of
 from machine import describe_machine
+from pipefusion import denoise
 from quiet import LONGER, longer, together
 
 # Steps of the whole model, on every rank for itself, before and after each turn of a strategy.
@@ -88,20 +89,19 @@ def request(inputs: dict[str, Any], steps: int, stale: bool = False) -> dict[str
     A stale step lasts until the next one begins, as what it sends is under way until then; the last two are not among
     them, as a pipeline's stages are full no more.
     """
-    model, latents = benchmark_model(), inputs["hidden_states"]
-    began, ended, quiet = [], [], []
+    began: list[float] = []
+    ended: list[float] = []
+    quiet: list[float] = []
     busy = own = 0.0
-    with torch.no_grad():
-        for step in range(steps + 1):
-            quiet.append(longer() if stale else together(wait=WAIT))
-            if step == 1:
-                busy, own = time.process_time(), time.thread_time()
-            began.append(time.perf_counter())
-            timestep = torch.full_like(inputs["timestep"], 1.0 - step / (steps + 1))
-            prediction = model(**{**inputs, "hidden_states": latents, "timestep": timestep})[0]
-            latents = latents - prediction / (steps + 1)
-            ended.append(time.perf_counter())
-        float(latents.sum())
+
+    def begins(step: int) -> None:
+        nonlocal busy, own
+        quiet.append(longer() if stale else together(wait=WAIT))
+        if step == 1:
+            busy, own = time.process_time(), time.thread_time()
+        began.append(time.perf_counter())
+
+    denoise(inputs, steps, begins, lambda step: ended.append(time.perf_counter()))
     busy, own = time.process_time() - busy, time.thread_time() - own
     quiet.append(longer())
     last = steps - 1 if stale else steps + 1

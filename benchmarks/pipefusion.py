@@ -16,6 +16,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,27 +53,39 @@ class Drawn(NamedTuple):
     own: float
 
 
+def denoise(
+    inputs: dict[str, Any], steps: int, begins: Callable[[int], None], ends: Callable[[int], None] = lambda step: None
+) -> None:
+    """One step, then ``steps`` more with Euler's rule between them, and the whole picture; calls back around each."""
+    model, latents = benchmark_model(), inputs["hidden_states"]
+    with torch.no_grad():
+        for step in range(steps + 1):
+            begins(step)
+            timestep = torch.full_like(inputs["timestep"], 1.0 - step / (steps + 1))
+            prediction = model(**{**inputs, "hidden_states": latents, "timestep": timestep})[0]
+            latents = latents - prediction / (steps + 1)
+            ends(step)
+        float(latents.sum())
+
+
 def draw(inputs: dict[str, Any], steps: int) -> Drawn:
     """One synchronous step, then ``steps`` more, timed.
 
     The half ends when its last prediction is asked for, which the first stage does one step later: it measures full
     stages. All ends when the picture is whole.
     """
-    model = benchmark_model()
-    latents = inputs["hidden_states"]
     start = middle = busy = own = 0.0
-    with torch.no_grad():
-        for step in range(steps + 1):
-            if step == 1:
-                if torch.distributed.get_world_size() > 1:
-                    torch.distributed.barrier()
-                start, busy, own = time.perf_counter(), time.process_time(), time.thread_time()
-            if step == 1 + steps // 2:
-                middle = time.perf_counter()
-            timestep = torch.full_like(inputs["timestep"], 1.0 - step / (steps + 1))
-            prediction = model(**{**inputs, "hidden_states": latents, "timestep": timestep})[0]
-            latents = latents - prediction / (steps + 1)
-        float(latents.sum())
+
+    def begins(step: int) -> None:
+        nonlocal start, middle, busy, own
+        if step == 1:
+            if torch.distributed.get_world_size() > 1:
+                torch.distributed.barrier()
+            start, busy, own = time.perf_counter(), time.process_time(), time.thread_time()
+        if step == 1 + steps // 2:
+            middle = time.perf_counter()
+
+    denoise(inputs, steps, begins)
     end = time.perf_counter()
     return Drawn(middle - start, end - start, time.process_time() - busy, time.thread_time() - own)
 

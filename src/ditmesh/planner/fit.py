@@ -45,20 +45,21 @@ def fitted(hardware: Hardware, measured: Sequence[tuple[Sequence[Term], int, flo
         alone = {name: 1.0 if name in ("transfer", "idle") else 1 + (known - 1) * among for name in parts}
         rows.append([parts[name] / alone[name] for name in CLASSES])
         rest.append(parts["idle"])
-        meetings.append([met])
+        meetings.append(met)
         beside.append([0.0 if name == "transfer" else among for name in CLASSES])
     base, shared, target = np.asarray(rows), np.asarray(beside), 1 - np.asarray(rest)
+    waits = np.asarray(meetings)
     # Each factor is drawn to 1, and the wait to none.
     firm, several = np.sqrt(TRUST * len(rows)), len(CLASSES)
     drawn = np.append(np.full(several, firm), 0.0)
     crowded, factors, apart = known, np.ones(several), 0.0
     for _ in range(ROUNDS):
-        parts = np.hstack([base * (1 + (crowded - 1) * shared), meetings])
-        found = _least_squares(np.vstack([parts, firm * np.eye(several + 1)]), np.concatenate([target, drawn]))
+        columns = np.column_stack([base * (1 + (crowded - 1) * shared), waits])
+        found = _least_squares(np.vstack([columns, firm * np.eye(several + 1)]), np.concatenate([target, drawn]))
         factors, apart = found[:-1], found[-1]
         longer = (base * shared) @ factors
         if longer.any():
-            even = base @ factors + apart * np.asarray(meetings)[:, 0]
+            even = base @ factors + apart * waits
             crowded = float(np.clip(1 + longer @ (target - even) / (longer @ longer), 1.0, 8.0))
     scale = {
         name: round(float(hardware.scale.get(name, 1.0) * max(factor, 0.05)), 4)
