@@ -98,14 +98,6 @@ def benchmark_inputs(batch: int = 1) -> dict[str, Any]:
     return Conventions(benchmark_model(), Way("bsc")).inputs(Size(SIDE, SIDE, TEXT, batch=batch))
 
 
-@cache
-def mesh_of(config: str) -> Any:
-    """The mesh of a configuration, made once."""
-    import ditmesh
-
-    return ditmesh.Mesh(ditmesh.ParallelConfig(**json.loads(config)))
-
-
 def timed_forward(runs: int) -> float:
     """Best time of ``runs`` forwards on this rank as the model stands."""
 
@@ -127,7 +119,7 @@ def seconds(config: dict[str, Any] | None, runs: int) -> float:
     if config is None:
         timed_forward(1)
         return timed_forward(runs)
-    with ditmesh.parallelized(benchmark_model(), config, mesh=mesh_of(json.dumps(config))):
+    with ditmesh.parallelized(benchmark_model(), config):
         timed_forward(1)
         return timed_forward(runs)
 

@@ -3,6 +3,7 @@
     python benchmarks/links.py                                   # a table; wants a quiet machine, and root
     python benchmarks/links.py --json out.json --picture links.svg
     python benchmarks/links.py --rates 1e9 --only ulysses=2      # one column, one line
+    python benchmarks/links.py --report out.json                 # the table of an earlier run's figures
     python benchmarks/links.py --predict                         # what GPUs would see: nothing is run
 
 A host is a set of Linux namespaces, with a network, shared memory and process numbers of its own; the link between
@@ -13,10 +14,12 @@ Ranks stay up for a rate and take turns between strategies; the model and its in
 The bound of an exact strategy is half of one rank's time, and then its bytes over the link; of a stale one the larger
 of the two. Stale strategies are timed once they are stale, a pipeline while its stages are full. One rank's time is
 that of the whole model on both ranks at once, each for itself, just before and just after the strategy's turn: two
-hosts share no caches, but these two do. The median counts of steps before and after which both cores were quiet
-(``benchmarks/quiet.py``), or where those are fewer than three, of all. Gloo's threads share the two cores with both
-ranks, which those of real hosts would not do: what the processor did outside of the ranks' main threads is printed by
-itself.
+hosts share no caches, but these two do. The cores of a virtual machine are shared with others for milliseconds or
+seconds, so a step is compared with the bound of cores as busy as they were in it: probes between the model's layers
+(``benchmarks/quiet.py``) say how busy, and the steps of the whole model how far that shows. What is printed is the
+median of these comparisons, and what both would be on quiet cores. Gloo's threads share the two cores with both ranks,
+which those of real hosts would not do: what the processor did outside of the ranks' main threads is printed by itself,
+and how often its bound a step would take without that: they take the cores from main threads, or these wait for them.
 """
 
 from __future__ import annotations
@@ -39,17 +42,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from exact import SIDE, TEXT, benchmark_inputs, benchmark_model, mesh_of
+from exact import SIDE, TEXT, benchmark_inputs, benchmark_model
 from machine import describe_machine
 from pipefusion import denoise
-from quiet import LONGER, longer, together
+from quiet import exponents, probed
 
 # Steps of the whole model, on every rank for itself, before and after each turn of a strategy.
 BESIDE = 2
-# Seconds for which a step waits for a quiet moment, where nothing is under way; how many quiet steps are enough.
-WAIT, ENOUGH = 0.5, 3
+# In how many parts of a step the ranks of an exact strategy wait for one another: about its blocks.
+PARTS = 16
 DISPLACED = {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"}
 RATES = (10e9, 1e9, 200e6)
 # Of what TCP sends, in packets of 1500 bytes and with time stamps.
@@ -76,38 +80,56 @@ CONTENDERS = {
     "displaced, fp16": Contender({**DISPLACED, "compress": "fp16"}, stale=True),
     "displaced, int8": Contender({**DISPLACED, "compress": "int8"}, stale=True),
     "displaced, int4": Contender({**DISPLACED, "compress": "int4"}, stale=True),
-    "pipe=2 patches=4": Contender({"pipe": 2, "patches": 4, "warmup": "fixed(1)"}, stale=True),
+    "pipe=2 patches=3": Contender({"pipe": 2, "patches": 3, "warmup": "fixed(1)"}, stale=True),
 }
 # In the chart.
-SHOWN = ("ulysses=2", "ring=2", "tensor=2", "displaced", "displaced, int8", "pipe=2 patches=4")
+SHOWN = ("ulysses=2", "ring=2", "tensor=2", "displaced", "displaced, int8", "pipe=2 patches=3")
 ALONE = {"one rank": Contender({}), "one rank (batch of 2)": Contender({}, batch=2)}
 
 
-def request(inputs: dict[str, Any], steps: int, stale: bool = False) -> dict[str, Any]:
-    """One request: seconds of every step but the first, how quiet this core was before and after each; the processor's.
+@dataclass(frozen=True)
+class StepTime:
+    """One step of one rank.
 
-    A stale step lasts until the next one begins, as what it sends is under way until then; the last two are not among
-    them, as a pipeline's stages are full no more.
+    Attributes:
+        began: by the machine's clock, which all ranks share.
+        seconds: until it ended.
+        probes: when each began, seconds it took, and those of the rank's main thread.
+    """
+
+    began: float
+    seconds: float
+    probes: Sequence[tuple[float, float, float]]
+
+    @property
+    def without(self) -> float:
+        """Seconds without the probes."""
+        return self.seconds - sum(took for _, took, _ in self.probes)
+
+
+def request(inputs: dict[str, Any], steps: int, stale: bool = False) -> dict[str, Any]:
+    """One request: its steps but the first, and the processor's seconds a step outside of the main thread.
+
+    A stale step lasts until the next one begins, as what it sends is under way until then. The first of them and the
+    last two are left out, as a pipeline's stages are not full in those.
     """
     began: list[float] = []
     ended: list[float] = []
-    quiet: list[float] = []
     busy = own = 0.0
 
     def begins(step: int) -> None:
         nonlocal busy, own
-        quiet.append(longer() if stale else together(wait=WAIT))
         if step == 1:
             busy, own = time.process_time(), time.thread_time()
         began.append(time.perf_counter())
 
-    denoise(inputs, steps, begins, lambda step: ended.append(time.perf_counter()))
+    with probed(benchmark_model()) as probes:
+        denoise(inputs, steps, begins, lambda step: ended.append(time.perf_counter()))
     busy, own = time.process_time() - busy, time.thread_time() - own
-    quiet.append(longer())
-    last = steps - 1 if stale else steps + 1
-    made = [
-        ((began[at + 1] if stale else ended[at]) - began[at], max(quiet[at], quiet[at + 1])) for at in range(1, last)
-    ]
+    made = []
+    for at in range(2, steps - 1) if stale else range(1, steps + 1):
+        end = began[at + 1] if stale else ended[at]
+        made.append((began[at], end - began[at], [probe for probe in probes if began[at] <= probe[0] < end]))
     return {"steps": made, "others": (busy - own) / steps}
 
 
@@ -121,17 +143,16 @@ def measured(contender: Contender, steps: int) -> dict[str, Any]:
     if not contender.config:
         return request(inputs, steps)
     whole = request(inputs, BESIDE)["steps"]
-    mesh = mesh_of(json.dumps(contender.config))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with ditmesh.parallelized(benchmark_model(), contender.config, mesh=mesh):
+        with ditmesh.parallelized(benchmark_model(), contender.config):
             engine = ditmesh.engine_of(benchmark_model())
             engine.begin_request(3)
             request(inputs, 2, contender.stale)
             engine.begin_request(steps + 1)
-            mesh.traffic.reset()
+            engine.mesh.traffic.reset()
             found = request(inputs, steps, contender.stale)
-            found["across"] = sum(mesh.traffic.bytes_across.values()) / (steps + 1)
+            found["across"] = sum(engine.mesh.traffic.bytes_across.values()) / (steps + 1)
     found["beside"] = whole + request(inputs, BESIDE)["steps"]
     return found
 
@@ -166,33 +187,49 @@ def run(
         if sum(one.wait() != 0 for one in started):
             raise SystemExit("a rank has failed")
         every = [json.loads(file.read_text()) for file in Path(room).glob("*.json")]
+    best = min(own for turns in every for turn in turns for found in turn.values() for own in probes_of(found))
     found = {}
     for name in names:
         of = [[turns[turn][name] for turns in every] for turn in range(options.repeats)]
         stale = (CONTENDERS | ALONE)[name].stale
-        found[name] = {
-            key: [
-                (statistics.mean(seconds) if stale and key == "steps" else max(seconds), max(quiet))
-                for ranks_of in of
-                for each in zip(*(one[key] for one in ranks_of), strict=True)
-                for seconds, quiet in [zip(*each, strict=True)]
-            ]
-            for key in ("steps", "beside")
-            if key in of[0][0]
-        }
+        steps = [
+            together([StepTime(*one) for one in step], stale, best)
+            for ranks_of in of
+            for step in zip(*(one["steps"] for one in ranks_of), strict=True)
+        ]
+        found[name] = {"steps": steps}
         for key in ("others", "across"):
             if key in of[0][0]:
                 found[name][key] = statistics.median(max(one[key] for one in ranks_of) for ranks_of in of)
+        if "beside" in of[0][0]:
+            alone = [StepTime(*step) for ranks_of in of for one in ranks_of for step in one["beside"]]
+            found[name]["beside"] = [together([step], False, best) for step in alone]
     return found
 
 
-def medians(found: dict[str, Any]) -> tuple[float, float]:
-    """Seconds of a contender's step and of the whole model's: of those in quiet moments, or of all where few were."""
-    sides = [found["steps"], found["beside"]]
-    quiet = [[step for step in side if step[1] <= LONGER] for side in sides]
-    some = quiet if min(map(len, quiet)) >= ENOUGH else sides
-    first, second = (statistics.median(seconds for seconds, _ in side) for side in some)
-    return first, second
+def probes_of(found: dict[str, Any]) -> list[float]:
+    """Seconds of the main thread of every probe in a rank's turn."""
+    return [own for key in ("steps", "beside") for _, _, probes in found.get(key, ()) for _, _, own in probes]
+
+
+def together(ranks: Sequence[StepTime], stale: bool, best: float) -> tuple[float, float]:
+    """Seconds of one step of all ranks, without the probes, and how many times as long as at best these took in it.
+
+    An exact step lasts as long as the slowest rank's, and in every part of it all wait for the one whose core is the
+    busiest. Stale ranks do not wait for one another in every step: theirs lasts as long as in the mean, and what counts
+    is the core that is the busiest over all of it.
+    """
+    if stale:
+        busy = max(statistics.mean(own for _, _, own in rank.probes) for rank in ranks)
+        return statistics.mean(rank.without for rank in ranks), busy / best
+    start, seconds = min(rank.began for rank in ranks), max(rank.seconds for rank in ranks)
+    within: list[list[list[float]]] = [[[] for _ in ranks] for _ in range(PARTS)]
+    for number, rank in enumerate(ranks):
+        for at, _, own in rank.probes:
+            within[min(PARTS - 1, int(PARTS * (at - start) / seconds))][number].append(own)
+    # Where every rank waits for a link there are no probes.
+    busy = statistics.mean(max(statistics.mean(probes) for probes in part if probes) for part in within if any(part))
+    return max(rank.without for rank in ranks), busy / best
 
 
 def throughput(hosts: Any) -> float:
@@ -215,10 +252,29 @@ def throughput(hosts: Any) -> float:
     return float(taker.communicate()[0])
 
 
-def bound(contender: Contender, found: dict[str, Any], rate: float) -> float:
-    """Seconds a step that nothing can beat: see the top."""
-    wire, compute = 8 * found["across"] / (rate * PAYLOAD), medians(found)[1] / 2
+def bound(contender: Contender, compute: float, across: float, rate: float | None) -> float:
+    """Seconds a step that nothing can beat, with so many of computation: see the top."""
+    wire = 8 * across / (rate * PAYLOAD) if rate else 0.0
     return max(compute, wire) if contender.stale else compute + wire
+
+
+def parts(result: dict[str, Any]) -> list[dict[str, dict[str, Any]]]:
+    """What was measured with two ranks: on one host, and at every rate."""
+    rates = [one["results"] for one in result.values() if isinstance(one, dict) and "results" in one]
+    return [result["one host"], *rates]
+
+
+def shown_in(result: dict[str, Any]) -> float:
+    """How far busy cores show in what is computed: ``seconds = quiet seconds * how busy ** this``, in all turns."""
+    turns = [found["beside"] for part in parts(result) for found in part.values()]
+    return exponents([[(seconds, busy, 1.0) for seconds, busy in turn] for turn in turns])[0]
+
+
+def against(contender: Contender, found: dict[str, Any], rate: float | None, shown: float) -> tuple[float, float]:
+    """The bound on quiet cores, and the median of how often steps take theirs, on cores as busy as they were."""
+    half = statistics.median(seconds / busy**shown for seconds, busy in found["beside"]) / 2
+    over = [seconds / bound(contender, half * busy**shown, found["across"], rate) for seconds, busy in found["steps"]]
+    return bound(contender, half, found["across"], rate), statistics.median(over)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -251,38 +307,34 @@ def show(result: dict[str, Any], rates: Sequence[float]) -> None:
     for rate in rates:
         table.add_column(f"{rate / 1e6:g} Mb/s", justify="right")
         table.add_column("bound", justify="right")
-    others = Table(title="the processor's seconds a step outside of a rank's main thread: gloo's threads")
+    others = Table(
+        title="the processor's seconds a step outside of a rank's main thread: gloo's threads (and without them)"
+    )
     for column in ("", "one host", *(f"{rate / 1e6:g} Mb/s" for rate in rates)):
         others.add_column(column, justify="right" if column else "left")
-    beside: list[Sequence[float]] = []
+    shown = shown_in(result)
     for name, here in result["one host"].items():
         contender = CONTENDERS[name]
-        seconds, whole = medians(here)
-        cells = [name, f"{seconds:.3f} ({2 * seconds / whole:.2f}x)"]
+        least, over = against(contender, here, None, shown)
         runs = [result[f"{rate:g}"]["results"][name] for rate in rates]
-        for number, (rate, found) in enumerate(zip(rates, runs, strict=True)):
-            if number == 0:
-                cells.append(f"{found['across'] / 2**20:.1f}")
-            seconds, least = medians(found)[0], bound(contender, found, rate)
-            cells += [f"{seconds:.3f}", f"{least:.3f} ({seconds / least:.2f}x)"]
-            if contender.batch == 1:
-                beside += found["beside"]
+        cells = [name, f"{least * over:.3f} ({over:.2f}x)", f"{runs[0]['across'] / 2**20:.1f}"]
+        theirs = [name, f"{here['others']:.3f}"]
+        for rate, found in zip(rates, runs, strict=True):
+            least, over = against(contender, found, rate, shown)
+            cells += [f"{least * over:.3f}", f"{least:.3f} ({over:.2f}x)"]
+            theirs.append(f"{found['others']:.3f} [{over - found['others'] / least:.2f}]")
         table.add_row(*cells)
-        others.add_row(name, *(f"{one['others']:.3f}" for one in (here, *runs)))
+        others.add_row(*map(escape, theirs))
     console = Console()
     console.print(table)
     console.print(others)
-    one, two = (statistics.median(seconds for seconds, _ in result["alone"][name]["steps"]) for name in ALONE)
-    every = [
-        step
-        for part in (result["one host"], *(result[f"{rate:g}"]["results"] for rate in rates))
-        for found in part.values()
-        for step in found["steps"]
-    ]
-    both = statistics.median(seconds for seconds, _ in beside)
+    one, two = (
+        statistics.median(seconds / busy**shown for seconds, busy in result["alone"][name]["steps"]) for name in ALONE
+    )
+    busy = [busy for part in parts(result) for found in part.values() for _, busy in found["steps"]]
     console.print(
-        f"one rank alone: {one:.3f} s (batch of 2: {two:.3f}), on both ranks at once: {both:.3f}; "
-        f"{statistics.mean(longer <= LONGER for _, longer in every):.0%} of {len(every)} steps in quiet moments; "
+        f"one rank alone: {one:.3f} s (batch of 2: {two:.3f}); probes took {statistics.median(busy):.2f} times as long "
+        f"as at best in the median step, {max(busy):.2f} at most (to the power of {shown:.2f} for the model); "
         "one TCP connection: "
         + ", ".join(f"{result[f'{rate:g}']['throughput'] / 1e6:.0f} of {rate / 1e6:g} Mb/s" for rate in rates)
     )
@@ -297,8 +349,11 @@ def picture(result: dict[str, Any], rates: Sequence[float], file: Path) -> None:
 
     across = [1e9 / rate for rate in rates]
     lines = []
+    shown = shown_in(result)
     for name in (name for name in result["one host"] if name in SHOWN):
-        seconds = tuple(medians(result[f"{rate:g}"]["results"][name])[0] for rate in rates)
+        runs = [(rate, result[f"{rate:g}"]["results"][name]) for rate in rates]
+        made = [against(CONTENDERS[name], found, rate, shown) for rate, found in runs]
+        seconds = tuple(least * over for least, over in made)
         lines.append(Series(name, tuple(across), seconds))
     x_label, y_label = "nanoseconds a bit (1 is 1 Gb/s, 5 is 200 Mb/s)", "seconds a step"
     chart = line_chart(lines, "Two hosts, one rank each", x_label, y_label)
@@ -354,6 +409,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="requests of each, in turns")
     parser.add_argument("--json", type=Path, help="write every figure here")
     parser.add_argument("--picture", type=Path, help="draw a chart into this SVG")
+    parser.add_argument("--report", type=Path, help="measure nothing: print what is in such a file")
     parser.add_argument("--predict", action="store_true", help="only what is predicted of GPUs")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -363,10 +419,11 @@ def main() -> None:
     if options.rank is not None:
         rank(options.rank, options.only, options.steps, options.repeats)
         return
-    result = measure(options)
-    show(result, options.rates)
+    result = json.loads(options.report.read_text()) if options.report else measure(options)
+    rates = [rate for rate in options.rates if f"{rate:g}" in result]
+    show(result, rates)
     if options.picture:
-        picture(result, options.rates, options.picture)
+        picture(result, rates, options.picture)
 
 
 if __name__ == "__main__":

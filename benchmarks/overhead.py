@@ -103,14 +103,6 @@ def small_inputs() -> dict[str, Any]:
     }
 
 
-@cache
-def mesh_of(config: str) -> Any:
-    """The mesh of a configuration, made once."""
-    import ditmesh
-
-    return ditmesh.Mesh(ditmesh.ParallelConfig(**json.loads(config)))
-
-
 @contextmanager
 def prepared(name: str) -> Iterator[torch.nn.Module]:
     """The model as a contender has it."""
@@ -122,7 +114,7 @@ def prepared(name: str) -> Iterator[torch.nn.Module]:
     elif config is None:
         yield small_flux()
     else:
-        with ditmesh.parallelized(small_flux(), config, mesh=mesh_of(json.dumps(config))) as model:
+        with ditmesh.parallelized(small_flux(), config) as model:
             yield model
 
 

@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from exact import SIDE, TEXT, benchmark_inputs, benchmark_model, mesh_of
+from exact import SIDE, TEXT, benchmark_inputs, benchmark_model
 from machine import describe_machine
 
 # name -> (ranks, configuration; None for plain diffusers)
@@ -98,7 +98,7 @@ def seconds(config: dict[str, Any] | None, steps: int) -> tuple[float, float, fl
     if config is None:
         half, whole, busy, _ = draw(inputs, steps)
         return half / (steps // 2), whole / steps, busy / steps
-    with ditmesh.parallelized(model, config, mesh=mesh_of(json.dumps(config))):
+    with ditmesh.parallelized(model, config):
         engine = ditmesh.engine_of(model)
         draw(inputs, 2)
         engine.begin_request()

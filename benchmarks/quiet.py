@@ -8,7 +8,8 @@ as long as at its best, or the core is shared. So it runs before and after what 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -17,15 +18,17 @@ import torch
 PRODUCTS, PROBES = 3000, 300
 # How much longer than at its best a probe may take in a quiet moment.
 LONGER = 1.08
+# Products of a probe within what is timed (some 0.2 ms), and seconds from one to the next.
+WITHIN, APART = 60, 0.008
 
 
-def _seconds() -> float:
+def _seconds(products: int = PRODUCTS, clock: Callable[[], float] = time.perf_counter) -> float:
     a = torch.ones(48, 48)
     out = torch.empty(48, 48)
-    start = time.perf_counter()
-    for _ in range(PRODUCTS):
+    start = clock()
+    for _ in range(products):
         torch.mm(a, a, out=out)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 @cache
@@ -38,6 +41,28 @@ def longer() -> float:
     best, seconds = _best(), _seconds()
     best[0] = min(best[0], seconds)
     return seconds / best[0]
+
+
+@contextmanager
+def probed(model: torch.nn.Module) -> Iterator[list[tuple[float, float, float]]]:
+    """Probes at a model's linear layers: when each began, seconds it took, and seconds of this thread's processor.
+
+    The last is what a busy core shows in, and other threads of this process do not.
+    """
+    probes: list[tuple[float, float, float]] = []
+
+    def probe(*_: object) -> None:
+        start = time.perf_counter()
+        if not probes or start - probes[-1][0] >= APART:
+            own = _seconds(WITHIN, time.thread_time)
+            probes.append((start, time.perf_counter() - start, own))
+
+    hooks = [one.register_forward_pre_hook(probe) for one in model.modules() if isinstance(one, torch.nn.Linear)]
+    try:
+        yield probes
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def together(wait: float = 0.0) -> float:

@@ -11,7 +11,6 @@ shows what the machine allows: as many processes that have nothing to do with on
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 
-from exact import APART, BASELINE, Contender, arguments, benchmark_inputs, benchmark_model, compare, mesh_of
+from exact import APART, BASELINE, Contender, arguments, benchmark_inputs, benchmark_model, compare
 
 DISPLACED = {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"}
 CONTENDERS = [
@@ -62,7 +61,7 @@ def seconds(config: dict[str, Any] | None, runs: int) -> float:
 
     if config is None:
         return best()
-    with ditmesh.parallelized(model, config, mesh=mesh_of(json.dumps(config))):
+    with ditmesh.parallelized(model, config):
         ditmesh.engine_of(model).begin_request(runs + 2)
         return best()
 

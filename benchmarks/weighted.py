@@ -52,7 +52,7 @@ def seconds(config: dict[str, Any], runs: int) -> tuple[float, tuple[float, ...]
 
     os.sched_setaffinity(0, {torch.distributed.get_rank()})
     model = exact.benchmark_model()
-    with ditmesh.parallelized(model, config, mesh=exact.mesh_of(json.dumps(config))), torch.no_grad():
+    with ditmesh.parallelized(model, config), torch.no_grad():
         model(**exact.benchmark_inputs())
         speeds = ditmesh.engine_of(model).balances[0].speeds
         return exact.timed_forward(runs), speeds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support import hosts
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -213,6 +216,87 @@ def test_steps_on_busy_cores_tell_what_they_take_on_quiet_ones() -> None:
     found = exponents(groups)
     assert found == pytest.approx((0.45, 0.3))
     assert [at_best(sample, found) for sample in groups[1]] == pytest.approx([2.0] * 12)
+
+
+def test_steps_are_compared_with_the_bound_of_cores_as_busy() -> None:
+    """Steps that were made up 1.1 times their bound are found to be that, however busy the cores were in them."""
+    import random
+
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import links
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    chance, rate, across, probe = random.Random(0), 1e9, 12e6, 2e-4
+    wire = 8 * across / (rate * links.PAYLOAD)
+
+    def step(seconds: float, busy: list[float]) -> Any:
+        """A rank's step without its probes, of which there is one in every part of it."""
+        part = (seconds + links.PARTS * probe) / links.PARTS
+        probes = [(7.0 + (at + 0.5) * part, probe, probe * each) for at, each in enumerate(busy)]
+        return links.StepTime(7.0, part * links.PARTS, probes)
+
+    def core(busy: float) -> list[float]:
+        return [chance.uniform(1, busy) for _ in range(links.PARTS)]
+
+    def mean(busy: list[float]) -> float:
+        return sum(busy) / len(busy)
+
+    turns = [core(chance.uniform(1, 2)) for _ in range(8)]
+    whole = [links.together([step(1.4 * mean(busy) ** 0.8, busy)], False, probe) for busy in turns]
+    for stale in (False, True):
+        steps = []
+        for _ in range(9):
+            first, second = core(1.9), core(1.5)
+            # Exact ranks meet in every part; a stale step is the busiest core's.
+            busiest = mean([max(pair) for pair in zip(first, second, strict=True)])
+            busy = max(mean(first), mean(second)) if stale else busiest
+            computed = 0.7 * busy**0.8
+            seconds = 1.1 * (max(computed, wire) if stale else computed + wire)
+            steps.append(links.together([step(seconds, first), step(seconds, second)], stale, probe))
+        found = {"steps": steps, "beside": whole, "across": across}
+        shown = links.shown_in({"one host": {"it": found}})
+        assert shown == pytest.approx(0.8)
+        least, over = links.against(links.Contender({}, stale=stale), found, rate, shown)
+        assert least == pytest.approx(max(0.7, wire) if stale else 0.7 + wire)
+        assert over == pytest.approx(1.1)
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing()))
+def test_links(tmp_path: Path) -> None:
+    """Two hosts at one rate, to the end; every step has its probes."""
+    figures, chart = tmp_path / "out.json", tmp_path / "out.svg"
+    wanted = ["--rates", 1e9, "--only", "ulysses=2", "displaced", "--steps", 4, "--repeats", 1]
+    ended = script("links.py", *wanted, "--json", figures, "--picture", chart)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = json.loads(figures.read_text())
+    there = result["1e+09"]["results"]
+    assert {name: len(found["steps"]) for name, found in there.items()} == {"ulysses=2": 4, "displaced": 1}
+    assert all(
+        0 < seconds < 60 and busy >= 1
+        for found in (*result["one host"].values(), *there.values())
+        for seconds, busy in (*found["steps"], *found["beside"])
+    )
+    assert not any(found["across"] for found in result["one host"].values())
+    # Keys, values, queries and outputs of half of the heads; keys and values of half of the tokens.
+    assert 28 <= there["ulysses=2"]["across"] / 2**20 <= 28.1
+    assert "displaced" in chart.read_text()
+
+
+def test_recorded_steps_on_slow_links_are_near_their_bounds() -> None:
+    """In the turn that was recorded: as many of the strategies are within 15 % of their bounds as the documents say."""
+    ended = script("links.py", "--report", BENCHMARKS / "measured" / "links.json", COLUMNS="200")
+    assert ended.returncode == 0, ended.stderr
+    whole = [float(found) for found in re.findall(r"│\s+\d\.\d{3} \((\d+\.\d\d)x\) ", ended.stdout)]
+    without = [float(found) for found in re.findall(r" \[(\d+\.\d\d)\]", ended.stdout)]
+    lines, rates = 11, 3
+    assert len(whole) == lines * (rates + 1)
+    assert len(without) == lines * rates
+    over = [found for at, found in enumerate(whole) if at % (rates + 1)]
+    assert sum(found <= 1.15 for found in over) == 25
+    assert sum(found <= 1.15 for found in without) == 32
+    assert max(over) < 1.22
 
 
 def test_predictions_of_recorded_steps() -> None:

@@ -178,6 +178,9 @@ class _Buffer:
         self._ring = ring
         self._arriving: Transfer | None = None
         self._packer: Codec | None = None
+        # Whether packed, and for every rank's messages the memory that they come into: the same in every step, as fresh
+        # memory has to be fetched page by page.
+        self._incoming: tuple[bool, list[list[Tensor]]] | None = None
         # Of every rank, its tokens' places; streams that all ranks hold whole are nobody's to send.
         places = [[self.whole.narrow(0, *place) for place in keys.places(rank)] for rank in range(ring.size)]
         self._own = places[ring.rank]
@@ -211,15 +214,17 @@ class _Buffer:
             with torch.no_grad():
                 # One message per peer: the streams one after the other.
                 outgoing = [packer.encode(own[0] if len(own) == 1 else torch.cat(own))]
-        incoming = [
-            []
-            if rank == self._ring.rank
-            else [packer.empty(_joined(slots), self.whole.device)]
-            if packer is not None
-            else [torch.empty(slot.shape, dtype=slot.dtype, device=slot.device) for slot in slots]
-            for rank, slots in enumerate(self._slots)
-        ]
-        self._arriving, self._packer = self._ring.all_gather_async(outgoing, incoming), packer
+        packed = packer is not None
+        if self._incoming is None or self._incoming[0] != packed:
+            others = [[] if rank == self._ring.rank else slots for rank, slots in enumerate(self._slots)]
+            self._incoming = packed, [self._empty(slots, packer) for slots in others]
+        self._arriving, self._packer = self._ring.all_gather_async(outgoing, self._incoming[1]), packer
+
+    def _empty(self, slots: list[Tensor], packer: Codec | None) -> list[Tensor]:
+        """Memory for what a rank sends of these slots."""
+        if packer is not None and slots:
+            return [packer.empty(_joined(slots), self.whole.device)]
+        return [torch.empty(slot.shape, dtype=slot.dtype, device=slot.device) for slot in slots]
 
     def arrive(self) -> None:
         """Wait for what was posted, if it is still on its way."""
