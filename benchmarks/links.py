@@ -193,7 +193,7 @@ def run(
         of = [[turns[turn][name] for turns in every] for turn in range(options.repeats)]
         stale = (CONTENDERS | ALONE)[name].stale
         steps = [
-            together([StepTime(*one) for one in step], stale, best)
+            of_all_ranks([StepTime(*one) for one in step], stale, best)
             for ranks_of in of
             for step in zip(*(one["steps"] for one in ranks_of), strict=True)
         ]
@@ -203,7 +203,7 @@ def run(
                 found[name][key] = statistics.median(max(one[key] for one in ranks_of) for ranks_of in of)
         if "beside" in of[0][0]:
             alone = [StepTime(*step) for ranks_of in of for one in ranks_of for step in one["beside"]]
-            found[name]["beside"] = [together([step], False, best) for step in alone]
+            found[name]["beside"] = [of_all_ranks([step], False, best) for step in alone]
     return found
 
 
@@ -212,7 +212,7 @@ def probes_of(found: dict[str, Any]) -> list[float]:
     return [own for key in ("steps", "beside") for _, _, probes in found.get(key, ()) for _, _, own in probes]
 
 
-def together(ranks: Sequence[StepTime], stale: bool, best: float) -> tuple[float, float]:
+def of_all_ranks(ranks: Sequence[StepTime], stale: bool, best: float) -> tuple[float, float]:
     """Seconds of one step of all ranks, without the probes, and how many times as long as at best these took in it.
 
     An exact step lasts as long as the slowest rank's, and in every part of it all wait for the one whose core is the

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -44,15 +44,6 @@ CONTENDERS: dict[str, tuple[int, dict[str, Any] | None]] = {
 BASELINE = "diffusers, 1 rank"
 
 
-class Drawn(NamedTuple):
-    """Seconds of a request's stale steps: of the first half, of all, of the processor, and of its main thread."""
-
-    half: float
-    whole: float
-    busy: float
-    own: float
-
-
 def denoise(
     inputs: dict[str, Any], steps: int, begins: Callable[[int], None], ends: Callable[[int], None] = lambda step: None
 ) -> None:
@@ -68,26 +59,26 @@ def denoise(
         float(latents.sum())
 
 
-def draw(inputs: dict[str, Any], steps: int) -> Drawn:
-    """One synchronous step, then ``steps`` more, timed.
+def timed_request(inputs: dict[str, Any], steps: int) -> tuple[float, float, float]:
+    """One synchronous step, then ``steps`` stale ones: seconds a step with full stages, of all, of the processor.
 
-    The half ends when its last prediction is asked for, which the first stage does one step later: it measures full
-    stages. All ends when the picture is whole.
+    Stages are full in the first half, which ends when its last prediction is asked for: the first stage does that one
+    step later. All ends when the picture is whole.
     """
-    start = middle = busy = own = 0.0
+    start = middle = busy = 0.0
 
     def begins(step: int) -> None:
-        nonlocal start, middle, busy, own
+        nonlocal start, middle, busy
         if step == 1:
             if torch.distributed.get_world_size() > 1:
                 torch.distributed.barrier()
-            start, busy, own = time.perf_counter(), time.process_time(), time.thread_time()
+            start, busy = time.perf_counter(), time.process_time()
         if step == 1 + steps // 2:
             middle = time.perf_counter()
 
     denoise(inputs, steps, begins)
-    end = time.perf_counter()
-    return Drawn(middle - start, end - start, time.process_time() - busy, time.thread_time() - own)
+    whole, busy = time.perf_counter() - start, time.process_time() - busy
+    return (middle - start) / (steps // 2), whole / steps, busy / steps
 
 
 def seconds(config: dict[str, Any] | None, steps: int) -> tuple[float, float, float]:
@@ -96,14 +87,11 @@ def seconds(config: dict[str, Any] | None, steps: int) -> tuple[float, float, fl
 
     model, inputs = benchmark_model(), benchmark_inputs()
     if config is None:
-        half, whole, busy, _ = draw(inputs, steps)
-        return half / (steps // 2), whole / steps, busy / steps
+        return timed_request(inputs, steps)
     with ditmesh.parallelized(model, config):
-        engine = ditmesh.engine_of(model)
-        draw(inputs, 2)
-        engine.begin_request()
-        half, whole, busy, _ = draw(inputs, steps)
-        return half / (steps // 2), whole / steps, busy / steps
+        timed_request(inputs, 2)
+        ditmesh.engine_of(model).begin_request()
+        return timed_request(inputs, steps)
 
 
 def main() -> None:

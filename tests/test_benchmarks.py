@@ -199,15 +199,13 @@ def test_ray_overhead_compares_the_same_pictures(tmp_path: Path) -> None:
     assert "target: 1.02 from call to picture" in ended.stdout
 
 
-def test_steps_on_busy_cores_tell_what_they_take_on_quiet_ones() -> None:
+def test_steps_on_busy_cores_tell_what_they_take_on_quiet_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """The exponents that samples were made with are found, whatever the groups' own times are."""
     import random
 
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        from quiet import at_best, exponents
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from quiet import at_best, exponents
+
     chance = random.Random(0)
     groups = []
     for seconds in (0.1, 2.0, 0.7):
@@ -218,15 +216,14 @@ def test_steps_on_busy_cores_tell_what_they_take_on_quiet_ones() -> None:
     assert [at_best(sample, found) for sample in groups[1]] == pytest.approx([2.0] * 12)
 
 
-def test_steps_are_compared_with_the_bound_of_cores_as_busy() -> None:
+def test_steps_are_compared_with_the_bound_of_cores_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that were made up 1.1 times their bound are found to be that, however busy the cores were in them."""
     import random
 
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import links
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    # It adds to the path as well.
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import links
+
     chance, rate, across, probe = random.Random(0), 1e9, 12e6, 2e-4
     wire = 8 * across / (rate * links.PAYLOAD)
 
@@ -243,7 +240,7 @@ def test_steps_are_compared_with_the_bound_of_cores_as_busy() -> None:
         return sum(busy) / len(busy)
 
     turns = [core(chance.uniform(1, 2)) for _ in range(8)]
-    whole = [links.together([step(1.4 * mean(busy) ** 0.8, busy)], False, probe) for busy in turns]
+    whole = [links.of_all_ranks([step(1.4 * mean(busy) ** 0.8, busy)], False, probe) for busy in turns]
     for stale in (False, True):
         steps = []
         for _ in range(9):
@@ -253,7 +250,7 @@ def test_steps_are_compared_with_the_bound_of_cores_as_busy() -> None:
             busy = max(mean(first), mean(second)) if stale else busiest
             computed = 0.7 * busy**0.8
             seconds = 1.1 * (max(computed, wire) if stale else computed + wire)
-            steps.append(links.together([step(seconds, first), step(seconds, second)], stale, probe))
+            steps.append(links.of_all_ranks([step(seconds, first), step(seconds, second)], stale, probe))
         found = {"steps": steps, "beside": whole, "across": across}
         shown = links.shown_in({"one host": {"it": found}})
         assert shown == pytest.approx(0.8)

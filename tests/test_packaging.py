@@ -144,15 +144,12 @@ def test_the_site_builds(tmp_path):
 
 
 @pytest.mark.matrix
-def test_the_sizes_in_the_recipes_are_what_the_script_computes():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import weights  # pyright: ignore[reportMissingImports]
+def test_the_sizes_in_the_recipes_are_what_the_script_computes(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import weights  # pyright: ignore[reportMissingImports]
 
-        page = weights.PAGE.read_text(encoding="utf-8")
-        assert weights.write(page) == page
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+    page = weights.PAGE.read_text(encoding="utf-8")
+    assert weights.write(page) == page
 
 
 @pytest.mark.matrix

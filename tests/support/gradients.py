@@ -121,8 +121,10 @@ def sliced(whole: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def in_double() -> Iterator[None]:
-    """Models that go to float32 in places, on one device as well, go to float64 there."""
+def in_double(name: str) -> Iterator[None]:
+    """A model that goes to float32 in places, on one device as well, goes to float64 there."""
+    # Made in here, the model that is kept for later tests would have tables in float64.
+    tiny(name)
     cast_to = Tensor.to
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -144,7 +146,7 @@ def training_step(
     Args:
         adapted: train LoRA adapters only.
     """
-    with in_double() if dtype == "float64" else nullcontext():
+    with in_double(name) if dtype == "float64" else nullcontext():
         return _training_step(name, config, getattr(torch, dtype), size, adapted)
 
 
@@ -209,7 +211,7 @@ def three_steps(model: nn.Module, call: nn.Module, name: str, seeds: list[int], 
 
 def trained(name: str, config: dict[str, Any], how: str, checkpointing: bool) -> tuple[float, str]:
     """Three optimizer steps with torch's own data parallelism over the gradient group, against one device."""
-    with in_double():
+    with in_double(name):
         return _trained(name, config, how, checkpointing)
 
 
