@@ -218,10 +218,11 @@ def test_masks_travel_only_when_they_change(ranks):
 
 
 @pytest.mark.parametrize(("name", "bound"), [("fp16", 2**-11), ("bf16", 2**-8), ("int8", 1 / 254), ("int4", 1 / 14)])
-def test_compression_error(name, bound):
+@pytest.mark.parametrize("width", [8, 7])
+def test_compression_error(name, bound, width):
     """Casts: relative to every value. Integers: half a scale, of the largest value of a sample's or token's head."""
     packer = codec(name)
-    tokens = torch.randn(37, 2, 3, 4, 8, generator=torch.Generator().manual_seed(0)) * 50
+    tokens = torch.randn(37, 2, 3, 4, width, generator=torch.Generator().manual_seed(0)) * 50
     tokens[:, 1, 2, 3] = 0
     flat = packer.encode(tokens)
     assert flat.shape == packer.empty(tuple(tokens.shape), tokens.device).shape
