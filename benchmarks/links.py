@@ -344,7 +344,7 @@ def show(result: dict[str, Any], rates: Sequence[float]) -> None:
 def picture(result: dict[str, Any], rates: Sequence[float], file: Path) -> None:
     """A chart of seconds over nanoseconds a bit, in which times are straight lines and crossings can be read."""
     from ditmesh.quality.curves import Series
-    from ditmesh.quality.figures import line_chart
+    from ditmesh.quality.figures import COLOURS, DASHES, LEFT, LINE, TOP, line_chart
     from ditmesh.quality.report import STYLE
 
     across = [1e9 / rate for rate in rates]
@@ -357,7 +357,15 @@ def picture(result: dict[str, Any], rates: Sequence[float], file: Path) -> None:
         lines.append(Series(name, tuple(across), seconds))
     x_label, y_label = "nanoseconds a bit (1 is 1 Gb/s, 5 is 200 Mb/s)", "seconds a step"
     chart = line_chart(lines, "Two hosts, one rank each", x_label, y_label)
-    start, _, rest = chart.svg.partition(">")
+    # A picture has no page around it: its legend goes where slow links have nothing, the slowest line uppermost.
+    slowest = sorted(range(len(lines)), key=lambda number: -lines[number].y[-1])
+    legend = []
+    for row, number in enumerate(slowest):
+        x, y = LEFT + 14, TOP + 10 + row * (LINE + 3)
+        dashes = f' stroke-dasharray="{DASHES[number % len(DASHES)]}"'
+        legend.append(f'<path class="line s{number % COLOURS}" d="M{x} {y - 4}h28"{dashes}/>')
+        legend.append(f'<text class="label" x="{x + 36}" y="{y}">{lines[number].name}</text>')
+    start, _, rest = chart.svg.replace("</svg>", "".join(legend) + "</svg>").partition(">")
     file.write_text(f'{start} xmlns="http://www.w3.org/2000/svg"><style>{STYLE}</style>{rest}', encoding="utf-8")
 
 
