@@ -276,8 +276,8 @@ def test_links(tmp_path: Path) -> None:
         for seconds, busy in (*found["steps"], *found["beside"])
     )
     assert not any(found["across"] for found in result["one host"].values())
-    # Keys, values, queries and outputs of half of the heads; keys and values of half of the tokens.
-    assert 28 <= there["ulysses=2"]["across"] / 2**20 <= 28.1
+    # Keys, values, queries and outputs of half of the heads; the prediction of half of the tokens.
+    assert 27.1 <= there["ulysses=2"]["across"] / 2**20 <= 27.2
     assert "displaced" in chart.read_text()
 
 

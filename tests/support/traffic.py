@@ -45,6 +45,7 @@ def expected_bytes(model: str, config: dict[str, Any], size: Size, rank: int) ->
             sent["ring"] += 2 * keys * heads_of[ulysses_rank]
     for axis in ("ulysses", "ring"):
         sent[axis] *= size.batch * dim * FLOAT
-    # The image is gathered once, after the last block.
-    sent["sequence"] = (world - 1) * size.batch * lengths["image"][rank] * heads * dim * FLOAT
+    # The image is gathered once, when its tokens have become patches of the prediction: 2 x 2, of 4 or 8 channels.
+    features = 32 if model == "PixArt" else 16
+    sent["sequence"] = (world - 1) * size.batch * lengths["image"][rank] * features * FLOAT
     return {axis: count for axis, count in sent.items() if count}

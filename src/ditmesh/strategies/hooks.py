@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..core import intercept
 from ..core.arguments import Arguments, parameter_names
+from ..core.own_tokens import settled
 from ..core.partition import Partition
 from ..core.patching import CallChain, Proceed
 from ..errors import LayoutError
@@ -275,7 +276,7 @@ class ModelHooks:
             self._recomputation.begin_call()
         self._running += 1
         try:
-            output = proceed(*args, **kwargs)
+            output = settled(proceed(*args, **kwargs))
         finally:
             self._running -= 1
             self._recorded = False

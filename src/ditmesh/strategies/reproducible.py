@@ -95,6 +95,8 @@ class TiledSequence(SequenceParallel):
 
     keeps_keys = True
     travels = False
+    # What follows the last block is computed as on one device.
+    gathers_late = False
 
     def __init__(self, config: ParallelConfig, mesh: Mesh) -> None:
         super().__init__(config, mesh)

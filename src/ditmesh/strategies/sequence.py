@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -22,9 +23,11 @@ from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.arguments import MISSING, Arguments, covers
 from ..core.group import Group
+from ..core.own_tokens import OwnTokens
 from ..core.partition import Partition, weighted_cut
 from ..core.patching import Patch
 from ..core.shared_tensor import PerToken
+from ..core.values import tracked
 from ..costs.step import Share, Step, Term
 from ..costs.work import Job, Work
 from ..errors import ConfigError, LayoutError
@@ -79,6 +82,8 @@ class SequenceParallel:
     keeps_keys = False
     # Whether keys go round the ring while attention is computed.
     travels = True
+    # Whether what follows the last block, token by token, is done before tokens are gathered.
+    gathers_late = True
 
     def __init__(self, config: ParallelConfig, mesh: Mesh) -> None:
         self.config = config
@@ -180,7 +185,7 @@ class SequenceParallel:
             arguments.set(grid.rows, mine // arguments.get(grid.cols))
 
     def after_block(self, site: BlockSite, output: Any) -> Any:
-        """At a region's last block, gather its streams; otherwise pass the output on.
+        """At a region's last block, gather its streams, as late as may be; otherwise pass the output on.
 
         Raises:
             LayoutError: the block computed attention that was not intercepted.
@@ -231,6 +236,10 @@ class SequenceParallel:
             yield Piece(stream.name, value, dim, tokens.start(self.link.rank))
 
     def _gather(self, value: Tensor, tokens: Partition, stream: Stream) -> Tensor:
+        late = self.gathers_late and not (stream.folded or tracked(value) or torch.compiler.is_compiling())
+        if late and self.link.size > 1:
+            gather = partial(self.link.all_gather, lengths=tokens.lengths, dim=stream.dim)
+            return OwnTokens.of(value, stream.dim, tokens, self.link.rank, gather)
         if not stream.folded or self.link.size == 1:
             return all_gather(self.link, value, tokens.lengths, stream.dim)
         unfolded = value.unflatten(stream.dim, (-1, tokens.lengths[self.link.rank]))
@@ -256,6 +265,10 @@ class SequenceParallel:
                     )
             call.handed_over.clear()
         else:
+            for path, value in arguments.leaves():
+                if isinstance(value, OwnTokens):
+                    # Of a list before, which may have had other tokens.
+                    arguments.set(path, value.whole())
             given = [stream for stream in region.streams if isinstance(arguments.get(stream.arg), Tensor)]
             call.tokens = self._lay_out(site, given, arguments)
             for stream in region.streams:
@@ -648,11 +661,17 @@ def traded(step: Step, pieces: int = 1) -> Iterator[Term]:
 
 
 def gathered(step: Step) -> Iterator[Term]:
-    """The streams' tokens of all sequence ranks, where a list of blocks ends."""
-    config, share = step.config, step.share
+    """Tokens of all sequence ranks, where a list of blocks ends.
+
+    What is sent has the features of a prediction, where what follows the blocks acts on every token by itself, as in
+    most models; in reproducible mode and of patches those of the blocks.
+    """
+    config, share, work, image = step.config, step.share, step.work, step.job.image
     if config.sequence > 1:
-        width = max(block.width for block in step.work.blocks)
-        own = share.rows * step.job.image / config.sequence * width * step.job.element
+        late = not (config.reproducible or config.stages_or_patches)
+        width = max(block.width for block in work.blocks)
+        elements = work.output.of(image, step.job.text) if late else image * width
+        own = share.rows * elements / config.sequence * step.job.element
         yield step.transfer(
             "tokens gathered", ("ring", "ulysses"), "all_gather", own * (config.sequence - 1), share.calls
         )

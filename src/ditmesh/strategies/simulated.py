@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..comm import Link, Traffic, Transfer
 from ..comm.mesh import Mesh
 from ..config import AXES, ParallelConfig
+from ..core.own_tokens import settled
 from ..core.patching import Proceed
 from ..errors import ConfigError, LayoutError
 from ..staleness.control import WarmupControl
@@ -137,7 +138,11 @@ class SimulatedSequence:
 
     def around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         """The transformer's forward, once for every virtual rank. All have the same result; it is the first one's."""
-        forward = partial(proceed, *args, **kwargs)
+
+        def forward() -> Any:
+            # Ranks meet to gather tokens, which they do inside of their runs only.
+            return settled(proceed(*args, **kwargs))
+
         return run_together([partial(_as_rank, rank, forward) for rank in range(len(self.handlers))], _meet)[0]
 
 
