@@ -21,9 +21,9 @@ WIDTH = 6
 class Ranks:
     """Two ranks of which one is here; the other one's tokens come from what all of it would be."""
 
-    def __init__(self, tokens: int = 6) -> None:
+    def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.whole = torch.randn(2, tokens, WIDTH, generator=generator)
+        self.whole = torch.randn(2, TOKENS.total, WIDTH, generator=generator)
         self.truth = self.whole
         self.gathered = 0
         own = TOKENS.take(self.whole, 1, RANK).contiguous()
@@ -72,6 +72,11 @@ def write(x: Tensor) -> Tensor:
     return x
 
 
+def write_to_a_view(x: Tensor) -> Tensor:
+    x.detach().add_(1)
+    return x + 0
+
+
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "reshape": lambda x: x.reshape(2, 3, 2, WIDTH),
     "slice": lambda x: x[:, 2:],
@@ -85,6 +90,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "einsum": lambda x: torch.einsum("bsc,sd->bdc", x, TABLE),
     "more dimensions": lambda x: x * torch.ones(3, 1, 1, 1),
     "in place": write,
+    "through a view": write_to_a_view,
     "out": lambda x: torch.add(x, 1, out=torch.empty(2, 6, WIDTH)),
     "numpy": lambda x: torch.from_numpy(x.numpy() + 1),
     "copied": copy.deepcopy,

@@ -28,7 +28,7 @@ _METADATA = {
 }
 # Element by element, of one tensor.
 _UNARY = {
-    *(getattr(Tensor, name) for name in ("float", "half", "bfloat16", "double", "contiguous", "clone", "detach")),
+    *(getattr(Tensor, name) for name in ("float", "half", "bfloat16", "double", "contiguous", "clone")),
     *(getattr(Tensor, name) for name in ("pow", "__pow__", "square", "rsqrt", "neg", "__neg__", "tanh", "sigmoid")),
     *(torch.pow, torch.square, torch.rsqrt, torch.neg, torch.tanh, torch.sigmoid, torch.clone),
     *(F.silu, F.gelu, F.relu),
