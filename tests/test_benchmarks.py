@@ -269,7 +269,7 @@ def test_links(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     result = json.loads(figures.read_text())
     there = result["1e+09"]["results"]
-    assert {name: len(found["steps"]) for name, found in there.items()} == {"ulysses=2": 4, "displaced": 1}
+    assert {name: len(found["steps"]) for name, found in there.items()} == {"ulysses=2": 4, "displaced": 3}
     assert all(
         0 < seconds < 60 and busy >= 1
         for found in (*result["one host"].values(), *there.values())
@@ -282,7 +282,7 @@ def test_links(tmp_path: Path) -> None:
 
 
 def test_recorded_steps_on_slow_links_are_near_their_bounds() -> None:
-    """In the turn that was recorded: as many of the strategies are within 15 % of their bounds as the documents say."""
+    """In the turns that were recorded: as near as the documents say, by the two digits that are printed."""
     ended = script("links.py", "--report", BENCHMARKS / "measured" / "links.json", COLUMNS="200")
     assert ended.returncode == 0, ended.stderr
     whole = [float(found) for found in re.findall(r"│\s+\d\.\d{3} \((\d+\.\d\d)x\) ", ended.stdout)]
@@ -291,9 +291,8 @@ def test_recorded_steps_on_slow_links_are_near_their_bounds() -> None:
     assert len(whole) == lines * (rates + 1)
     assert len(without) == lines * rates
     over = [found for at, found in enumerate(whole) if at % (rates + 1)]
-    assert sum(found <= 1.15 for found in over) == 28
-    assert sum(found <= 1.15 for found in without) == 33
-    assert max(over) <= 1.21
+    assert max(over) <= 1.15
+    assert max(without) <= 1.11
 
 
 def test_predictions_of_recorded_steps() -> None:

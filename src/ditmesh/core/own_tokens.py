@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .partition import Partition
@@ -166,4 +167,5 @@ def settled(value: Any) -> Any:
 
 
 def _plain(value: Tensor) -> bool:
-    return type(value) in (Tensor, nn.Parameter)
+    # Those without elements stand for plain ones, where work and memory are foreseen.
+    return type(value) in (Tensor, nn.Parameter, FakeTensor)

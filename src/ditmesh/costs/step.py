@@ -137,9 +137,16 @@ class Step:
                 if isinstance(one, Attention) and not one.local:
                     yield block, round(count * one.count * self.share.calls), one
 
-    def size_of(self, one: Attention, queries: int = 1, keys: int = 2) -> float:
-        """Bytes of so many tensors of all queries, and of all keys, of one attention call, of this rank's heads."""
-        image, text = self.job.image, self.job.text
+    def replicates_text(self, block: Block) -> bool:
+        """Whether every sequence rank has all text tokens of the block, and its own of the image."""
+        return self.share.image > 1 and (block.whole_text or (block.text and self.share.text == 1))
+
+    def size_of(self, one: Attention, queries: int = 1, keys: int = 2, texts: int = 1) -> float:
+        """Bytes of so many tensors of all queries, and of all keys, of one attention call, of this rank's heads.
+
+        ``texts``: how often the text's tokens count.
+        """
+        image, text = self.job.image, self.job.text * texts
         tokens = queries * one.queries.of(image, text) + keys * one.keys.of(image, text)
         return tokens * self.share.rows * one.heads * one.width * self.job.element / self.share.tensor
 

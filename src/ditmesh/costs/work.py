@@ -76,6 +76,7 @@ class Block:
         sliced: of these, how many tensor parallelism shares out.
         width: features of a token between blocks.
         text: whether its text is a stream that ranks share out, and not a constant.
+        whole_text: whether it is a stream that every rank has whole, whatever the text policy.
         peak: elements alive at once beside weights, and the streams.
     """
 
@@ -86,7 +87,23 @@ class Block:
     sliced: int = 0
     width: int = 0
     text: bool = False
+    whole_text: bool = False
     peak: Tokens = NONE
+
+
+@dataclass(frozen=True)
+class Gather:
+    """A stream of tokens that sequence ranks have each their own of, and all of them behind a list of blocks.
+
+    Attributes:
+        text: whether it is the text's, which every rank may have whole anyway.
+        tokens: elements that the blocks return.
+        results: of what the model makes of every token by itself before it needs them all.
+    """
+
+    text: bool
+    tokens: Tokens
+    results: Tokens
 
 
 @dataclass(frozen=True)
@@ -100,6 +117,7 @@ class Work:
         rest: what runs before and behind the blocks.
         heads: the smallest number of heads.
         output: elements of the prediction.
+        gathers: what sequence ranks gather behind lists of blocks.
         buffers: elements of tables that every rank holds beside the parameters.
         outside: parameters of large layers outside of blocks, which `shard` shares out too.
     """
@@ -110,6 +128,7 @@ class Work:
     rest: Block
     heads: int
     output: Tokens
+    gathers: tuple[Gather, ...]
     buffers: int = 0
     outside: int = 0
 
@@ -203,6 +222,7 @@ def from_data(data: dict[str, Any]) -> Work:
         block(data["rest"]),
         data["heads"],
         Tokens(*data["output"]),
+        tuple(Gather(**tokens(one)) for one in data["gathers"]),
         data["buffers"],
         data["outside"],
     )
@@ -212,6 +232,7 @@ __all__ = [
     "Attention",
     "Block",
     "Cut",
+    "Gather",
     "Job",
     "Linear",
     "Operation",

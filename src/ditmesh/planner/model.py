@@ -7,10 +7,11 @@ they grow with the tokens of picture and text is solved from runs of three sizes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import partial
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -23,12 +24,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ..core.alive import Alive
-from ..costs.work import Attention, Block, Cut, Linear, Operation, Pointwise, Tokens, Work
+from ..core.own_tokens import OwnTokens, settled
+from ..core.partition import Partition, even_cut
+from ..costs.work import Attention, Block, Cut, Gather, Linear, Operation, Pointwise, Tokens, Work
 from ..errors import DitmeshError, LayoutError
-from ..layout import TokenLayout
+from ..layout import Region, Stream, TokenLayout
 from ..layout.conventions import Conventions, Size, Way, ways
 from ..strategies.heads import heads_of
 from ..strategies.pipefusion.stages import blocks_of, kinds_of
+from ..strategies.sequence import result_of, with_result
 from ..strategies.sharded import parameters_outside
 from ..strategies.tensor.slices import plan
 
@@ -156,6 +160,7 @@ def work_of(model: nn.Module, layout: TokenLayout) -> Work:
     kinds: list[Block] = []
     for block, kind in numbers.items():
         region = next(region for region in layout.regions if region.blocks == lists[kind])
+        texts = [stream for stream in region.streams if stream.name == "text"]
         kinds.append(
             Block(
                 name=lists[kind],
@@ -164,7 +169,8 @@ def work_of(model: nn.Module, layout: TokenLayout) -> Work:
                 parameters=sum(parameter.numel() for parameter in block.parameters()),
                 sliced=sliced[kind][0],
                 width=runs[0].widths[kind],
-                text=any(stream.name == "text" for stream in region.streams),
+                text=any(not stream.replicate for stream in texts),
+                whole_text=any(stream.replicate for stream in texts),
                 peak=_solve([run.peaks.get(kind, 0.0) for run in runs], tokens),
             )
         )
@@ -178,10 +184,18 @@ def work_of(model: nn.Module, layout: TokenLayout) -> Work:
         peak=_solve([run.peaks.get(None, 0.0) for run in runs], tokens),
     )
     output = _solve([run.output for run in runs], tokens)
+    gathers = tuple(
+        Gather(
+            text=same[0].stream == "text",
+            tokens=_solve([one.tokens for one in same], tokens),
+            results=_solve([one.results for one in same], tokens),
+        )
+        for same in zip(*(run.gathers for run in runs), strict=True)
+    )
     buffers = sum(buffer.numel() for buffer in model.buffers())
     outside = parameters_outside(model, layout)
     heads = heads_of(model, layout) or 1
-    return Work(type(model).__name__, tuple(kinds), tuple(order), rest, heads, output, buffers, outside)
+    return Work(type(model).__name__, tuple(kinds), tuple(order), rest, heads, output, gathers, buffers, outside)
 
 
 @contextmanager
@@ -217,6 +231,15 @@ def kept_blocks(model: nn.Module, layout: TokenLayout, counts: Sequence[int]) ->
 
 
 @dataclass
+class _Gather:
+    """Elements of a stream behind a list of blocks, and of what was gathered in its place."""
+
+    stream: str
+    tokens: float
+    results: float = 0.0
+
+
+@dataclass
 class _Run:
     """What one run of a size has shown."""
 
@@ -225,6 +248,7 @@ class _Run:
     peaks: dict[int | None, float]
     widths: dict[int, int]
     output: float
+    gathers: list[_Gather]
 
 
 def _runs(model: nn.Module, layout: TokenLayout, numbers: dict[nn.Module, int]) -> list[_Run]:
@@ -299,12 +323,62 @@ def _run(
                     recorder.watch(leaf)
             with recorder, _AttentionTo(recorder):
                 output = functional_call(model, weights, (), inputs)
+            for hook in hooks:
+                hook.remove()
+            # Of the blocks of a list the last.
+            lists = {regions[kind].blocks: (block, regions[kind]) for block, kind in numbers.items()}
+            ends = [lists[region.blocks] for region in _ends(layout)]
+            with _AttentionTo(_Recorder(model, numbers)), _cut_behind(ends) as gathers:
+                settled(functional_call(model, weights, (), inputs))
     finally:
         for hook in hooks:
             hook.remove()
     elements = sum(leaf.numel() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
     image = seen.get("image", next(iter(seen.values()), size.image))
-    return _Run((image, seen.get("text", size.text)), recorder.records, recorder.peaks, widths, elements)
+    tokens = (image, seen.get("text", size.text))
+    return _Run(tokens, recorder.records, recorder.peaks, widths, elements, gathers)
+
+
+def _ends(layout: TokenLayout) -> list[Region]:
+    """The regions behind which tokens are gathered."""
+    if layout.alternating:
+        return [layout.regions[-1]]
+    return [one for one, after in pairwise((*layout.regions, None)) if one and not (after and after.chained)]
+
+
+@contextmanager
+def _cut_behind(ends: Iterable[tuple[nn.Module, Region]]) -> Iterator[list[_Gather]]:
+    """Behind these blocks the first of two ranks holds its own tokens; gives what it then gathers."""
+    gathers: list[_Gather] = []
+
+    def cut(value: Tensor, stream: Stream) -> Tensor:
+        gathers.append(found := _Gather(stream.name, value.numel()))
+        if stream.folded:
+            found.results = found.tokens
+            return value
+        total = value.shape[stream.dim]
+        tokens = Partition((even_cut(total, 2),))
+
+        def gather(own: Tensor) -> Tensor:
+            whole = own.new_empty((*own.shape[: stream.dim], total, *own.shape[stream.dim + 1 :]))
+            found.results = whole.numel()
+            return whole
+
+        return OwnTokens.of(tokens.take(value, stream.dim, 0), stream.dim, tokens, 0, gather)
+
+    def hold(region: Region, module: nn.Module, args: Any, output: Any) -> Any:
+        for stream in region.streams:
+            value = result_of(output, stream)
+            if isinstance(value, Tensor) and stream.used_after and not stream.replicate:
+                output = with_result(output, stream, cut(value, stream))
+        return output
+
+    hooks = [block.register_forward_hook(partial(hold, region)) for block, region in ends]
+    try:
+        yield gathers
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _of(model: nn.Module, path: str) -> Iterator[nn.Module]:

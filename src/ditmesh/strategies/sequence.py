@@ -29,7 +29,7 @@ from ..core.patching import Patch
 from ..core.shared_tensor import PerToken
 from ..core.values import tracked
 from ..costs.step import Share, Step, Term
-from ..costs.work import Job, Work
+from ..costs.work import Gather, Job, Work
 from ..errors import ConfigError, LayoutError
 from ..layout import Attention, Count, Grid, Leaf, Region, Stream, TokenLayout
 from ..layout.forms import dtype_class
@@ -624,11 +624,12 @@ class ExactSequence(TokenStrategy):
 
         A rank trades (N - 1) / N of its queries, keys, values and results with its Ulysses group (arXiv:2309.14509),
         and passes on the keys and values of a ring rank N - 1 times (arXiv:2310.01889), while it computes on others.
+        Keys of text that every rank has stay where they are.
         """
         config = step.config
         yield from traded(step, step.share.pieces if config.stages_or_patches else 1)
-        for _, times, one in step.attentions() if config.ring > 1 else ():
-            sent = step.size_of(one, queries=0) / config.sequence
+        for block, times, one in step.attentions() if config.ring > 1 else ():
+            sent = step.size_of(one, queries=0, texts=not step.replicates_text(block)) / config.sequence
             if not cls.kind.travels:
                 yield step.transfer(
                     "keys gathered (ring)", ("ring",), "all_gather", sent * (config.ring - 1), times=times
@@ -644,15 +645,18 @@ class ExactSequence(TokenStrategy):
 def traded(step: Step, pieces: int = 1) -> Iterator[Term]:
     """Tokens against heads and back at every attention that runs once for each of so many pieces.
 
-    Of ``chunks`` the first one's way there and the last one's way back have no attention beside them.
+    Of ``chunks`` the first one's way there and the last one's way back have no attention beside them. Text that every
+    rank has goes nowhere for its heads, and what becomes of it goes to every rank.
     """
     config = step.config
-    for _, times, one in step.attentions() if config.ulysses > 1 else ():
+    for block, times, one in step.attentions() if config.ulysses > 1 else ():
         part = (config.ulysses - 1) / config.ulysses / config.sequence / pieces
         chunks = 1 if config.reproducible else config.chunks
         # Half of a chunk's attention hides what comes, half what goes.
         beside = step.attention_seconds(one) / pieces / chunks / 2
-        for what, size in (("to heads", step.size_of(one)), ("to tokens", step.size_of(one, queries=1, keys=0))):
+        there, back = (0, config.sequence) if step.replicates_text(block) else (1, 1)
+        sizes = {"to heads": step.size_of(one, texts=there), "to tokens": step.size_of(one, keys=0, texts=back)}
+        for what, size in sizes.items():
             sent, calls = size * part / chunks, times * pieces
             yield step.transfer(f"{what} (ulysses)", ("ulysses",), "all_to_all", sent, calls)
             if chunks > 1:
@@ -663,15 +667,21 @@ def traded(step: Step, pieces: int = 1) -> Iterator[Term]:
 def gathered(step: Step) -> Iterator[Term]:
     """Tokens of all sequence ranks, where a list of blocks ends.
 
-    What is sent has the features of a prediction, where what follows the blocks acts on every token by itself, as in
-    most models; in reproducible mode and of patches those of the blocks.
+    What is sent is what the model makes of every token by itself before it needs them all, of most models the
+    prediction; in reproducible mode and of patches the tokens as the blocks return them.
     """
-    config, share, work, image = step.config, step.share, step.work, step.job.image
-    if config.sequence > 1:
-        late = not (config.reproducible or config.stages_or_patches)
-        width = max(block.width for block in work.blocks)
-        elements = work.output.of(image, step.job.text) if late else image * width
-        own = share.rows * elements / config.sequence * step.job.element
-        yield step.transfer(
-            "tokens gathered", ("ring", "ulysses"), "all_gather", own * (config.sequence - 1), share.calls
-        )
+    config, share, work, image, text = step.config, step.share, step.work, step.job.image, step.job.text
+    if config.sequence == 1:
+        return
+    if config.stages_or_patches:
+        elements = image * max(block.width for block in work.blocks)
+    else:
+        held = [one.tokens if config.reproducible else one.results for one in work.gathers if not _whole(one, share)]
+        elements = sum(one.of(image, text) for one in held)
+    own = share.rows * elements / config.sequence * step.job.element
+    yield step.transfer("tokens gathered", ("ring", "ulysses"), "all_gather", own * (config.sequence - 1), share.calls)
+
+
+def _whole(gather: Gather, share: Share) -> bool:
+    """Whether every rank has all tokens anyway."""
+    return gather.text and share.text == 1

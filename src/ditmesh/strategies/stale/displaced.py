@@ -297,9 +297,9 @@ class Displaced(StaleStrategy):
         compression = codec(config.compress) if step.stale else None
         compute = sum(term.seconds for term in step.compute())
         calls = sum(times for _, times, _ in step.attentions())
-        for _, times, one in step.attentions():
+        for block, times, one in step.attentions():
             keys = step.size_of(one, queries=0)
-            own = keys / config.ring
+            own = step.size_of(one, queries=0, texts=not step.replicates_text(block)) / config.ring
             if compression is not None:
                 own *= compression.size(one.width) / step.job.element
             behind = compute / calls if step.stale else 0.0
