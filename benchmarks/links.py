@@ -110,9 +110,11 @@ class StepTime:
 def request(inputs: dict[str, Any], steps: int, stale: bool = False) -> dict[str, Any]:
     """One request: its steps but the first, and the processor's seconds a step outside of the main thread.
 
-    A stale step lasts until the next one begins, as what it sends is under way until then. The first of them and the
-    last two are left out, as a pipeline's stages are not full in those.
+    A stale step lasts until the next one begins, as what it sends is under way until then. There are twice as many of
+    them, and the first half is left out: it has what a slow link had no time for pile up, until a step waits for all
+    that the step before has sent. So are the last two, in which a pipeline's stages are not full.
     """
+    first, steps = (steps, 2 * steps) if stale else (1, steps)
     began: list[float] = []
     ended: list[float] = []
     busy = own = 0.0
@@ -127,7 +129,7 @@ def request(inputs: dict[str, Any], steps: int, stale: bool = False) -> dict[str
         denoise(inputs, steps, begins, lambda step: ended.append(time.perf_counter()))
     busy, own = time.process_time() - busy, time.thread_time() - own
     made = []
-    for at in range(2, steps - 1) if stale else range(1, steps + 1):
+    for at in range(first, steps - 1 if stale else steps + 1):
         end = began[at + 1] if stale else ended[at]
         made.append((began[at], end - began[at], [probe for probe in probes if began[at] <= probe[0] < end]))
     return {"steps": made, "others": (busy - own) / steps}
@@ -143,16 +145,17 @@ def measured(contender: Contender, steps: int) -> dict[str, Any]:
     if not contender.config:
         return request(inputs, steps)
     whole = request(inputs, BESIDE)["steps"]
+    made = (2 * steps if contender.stale else steps) + 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with ditmesh.parallelized(benchmark_model(), contender.config):
             engine = ditmesh.engine_of(benchmark_model())
             engine.begin_request(3)
-            request(inputs, 2, contender.stale)
-            engine.begin_request(steps + 1)
+            denoise(inputs, 2, lambda step: None)
+            engine.begin_request(made)
             engine.mesh.traffic.reset()
             found = request(inputs, steps, contender.stale)
-            found["across"] = sum(engine.mesh.traffic.bytes_across.values()) / (steps + 1)
+            found["across"] = sum(engine.mesh.traffic.bytes_across.values()) / made
     found["beside"] = whole + request(inputs, BESIDE)["steps"]
     return found
 
