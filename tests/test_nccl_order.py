@@ -142,12 +142,18 @@ def test_every_operation_has_its_match_and_no_order_waits_for_ever(ranks, name, 
 
 @pytest.mark.parametrize(
     ("stages", "patches"),
-    [(2, 4), (3, 3), (4, 4), pytest.param(4, 8, marks=pytest.mark.matrix), pytest.param(8, 8, marks=pytest.mark.matrix)],
+    [
+        (2, 4),
+        (3, 3),
+        (4, 4),
+        pytest.param(4, 8, marks=pytest.mark.matrix),
+        pytest.param(8, 8, marks=pytest.mark.matrix),
+    ],
 )
 def test_pipefusion_loses_nothing_to_queues(ranks, stages, patches):
     """Unbatched messages of a group share one queue: a receive posted too early keeps this stage's sends back."""
     config = {"pipe": stages, "patches": patches, "warmup": "fixed(1)"}
-    # As many image tokens for one of text as FLUX has at 1024 x 1024: text goes with the first patch, and makes it longer.
+    # About as many image tokens for one of text as FLUX has at 1024 x 1024: text makes the first patch longer.
     programs = ranks(stages).run(request_of, "flux", config, 8, 24 if stages != 8 else 16, 160)
     ideal = replay(programs, "ideal")
     assert (ideal.findings, ideal.deadlock) == ([], [])

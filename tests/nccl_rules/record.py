@@ -85,7 +85,9 @@ class Recorder:
         self.program.append(PointToPoint(number, self._group(group), halves, batched))
         return _Waited(self, number, work)
 
-    def P2POp(self, move: Callable[..., Any], tensor: Tensor, peer: int, group: Any, tag: int = 0) -> _Move:
+    def P2POp(  # noqa: N802 - torch's name
+        self, move: Callable[..., Any], tensor: Tensor, peer: int, group: Any, tag: int = 0
+    ) -> _Move:
         return _Move(self, move, tensor, peer, group, tag)
 
     def batch_isend_irecv(self, moves: list[_Move]) -> list[_Waited]:

@@ -94,7 +94,7 @@ def _match_messages(programs: Sequence[Program], merge: _Merge, outcome: Outcome
             if isinstance(entry, PointToPoint):
                 for half in entry.halves:
                     ends = (rank, half.peer) if half.direction == "send" else (half.peer, rank)
-                    sides[entry.group, *ends][half.direction].append(((rank, entry.number), half.count, half.dtype))
+                    sides[(entry.group, *ends)][half.direction].append(((rank, entry.number), half.count, half.dtype))
                     where = f"rank {rank}, {entry.group}: {half.direction} of {half.count} {half.dtype}"
                     if half.dtype not in DTYPES:
                         outcome.findings.append(f"{where}: NCCL does not carry {half.dtype}")

@@ -291,7 +291,9 @@ def device_of_rank() -> torch.device:
     import torch
     import torch.distributed as dist
 
-    on_cuda = dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend())
+    from ..comm.backends import backend_of
+
+    on_cuda = dist.is_available() and dist.is_initialized() and backend_of(None, "cuda") == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 

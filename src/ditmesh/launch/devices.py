@@ -128,6 +128,8 @@ def join(
     import torch
     import torch.distributed as dist
 
+    from ..comm.backends import ON_GPUS
+
     device = torch.device("cpu")
     if kind == "cuda":
         device = torch.device("cuda", gpu)
@@ -136,7 +138,7 @@ def join(
         if kind == "cuda":
             watch_nccl(timeout)
         dist.init_process_group(
-            backend="nccl" if kind == "cuda" else "gloo",
+            backend=ON_GPUS if kind == "cuda" else "gloo",
             init_method=rendezvous if isinstance(rendezvous, str) else None,
             store=None if isinstance(rendezvous, str) else rendezvous,
             rank=rank,
