@@ -11,6 +11,7 @@ from typing import Literal
 from torch import nn
 
 from ..config import AXES, ParallelConfig
+from ..core.library import library_name
 from ..costs.hardware import Hardware
 from ..costs.work import Job, Work
 from ..errors import ConfigError, DitmeshError, InputError
@@ -172,7 +173,7 @@ def _settings(degrees: dict[str, int], job: Job, limits: Limits) -> Iterator[Par
 
 def refusal(config: ParallelConfig, model: Model, limits: Limits) -> str | None:
     """Why a configuration is not for a model, as the engine would say; None: it is."""
-    name = type(model.module).__name__
+    name = library_name(model.module)
     key = support.combination(config)
     outcome = support.table().get(name, {}).get(key, {}) if key else {"error": 0.0}
     if "refused" in outcome:
