@@ -65,6 +65,7 @@ class Request:
         text: text tokens.
         pictures: of one call of the pipeline.
         branches: of guidance.
+        latent_frames: that the autoencoder decodes; 0: as many as there are tokens along time.
     """
 
     width: int
@@ -75,6 +76,12 @@ class Request:
     text: int = 256
     pictures: int = 1
     branches: int = 2
+    latent_frames: int = 0
+
+    @property
+    def image(self) -> int:
+        """Image tokens of a sample."""
+        return self.rows * self.cols * self.frames
 
 
 @dataclass(frozen=True)
@@ -244,7 +251,7 @@ def _decoding(components: Components, config: ParallelConfig, request: Request, 
     channels = model.config.get("latent_channels") or model.config.get("z_dim") or 4
     decoder = getattr(model, "decoder", model)
     video = any(parameter.dim() == 5 for parameter in decoder.parameters())
-    frames = (request.frames,) if video else ()
+    frames = (request.latent_frames or request.frames,) if video else ()
     return decode(vae.kind, vae.settings, config, (request.pictures, channels, *frames, *plane), *how)
 
 
@@ -292,8 +299,9 @@ def _stages(part: Part, config: ParallelConfig, call: Call, how: _How) -> list[N
     model = on_meta(part.kind, dict(part.settings))
     order, lengths = kinds_of(model, layout), first_cut(model, layout, config)
     work, element = work_of(model, layout), how.dtype.itemsize
-    image = call.rows * call.cols * call.frames
-    job = Job(image, call.text, call.pictures, call.branches, call.batched, element=element)
+    job = Job(
+        call.rows * call.cols * call.frames, call.text, call.pictures, call.branches, call.batched, element=element
+    )
     terms = predict(config, work, job, machine("cpu", config.world_size)).kept
     keys = sum(term.memory for term in terms if term.name == "keys kept")
     found = []

@@ -9,13 +9,16 @@ from typing import Any
 from ...costs.work import Job
 from ...errors import InputError
 from ...generate.model_info import ModelInfo, find_model
-from ...planner.auto import TEXT, batched
+from ...generate.workload import request_of, request_of_shape
+from ...planner.auto import batched
 from ...planner.catalogue import shapes
 from ...planner.search import Model
 from ...planner.shipped import derived, model_of
 
 # Bytes of an element.
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Denoising steps where only a folder is known.
+STEPS = 28
 
 
 @dataclass(frozen=True)
@@ -64,31 +67,29 @@ def subject(name: str, asked: Asked) -> Subject:
         LayoutError: its work cannot be found out on the meta device.
     """
     key, known = name.lower(), shapes()
+    wanted = (asked.size, asked.text, asked.pictures, asked.guidance, asked.frames)
     if key in known and not Path(name).exists():
         shape = known[key]
         transformer, config = shape.transformer, shape.config
-        image = shape.tokens(*(asked.size or shape.size), asked.frames or shape.num_frames)
-        usual, together = (shape.text, shape.branches, shape.steps), shape.batched
-        size, element, source = asked.size or shape.size, DTYPES[asked.dtype], shape.source
-        beside, decode = float(shape.beside * element), float(shape.decode * size[0] * size[1] * element)
+        request = request_of_shape(shape, *wanted)
+        steps, together, element, source = shape.steps, shape.batched, DTYPES[asked.dtype], shape.source
+        beside = float(shape.beside * element)
+        decode = float(shape.decode * request.width * request.height * element)
         model = model_of(shape)
     else:
         info = _found(name, list(known))
         transformer, config = info.transformer_class, info.transformer
-        size = asked.size or info.default_size or (1024, 1024)
-        info.check_size(*size)
-        image = info.image_tokens(*size) * (asked.frames or 1)
-        usual, together = (TEXT, 1 if config.get("guidance_embeds") else 2, 28), batched(info.pipeline_class)
+        request = request_of(info, *wanted)
+        steps, together = STEPS, batched(info.pipeline_class)
         beside, decode, source = _beside(info), 0.0, "the pipeline's folder"
         model = derived(transformer, config)
-    text = usual[0] if asked.text is None else asked.text
     job = Job(
-        image,
-        text,
+        request.image,
+        request.text,
         pictures=asked.pictures,
-        branches=usual[1] if asked.guidance is None else 1 + asked.guidance,
+        branches=request.branches,
         batched=together,
-        steps=asked.steps or usual[2],
+        steps=asked.steps or steps,
         element=DTYPES[asked.dtype],
         beside=beside if asked.beside is None else asked.beside,
         decode=decode * asked.pictures,
