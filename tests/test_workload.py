@@ -13,11 +13,17 @@ import pytest
 import torch
 
 from ditmesh import ParallelConfig
+from ditmesh.costs.hardware import machine
 from ditmesh.errors import InputError
+from ditmesh.generate import memory, run
 from ditmesh.generate.job import Job, check_config
+from ditmesh.generate.memory import check_memory, components_of, components_of_shape
 from ditmesh.generate.model_info import ModelInfo, find_model
 from ditmesh.generate.workload import request_of, request_of_shape, usual_frames, usual_size
+from ditmesh.memory.available import free_memory
+from ditmesh.memory.predict import fullest
 from ditmesh.planner.catalogue import shapes
+from ditmesh.planner.search import search
 from ditmesh.tools.planning.subject import Asked, subject
 from support.more_pipelines import FAMILIES, draw
 
@@ -89,8 +95,6 @@ def inspected(capsys: pytest.CaptureFixture[str], words: list[str]) -> dict[str,
 def test_all_count_what_the_transformer_is_called_with(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    from ditmesh.generate import memory, run
-
     pipe, call = saved(tmp_path, name)
     size, frames = (call["width"], call["height"]), call["num_frames"]
     there = seen_tokens(pipe, name)
@@ -163,3 +167,53 @@ def test_sequence_ranks_share_what_there_is(tmp_path: Path):
     check_config(ParallelConfig(ring=32), find_model(tmp_path), 32, (128, 128), 9)
     with pytest.raises(InputError, match="32 image tokens"):
         check_config(ParallelConfig(ring=33), find_model(tmp_path), 33, (128, 128), 9)
+
+
+@pytest.mark.parametrize("share", [0.98, 1.02])
+def test_plan_and_memory_check_agree_on_what_fits(share: float, monkeypatch: pytest.MonkeyPatch):
+    # What would fit instead is another test's.
+    monkeypatch.setattr(memory._Fit, "_smallest", lambda *_: None)
+    encoders: Any = "freed"
+    info = find_model("emoji-sd3")
+    about = subject("emoji-sd3", Asked(dtype="float32", encoders=encoders))
+    hardware, components = machine("cpu", 1), components_of(info)
+    alone = ParallelConfig(text_encoder=encoders)
+    needed = fullest(
+        components,
+        alone,
+        request_of(info),
+        torch.float32,
+        hardware.device.runtime,
+    ).total
+    room = share * needed
+    try:
+        found = search(about.model, about.job, hardware, about.limits(hardware, "exact", room, None))
+        fits = True
+        assert found.best[0].memory == pytest.approx(needed)
+    except InputError:
+        fits = False
+    assert fits == (share > 1)
+    try:
+        limit = room - hardware.device.runtime
+        check_memory(info, alone, torch.float32, torch.device("cpu"), request_of(info), limit)
+    except InputError:
+        assert not fits
+    else:
+        assert fits
+
+
+def test_encoding_before_takes_encoders_out_of_what_follows():
+    shape = shapes()["pixart-sigma"]
+    request, parts = request_of_shape(shape), components_of_shape(shape)
+    beside = fullest(parts, ParallelConfig(), request, torch.bfloat16, device="cuda")
+    before = fullest(parts, ParallelConfig(), request, torch.bfloat16, device="cuda", encoded_before=True)
+    # T5 alone is 4.76 billion parameters, the transformer 0.6.
+    assert (beside.name, before.name) == ("decode", "encode")
+    assert 9.5e9 < before.total < 10.2e9 < beside.total
+
+
+def test_what_the_allocator_keeps_of_freed_tensors_is_free(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10_000, 24_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 9_000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2_000)
+    assert free_memory(torch.device("cuda", 0)) == 17_000

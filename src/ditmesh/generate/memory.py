@@ -21,7 +21,7 @@ from ..errors import DitmeshError, InputError
 from ..layout import known_models
 from ..layout.describe import on_meta
 from ..memory.available import free_memory
-from ..memory.predict import Components, Part, RankNeeds, Request, needs
+from ..memory.predict import Components, Part, Request, fullest, needs
 from ..planner.auto import batched
 from ..planner.catalogue import Shape
 from ..planner.model import work_of
@@ -143,12 +143,12 @@ class _Fit:
 
     def most(self, config: ParallelConfig) -> tuple[float, str]:
         """Bytes of the rank that needs most, and the phase."""
-        asked = self.request or self.usual
-        every: list[RankNeeds] = needs(
-            self.components, config, asked, self.dtype, device=self.device, offloaded=self.offloaded
-        )
-        phases = [one.phases[0] if self.request is None else one.peak for one in every]
-        worst = max(phases, key=lambda phase: phase.total)
+        asked, options = self.request or self.usual, {"device": self.device, "offloaded": self.offloaded}
+        if self.request is None:
+            every = needs(self.components, config, asked, self.dtype, **options)
+            worst = max((one.phases[0] for one in every), key=lambda phase: phase.total)
+        else:
+            worst = fullest(self.components, config, asked, self.dtype, **options)
         return worst.total, worst.name
 
     def refusal(self, config: ParallelConfig, room: float) -> str | None:
@@ -186,7 +186,7 @@ class _Fit:
             here = room if whole is None else whole / devices
             full = [one for one in found.best if one.config.world_size == devices]
             # Weights that are too large by themselves need no closer look.
-            full = [one for one in full if next(t.memory for t in one.kept if t.name == "weights") <= here]
+            full = [one for one in full if sum(t.memory for t in one.kept if t.holds == "weights") <= here]
             for one in sorted(full, key=lambda one: one.memory)[:_TRIED]:
                 needed, _ = self.most(one.config)
                 if needed <= here:
