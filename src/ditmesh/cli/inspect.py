@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..config import ParallelConfig
     from ..layout import TokenLayout
     from ..memory.predict import Components, Request
+    from ..tools.planning.subject import Asked
 
 NEEDED = "Memory"
 
@@ -88,9 +89,11 @@ def inspect(
     from .. import zoo
     from ..config import ParallelConfig
     from ..generate.model_info import find_model
+    from ..generate.workload import request_of
     from ..layout import known_models
     from ..layout.describe import as_data, checked, on_meta
     from ..strategies.sharded import parameters_in_pieces
+    from ..tools.planning.subject import Asked
 
     model = named or model
     settings = parallel.settings()
@@ -114,8 +117,7 @@ def inspect(
     assert layout is not None
     module = on_meta(name, sizes)
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    width, height = parse_size(size) or info.default_size or (1024, 1024)
-    info.check_size(width, height)
+    request = request_of(info, parse_size(size), tokens, pictures, guidance, frames)
     facts: dict[str, Any] = {
         "model": info.name,
         "pipeline": info.pipeline_class,
@@ -123,8 +125,8 @@ def inspect(
         "parameters": parameters,
         "shared_by_shard": parameters_in_pieces(module, layout),
         "heads": info.heads,
-        "size": [width, height],
-        "image_tokens": info.image_tokens(width, height),
+        "size": [request.width, request.height],
+        "image_tokens": request.image,
         "size_multiple": info.size_multiple,
         "layout": as_data(layout),
     }
@@ -134,7 +136,8 @@ def inspect(
     if hosts is not None:
         count, chosen = _config_of(config, devices, settings, info.heads)
         chosen = chosen or ParallelConfig.auto(count, info.heads or 1)
-        facts["between_hosts"] = _between(str(model or zoo.path()), (width, height), chosen, hosts)
+        wanted = Asked((request.width, request.height), frames, tokens, pictures, guidance, dtype=dtype)
+        facts["between_hosts"] = _between(str(model or zoo.path()), wanted, chosen, hosts)
     if save is not None:
         try:
             layout.save(save)
@@ -155,16 +158,16 @@ def _config_of(
     return chosen.world_size, chosen
 
 
-def _between(model: str, size: tuple[int, int], config: ParallelConfig, hosts: str) -> dict[str, Any]:
+def _between(model: str, wanted: Asked, config: ParallelConfig, hosts: str) -> dict[str, Any]:
     """What a configuration sends between hosts, as plain data."""
     from ..costs.between import host_numbers
     from ..costs.hardware import machine
     from ..planner.across import better, between_hosts
     from ..planner.search import Limits, refusal
-    from ..tools.planning.subject import Asked, subject
+    from ..tools.planning.subject import subject
 
     numbers = host_numbers(hosts, config.world_size)
-    asked = subject(model, Asked(size=size))
+    asked = subject(model, wanted)
     if reason := refusal(config, asked.model, Limits(tested=False)):
         raise ConfigError(reason)
     hardware = machine("h100", config.world_size)
@@ -258,30 +261,16 @@ def _asked(
 ) -> tuple[Components, Request, int | None]:
     """What takes memory, what is asked for, and the heads of the transformer."""
     from .. import zoo
-    from ..generate.memory import components_of, components_of_shape, request_of
+    from ..generate.memory import components_of, components_of_shape
     from ..generate.model_info import find_model
-    from ..memory.predict import Request
+    from ..generate.workload import request_of, request_of_shape
     from ..planner.catalogue import shapes
 
     shape = shapes().get(model.lower())
     if shape is None or Path(model).exists():
         info = find_model(model or zoo.path())
-        if size is not None:
-            info.check_size(*size)
-        request = request_of(info, size, text, pictures, guidance is not False, -(-((frames or 1) - 1) // 4) + 1)
-        return components_of(info), request, info.heads
-    width, height = size or shape.size
-    shape.tokens(width, height, frames or shape.num_frames)
-    request = Request(
-        width,
-        height,
-        height // shape.pixels,
-        width // shape.pixels,
-        ((frames or shape.num_frames) - 1) // shape.frames + 1,
-        text or shape.text,
-        pictures,
-        shape.branches if guidance is None else 1 + guidance,
-    )
+        return components_of(info), request_of(info, size, text, pictures, guidance, frames), info.heads
+    request = request_of_shape(shape, size, text, pictures, guidance, frames)
     return components_of_shape(shape), request, shape.config.get("num_attention_heads")
 
 

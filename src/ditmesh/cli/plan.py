@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigError, InputError
-from .options import JOB, AsJson, AtOnce, Branches, Device, Frames, Size, WeightsDType, at_least, one_of
+from .options import JOB, OFFLOADS, AsJson, AtOnce, Branches, Device, Frames, Size, WeightsDType, at_least, one_of
 from .show import emit
 from .values import parse_size
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..planner.search import Found
     from ..tools.planning.subject import Asked, Subject
 
+ENCODERS = ("whole", "sharded", "rank0", "freed", "before")
 OBJECTIVES = ("latency", "throughput", "cost")
 HARDWARE = "Hardware"
 GOAL = "Goal"
@@ -72,6 +73,24 @@ def plan(
     ] = None,
     guidance: Branches = None,
     dtype: WeightsDType = "bfloat16",
+    text_encoder: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(ENCODERS),
+            help="Where text encoders are, as for generate; before: a program of its own has encoded the prompt.",
+            callback=one_of(ENCODERS, {}),
+            rich_help_panel=JOB,
+        ),
+    ] = "whole",
+    offload: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(OFFLOADS),
+            help="Text encoders and VAE are in the host's memory while they do not work, as for generate.",
+            callback=one_of(OFFLOADS, {}),
+            rich_help_panel=JOB,
+        ),
+    ] = "none",
     objective: Annotated[
         str,
         typer.Option(
@@ -136,7 +155,9 @@ def plan(
     from ..tools.planning.subject import Asked
 
     started = time.perf_counter()
-    asked = Asked(parse_size(size), frames, text, pictures, guidance, steps, dtype)
+    where: Any = text_encoder
+    moved = offload != "none"
+    asked = Asked(parse_size(size), frames, text, pictures, guidance, steps, dtype, None, where, moved)
     settings: dict[str, Any] = {
         "hardware": hardware,
         "devices": devices,
@@ -218,7 +239,7 @@ def _planned(
     model: str, asked: Asked, settings: dict[str, Any], exactness: Any, deadline: float | None, objective: Any
 ) -> _Planned:
     from ..planner.explain import table
-    from ..planner.search import Limits, search
+    from ..planner.search import search
     from ..tools.planning.subject import subject
 
     if not model:
@@ -229,7 +250,7 @@ def _planned(
     dtype = chosen.device.dtype if settings["hardware"] is None else settings["dtype"]
     about = subject(model, asked if asked.dtype == dtype else _with_dtype(asked, dtype))
     room = None if settings["memory"] is None else settings["memory"] * 1e9
-    found = search(about.model, about.job, chosen, Limits(exactness, room, deadline), objective)
+    found = search(about.model, about.job, chosen, about.limits(chosen, exactness, room, deadline), objective)
     return _Planned(about, chosen, found, table(found, chosen, objective))
 
 

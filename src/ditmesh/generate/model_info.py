@@ -124,6 +124,9 @@ class ModelInfo:
             return (sample * self.vae_scale, sample * self.vae_scale)
         if isinstance(sample, list) and len(sample) == 2:
             return (sample[1] * self.vae_scale, sample[0] * self.vae_scale)
+        width, height = (self.transformer.get(f"sample_{side}") for side in ("width", "height"))
+        if isinstance(width, int) and isinstance(height, int):
+            return (width * self.vae_scale, height * self.vae_scale)
         own = zoo.embedded(self.files)
         return None if own is None else (own.size, own.size)
 
@@ -164,10 +167,31 @@ class ModelInfo:
             less = frames - (frames - 1) % step
             raise InputError(f"frames {frames}: {self.pipeline_class} makes {step}k + 1; use {less} or {less + step}")
 
+    @property
+    def frame_patch(self) -> int:
+        """Latent frames per image token."""
+        size = self.transformer.get("patch_size")
+        along = size[0] if isinstance(size, list) and len(size) == 3 else self.transformer.get("patch_size_t")
+        return along if isinstance(along, int) and along > 0 else 1
+
+    def latent_frames(self, frames: int) -> int:
+        """Frames of the latents of a video of so many frames; the pipeline adds what its transformer's patches need."""
+        latents = (frames - 1) // (self.frame_step or 1) + 1
+        return latents + -latents % self.frame_patch
+
+    def token_grid(self, width: int, height: int, frames: int = 1) -> tuple[int, int, int]:
+        """Image tokens of a sample along time, height and width.
+
+        Args:
+            width, height: in pixels.
+            frames: of a video, as the pipeline's call counts them; 1: an image.
+        """
+        step = self.size_multiple
+        return self.latent_frames(frames) // self.frame_patch, height // step, width // step
+
     def image_tokens(self, width: int, height: int, frames: int = 1) -> int:
-        """Tokens of a picture of ``width`` × ``height`` pixels, or of a video of so many frames."""
-        latent_frames = (frames - 1) // (self.frame_step or 1) + 1
-        return latent_frames * prod(side // self.size_multiple for side in (width, height))
+        """Tokens of an image of ``width`` × ``height`` pixels, or of a video of so many frames."""
+        return prod(self.token_grid(width, height, frames))
 
     def check_size(self, width: int, height: int) -> None:
         """Refuse a size that the model cannot make.

@@ -145,13 +145,14 @@ def _check_memory(job: Job, device: torch.device) -> None:
     import torch
 
     from .loading import configuration_before
-    from .memory import check_memory, request_of
+    from .memory import check_memory
+    from .workload import request_of
 
     quieten()
     info = find_model(job.model)
-    guided = job.guidance is None or job.guidance > 1
+    guided = None if job.guidance is None or job.guidance > 1 else False
     pictures = max(job.call(number).images for number in range(job.calls))
-    request = request_of(info, job.size, job.max_sequence_length, pictures, guided)
+    request = request_of(info, job.size, job.max_sequence_length, pictures, guided, job.frames)
     config = job.config if not isinstance(job.config, str) else lambda: configuration_before(info)
     dtype, limit = getattr(torch, job.dtype), job.memory_limit
     check_memory(info, config, dtype, device, request, limit, offloaded=job.offload != "none")
