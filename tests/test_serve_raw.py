@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import httpx
 import pytest
+from starlette.exceptions import HTTPException
 
+from ditmesh.serve.bodies import Bodies
 from ditmesh.serve.connections import ConnectionLimits
 from ditmesh.serve.settings import Settings
 from support.serving import FakeBackend, serving
@@ -265,3 +268,90 @@ def test_a_client_that_does_not_read_its_answer_is_left(backend: FakeBackend, po
             while more := connected.recv(65536):
                 data += more
         assert data.count(b"HTTP/1.1 200") < 400
+
+
+# --- bodies that cost more than they say
+
+
+def nonsense(fields: int) -> bytes:
+    return b'{"prompt":"x",' + b",".join(b'"%x":1' % number for number in range(fields)) + b"}"
+
+
+BODIES = {
+    "unknown fields": (nonsense(1_000_000), "more fields and marks"),
+    "some unknown fields": (nonsense(1_000), "there is no field '0', '1', '2' and 997 more"),
+    "nested": (b'{"prompt":"x","loras":' + b"[" * 2_000_000 + b"]" * 2_000_000 + b"}", "more fields and marks"),
+    "nested a little": (b'{"prompt":"x","loras":' + b"[" * 3_000 + b"]" * 3_000 + b"}", "not JSON"),
+    "numbers": (b'{"prompt":"x","loras":[' + b"1," * 4_000_000 + b"1]}", "more fields and marks"),
+    "many in one field": (b'{"prompt":"x","loras":[' + b"1," * 100 + b"1]}", "loras: it has 101 members"),
+    "fields of a field": (
+        b'{"prompt":"x","loras":[{"name":"oil",' + nonsense(1_000)[14:] + b"]}",
+        "loras: it has 1001 members",
+    ),
+    "a large integer": (b'{"prompt":"x","seed":' + b"9" * 8_000_000 + b"}", "not JSON"),
+    "a large number": (b'{"prompt":"x","guidance":' + b"9" * 8_000_000 + b".0}", "guidance"),
+    "escapes": (b'{"prompt":"' + b"\\n" * 4_000_000 + b'"}', "more fields and marks"),
+    "a long prompt": (b'{"prompt":"' + b"x" * 8_000_000 + b'"}', "8000000 characters are more than this server's"),
+    "steps": (b'{"prompt":"x","steps":100000}', "steps: 100000 steps are more than this server's 200"),
+    "UTF-16": ('{"prompt":"x", "step":3}'.encode("utf-16"), "there is no field 'step'"),
+    "a list": (b"[]", "no JSON object"),
+    "nothing": (b"", "not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies_of_nonsense_cost_little(backend: FakeBackend, port: int, name: str):
+    data, words = BODIES[name]
+    delays: list[float] = []
+
+    def probe() -> None:
+        delays.append(slowest_probe(port, 1))
+
+    probing = [threading.Thread(target=probe) for _ in range(3)]
+    for path in ("/v1/jobs", "/v1/videos", "/v1/images/generations"):
+        began = time.monotonic()
+        for one in probing if path == "/v1/jobs" else []:
+            one.start()
+        with httpx.Client(timeout=30) as http:
+            try:
+                headers = {"Content-Type": "application/json"}
+                answer = http.post(f"http://127.0.0.1:{port}{path}", content=data, headers=headers)
+            except httpx.TransportError:
+                # It was refused in the middle, and the rest not read.
+                continue
+        assert answer.status_code in (400, 413)
+        if answer.status_code == 400:
+            assert words in answer.json()["error"]["message"]
+        assert len(answer.content) < 2_000
+        # Those of a million fields took seconds before; this leaves room for a machine that is busy.
+        assert time.monotonic() - began < 3
+    for one in probing:
+        one.join()
+    assert max(delays) < 2
+
+
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "text/plain", "multipart/form-data"])
+def test_a_body_of_another_kind_is_told_what_to_send(port: int, kind: str):
+    headers = {"Content-Type": kind}
+    answer = httpx.post(f"http://127.0.0.1:{port}/v1/jobs", content=b"{bad", headers=headers)
+    assert answer.status_code == 400
+    assert "send one JSON object with Content-Type: application/json" in answer.json()["error"]["message"]
+
+
+def test_a_body_without_a_kind_is_json(port: int):
+    assert said(port, post(JOB, LENGTH, kind=b""), enough=1).statuses == [202]
+
+
+def test_bodies_in_memory_are_bounded():
+    bodies = Bodies(100)
+    bodies.take("a", 60)
+    with pytest.raises(HTTPException, match="60 bytes of requests are being read already"):
+        bodies.take("a", 60)
+    bodies.take("b", 100)
+    with pytest.raises(HTTPException):
+        bodies.take("c", 60)
+    bodies.give_back("b", 100)
+    bodies.take("c", 60)
+    bodies.give_back("a", 60)
+    bodies.give_back("c", 60)
+    assert bodies.bytes == 0

@@ -22,6 +22,7 @@ from .._version import __version__
 from ..errors import DitmeshError
 from . import openai, videos
 from .backend import Backend
+from .bodies import Bodies, JsonRoute
 from .errors import Refused, answer_to, described, wait_header
 from .guard import Guard
 from .intake import IdempotencyKey, JobBody, JobId, Server, known, result_file
@@ -71,7 +72,7 @@ def stream_of(*names: str) -> dict[int | str, dict[str, Any]]:
 
 # --- jobs
 
-jobs = APIRouter(prefix="/v1", tags=["jobs"])
+jobs = APIRouter(prefix="/v1", tags=["jobs"], route_class=JsonRoute)
 
 
 @jobs.post("/jobs", status_code=202, responses=OF_SUBMISSION, summary="Submit a job")
@@ -307,7 +308,7 @@ def create_app(
         app.add_exception_handler(kind, _answer)
     _mount_page(app, settings)
     keys = None if settings.keys is None else Keys(settings.keys)
-    app.add_middleware(Guard, settings=settings, keys=keys, metrics=metrics)
+    app.add_middleware(Guard, settings=settings, keys=keys, metrics=metrics, bodies=Bodies(settings.max_body))
     if settings.cors:
         app.add_middleware(
             CORSMiddleware,

@@ -127,6 +127,40 @@ def wait_header(seconds: float) -> dict[str, str]:
     return {"Retry-After": str(max(1, math.ceil(seconds)))}
 
 
+# What pydantic says of a field, as a sentence that ends with the way out; {input} is what was sent.
+SENTENCES = {
+    "missing": "it is missing; send it",
+    "extra_forbidden": "there is no such field; leave it out",
+    "greater_than_equal": "{input} is too small; use {ge} or more",
+    "greater_than": "{input} is too small; use more than {gt}",
+    "less_than_equal": "{input} is too large; use {le} or less",
+    "less_than": "{input} is too large; use less than {lt}",
+    "string_too_short": "it has too few characters; use {min_length} or more",
+    "string_too_long": "it has too many characters; use {max_length} or fewer",
+    "too_long": "it has too many entries; use {max_length} or fewer",
+    "int_type": "{input} is not a whole number; use one",
+    "int_parsing": "{input} is not a whole number; use one",
+    "int_from_float": "{input} is not a whole number; use one",
+    "float_type": "{input} is not a number; use one",
+    "float_parsing": "{input} is not a number; use one",
+    "finite_number": "{input} is not a finite number; use one",
+    "string_type": "{input} is not a text; use one",
+    "literal_error": "{input} is none of {expected}; use one of them",
+    "model_attributes_type": "the body is not JSON; send one JSON object with Content-Type: application/json",
+}
+
+
+def _sentence(problem: Any) -> str:
+    """What is wrong with a field."""
+    known = SENTENCES.get(problem["type"])
+    if known is not None:
+        given = repr(problem.get("input"))
+        given = given if len(given) <= 80 else f"{given[:77]}..."
+        return known.format(**(problem.get("ctx") or {}), input=given)
+    said = problem["msg"].removeprefix("Value error, ")
+    return f"{said[:1].lower()}{said[1:]}"[:1000]
+
+
 def _invalid(problems: Sequence[Any]) -> Refused:
     """The first of what is wrong with a request's fields."""
     first = problems[0]
@@ -135,6 +169,5 @@ def _invalid(problems: Sequence[Any]) -> Refused:
     # Where it came from, and which alternative of a union was tried, say nothing to a client.
     place = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
     param = ".".join(part for part in place if not part.startswith(("tuple[", "Input")))[:200]
-    said = first["msg"].removeprefix("Value error, ")
-    said = f"{said[:1].lower()}{said[1:]}"[:1000]
+    said = _sentence(first)
     return Refused(400, f"{param}: {said}" if param else said, param=param or None)
