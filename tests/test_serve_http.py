@@ -667,6 +667,19 @@ def test_keys(tmp_path: Path):
         assert schema["paths"]["/v1/jobs"]["post"]["security"] == [{"key": []}]
 
 
+def test_the_servers_state_names_ones_own_jobs_alone(tmp_path: Path):
+    file = tmp_path / "keys"
+    mine, other = ({"Authorization": f"Bearer {new_key(file)}"} for _ in range(2))
+    with serving(FakeBackend(0.05), Settings(keys=file)) as url, httpx.Client(base_url=url) as http:
+        job = http.post("/v1/jobs", json={"prompt": "x", "steps": 100}, headers=mine).json()["id"]
+        assert until(lambda: http.get("/v1/server", headers=mine).json()["replicas"][0]["running"] == [job])
+        seen = http.get("/v1/server", headers=other).json()
+        assert seen["replicas"][0]["running"] == []
+        with http.stream("GET", "/v1/server/events", headers=other) as stream:
+            assert job not in next(sse(stream.iter_lines()))["data"]
+        http.delete(f"/v1/jobs/{job}", headers=mine)
+
+
 def test_files_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = tmp_path / "keys"
     with pytest.raises(InputError, match="cannot read the keys"):

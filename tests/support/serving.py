@@ -212,8 +212,9 @@ class FakeBackend:
     def models(self) -> list[ModelCard]:
         return self.cards
 
-    def state(self) -> ServerState:
-        running = [id for id, (_, job) in self._jobs.items() if job.status == "running"]
+    def state(self, owner: str | None = None) -> ServerState:
+        mine = [(id, job) for id, (whose, job) in self._jobs.items() if owner in (None, whose)]
+        running = [id for id, job in mine if job.status == "running"]
         ranks = [
             RankState(
                 rank=rank,

@@ -177,7 +177,7 @@ async def get_model(request: Request, id: Annotated[str, Path(max_length=256)]) 
 @about.get("/v1/server", responses=described(401), summary="The server's state")
 async def get_server(request: Request) -> ServerState:
     """Queue, replicas, and what each rank has just done."""
-    return request.app.state.server.backend.state()
+    return request.app.state.server.backend.state(request.state.owner)
 
 
 @about.get(
@@ -189,11 +189,12 @@ async def get_server(request: Request) -> ServerState:
 async def get_server_events(request: Request) -> Response:
     """The server's state whenever it has changed, without an end."""
     server: Server = request.app.state.server
+    owner: str = request.state.owner
 
     async def states() -> AsyncIterator[str]:
         before = ""
         while True:
-            text = sse(server.backend.state().model_dump(mode="json"), "state")
+            text = sse(server.backend.state(owner).model_dump(mode="json"), "state")
             if text != before:
                 yield text
             before = text

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from ..errors import DitmeshError, InputError
-from .backend import KeyReused, NoRanks, NoSpace, QueueFull, Stopping, UnknownJob
+from .backend import KeyReused, NoRanks, NoSpace, QueueFull, Stopping, StorageError, UnknownJob
 
 
 class ErrorDetail(BaseModel):
@@ -106,6 +106,8 @@ def as_refused(error: Exception) -> Refused:
         return Refused(429, str(error), "queue_full", headers=wait_header(error.retry_after))
     if isinstance(error, (NoSpace, InputError)):
         return Refused(507 if isinstance(error, NoSpace) else 400, str(error))
+    if isinstance(error, StorageError) and not error.passes:
+        return Refused(500, str(error), "storage")
     # Anything else of ours is a state of the server that passes.
     return Refused(503, str(error), headers=wait_header(5))
 
