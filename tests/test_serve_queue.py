@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 
 from ditmesh.errors import ConfigError, InputError
 from ditmesh.serve import dispatch
-from ditmesh.serve.backend import KeyReused, NoSpace, Once, QueueFull, StorageError, Stopping, UnknownJob
+from ditmesh.serve.backend import KeyReused, NoSpace, Once, QueueFull, Stopping, StorageError, UnknownJob
 from ditmesh.serve.errors import as_refused
 from ditmesh.serve.protocol import ModelSpec, under_way
 from ditmesh.serve.queue import FILE, Queue
@@ -319,7 +319,7 @@ def test_a_locked_queue_is_not_a_full_disk(tmp_path: Path) -> None:
             await until(lambda: service._jobs.lives[job.id].progress.get(0, 0) > 2)
             with contextlib.closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as other:
                 other.execute("BEGIN IMMEDIATE")
-                with pytest.raises(StorageError, match="locked.*end the other process") as found:
+                with pytest.raises(StorageError, match=r"locked.*end the other process") as found:
                     await service.submit(JobRequest(prompt="hen"), "")
                 assert not isinstance(found.value, NoSpace)
                 await until(lambda: service._jobs.owing)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ..errors import InputError
-from .backend import NoSpace, Once, StorageError, UnknownJob
+from .backend import Once, StorageError, UnknownJob
 from .events import EventLog
 from .offers import Offer
 from .protocol import Cancel
@@ -121,8 +121,8 @@ class Jobs:
     """All jobs that have not ended, and the latest that have.
 
     Every change that has to survive is written by one thread before anybody is told of it, and changes happen one after
-    the other, under ``change``. While the folder cannot be written (a full disk, a locked database), those that cannot be
-    put off fail with `StorageError`; those that ranks have caused (a picture is done, a job has failed) wait in memory,
+    the other, under ``change``. While the folder cannot be written (a full disk, a locked database), those that cannot
+    be put off fail with `StorageError`; those that ranks have caused (a picture is done, a job has failed) wait in memory,
     in order, and are written as soon as that works. A database that is damaged will never take them: their jobs fail.
 
     Attributes:

@@ -37,7 +37,8 @@ except ImportError:  # not on Windows
 
 FILE, LOCK = "queue.sqlite", "lock"
 # Of the file's tables and the JSON in them: raised when an older server must not touch them. A field of a request that
-# is new does not raise it: older servers fail the jobs that have it, and keep all others; and what says that the file is ours: "dmsh".
+# is new does not raise it: older servers fail the jobs that have it, and keep all others. And what says that the file
+# is ours: "dmsh".
 VERSION, APPLICATION = 1, 0x646D7368
 # What stands for the prompt of a job whose request cannot be read.
 UNREADABLE = "(not readable)"

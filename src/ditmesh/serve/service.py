@@ -190,7 +190,7 @@ class Service:
         return [self._jobs.seen(job) for job in await self._jobs.on_disk(self._jobs.queue.jobs, owner, limit, status)]
 
     async def cancel(self, id: str, owner: str) -> Job:
-        """Cancel a job: it has ended at once, and its ranks stop at the next step. Raises `UnknownJob`, `StorageError`."""
+        """Cancel a job: it has ended at once, its ranks stop at the next step. Raises `UnknownJob`, `StorageError`."""
         job = await self.job(id, owner)
         return job if job.status in ENDED else self._jobs.view(await self._whole(self._jobs.cancel(id)))
 
