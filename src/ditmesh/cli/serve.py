@@ -80,6 +80,9 @@ class LimitOptions:
     max_body: Annotated[
         int, _option(panel="Limits", metavar="MIB", help="Size of a request.", callback=at_least(1))
     ] = 32
+    max_connections: Annotated[
+        int, _option(panel="Limits", help="Connections of all clients, at a time.", callback=at_least(8))
+    ] = 1024
     max_queue: Annotated[int, _option(panel="Limits", help="Pictures that may wait.", callback=at_least(1))] = 1000
     max_batch: Annotated[
         int, _option(panel="Limits", help="Pictures whose steps run as one call.", callback=at_least(1))
@@ -307,6 +310,7 @@ def _settings(host: str, clients: ClientOptions, limits: LimitOptions, logs: Log
         max_frames=limits.max_frames,
         max_prompt=limits.max_prompt,
         max_body=limits.max_body * 2**20,
+        max_connections=limits.max_connections,
         log_prompts=logs.log_prompts,
     )
 

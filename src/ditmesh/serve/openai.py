@@ -16,12 +16,13 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
+from .bodies import JsonRoute
 from .errors import ErrorDetail, Refused, described, wait_header
 from .intake import IdempotencyKey, Server, Size, sized, validated
 from .streams import EventStream, closed_after, ended, event_schema, gone, sse
 from .types import ENDED, Adapter, Event, Format, Input, Job, JobImage, JobRequest, ModelCard
 
-router = APIRouter(prefix="/v1/images", tags=["images"])
+router = APIRouter(prefix="/v1/images", tags=["images"], route_class=JsonRoute)
 
 EditFile = Literal["image", "mask"]
 PictureFormat = Literal["png", "jpeg", "webp"]

@@ -48,7 +48,7 @@ class JobRequest(BaseModel):
         loras: adapters that are on for this job alone.
         inputs: input pictures.
         frames, fps: of videos, frames a second; None: the pipeline's own, and for pictures.
-        priority: jobs of a higher one go first, and pause lower ones at the next step.
+        priority: of jobs with the same key those of a higher one go first, and pause lower ones at the next step.
         previews: every how many steps a preview is made; 0: never.
         format: of the results; of videos ``"mp4"``, or an animated ``"png"`` (lossless) or ``"webp"``.
     """
@@ -88,7 +88,7 @@ class JobImage(BaseModel):
 class JobError(BaseModel):
     """Why a job failed: a code that programs know, and a sentence."""
 
-    code: Literal["invalid_request", "rank_failed", "stalled", "out_of_memory", "no_space", "internal"]
+    code: Literal["invalid_request", "rank_failed", "stalled", "out_of_memory", "no_space", "storage", "internal"]
     message: str
 
 

@@ -45,6 +45,7 @@ from .protocol import (
     Stop,
     Task,
     TaskFailed,
+    under_way,
 )
 from .types import RankState
 
@@ -476,15 +477,19 @@ class _Loop:
             self._batched_round(model)
 
     def _next_model(self) -> LoadedModel | None:
-        """The model of the most urgent task; of several the one that was served longest ago."""
+        """The model of the most urgent task of one owner; of several the one that was served longest ago."""
         waiting = [work for work in self._work.values() if work.task.model in self._models]
         for work in waiting:
             # Its request is open until it ends.
             if work.run is not None and not work.run.delegates:
                 return self._models[work.task.model]
 
+        # Of several owners none may hold up the models of the others.
+        alone = len({work.task.owner for work in waiting}) == 1
+
         def before(work: _Work) -> tuple[int, int, int]:
-            return -work.task.request.priority, self._served.get(work.task.model, 0), work.order
+            urgency = -work.task.request.priority if alone else 0
+            return urgency, self._served.get(work.task.model, 0), work.order
 
         first = min(waiting, key=before, default=None)
         return None if first is None else self._models[first.task.model]
@@ -495,12 +500,13 @@ class _Loop:
 
     def _batched_round(self, model: LoadedModel) -> None:
         batcher = model.batcher
-        tasks = self._of(model)
-        active, others = tasks[: model.spec.together], tasks[model.spec.together :]
-        for work in others:
-            if work.run is not None and not work.paused:
+        came = sorted(self._of(model), key=lambda work: work.order)
+        chosen = under_way([(work.task.owner, work.task.request.priority) for work in came], model.spec.together)
+        active = sorted((came[place] for place in chosen), key=lambda work: work.urgency)
+        for work in came:
+            if work not in active and work.run is not None and not work.paused:
                 work.paused = True
-                self._say(Paused(work.task.id, f"{len(active)} more urgent pictures are under way"))
+                self._say(Paused(work.task.id, f"{len(active)} images under way go first"))
         for work in active:
             work.paused = False
             if work.run is None:
@@ -531,7 +537,9 @@ class _Loop:
     def _plain_round(self, model: LoadedModel) -> None:
         """A step of the one task that is under way, through the parallel pipeline itself."""
         tasks = self._of(model)
-        work = next((work for work in tasks if work.run is not None), tasks[0])
+        came = sorted(tasks, key=lambda work: work.order)
+        first = under_way([(work.task.owner, work.task.request.priority) for work in came], 1)
+        work = next((work for work in tasks if work.run is not None), came[first[0]])
         if work.run is None:
             model.batcher.rest()
             self._begin(work, model)
