@@ -26,6 +26,11 @@ from .options import (
     RankOptions,
     at_least,
     check_offload,
+    common_option,
+    config_option,
+    output_option,
+    picture_option,
+    rank_option,
     with_groups,
 )
 from .remote import check_options, generate_on
@@ -50,58 +55,64 @@ VIDEO = ("frames", "fps", "frames_digest")
 @with_groups
 def generate(
     context: typer.Context,
-    pictures: PictureOptions,
-    inputs: InputOptions,
-    parallel: ConfigOptions,
-    ranks: RankOptions,
+    *,
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PROMPT...", help="What to generate; several prompts: several pictures."),
+        typer.Argument(metavar="PROMPT...", help="Generate an image of each prompt."),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
+        common_option(
             "--model",
             "-m",
-            help="Folder or hub id of a diffusers pipeline, or an embedded model.",
+            help="Load this model: folder or hub id of a diffusers pipeline, or an embedded model.",
             show_default="emoji-sd3",
         ),
     ] = None,
     devices: Devices = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", "-c", metavar="FILE.yaml", help="The configuration, as YAML.")
-    ] = None,
+    pictures: PictureOptions,
+    out: Annotated[
+        str, common_option("--out", "-o", metavar="DIR", help="Write the PNGs or MP4s into this folder.")
+    ] = "pictures",
     batch: Annotated[
         int | None,
-        typer.Option(
-            help="Pictures of one call of the pipeline, at most.",
+        picture_option(
+            help="Generate at most this many images in one call of the pipeline.",
             show_default="64, fewer if they are large",
             callback=at_least(1),
         ),
     ] = None,
-    elastic: Annotated[
-        bool, typer.Option("--elastic", help="When devices are lost, go on with the others (with --reproducible).")
-    ] = False,
     fps: Annotated[
-        float | None, typer.Option(help="Frames per second of a video.", show_default="the pipeline's, or 16")
+        float | None, picture_option(help="Set the frames per second of a video.", show_default="the pipeline's, or 16")
     ] = None,
+    inputs: InputOptions,
+    parallel: ConfigOptions,
+    config: Annotated[
+        Path | None,
+        config_option(
+            "--config", "-c", metavar="FILE.yaml", help="Read the parallel configuration from this YAML file."
+        ),
+    ] = None,
+    ranks: RankOptions,
     memory_limit: MemoryLimit = None,
     memory_check: MemoryCheck = True,
-    out: Annotated[str, typer.Option("--out", "-o", metavar="DIR", help="Folder for the PNGs or MP4s.")] = "pictures",
+    elastic: Annotated[
+        bool, rank_option("--elastic", help="Go on with the other devices when some are lost (with --reproducible).")
+    ] = False,
+    server: Annotated[
+        str | None,
+        rank_option("--server", metavar="URL", help="Let `ditmesh serve` generate; DITMESH_API_KEY holds the key."),
+    ] = None,
     overwrite: Overwrite = False,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Generate on one device too; say how much faster, how different.")
+        bool, output_option("--compare", help="Generate on one device too, and compare speed and images.")
     ] = False,
     as_json: AsJson = False,
     json_full: JsonFull = False,
-    server: Annotated[
-        str | None,
-        typer.Option("--server", metavar="URL", help="Let `ditmesh serve` generate; $DITMESH_API_KEY is the key."),
-    ] = None,
 ) -> None:
-    """Generate pictures or videos from prompts on N devices. Each PNG or MP4 holds its metadata: how it was generated.
+    """Generate images or videos from prompts on N devices. Each PNG or MP4 holds the metadata of its generation.
 
-    A file that is there already is kept: the new ones get a number.
+    Existing files are kept, and new ones get a number.
 
     [bold]Examples[/bold]
 
@@ -120,7 +131,7 @@ def generate(
     from ..config import ParallelConfig
     from ..generate.elastic import check_elastic
     from ..generate.job import check_job
-    from ..generate.run import quieten, with_free_names
+    from ..generate.run import PRELOAD, quieten, with_free_names
     from ..generate.video import check_video_library
     from ..launch import torchrun_rank
 
@@ -146,6 +157,7 @@ def generate(
             )
         check_elastic(chosen or ParallelConfig(), world_size)
     job = replace(job, config=chosen or "auto")
+    ranks.begin(PRELOAD)
     if job.files:
         # The class of pipeline is looked at.
         quieten()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,7 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigError, InputError
-from .options import AsJson, AtOnce, Branches, ConfigOptions, Frames, Size, WeightsDType, at_least, with_groups
+from .options import (
+    JOB,
+    AsJson,
+    AtOnce,
+    Branches,
+    ConfigOptions,
+    Frames,
+    Size,
+    WeightsDType,
+    at_least,
+    common_option,
+    with_groups,
+)
 from .show import emit
 from .values import config_of, parallel_config, parse_size
 
@@ -19,57 +32,63 @@ if TYPE_CHECKING:
     from ..memory.predict import Components, Request
     from ..tools.planning.subject import Asked
 
-NEEDED = "Memory"
+
+layout_option = functools.partial(typer.Option, rich_help_panel="Layout")
+job_option = functools.partial(typer.Option, rich_help_panel=JOB)
 
 
 @with_groups
 def inspect(
-    parallel: ConfigOptions,
-    model: Annotated[str, typer.Argument(help="Folder or hub id of a diffusers pipeline, or an embedded model.")] = "",
+    *,
+    model: Annotated[
+        str, typer.Argument(help="Inspect this model: folder or hub id of a diffusers pipeline, or an embedded model.")
+    ] = "",
+    named: Annotated[
+        str | None,
+        common_option("--model", "-m", help="Inspect this model, as with the argument."),
+    ] = None,
     size: Size = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Probe the class and compare with the reviewed layout.")
-    ] = False,
-    save: Annotated[
-        Path | None, typer.Option("--save", metavar="FILE", help="Write the layout as JSON, for TokenLayout.read.")
+    devices: Annotated[
+        int | None,
+        common_option("--devices", "-n", help="Predict for this many ranks.", callback=at_least(1)),
     ] = None,
     config: Annotated[
         str | None,
-        typer.Option(metavar="WORDS|FILE", help='A configuration, such as "ulysses=4 cfg=2", in place of the degrees.'),
-    ] = None,
-    hosts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|N,N", help="What the configuration sends between so many hosts, or these with so many ranks."
-        ),
+        common_option(metavar="WORDS|FILE", help='Give the configuration in words, such as "ulysses=4 cfg=2".'),
     ] = None,
     memory: Annotated[
         bool,
-        typer.Option("--memory", help="What every rank needs, phase by phase; predicted.", rich_help_panel=NEEDED),
+        common_option("--memory", help="Predict the memory of every rank, phase by phase."),
     ] = False,
-    named: Annotated[
-        str | None, typer.Option("--model", "-m", help="The model, as the argument.", rich_help_panel=NEEDED)
+    hosts: Annotated[
+        str | None,
+        layout_option(
+            metavar="N|N,N", help="Show what the configuration sends between this many hosts, or hosts of these ranks."
+        ),
     ] = None,
-    devices: Annotated[
-        int | None,
-        typer.Option("--devices", "-n", help="Number of ranks.", callback=at_least(1), rich_help_panel=NEEDED),
+    check: Annotated[
+        bool, layout_option("--check", help="Probe the class and compare with the reviewed layout.")
+    ] = False,
+    save: Annotated[
+        Path | None,
+        layout_option("--save", metavar="FILE", help="Write the layout as JSON, which TokenLayout.read reads."),
     ] = None,
     frames: Frames = None,
     tokens: Annotated[
         int | None,
-        typer.Option("--text-tokens", help="Of a prompt.", callback=at_least(1), rich_help_panel=NEEDED),
+        job_option("--text-tokens", help="Set the number of tokens of a prompt.", callback=at_least(1)),
     ] = None,
     pictures: AtOnce = 1,
     guidance: Branches = None,
     dtype: WeightsDType = "bfloat16",
     hardware: Annotated[
         str,
-        typer.Option(
+        job_option(
             metavar="PART|FILE",
-            help="What a process has without a model: a device of plan's table, or a profile of doctor --save.",
-            rich_help_panel=NEEDED,
+            help="Predict for this device of plan's table, or a profile that doctor --save has written.",
         ),
     ] = "cpu",
+    parallel: ConfigOptions,
     as_json: AsJson = False,
 ) -> None:
     """Show a model's token layout, parameters and token counts; with --check, probe it and compare.

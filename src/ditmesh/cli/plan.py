@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigError, InputError
-from .options import JOB, OFFLOADS, AsJson, AtOnce, Branches, Device, Frames, Size, WeightsDType, at_least, one_of
+from .options import (
+    JOB,
+    OFFLOADS,
+    AsJson,
+    AtOnce,
+    Branches,
+    Device,
+    Frames,
+    Size,
+    WeightsDType,
+    at_least,
+    common_option,
+    one_of,
+    output_option,
+)
 from .show import emit
 from .values import parse_size
 
@@ -26,51 +41,76 @@ HARDWARE = "Hardware"
 GOAL = "Goal"
 
 
+cache_option = functools.partial(typer.Option, rich_help_panel="Measurements")
+
+
 def plan(
     model: Annotated[
         str,
-        typer.Argument(help="A model whose sizes ship (flux.1-dev, wan-14b …), or a pipeline's folder or hub id."),
+        typer.Argument(help="Plan for a model that ships (flux.1-dev, wan-14b …), or a pipeline's folder or hub id."),
     ] = "",
     devices: Annotated[
         int | None,
-        typer.Option("--devices", "-n", help="Devices of all hosts.", callback=at_least(1), rich_help_panel=HARDWARE),
+        common_option(
+            "--devices",
+            "-n",
+            help="Plan for this many devices on all hosts.",
+            callback=at_least(1),
+        ),
     ] = None,
     hardware: Annotated[
         str | None,
-        typer.Option(
+        common_option(
             metavar="PART|FILE",
-            help="A device of the table (h100, l40s, 4090 …), or a profile that doctor --save has written.",
+            help="Plan for this device (h100, l40s, 4090 …), or a profile that doctor --save has written.",
             show_default="this machine's",
-            rich_help_panel=HARDWARE,
+        ),
+    ] = None,
+    size: Size = None,
+    steps: Annotated[
+        int | None,
+        common_option("--steps", "-s", help="Set the number of denoising steps.", callback=at_least(1)),
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        common_option(
+            "--what-if",
+            metavar="NAME=VALUE",
+            help="Plan again with other hardware: link=10GB/s, devices=16, hosts=2, memory=24.",
         ),
     ] = None,
     link: Annotated[
         str | None,
         typer.Option(
             metavar="LINK",
-            help="Between devices of a host: nvlink4, pcie4 …, or 10GB/s.",
+            help="Set the link between devices of a host: nvlink4, pcie4 …, or 10GB/s.",
             show_default="the device's usual one",
             rich_help_panel=HARDWARE,
         ),
     ] = None,
     hosts: Annotated[
-        int, typer.Option(help="Hosts that share the devices evenly.", callback=at_least(1), rich_help_panel=HARDWARE)
+        int,
+        typer.Option(
+            help="Share the devices evenly over this many hosts.", callback=at_least(1), rich_help_panel=HARDWARE
+        ),
     ] = 1,
     between: Annotated[
         str | None,
-        typer.Option(metavar="LINK", help="Between hosts: infiniband-ndr, 25Gb/s …", rich_help_panel=HARDWARE),
+        typer.Option(
+            metavar="LINK", help="Set the link between hosts: infiniband-ndr, 25Gb/s …", rich_help_panel=HARDWARE
+        ),
     ] = None,
     memory: Annotated[
         float | None,
-        typer.Option(metavar="GB", help="Of a device.", callback=at_least(0.001), rich_help_panel=HARDWARE),
+        typer.Option(
+            metavar="GB", help="Set the memory of a device.", callback=at_least(0.001), rich_help_panel=HARDWARE
+        ),
     ] = None,
-    size: Size = None,
     frames: Frames = None,
-    text: Annotated[int | None, typer.Option(help="Text tokens.", callback=at_least(0), rich_help_panel=JOB)] = None,
-    pictures: AtOnce = 1,
-    steps: Annotated[
-        int | None, typer.Option("--steps", "-s", help="Denoising steps.", callback=at_least(1), rich_help_panel=JOB)
+    text: Annotated[
+        int | None, typer.Option(help="Set the number of text tokens.", callback=at_least(0), rich_help_panel=JOB)
     ] = None,
+    pictures: AtOnce = 1,
     guidance: Branches = None,
     dtype: WeightsDType = "bfloat16",
     text_encoder: Annotated[
@@ -95,41 +135,40 @@ def plan(
         str,
         typer.Option(
             metavar="|".join(OBJECTIVES),
-            help="Seconds of a request, pictures per hour, or device-seconds per picture.",
+            help="Optimise the seconds of a request, images per hour, or device-seconds per image.",
             callback=one_of(OBJECTIVES, {}),
             rich_help_panel=GOAL,
         ),
     ] = "latency",
     exact: Annotated[
-        bool, typer.Option("--exact", help="The same picture as one device (the default).", rich_help_panel=GOAL)
+        bool, typer.Option("--exact", help="Plan for the same image as one device (the default).", rich_help_panel=GOAL)
     ] = False,
     reproducible: Annotated[
-        bool, typer.Option("--reproducible", help="The same bits on any number of devices.", rich_help_panel=GOAL)
+        bool,
+        typer.Option("--reproducible", help="Plan for the same bits on any number of devices.", rich_help_panel=GOAL),
     ] = False,
     stale: Annotated[
-        bool, typer.Option("--stale", help="Strategies that reuse keys of the step before, too.", rich_help_panel=GOAL)
+        bool,
+        typer.Option("--stale", help="Also use strategies that reuse keys of the previous step.", rich_help_panel=GOAL),
     ] = False,
     deadline: Annotated[
         float | None,
         typer.Option(
-            metavar="SECONDS", help="All steps are to be done in so long.", callback=at_least(0), rich_help_panel=GOAL
+            metavar="SECONDS",
+            help="Require that all steps are done in this time.",
+            callback=at_least(0),
+            rich_help_panel=GOAL,
         ),
     ] = None,
-    what_if: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--what-if",
-            metavar="NAME=VALUE",
-            help="The plan again with other hardware: link=10GB/s, devices=16, hosts=2, memory=24.",
-        ),
-    ] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with charts.")] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Run the best few for some steps here, and keep the fastest.")
+        bool, cache_option("--measure", help="Run the best few here for some steps, and keep the fastest.")
     ] = False,
     device: Device = "auto",
-    show_cache: Annotated[bool, typer.Option("--show-cache", help="Show what --measure has kept.")] = False,
-    forget: Annotated[bool, typer.Option("--forget", help="Delete what --measure has kept.")] = False,
+    show_cache: Annotated[
+        bool, cache_option("--show-cache", help="List the measurements that --measure has kept.")
+    ] = False,
+    forget: Annotated[bool, cache_option("--forget", help="Delete the measurements that --measure has kept.")] = False,
+    html: Annotated[Path | None, output_option(metavar="FILE", help="Write a page with charts.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict which configuration serves best, why, and what the others lose. Every figure is predicted.

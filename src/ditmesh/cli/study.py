@@ -41,33 +41,44 @@ class StudyOptions:
     """What is combined with what, and how it is measured."""
 
     prompts_file: PromptsFile = None
-    devices: Annotated[str, typer.Option(metavar="2,4,8", help="Numbers of devices.")] = "2,4"
+    devices: Annotated[str, typer.Option(metavar="2,4,8", help="Study these numbers of devices.")] = "2,4"
     warmup: Annotated[
-        str, typer.Option(metavar="0,4,sqrt(2)", help="Warm-up policies; a number: so many synchronous steps first.")
+        str,
+        typer.Option(
+            metavar="0,4,sqrt(2)",
+            help="Study these warm-up policies; a number means that many synchronous steps first.",
+        ),
     ] = "0,1,2,4"
     strategy: Annotated[
         str,
         typer.Option(
             metavar="NAMES",
-            help="Of displaced, pipefusion, naive, and displaced-fp16, -bf16, -int8 and -int4, which compress what is "
-            "sent.",
+            help="Study these of displaced, pipefusion, naive, and displaced-fp16, -bf16, -int8 and -int4, which "
+            "compress what is sent.",
         ),
     ] = "displaced,naive"
     sampler: Annotated[
         str,
-        typer.Option(metavar="NAMES", help="Such as ddim,dpm for a DDPM model, euler,heun for a flow; own: its own."),
+        typer.Option(
+            metavar="NAMES",
+            help="Study these samplers: ddim,dpm for a DDPM model, euler,heun for a flow, own for the model's.",
+        ),
     ] = "own"
     images: Annotated[
-        int, typer.Option(help="Pictures of every prompt, each with a seed of its own.", callback=at_least(1))
+        int,
+        typer.Option(help="Generate this many images of every prompt, each with its own seed.", callback=at_least(1)),
     ] = 1
     steps: Steps = None
     guidance: Guidance = None
     size: Size = None
     frames: Annotated[
-        int | None, typer.Option(help="Frames of a video.", show_default="the pipeline's", callback=at_least(1))
+        int | None,
+        typer.Option(help="Generate this many frames of a video.", show_default="the pipeline's", callback=at_least(1)),
     ] = None
     seed: Seed = 0
-    batch: Annotated[int, typer.Option(help="Pictures of one call of the pipeline, at most.", callback=at_least(1))] = 8
+    batch: Annotated[
+        int, typer.Option(help="Generate at most this many images in one call of the pipeline.", callback=at_least(1))
+    ] = 8
     which_steps: Annotated[
         bool,
         typer.Option(
@@ -76,7 +87,7 @@ class StudyOptions:
     ] = False
     detail: Annotated[
         bool,
-        typer.Option(help="In the first request of each combination: errors of attention, and on the same latents."),
+        typer.Option(help="Measure errors of attention, and on the same latents, in each first request."),
     ] = True
     real: Annotated[
         bool, typer.Option("--real", help="Also run the first request of each combination on real ranks, timed.")
@@ -85,20 +96,24 @@ class StudyOptions:
         float | None,
         typer.Option(
             metavar="DB",
-            help="PSNR the rule for the warm-up is for.",
+            help="Find the rule for a warm-up that reaches this PSNR.",
             show_default="what all N reach",
             callback=at_least(0),
         ),
     ] = None
     jobs: Annotated[
-        int, typer.Option(help="Processes that run cells at the same time, one thread each.", callback=at_least(1))
+        int,
+        typer.Option(help="Run cells in this many processes at the same time, one thread each.", callback=at_least(1)),
     ] = 1
     dtype: DType = "float32"
     device: Device = "auto"
     launcher: LauncherName = None
     address: Address = None
     out: Annotated[
-        str, typer.Option("--out", "-o", metavar="DIR", help="Folder; what is finished there is not run again.")
+        str,
+        typer.Option(
+            "--out", "-o", metavar="DIR", help="Write into this folder; what is finished there is not run again."
+        ),
     ] = "study"
 
 
@@ -107,13 +122,14 @@ def study(
     context: typer.Context,
     options: StudyOptions,
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT...", help="What to generate; captions of an embedded model.")
+        list[str] | None,
+        typer.Argument(
+            metavar="PROMPT...", help="Generate from these prompts; by default from captions of an embedded model."
+        ),
     ] = None,
     model: Annotated[
         str,
-        typer.Option(
-            "--model", "-m", help="Folder or hub id of a diffusers pipeline, or the name of an embedded model."
-        ),
+        typer.Option("--model", "-m", help="Load this model: folder or hub id, or the name of an embedded model."),
     ] = "emoji-sd3",
     as_json: AsJson = False,
 ) -> None:

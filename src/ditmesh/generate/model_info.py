@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from .. import zoo
-from ..errors import InputError
+from ..errors import InputError, did_you_mean
 
 # Seconds to find out whether the hub can be reached at all.
 HUB_LIMIT = 5.0
@@ -66,6 +66,13 @@ class ModelInfo:
         """Attention heads of the transformer's blocks, when its configuration says."""
         keys = ("num_attention_heads", "num_heads", "n_heads")
         return next((self.transformer[key] for key in keys if isinstance(self.transformer.get(key), int)), None)
+
+    @property
+    def most_blocks(self) -> int | None:
+        """As many blocks as the transformer may have, when its configuration says; it may have fewer of a kind."""
+        counts = [value for key, value in self.transformer.items() if re.fullmatch(r"num_.*(layers|blocks)|depth", key)]
+        numbers = [value for value in counts if isinstance(value, int)]
+        return sum(numbers) if "num_layers" in self.transformer and len(numbers) == len(counts) else None
 
     @property
     def labels(self) -> dict[str, int]:
@@ -323,7 +330,7 @@ def _from_hub(name: str) -> tuple[Path, bool]:
         raise InputError(
             f"model {name!r}: no such folder ({Path(name).expanduser().absolute()} was tried), and it is not a hub id "
             f"such as owner/name; give the folder that pipe.save_pretrained(...) wrote, or an embedded model "
-            f"({', '.join(zoo.EMBEDDED)})"
+            f"({', '.join(zoo.EMBEDDED)}){did_you_mean(name, zoo.EMBEDDED)}"
         )
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError

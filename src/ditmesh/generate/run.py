@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from .._version import library_versions
 from ..errors import InputError
 from ..launch import Report
+from ..launch.chatter import chatter_off
+from ..launch.pool import PRELOAD as OF_ANY_RANK
 from .files import PICTURES
 from .job import Generated, Job, Kept, Loaded, Noted, Stepped, video_call
 from .model_info import find_model
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 # A picture, or the frames of a video.
 Made: TypeAlias = "Image | Sequence[Image]"
+# What ranks that generate import: once, before they are forked.
+PRELOAD = (*OF_ANY_RANK, __name__, "ditmesh.engine", "ditmesh.generate.loading", "ditmesh.core.digests")
 # Arguments of calls that say how many frames a second has.
 RATES = ("frame_rate", "fps")
 
@@ -509,16 +513,23 @@ def _default(parameters: Any, name: str, otherwise: Any) -> Any:
 
 
 def quieten() -> None:
-    """N ranks that all show loading bars and say what optional package they lack tell the user nothing."""
+    """Let this process of ours show no loading bars, and warnings of libraries on the first rank alone.
+
+    N ranks that all say the same tell the user nothing more. What one says and a user can act upon stays: weights that
+    a file lacks, text that is cut off.
+    """
     import diffusers
+    import torch.distributed as dist
     import tqdm
     import transformers
 
+    chatter_off()
     # Its own default is shared between processes, which we have no use for, and which Python's resource tracker
     # complains about when a rank is killed.
     tqdm.tqdm.set_lock(threading.RLock())
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-    if "TRANSFORMERS_VERBOSITY" not in os.environ:
-        transformers.utils.logging.set_verbosity_error()
+    first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+    for library in (diffusers, transformers):
+        library.utils.logging.disable_progress_bar()
+        if not first and f"{library.__name__.upper()}_VERBOSITY" not in os.environ:
+            library.utils.logging.set_verbosity_error()

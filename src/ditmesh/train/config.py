@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..config import ParallelConfig
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError, did_you_mean, nearest_problem, reason_of, what_is_wrong
 
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -271,13 +271,16 @@ class TrainConfig(BaseModel):
             try:
                 source = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
             except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-                raise ConfigError(f"cannot read the training configuration {str(source)!r}: {error}") from None
+                raise ConfigError(
+                    f"cannot read the training configuration {str(source)!r} ({reason_of(error)}); give a YAML file"
+                ) from None
             if not isinstance(source, Mapping):
-                raise ConfigError("a training configuration is a mapping of settings")
+                raise ConfigError("a training configuration is a mapping of settings; write lines such as 'seed: 0'")
         given = {str(key): value for key, value in source.items()}
         for name in given:
             if name not in TrainConfig.model_fields:
-                raise ConfigError(f"{name!r} is no training setting{did_you_mean(name, TrainConfig.model_fields)}")
+                near = did_you_mean(name, TrainConfig.model_fields) or "; docs/training-settings.md has them all"
+                raise ConfigError(f"{name!r} is no training setting{near}")
         if "parallel" in given:
             given["parallel"] = ParallelConfig.read(given["parallel"])
         try:
@@ -285,11 +288,15 @@ class TrainConfig(BaseModel):
         except ValidationError as error:
             top = error.errors()[0]["loc"][:1]
             alike = [one for one in error.errors() if one["loc"][:1] == top]
-            # Of a setting that may be of several types, what is said of the one that it is nearest to.
-            first = max(alike, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
+            first = nearest_problem(alike)
             # Names of types are part of the place as well.
             where = ".".join(str(part) for part in first["loc"] if str(part).isidentifier() or isinstance(part, int))
-            said = first["msg"].removeprefix("Value error, ")
+            said = what_is_wrong(first)
+            if first["type"] == "extra_forbidden":
+                known = LoraConfig.model_fields if top == ("lora",) else TrainConfig.model_fields
+                raise ConfigError(
+                    f"{where!r} is no training setting{did_you_mean(str(first['loc'][-1]), known)}"
+                ) from None
             missing = first["type"] == "missing"
             if where and not missing and isinstance(first["input"], (int, float, str)):
                 where += f"={first['input']!r}"
