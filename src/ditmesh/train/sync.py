@@ -98,7 +98,7 @@ class GradientSync:
             self._ordered.take(number, count)
 
     def reduce(self, shares: Sequence[Sequence[int]]) -> None:
-        """Make the gradients of a step those of all ranks. Collective.
+        """Make the gradients of a step the sum over all micro-batches of all ranks. Collective.
 
         Args:
             shares: for every data rank the numbers of its micro-batches.
@@ -111,6 +111,10 @@ class GradientSync:
                     # A rank without micro-batches takes part with nothing.
                     parameter.grad = torch.zeros_like(parameter)
             reduce_gradients(self._modules, self._mesh)
+        gradients = [p.grad for p in self._modules.parameters() if p.grad is not None]
+        if not self.is_sum and self._mesh.data.size > 1 and gradients:
+            # The mean was taken over sequence ranks, each of which has a part of it, and over data ranks.
+            torch._foreach_mul_(gradients, self._mesh.data.size)
 
     def clip(self, most: float) -> float:
         """Clip the gradients of all ranks together to a norm; 0: only return it. Collective.

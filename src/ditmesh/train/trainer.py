@@ -42,6 +42,7 @@ from .families import family_of
 from .logs import TrainingLog
 from .objective import NoiseObjective, sample_losses
 from .order import MicroBatch, SampleOrder, shares
+from .precision import LEAST_SCALE, MeshGradScaler, not_finite
 from .samples import Samples
 from .speeds import DataSpeeds
 from .sync import GradientSync, TensorSlicesOf
@@ -62,6 +63,8 @@ class Progress:
         lr, grad_norm: of the step; the norm before clipping.
         samples_per_second: of this step.
         seconds_left: at this pace.
+        overflowed: gradients overflowed in float16, and no weight was changed in this step.
+        loss_scale: of the next step; 1 without ``mixed_precision: fp16``.
     """
 
     step: int
@@ -71,6 +74,8 @@ class Progress:
     grad_norm: float
     samples_per_second: float
     seconds_left: float
+    overflowed: bool = False
+    loss_scale: float = 1.0
 
 
 @dataclass
@@ -82,12 +87,24 @@ class Outcome:
         losses: of the steps of this run, by step.
         skipped: a sentence for every sample that could not be read.
         unsaved: why checkpoints could not be written.
+        overflowed: steps of this run that changed no weight, because gradients overflowed in float16.
     """
 
     step: int = 0
     losses: dict[int, float] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     unsaved: list[str] = field(default_factory=list)
+    overflowed: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What an optimizer step came to: mean loss over its samples, norm of the gradient before clipping."""
+
+    loss: float
+    norm: float
+    samples: int
+    overflowed: bool
 
 
 class Trainer:
@@ -176,7 +193,7 @@ class Trainer:
             eps=config.adam_epsilon,
         )
         self._rate = self._schedule()
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.mixed_precision == "fp16")
+        self.scaler = MeshGradScaler(self.mesh, config.mixed_precision == "fp16")
         self.ema = EMAModel(self.parameters, decay=config.ema_decay) if config.use_ema else None
         self.checkpoints = Checkpoints(config.output_dir, self.mesh, config.checkpoints_total_limit)
         self._undo.callback(self.checkpoints.close)
@@ -259,7 +276,8 @@ class Trainer:
             until: stop there, with a checkpoint.
 
         Raises:
-            FloatingPointError: the loss is not a number any more.
+            FloatingPointError: the loss, a gradient or a weight is not finite, which is found before a weight is
+                changed or saved.
             PeerError: another rank has failed, or is gone. After any error the trainer is closed.
         """
         try:
@@ -286,30 +304,37 @@ class Trainer:
         try:
             while self.step < end:
                 began = time.perf_counter()
-                loss, norm, samples = self._optimizer_step(self.order.step(self.step))
+                done = self._optimizer_step(self.order.step(self.step))
                 self.step += 1
-                outcome.losses[self.step - 1] = loss
+                outcome.losses[self.step - 1] = done.loss
                 seconds = time.perf_counter() - began
-                if loss != loss:
-                    raise FloatingPointError(
-                        f"the loss of step {self.step} is not a number; nothing was saved after it"
-                    )
-                rate = self.optimizer.param_groups[0]["lr"]
-                self._rate.step()
+                rate, pace = self.optimizer.param_groups[0]["lr"], done.samples / seconds
+                if done.overflowed:
+                    outcome.overflowed.append(self.step - 1)
+                else:
+                    # As in accelerate: a step that is skipped is none of the schedule's.
+                    self._rate.step()
+                scale = self.scaler.get_scale()
                 if log is not None:
                     log.add(
                         {
                             "step": self.step - 1,
-                            "loss": loss,
+                            "loss": done.loss,
                             "lr": rate,
-                            "grad_norm": norm,
-                            "samples_per_second": samples / seconds,
+                            "grad_norm": done.norm,
+                            "samples_per_second": pace,
                             "seconds": seconds,
+                            "overflowed": int(done.overflowed),
+                            "loss_scale": scale,
                         }
                     )
                 if report is not None:
                     left = (self.steps - self.step) * seconds
-                    report(Progress(self.step, self.steps, loss, rate, norm, samples / seconds, left))
+                    report(
+                        Progress(
+                            self.step, self.steps, done.loss, rate, done.norm, pace, left, done.overflowed, scale
+                        )
+                    )
                 if self.step % config.checkpointing_steps == 0 or self.step == end:
                     self._save(outcome)
                 if validate is not None and self.step % config.validation_steps == 0:
@@ -328,35 +353,76 @@ class Trainer:
         """Whether this rank writes logs and pictures."""
         return self.mesh.rank == 0
 
-    def _optimizer_step(self, batches: list[MicroBatch]) -> tuple[float, float, int]:
-        """Mean loss over the step's samples, norm of the gradient, number of samples."""
+    def _optimizer_step(self, batches: list[MicroBatch]) -> _Step:
         data = self.mesh.data
         by_rank = shares(batches, self.speeds.values, equal_counts=self.config.sharding == "fsdp")
         mine = by_rank[data.rank]
         samples = sum(len(batch.samples) for batch in batches)
-        # Where the mean over data ranks is taken of the gradients later.
-        factor = (1 if self.sync.is_sum else data.size) / samples
         found: dict[int, float] = {}
         for place, number in enumerate(mine):
             with self.sync.accumulating(number, len(batches), is_last=place == len(mine) - 1):
                 with self.speeds.measured(batches[number].cost):
                     losses = self._losses(batches[number])
-                self.scaler.scale(losses.sum() * factor).backward()
+                # Of one device's size whatever the number of data ranks, so that float16 overflows where it does there.
+                self.scaler.scale(losses.sum() / samples).backward()
                 if self.subset is not None:
                     self.subset.keep(None)
             found[number] = float(losses.detach().double().sum())
         self.speeds.agree()
         self.sync.reduce(by_rank)
+        for others in data.all_gather_object(found) if data.size > 1 else ():
+            found |= others
+        loss = sum(found[number] for number in range(len(batches))) / samples
+        if not math.isfinite(loss):
+            raise FloatingPointError(self._stopped(f"the loss of step {self.step + 1} is {loss}"))
         self.scaler.unscale_(self.optimizer)
-        norm = self.sync.clip(self.config.max_grad_norm)
+        overflowed = self.scaler.overflowed(self.optimizer)
+        norm = self.sync.clip(0.0 if overflowed else self.config.max_grad_norm)
+        if not overflowed and not math.isfinite(norm):
+            self._refuse_gradients(norm)
+        if overflowed and self.scaler.get_scale() < LEAST_SCALE:
+            raise FloatingPointError(
+                self._stopped(
+                    f"the gradients of step {self.step + 1} overflow in float16 even at a loss scale of "
+                    f"{self.scaler.get_scale():g} (mixed_precision: bf16 has float32's range)"
+                )
+            )
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         if self.ema is not None:
+            # In a skipped step, too, as in diffusers' scripts.
             self.ema.step(self.parameters)
-        for others in data.all_gather_object(found) if data.size > 1 else ():
-            found |= others
-        return sum(found[number] for number in range(len(batches))) / samples, norm, samples
+        return _Step(loss, norm, samples, overflowed)
+
+    def _stopped(self, why: str) -> str:
+        return (
+            f"{why}: no weight was changed by this step, and the last checkpoint in {self.config.output_dir} stays; "
+            f"use a lower learning_rate (now {self.config.learning_rate:g}) or max_grad_norm "
+            f"({self.config.max_grad_norm:g}) and --resume"
+        )
+
+    def _refuse_gradients(self, norm: float) -> None:
+        """Stop before gradients that are not finite change a weight. Collective."""
+        gradients = ((name, p.grad) for name, p in self.trained.named_parameters() if p.grad is not None)
+        name = not_finite(gradients, self.mesh)
+        where = "of all parameters together" if name is None else f"in {name}"
+        raise FloatingPointError(self._stopped(f"the norm of the gradient of step {self.step + 1} is {norm} ({where})"))
+
+    def _bad_weights(self) -> str | None:
+        """The name of something that would be saved and is not finite; None: nothing. Collective."""
+
+        def held() -> Iterator[tuple[str, Tensor]]:
+            trained = [(name, p) for name, p in self.trained.named_parameters() if p.requires_grad]
+            yield from trained
+            for (name, _), average in zip(trained, self.ema.shadow_params if self.ema is not None else ()):
+                yield f"the average of {name}", average
+            for name, parameter in trained:
+                for key, value in self.optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        yield f"AdamW's {key} of {name}", value
+
+        return not_finite(held(), self.mesh)
 
     def _losses(self, micro: MicroBatch) -> Tensor:
         # What a model draws by itself (dropout) is the micro-batch's, too, and not the rank's.
@@ -440,6 +506,13 @@ class Trainer:
     def _save(self, outcome: Outcome) -> None:
         # One at a time.
         self._saved(outcome)
+        bad = self._bad_weights()
+        if bad is not None:
+            raise FloatingPointError(
+                f"{bad} is not finite after step {self.step}: no checkpoint of this step is saved, and the last one in "
+                f"{self.config.output_dir} stays; use a lower learning_rate (now {self.config.learning_rate:g}) and "
+                "--resume"
+            )
         self.checkpoints.save(self.step, self._state(), self.config.checkpointing_async)
         if not self.config.checkpointing_async:
             self._saved(outcome)
