@@ -38,7 +38,7 @@ def given(model, data, out, **more):
     decide its direction."""
     short = settings(data, out, pretrained_model_name_or_path=str(model), resolution=32, mixed_precision="fp16")
     short |= {"train_batch_size": 1, "global_batch_size": 4, "max_train_steps": 7, "checkpointing_steps": 9}
-    return {**short, "learning_rate": 1e-3, "adam_epsilon": 1e-2, **more}
+    return {**short, "learning_rate": 3e-4, "adam_epsilon": 1e-2, **more}
 
 
 def scaled(given, scale, growth=2):

@@ -32,12 +32,17 @@ class MeshGradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale and agree on whether any rank's have overflowed. Collective."""
-        super().unscale_(optimizer)
         if not self.is_enabled():
             return
-        found = self._found(optimizer)
         device = self._mesh.device
+        gradients = [_local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        # A rank of a sequence adds up a weight's gradient over its own tokens. Float16 has held the parts; whether it
+        # can hold the sum is what one device has found.
+        largest = torch.stack([*(g.abs().max() for g in gradients if g.numel()), torch.zeros((), device=device)]).max()
+        super().unscale_(optimizer)
+        found = self._found(optimizer)
         flags = [flag.to(device, torch.float32).reshape(1) for flag in found.values()]
+        flags.append((largest > torch.finfo(torch.float16).max).float().reshape(1))
         total = torch.stack([*flags, torch.zeros(1, device=device)]).amax(0)
         verdict = self._mesh.world.all_reduce(total).clamp(max=1.0)
         # A rank without a gradient has recorded nothing, and takes part in the verdict all the same.
@@ -53,13 +58,17 @@ class MeshGradScaler(torch.amp.GradScaler):
         return cast(Any, self)._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
 
 
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def not_finite(named: Iterable[tuple[str, Tensor]], mesh: Mesh) -> str | None:
     """The name of a tensor of any rank that holds an infinity or a NaN, the same on every rank. Collective.
 
     Args:
         named: what this rank holds: whole tensors, slices or shards.
     """
-    local = [(name, value.to_local() if isinstance(value, DTensor) else value) for name, value in named]
+    local = [(name, _local(value)) for name, value in named]
     local = [(name, value) for name, value in local if value.is_floating_point()]
     mine = None
     if local:
