@@ -234,7 +234,7 @@ def test_prompts_of_several_lengths(ranks, data, tmp_path):
 def test_the_newest_checkpoint_is_truncated(data, tmp_path, caplog):
     given = settings(data, tmp_path, checkpointing_steps=2)
     whole, _ = losses_of(given)
-    newest = next((tmp_path / "checkpoint-4").glob("*.distcp"))
+    newest = next((tmp_path / "checkpoint-4").glob("*.safetensors"))
     newest.write_bytes(newest.read_bytes()[:-100])
     on, _ = losses_of({**given, "resume_from_checkpoint": "latest"})
     assert on == {step: whole[step] for step in (2, 3)}
