@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
@@ -12,6 +12,9 @@ import yaml
 from ..errors import ConfigError, InputError
 from .options import AsJson, ConfigOptions, Device, Devices, Threads, Timeout, with_groups
 from .show import bar, count, emit
+
+if TYPE_CHECKING:
+    from ..train.trainer import Preparing
 
 
 @with_groups
@@ -47,6 +50,7 @@ def train(
     from ..launch import launcher, resolve_device, torchrun_rank
     from ..train.config import TrainConfig
     from ..train.run import train as train_on_ranks
+    from ..train.trainer import Preparing
 
     there = torchrun_rank()
     if there is not None:
@@ -69,6 +73,9 @@ def train(
         task = progress.add_task("loading", total=None)
 
         def report(_: int, now: Any) -> None:
+            if isinstance(now, Preparing):
+                progress.update(task, **_preparing(now))
+                return
             words = f"loss {now.loss:.4f}  {now.samples_per_second:.1f} samples/s  {_time(now.seconds_left)} left"
             progress.update(task, description=words, total=now.steps, completed=now.step)
 
@@ -77,6 +84,17 @@ def train(
             speaks = ranks.speaks
     if speaks:
         emit({**results[0], "devices": world_size, "device": kind}, as_json, _say)
+
+
+def _preparing(now: Preparing) -> dict[str, Any]:
+    """What the bar shows before the first step."""
+    done, total = (sum(getattr(rank, name) for rank in now.ranks) for name in ("done", "total"))
+    behind = [(number, rank) for number, rank in enumerate(now.ranks) if rank.done < rank.total]
+    words = now.what if total or not done else f"{now.what}, {done}"
+    if total and behind and len(now.ranks) > 1:
+        number, rank = max(behind, key=lambda pair: pair[1].total - pair[1].done)
+        words += f" (rank {number}: {rank.done} of {rank.total})"
+    return {"description": words, "total": total or None, "completed": done}
 
 
 def _change(run: dict[str, Any], change: str) -> None:
@@ -115,6 +133,8 @@ def _say(result: dict[str, Any]) -> None:
         print(f"digest of the weights, the same on any number of devices: {result['weights']}")
     for one in result["skipped"]:
         print(f"skipped: {one}")
+    for one in result["notes"]:
+        print(f"note: {one}")
     for one in result["unsaved"]:
         print(f"not saved: {one}")
     print(result["pipeline"])
