@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -80,6 +81,9 @@ def train(
         task = progress.add_task("loading", total=None)
 
         def report(_: int, now: dict[str, Any]) -> None:
+            if "what" in now:
+                progress.update(task, **_preparing(now))
+                return
             words = f"loss {now['loss']:.4f}  {now['samples_per_second']:.1f} samples/s"
             words = f"{words}  {_time(now['seconds_left'])} left"
             progress.update(task, description=words, total=now["steps"], completed=now["step"])
@@ -97,7 +101,19 @@ def _on_rank(config: TrainConfig, timeout: float, *, report: Report) -> dict[str
     from ..train.run import train
 
     quieten()
-    return train(config, timeout=timeout, report=lambda now: report(vars(now)))
+    return train(config, timeout=timeout, report=lambda now: report(asdict(now)))
+
+
+def _preparing(now: dict[str, Any]) -> dict[str, Any]:
+    """What the bar shows before the first step; ``now`` has the fields of `train.trainer.Preparing`."""
+    ranks = now["ranks"]
+    done, total = (sum(rank[name] for rank in ranks) for name in ("done", "total"))
+    behind = [(number, rank) for number, rank in enumerate(ranks) if rank["done"] < rank["total"]]
+    words = now["what"] if total or not done else f"{now['what']}, {done}"
+    if total and behind and len(ranks) > 1:
+        number, rank = max(behind, key=lambda pair: pair[1]["total"] - pair[1]["done"])
+        words += f" (rank {number}: {rank['done']} of {rank['total']})"
+    return {"description": words, "total": total or None, "completed": done}
 
 
 def _change(run: dict[str, Any], change: str) -> None:
@@ -136,6 +152,8 @@ def _say(result: dict[str, Any]) -> None:
         print(f"digest of the weights, the same on any number of devices: {result['weights']}")
     for one in result["skipped"]:
         print(f"skipped: {one}")
+    for one in result["notes"]:
+        print(f"note: {one}")
     for one in result["unsaved"]:
         print(f"not saved: {one}")
     print(result["pipeline"])

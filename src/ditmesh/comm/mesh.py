@@ -250,6 +250,11 @@ class Mesh:
         return self._state.waited
 
     @property
+    def deadline(self) -> float:
+        """Seconds that a collective may wait for a rank that does not come."""
+        return self._deadline.total_seconds()
+
+    @property
     def failed(self) -> bool:
         """Whether the request in progress has failed on this rank; the next boundary mends it."""
         return self.world_size > 1 and self._outcome != _FINE

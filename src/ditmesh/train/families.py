@@ -157,10 +157,10 @@ class ClassConditional:
 
     def encode(self, pipe: Any, said: Sequence[Any], length: int | None) -> Conditions:
         none = pipe.transformer.config["num_embeds_ada_norm"]
-        labels = [none if one is None else int(one) for one in said]
-        wrong = [one for one in labels if not 0 <= one <= none]
+        wrong = [one for one in said if one is not None and not 0 <= int(one) < none]
         if wrong:
             raise ConfigError(f"label {wrong[0]} is none of the model's classes 0 to {none - 1}")
+        labels = [none if one is None else int(one) for one in said]
         return {"class_labels": torch.tensor(labels)}
 
     def predict(self, pipe: Any, model: Any, latents: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:

@@ -61,10 +61,12 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
     check_config(config.parallel, info, config.parallel.world_size, size, config.num_frames or 1)
     from .families import FAMILIES
 
-    if info.transformer_class not in FAMILIES:
+    # The class itself is known once the model is read; a folder gives its name alone.
+    names = [kind if isinstance(kind, str) else kind.__name__ for kind in FAMILIES]
+    if info.transformer_class not in names:
         raise ConfigError(
             f"{info.pipeline_class} cannot be trained: nothing says how its {info.transformer_class} is called in "
-            f"training; those of {', '.join(FAMILIES)} can"
+            f"training; those of {', '.join(names)} can"
         )
     if config.lora is not None:
         _check_lora(config.lora, info)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ..comm.mesh import DEFAULT_DEADLINE
 from ..generate.model_info import find_model
@@ -37,11 +38,11 @@ def train(
     Args:
         config: the run.
         timeout: deadline of every collective, in seconds.
-        report: takes a `Progress` after every step, on rank 0.
+        report: takes a `Progress` after every step, and a `Preparing` now and then before the first; on rank 0.
 
     Returns:
         ``step``, ``resumed`` (the step that this run began with), ``loss`` (of the last step), ``seconds``,
-        ``skipped`` and ``unsaved``, each a list of sentences,
+        ``skipped``, ``notes`` and ``unsaved``, each a list of sentences,
         ``pipeline`` (the folder of the trained pipeline, or of its LoRA weights), ``nearest`` (of the last
         validation: the share of pictures whose nearest training picture is their caption's own; None without one),
         ``weights`` (in reproducible mode a digest of the trained weights' bits, before averaging; else None).
@@ -58,7 +59,8 @@ def train(
     pipe = DiffusionPipeline.from_pretrained(source)
     pipe.set_progress_bar_config(disable=True)
     began = time.monotonic()
-    with Trainer(config, pipe, device_of_rank(), timeout) as trainer:
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    with Trainer(config, pipe, device_of_rank(), timeout, report if first else None) as trainer:
         validation = _Validation(trainer)
         # Messages of the other ranks would be the same.
         reported = report if trainer.speaks else None
@@ -78,6 +80,7 @@ def train(
         "loss": outcome.losses.get(outcome.step - 1),
         "seconds": time.monotonic() - began,
         "skipped": outcome.skipped,
+        "notes": outcome.notes,
         "unsaved": outcome.unsaved,
         "pipeline": str(folder),
         "nearest": validation.nearest,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,12 +96,13 @@ class Samples:
     corrupt: tuple[str, ...]
 
     @staticmethod
-    def find(config: TrainConfig, by: str) -> Samples:
+    def find(config: TrainConfig, by: str, advance: Callable[[int], None] | None = None) -> Samples:
         """Read the names, captions and sizes of a data set; no picture is decoded.
 
         Args:
             config: where it is.
             by: ``"text"`` or ``"label"``: what is said of a picture.
+            advance: called with the number of samples that have been looked at so far.
 
         Raises:
             InputError: there is no such folder, or no picture in it.
@@ -119,6 +120,8 @@ class Samples:
                 corrupt.append(found)
             else:
                 good.append(found)
+            if advance is not None:
+                advance(len(good) + len(corrupt))
         if not good:
             raise InputError(
                 f"{config.train_data_dir!r} has no picture that can be read"

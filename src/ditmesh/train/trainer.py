@@ -29,12 +29,14 @@ from transformers.optimization import get_wsd_schedule
 from ..comm import PeerError
 from ..comm.mesh import DEFAULT_DEADLINE, Mesh
 from ..comm.state import raise_for_peer
+from ..comm.uneven import RankProgress
 from ..core.alignment import aligned
 from ..core.digests import digest, tensor_digest
 from ..engine import parallelize, restore
 from ..errors import ConfigError, InputError
 from ..layout import layout_of
 from ..strategies.determinism import deterministic
+from .agreement import agreed_samples
 from .checkpoint import Checkpoints, facts_of
 from .config import LoraConfig, TrainConfig
 from .encoded import Batch, EncodedSamples
@@ -79,6 +81,19 @@ class Progress:
     loss_scale: float = 1.0
 
 
+@dataclass(frozen=True)
+class Preparing:
+    """What a run reports before its first step.
+
+    Attributes:
+        what: it does, such as ``"encoding samples"``.
+        ranks: how far each rank is with it.
+    """
+
+    what: str
+    ranks: tuple[RankProgress, ...]
+
+
 @dataclass
 class Outcome:
     """What a run came to.
@@ -86,7 +101,8 @@ class Outcome:
     Attributes:
         step: optimizer steps done.
         losses: of the steps of this run, by step.
-        skipped: a sentence for every sample that could not be read.
+        skipped: a sentence for every sample that any rank could not read, the same on all ranks.
+        notes: sentences about other things that went otherwise than asked for, such as damaged files of ``cache_dir``.
         unsaved: why checkpoints could not be written.
         overflowed: steps of this run that changed no weight, because gradients overflowed in float16.
         changed: a sentence for every setting that is not the checkpoint's.
@@ -95,6 +111,7 @@ class Outcome:
     step: int = 0
     losses: dict[int, float] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     unsaved: list[str] = field(default_factory=list)
     overflowed: list[int] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
@@ -118,14 +135,21 @@ class Trainer:
         pipe: the pipeline, the same on every rank; it is trained in place.
         device: of this rank.
         timeout: deadline of every collective, in seconds.
+        preparing: called while the data set is read and encoded.
 
     Raises:
         ConfigError, InputError: settings, data and model do not fit.
     """
 
     def __init__(
-        self, config: TrainConfig, pipe: Any, device: torch.device | str = "cpu", timeout: float = DEFAULT_DEADLINE
+        self,
+        config: TrainConfig,
+        pipe: Any,
+        device: torch.device | str = "cpu",
+        timeout: float = DEFAULT_DEADLINE,
+        preparing: Callable[[Preparing], None] | None = None,
     ) -> None:
+        self._report_preparing = preparing
         self.config, self.pipe, self.device = config, pipe, torch.device(device)
         self.family = family_of(pipe)
         self.objective = NoiseObjective(pipe.scheduler, config)
@@ -175,7 +199,12 @@ class Trainer:
         pipe.to(self.device)
         self.family.prepare(pipe)
         self._check_frames()
-        found = Samples.find(config, self.family.conditioned_by)
+        by = self.family.conditioned_by
+        found = agreed_samples(
+            self.mesh,
+            lambda advance: Samples.find(config, by, advance),
+            lambda ranks: self._preparing("reading the data set", ranks),
+        )
         self.samples, self.corrupt = found.good, list(found.corrupt)
         self._data = digest([(sample.name, sample.size, sample.said) for sample in self.samples])
         sizes = [self._bucket(sample.size) for sample in self.samples]
@@ -353,7 +382,7 @@ class Trainer:
     ) -> Outcome:
         config, outcome = self.config, Outcome(skipped=list(self.corrupt))
         outcome.changed = self._resume()
-        self.encoded.fill_cache(self.mesh)
+        self.encoded.fill_cache(self.mesh, self._preparing)
         log = (
             TrainingLog(Path(config.output_dir), self.step, config.report_to == "tensorboard") if self.speaks else None
         )
@@ -400,8 +429,13 @@ class Trainer:
             if log is not None:
                 log.close()
         outcome.step = self.step
-        outcome.skipped += [*self.encoded.skipped.values()]
+        skipped, outcome.notes = self.encoded.told(self.mesh)
+        outcome.skipped += skipped
         return outcome
+
+    def _preparing(self, what: str, ranks: list[RankProgress]) -> None:
+        if self._report_preparing is not None:
+            self._report_preparing(Preparing(what, tuple(ranks)))
 
     @property
     def speaks(self) -> bool:
