@@ -104,10 +104,16 @@ SERVED = re.compile(r"ditmesh serve|127\.0\.0\.1:8000")
 # The blocks of a tutorial lead on from one another: tests/test_train_tutorial.py runs them in their order.
 TUTORIAL = re.compile(r"keep\.txt|emoji-lora|out/lora")
 
+# Programs of examples/recipes and the lines that start them: tests/test_recipes.py runs them.
+RECIPES = re.compile(r"CONFIGS\[sys\.argv|examples/recipes/")
+
 PYTHON = [
     block
     for block in blocks("python")
-    if not block.untested and not TUTORIAL.search(block.text) and not SERVED.search(block.text)
+    if not block.untested
+    and not TUTORIAL.search(block.text)
+    and not SERVED.search(block.text)
+    and not RECIPES.search(block.text)
 ]
 OF_READERS = [block for block in PYTHON if "Ranks(" in block.text]
 SHARING = [block for block in PYTHON if block not in OF_READERS]
@@ -151,6 +157,7 @@ COMMANDS = [
     and not OF_CI.fullmatch(block.text)
     and not TUTORIAL.search(block.text)
     and not SERVED.search(block.text)
+    and not RECIPES.search(block.text)
 ]
 HOSTS = [block for block in COMMANDS if "$NODE_RANK" in block.text]
 
