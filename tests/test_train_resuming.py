@@ -128,13 +128,13 @@ def test_a_folder_of_another_run_is_refused_and_stays(stopped):
     for attempt in (check_output, run):
         with pytest.raises(ditmesh.InputError, match="has checkpoint-1 of an earlier run; go on with that run"):
             attempt(TrainConfig.read(new))
-    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != ".lock"} == {
-        path: content for path, content in before.items() if path.name != ".lock"
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != "run.lock"} == {
+        path: content for path, content in before.items() if path.name != "run.lock"
     }
 
 
 def test_two_runs_at_once_are_refused(stopped):
-    held = lock_of(Path(stopped["output_dir"]) / ".lock")
+    held = lock_of(Path(stopped["output_dir"]) / "run.lock")
     assert held is not None
     for attempt in (check_output, run):
         with pytest.raises(ditmesh.InputError, match=r"is used by another run \(process \d+\)"):
