@@ -10,6 +10,7 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -18,8 +19,10 @@ from ditmesh.comm.mesh import Mesh
 from ditmesh.core.files import digest_of_file, folder_written_whole, lock_of
 from ditmesh.train import TrainConfig
 from ditmesh.train.checkpoint import MANIFEST, Checkpoints
+from ditmesh.train.export import check_room
 from ditmesh.train.folder import check_output
 from ditmesh.train.logs import read_log
+from ditmesh.train.run import train
 from ditmesh.train.trainer import Trainer
 from support.train import folder_of, save_pipeline, settings
 
@@ -125,13 +128,13 @@ def test_a_folder_of_another_run_is_refused_and_stays(stopped):
     for attempt in (check_output, run):
         with pytest.raises(ditmesh.InputError, match="has checkpoint-1 of an earlier run; go on with that run"):
             attempt(TrainConfig.read(new))
-    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != ".lock"} == {
-        path: content for path, content in before.items() if path.name != ".lock"
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != "run.lock"} == {
+        path: content for path, content in before.items() if path.name != "run.lock"
     }
 
 
 def test_two_runs_at_once_are_refused(stopped):
-    held = lock_of(Path(stopped["output_dir"]) / ".lock")
+    held = lock_of(Path(stopped["output_dir"]) / "run.lock")
     assert held is not None
     for attempt in (check_output, run):
         with pytest.raises(ditmesh.InputError, match=r"is used by another run \(process \d+\)"):
@@ -315,3 +318,67 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
             assert fails
         assert (tmp_path / "pipeline" / "file").read_text() == ("three" if content == "three" else "one")
         assert [path.name for path in tmp_path.iterdir()] == ["pipeline"]
+
+
+# --- exports -----------------------------------------------------------------------------------------------------
+
+
+def exported(given, loads=None):
+    """A whole run by `train`; ``loads`` gathers how often a pipeline is loaded."""
+    load = diffusers.DiffusionPipeline.from_pretrained
+    with pytest.MonkeyPatch.context() as patch:
+
+        def counted(*arguments, **options):
+            if loads is not None:
+                loads.append(arguments)
+            return load(*arguments, **options)
+
+        patch.setattr(diffusers.DiffusionPipeline, "from_pretrained", counted)
+        return train(given, timeout=60.0)
+
+
+@pytest.mark.parametrize("lora", [{"lora": {"rank": 2}}, {"lora": None}], ids=["lora", "whole"])
+def test_an_export_that_fails_leaves_the_older_one_and_the_weights(begun, tmp_path, monkeypatch, lora):
+    given = {**begun, **lora, "output_dir": str(tmp_path / "out"), "max_train_steps": 2, "use_ema": True}
+    given["checkpointing_steps"] = 2
+    loads = []
+    done = exported({**given, "max_train_steps": 1}, loads)
+    # Neither a second pipeline is loaded at the end, nor is the folder still held.
+    assert len(loads) == 1
+    folder, before = Path(done["pipeline"]), {}
+    if not given["lora"]:
+        diffusers.DiffusionPipeline.from_pretrained(folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    again = {**given, "resume_from_checkpoint": "latest"}
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ditmesh.train.export._card", full)
+        with pytest.raises(ditmesh.InputError, match=r"No space left .*weights of step 2 are in .*checkpoint-2: "):
+            exported(again)
+        # Neither the last checkpoint can be written.
+        shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+        patch.setattr(Checkpoints, "_finished", lambda *_: "No space left on device")
+        with pytest.raises(ditmesh.InputError, match=r"weights of step 2 are in .*out-step-2.safetensors") as said:
+            exported(again)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    kept = load_file(str(said.value).partition("step 2 are in ")[2].partition(",")[0])
+    assert any("lora" in name for name in kept) == bool(given["lora"])
+    assert sorted(path.name for path in tmp_path.glob("out/*") if path.is_dir()) == ["checkpoint-1", folder.name]
+    assert exported(again)["step"] == 2
+    assert (folder / "README.md").read_text() != before[folder / "README.md"].decode()
+
+
+def test_a_disk_that_is_too_small_is_said_before_the_first_step(begun, tmp_path, monkeypatch, caplog):
+    given = {**begun, "output_dir": str(tmp_path), "max_train_steps": 4}
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(ditmesh.InputError, match=r"has 1 kB left, and the end of the run needs .* for a checkpoint"):
+        run(given)
+    config = TrainConfig.read({**given, "checkpointing_steps": 1})
+    check_room(config, 100, 600, 0, 4)
+    assert not caplog.text
+    check_room(config, 100, 601, 0, 4)
+    assert "4 checkpoints of 100 bytes and the export of 601 bytes need more than the 1 kB left" in caplog.text

@@ -150,6 +150,11 @@ def _say(result: dict[str, Any]) -> None:
         print(f"{result['nearest']:.0%} of the validation pictures are nearest to their own training picture")
     if result["weights"] is not None:
         print(f"digest of the weights, the same on any number of devices: {result['weights']}")
+    for one in result["changed"]:
+        print(f"changed: {one}")
+    if result["overflowed"]:
+        skipped = count(len(result["overflowed"]), "optimizer step")
+        print(f"{skipped} of {done} left out: gradients overflowed in float16 (loss.csv: overflowed, loss_scale)")
     for one in result["skipped"]:
         print(f"skipped: {one}")
     for one in result["notes"]:

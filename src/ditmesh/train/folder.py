@@ -19,7 +19,7 @@ from ..core.files import lock_of, written_whole
 from ..errors import InputError
 from .config import TrainConfig
 
-RUN, LOCK = "run.json", ".lock"
+RUN, LOCK = "run.json", "run.lock"
 # What a run leaves: with one of these in it, a folder is another run's.
 LEFT = ("checkpoint-*", "pipeline", "lora")
 

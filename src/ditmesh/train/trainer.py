@@ -40,9 +40,11 @@ from .agreement import agreed_samples
 from .checkpoint import Checkpoints, facts_of
 from .config import LoraConfig, TrainConfig
 from .encoded import Batch, EncodedSamples
+from .export import bytes_of, check_room
 from .families import family_of
 from .folder import RunFolder, changes, settings_of
 from .logs import TrainingLog
+from .lora import peft_config
 from .objective import NoiseObjective, sample_losses
 from .order import MicroBatch, SampleOrder, shares
 from .precision import LEAST_SCALE, MeshGradScaler, not_finite
@@ -239,6 +241,7 @@ class Trainer:
         if self.subset is not None:
             self._undo.callback(self.subset.close)
         self._check_dropout()
+        room = bytes_of(pipe, config)
         self.slices = TensorSlicesOf(self.model, self.mesh, "transformer.")
         if self.mesh.world_size > 1 or config.in_order:
             parallelize(self.model, self.mesh.config, mesh=self.mesh)
@@ -261,6 +264,7 @@ class Trainer:
         self.ema = EMAModel(self.parameters, decay=config.ema_decay) if config.use_ema else None
         self.checkpoints = Checkpoints(config.output_dir, self.mesh, config.checkpoints_total_limit)
         self._undo.callback(self.checkpoints.close)
+        self._bytes = room
         self.step = 0
 
     def _check_frames(self) -> None:
@@ -382,6 +386,7 @@ class Trainer:
     ) -> Outcome:
         config, outcome = self.config, Outcome(skipped=list(self.corrupt))
         outcome.changed = self._resume()
+        self._on_first(lambda: check_room(config, *self._bytes, self.step, self.steps))
         self.encoded.fill_cache(self.mesh, self._preparing)
         log = (
             TrainingLog(Path(config.output_dir), self.step, config.report_to == "tensorboard") if self.speaks else None
@@ -737,25 +742,6 @@ class Trainer:
             self.close()
         else:
             self._give_up()
-
-
-def peft_config(lora: LoraConfig) -> Any:
-    """The adapters as peft has them.
-
-    Raises:
-        InputError: peft is not installed.
-    """
-    try:
-        from peft import LoraConfig as PeftConfig
-    except ImportError:
-        raise InputError("lora needs peft, which is not installed; pip install peft") from None
-    return PeftConfig(
-        r=lora.rank,
-        lora_alpha=cast(int, lora.rank if lora.alpha is None else lora.alpha),
-        lora_dropout=lora.dropout,
-        init_lora_weights="gaussian",
-        target_modules=list(lora.target_modules),
-    )
 
 
 def _reinitialise(model: nn.Module) -> None:
