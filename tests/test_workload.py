@@ -6,22 +6,28 @@ import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
 import pytest
 import torch
+from PIL import Image
 
 from ditmesh import ParallelConfig
+from ditmesh.core.unexpected import RAISE
 from ditmesh.costs.hardware import machine
-from ditmesh.errors import InputError
+from ditmesh.errors import InputError, LayoutError
 from ditmesh.generate import memory, run
-from ditmesh.generate.job import Job, check_config
+from ditmesh.generate.job import Job, check_config, check_content, check_output
 from ditmesh.generate.memory import check_memory, components_of, components_of_shape
 from ditmesh.generate.model_info import ModelInfo, find_model
+from ditmesh.generate.run import call_parameters, check_call, check_options, made_of
 from ditmesh.generate.workload import request_of, request_of_shape, usual_frames, usual_size
+from ditmesh.layout import known_models
 from ditmesh.memory.available import free_memory
 from ditmesh.memory.predict import fullest
+from ditmesh.planner import auto
 from ditmesh.planner.catalogue import shapes
 from ditmesh.planner.search import search
 from ditmesh.tools.planning.subject import Asked, subject
@@ -217,3 +223,115 @@ def test_what_the_allocator_keeps_of_freed_tensors_is_free(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 9_000)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2_000)
     assert free_memory(torch.device("cuda", 0)) == 17_000
+
+
+def folder_of(folder: Path, pipeline: str, **vae: Any) -> ModelInfo:
+    """A folder that says of which class its pipeline is."""
+    kind = getattr(diffusers, pipeline)
+    index = {"_class_name": pipeline, "transformer": ["diffusers", "X"], "vae": ["diffusers", vae.get("_class_name")]}
+    parts = {"model_index.json": index, "transformer/config.json": {"_class_name": "X"}, "vae/config.json": vae}
+    for path, content in parts.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(json.dumps(content))
+    assert isinstance(kind, type)
+    return find_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "vae", "says"),
+    [
+        ("StableAudioPipeline", "AutoencoderOobleck", "makes audio"),
+        ("AceStepPipeline", "AutoencoderOobleck", "makes audio"),
+        ("QwenImageLayeredPipeline", "AutoencoderKLQwenImage", "makes the layers of an image"),
+        ("LTX2Pipeline", "AutoencoderKLLTX2Video", "makes sound too"),
+    ],
+)
+def test_what_is_neither_image_nor_video_is_refused_before_it_is_computed(
+    pipeline: str, vae: str, says: str, tmp_path: Path
+):
+    info = folder_of(tmp_path, pipeline, _class_name=vae)
+    index = info.index | ({"audio_vae": ["diffusers", "X"]} if pipeline == "LTX2Pipeline" else {})
+    job = Job(model=str(tmp_path), name="odd", pipeline_class=pipeline, prompts=("a",), out=".")
+    with pytest.raises(InputError, match=says):
+        check_content(job, replace(info, index=index), 1)
+    # The ranks, which know the class.
+    with pytest.raises(InputError, match=says):
+        check_call(job, pipeline, call_parameters(getattr(diffusers, pipeline)))
+
+
+def test_images_and_videos_are_not_taken_for_something_else():
+    kinds = {type(family.make()) for name, family in FAMILIES.items() if name in ("wan", "pixart", "flux2", "latte")}
+    for kind in kinds:
+        check_output(kind.__name__, call_parameters(kind))
+
+
+def test_layers_are_no_video():
+    layers = [[Image.new("RGBA", (8, 8))] * 3]
+    with pytest.raises(InputError, match="neither images nor videos"):
+        made_of(SimpleNamespace(images=layers))
+    with pytest.raises(InputError, match="neither images nor videos"):
+        made_of(SimpleNamespace(audios=torch.zeros(1, 2, 8)))
+    assert made_of(SimpleNamespace(images=layers[0])) == layers[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["study", "fox", "--model", "emoji-dit-s", "--size", "128x128"], "has one size only, 64x64"),
+        (["study", "a fox", "--frames", "9"], "makes pictures"),
+        (["plan", "emoji-dit-s", "--size", "128x128"], "has one size only, 64x64"),
+        (["inspect", "emoji-dit-s", "--size", "128x128"], "has one size only, 64x64"),
+        (["plan", "flux.1-dev", "--frames", "9", "--hardware", "h100"], "makes images"),
+        (["inspect", "--memory", "--model", "emoji-sd3", "--frames", "9"], "makes images"),
+    ],
+)
+def test_sizes_that_are_not_used_are_refused(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    from ditmesh.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+    assert says in " ".join(capfd.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"negative": "blue"}, "takes no negative_prompt"),
+        ({"guidance": 3.0}, "takes no guidance_scale"),
+        ({"size": (64, 64)}, "has one size only"),
+    ],
+)
+def test_options_that_a_call_does_not_accept_are_refused(given: dict[str, Any], says: str):
+    with pytest.raises(InputError, match=says):
+        check_options("Pipeline", {"prompt": None}, **given)
+
+
+def test_a_mistake_in_a_prediction_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    layout = known_models()["SD3Transformer2DModel"]
+    config = find_model("emoji-sd3").transformer
+
+    def mistaken(*_: Any) -> Any:
+        raise TypeError("a mistake")
+
+    monkeypatch.setattr(auto, "work_of", mistaken)
+    # Tests see it.
+    with pytest.raises(TypeError, match="a mistake"):
+        auto.chosen("SD3Transformer2DModel", config, layout, 4, auto.Call(), 2)
+    monkeypatch.delenv(RAISE)
+    with caplog.at_level("DEBUG"):
+        assert auto.chosen("SD3Transformer2DModel", config, layout, 4, auto.Call(), 2).world_size == 2
+    said = [(one.levelname, one.exc_info is not None) for one in caplog.records if one.name == auto.__name__]
+    assert said == [("WARNING", False), ("DEBUG", True)]
+
+    # What cannot be predicted is no mistake.
+    def unknown(*_: Any) -> Any:
+        raise LayoutError("not known")
+
+    caplog.clear()
+    monkeypatch.setattr(auto, "work_of", unknown)
+    assert auto.chosen("SD3Transformer2DModel", config, layout, 4, auto.Call(), 2).world_size == 2
+    assert not [one for one in caplog.records if one.levelname == "WARNING"]

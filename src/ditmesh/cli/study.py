@@ -180,6 +180,7 @@ def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple
         raise InputError(f"--frames {frames}: {info.pipeline_class} makes pictures; leave --frames out")
     if size is not None:
         info.check_size(*size)
+    _check_call(info, options.guidance, parse_size(options.size))
     ranks = RankOptions(options.device, options.dtype)
     setup = planning.Setup(
         model=str(info.files),
@@ -210,6 +211,20 @@ def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple
         real=options.real,
     )
     return plan, info
+
+
+def _check_call(info: ModelInfo, guidance: float | None, size: tuple[int, int] | None) -> None:
+    """Refuse what cannot be studied, and guidance or a size that the pipeline does not accept."""
+    import diffusers
+
+    from ..generate.job import check_output
+    from ..generate.run import call_parameters, check_options
+
+    kind = getattr(diffusers, info.pipeline_class, None)
+    if isinstance(kind, type):
+        parameters = call_parameters(kind)
+        check_output(info.pipeline_class, parameters)
+        check_options(info.pipeline_class, parameters, None, guidance, None if info.labels else size)
 
 
 def _run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from ..config import ParallelConfig
 from ..core.patching import Patch, Proceed
+from ..core.unexpected import MISTAKES, unexpected
 from ..costs.hardware import machine
 from ..costs.work import Job
 from ..engine import DENOISERS, Engine, engine_of
@@ -28,6 +30,8 @@ from ..planner.model import work_of
 from ..planner.search import Limits, Model, search
 from .model_info import ModelInfo
 from .workload import request_of
+
+log = logging.getLogger(__name__)
 
 # More than a picture's activations take, in bytes a pixel and sample: what is far from a limit is not looked at.
 _LARGEST = 16e3
@@ -109,10 +113,14 @@ def check_memory(
         return
     sentence = None
     kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
-    with suppress(DitmeshError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, OSError):
+    try:
         known = config if isinstance(config, ParallelConfig) else config()
         fit = _Fit(components_of(info, without), request, request_of(info), dtype, offloaded, kind)
         sentence = fit.refusal(known, room)
+    except (DitmeshError, OSError) as error:
+        log.debug("%s: what it needs is not known: %s", info.name, error)
+    except MISTAKES as error:
+        unexpected(log, error, f"{info.name} is loaded without a check of its memory")
     if sentence is not None:
         raise InputError(sentence)
 

@@ -208,6 +208,11 @@ class ModelInfo:
         """
         step = self.size_multiple
         text = f"size {width}x{height}"
+        if self.labels and (width, height) != self.default_size:
+            own = "x".join(map(str, self.default_size or ()))
+            raise InputError(
+                f"{text}: {self.pipeline_class} has one size only{f', {own}' if own else ''}; leave --size out"
+            )
         if width % step or height % step:
             below = "x".join(str(max(step, side - side % step)) for side in (width, height))
             above = "x".join(str(side + -side % step) for side in (width, height))

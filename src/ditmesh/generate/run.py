@@ -20,7 +20,7 @@ from ..launch import Report
 from ..launch.chatter import chatter_off
 from ..launch.pool import PRELOAD as OF_ANY_RANK
 from .files import PICTURES
-from .job import Generated, Job, Kept, Loaded, Noted, Stepped, video_call
+from .job import Generated, Job, Kept, Loaded, Noted, Stepped, check_output, video_call
 from .model_info import find_model
 from .receipt import Receipt, ReceiptFile, write_free
 from .video import FPS, frames_digest
@@ -235,8 +235,18 @@ def _save(
 
 
 def made_of(output: Any) -> list[Made]:
-    """The pictures of a pipeline's output, or the frames of its videos."""
-    return output.images if hasattr(output, "images") else [list(frames) for frames in output.frames]
+    """The pictures of a pipeline's output, or the frames of its videos.
+
+    Raises:
+        InputError: it holds something else.
+    """
+    if hasattr(output, "images") and not any(isinstance(image, (list, tuple)) for image in output.images):
+        return output.images
+    if hasattr(output, "frames"):
+        return [list(frames) for frames in output.frames]
+    raise InputError(
+        f"{type(output).__name__} holds neither images nor videos that can be written; call it from Python"
+    )
 
 
 def receipt_of(job: Job, index: int, made: Made, arguments: Mapping[str, Any], facts: Mapping[str, Any]) -> Receipt:
@@ -480,8 +490,7 @@ def check_call(job: Job, name: str, parameters: Any) -> None:
     Raises:
         InputError: naming the option.
     """
-    if "audio_latents" in parameters:
-        raise InputError(f"{name} makes sound too, which is not written; call it from Python")
+    check_output(name, parameters)
     if job.labels:
         if "class_labels" not in parameters:
             raise InputError(f"{name} takes no class; give a model of class DiTPipeline")
@@ -492,12 +501,29 @@ def check_call(job: Job, name: str, parameters: Any) -> None:
         if needed in parameters and parameters[needed].default is inspect.Parameter.empty and role not in given:
             what = "video" if role == "video" else "picture"
             raise InputError(f"{name} needs an input {what} ({needed}); give one with --{role}")
+    check_options(name, parameters, job.negative, job.guidance, None if job.labels else job.size)
+
+
+def check_options(
+    name: str,
+    parameters: Any,
+    negative: str | None = None,
+    guidance: float | None = None,
+    size: tuple[int, int] | None = None,
+) -> None:
+    """Refuse a negative prompt, guidance, or a size that a pipeline of class ``name`` does not accept.
+
+    Raises:
+        InputError: naming the option.
+    """
     for value, parameter, option in (
-        (job.negative, "negative_prompt", "--negative"),
-        (job.guidance, "guidance_scale", "--guidance"),
+        (negative, "negative_prompt", "--negative"),
+        (guidance, "guidance_scale", "--guidance"),
     ):
         if value is not None and parameter not in parameters:
             raise InputError(f"{option} {value!r}: {name} takes no {parameter}; leave {option} out")
+    if size is not None and not {"width", "height"} <= set(parameters):
+        raise InputError(f"--size {size[0]}x{size[1]}: {name} has one size only; leave --size out")
 
 
 def call_parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
