@@ -122,8 +122,9 @@ class Jobs:
 
     Every change that has to survive is written by one thread before anybody is told of it, and changes happen one after
     the other, under ``change``. While the folder cannot be written (a full disk, a locked database), those that cannot
-    be put off fail with `StorageError`; those that ranks have caused (a picture is done, a job has failed) wait in memory,
-    in order, and are written as soon as that works. A database that is damaged will never take them: their jobs fail.
+    be put off fail with `StorageError`; those that ranks have caused (a picture is done, a job has failed) wait in
+    memory, in order, and are written as soon as that works. A database that is damaged will never take them: their
+    jobs fail.
 
     Attributes:
         change: held by whoever changes a job, or reads on what is to be changed.

@@ -328,9 +328,8 @@ async def _ended(server: Server, request: Request, job: Job, owner: str, key: st
         if tasks["end"].done():
             return tasks["end"].result()
     except asyncio.CancelledError:
-        # What runs the application may say so that the client has gone away.
-        if server.settings.cancel_on_disconnect and not server.stopping:
-            await server.backend.cancel(job.id, owner)
+        # What runs the application may tell in this way that the client has gone away.
+        await asyncio.shield(asyncio.ensure_future(server.left(job, owner, key)))
         raise
     finally:
         for task in tasks.values():
