@@ -374,7 +374,9 @@ def test_a_lora_that_fits_in_part_is_named(tmp_path):
     path = save_lora(tmp_path / "half", 1)
     # Half of its layers are those of another model.
     tensors = load_file(path)
-    other = {name.replace("transformer_blocks.0", "transformer_blocks.77"): value for name, value in tensors.items()}
+    other = {
+        name.replace("transformer_blocks.0", "transformer_blocks.77"): value.clone() for name, value in tensors.items()
+    }
     save_file(tensors | other, path)
     pipe = diffusers.DiffusionPipeline.from_pretrained(zoo.path("emoji-sd3"), dtype=torch.float32)
     pipe.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name="lora0")

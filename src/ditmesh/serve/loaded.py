@@ -97,7 +97,7 @@ class LoadedModel:
         self.info: ModelInfo = find_model(spec.model)
         self.projection = Projection()
         self._files = [replace(adapter("lora", path), scale=1.0) for path in spec.loras.values()]
-        self._size, self._exchange = size, exchange
+        self._size, self._exchange, self._undo = size, exchange, undo
         self._pipes: dict[str, tuple[Any, Any]] = {}
         if size > 1:
             check_layout(self.info)
@@ -108,14 +108,14 @@ class LoadedModel:
                     "vae='bands' is for one request at a time, and a server decodes pictures of several on a rank "
                     "each; leave vae out"
                 )
-        pipe = self._load(rank, undo)
+        pipe = self._load(rank)
         self.kind = type(pipe).__name__
         template = copy.copy(pipe)
         parallelize(pipe, spec.config, mesh=self._mesh, recipe=RECIPE_OF_SERVERS)
         if self._mesh is not None:
             # Its groups are given back with the engine.
             engine_of(pipe).own_mesh()
-            undo.pop_all()
+            self._undo.pop_all()
         self._pipes[self.kind] = pipe, template
         if isinstance(engine_of(pipe), FirstCall):
             # Its layout is found out by a call.
@@ -147,11 +147,11 @@ class LoadedModel:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _load(self, rank: int, undo: ExitStack) -> Any:
+    def _load(self, rank: int) -> Any:
         spec, config = self.spec, self.spec.config
         self._mesh = None if isinstance(config, str) else Mesh(config, device=self.device)
         if self._mesh is not None:
-            undo.callback(self._mesh.close)
+            self._undo.callback(self._mesh.close)
         whole = self._mesh is None or not self._mesh.config.cuts_weights or bool(self._files)
         share = None if whole or why_whole(self.info, spec.variant) is not None else self._mesh
         model = str(self.info.files) if self.info.local else self.info.name
