@@ -667,6 +667,21 @@ def test_keys(tmp_path: Path):
         assert schema["paths"]["/v1/jobs"]["post"]["security"] == [{"key": []}]
 
 
+def test_an_alias_is_a_model_that_front_ends_ask_for():
+    with (
+        serving(FakeBackend(), Settings(aliases={"dall-e-3": "stripes"})) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        made = client.images.generate(
+            prompt="a", model="dall-e-3", quality="hd", style="vivid", response_format="b64_json"
+        )
+        assert picture(made.data[0].b64_json).size == (64, 64)
+        with pytest.raises(openai.BadRequestError, match="quality='hd' means nothing"):
+            client.images.generate(prompt="a", model="stripes", quality="hd")
+        with pytest.raises(openai.NotFoundError, match="model 'dall-e-2' is none of this server's"):
+            client.images.generate(prompt="a", model="dall-e-2")
+
+
 def test_the_servers_state_names_ones_own_jobs_alone(tmp_path: Path):
     file = tmp_path / "keys"
     mine, other = ({"Authorization": f"Bearer {new_key(file)}"} for _ in range(2))

@@ -413,6 +413,22 @@ def denoising_steps(job: Job, parameters: Mapping[str, Any]) -> int:
     )
 
 
+def loop_steps(scheduler: Any, planned: int) -> int:
+    """Steps of a pipeline's denoising loop, once its timesteps are set: each is one of the scheduler, and a callback.
+
+    Not the steps that were asked for: schedulers of second order (Heun) have nearly twice as many timesteps, and with
+    an input image the loop begins at a later one.
+
+    Args:
+        scheduler: of the pipeline; None: it has none.
+        planned: steps if the scheduler does not tell.
+    """
+    timesteps = getattr(scheduler, "timesteps", None)
+    if timesteps is None or not hasattr(scheduler, "begin_index"):
+        return planned
+    return max(1, len(timesteps) - (scheduler.begin_index or 0))
+
+
 def call_arguments(job: Job, pipe: Any, number: int, pictures: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The arguments of call ``number`` of the pipeline, but for the form of its result.
 

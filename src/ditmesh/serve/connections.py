@@ -43,6 +43,8 @@ SPARE = 8
 AT_ONCE, BACKLOG = 16, 1024
 # Seconds between looks at all connections, and before the next attempt when the system has no descriptor left.
 LOOK, BACK_OFF = 0.5, 0.2
+# Seconds that a connection has for its request, however many come.
+GRACE = 0.1
 # Seconds between two lines of the log about the same shortage.
 TOLD = 60.0
 PROBES = ("/healthz", "/readyz")
@@ -116,6 +118,7 @@ class ClientConnection(H11Protocol):
     Attributes:
         party: whose it is.
         crowded: it came when there were too many already.
+        since: when it was made, its request began, or that was answered, on the monotonic clock.
     """
 
     def __init__(self, *args: Any, registry: Connections, **kwargs: Any) -> None:
@@ -124,7 +127,7 @@ class ClientConnection(H11Protocol):
         self.party, self.crowded = "", False
         self._application, self.app = self.app, self._answered
         self._evicted = self._busy = False
-        self._since = self._looked = time.monotonic()
+        self.since = self._looked = time.monotonic()
         # Bytes that have come since then; when the buffer of what goes out was looked at, and its size.
         self._heard = 0
         self._owed: tuple[float, int] | None = None
@@ -184,7 +187,7 @@ class ClientConnection(H11Protocol):
         if self.busy == self._busy:
             return
         self._busy = self.busy
-        self._since, self._heard = time.monotonic(), 0
+        self.since, self._heard = time.monotonic(), 0
         self.registry.changed(self, self._busy)
 
     async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -227,13 +230,13 @@ class ClientConnection(H11Protocol):
         elif self.transport.is_closing():
             return
         elif not self._busy:
-            if now - self._since > (limits.header / 4 if self.crowded else limits.header):
+            if now - self.since > (limits.header / 4 if self.crowded else limits.header):
                 self._too_slow("header", limits.header)
         elif self.cycle.more_body:
             if self.flow.read_paused:
                 # It is the application that does not read.
-                self._since += elapsed
-            elif self._heard < limits.body_rate * (now - self._since - limits.body):
+                self.since += elapsed
+            elif self._heard < limits.body_rate * (now - self.since - limits.body):
                 self._too_slow("body", limits.body)
 
     def _unread(self, now: float, limits: ConnectionLimits) -> bool:
@@ -296,7 +299,7 @@ class Connections:
         party = _party(address)
         own = self._of[party] >= self.limits.per_address
         if own or len(self._all) >= self.limits.most:
-            oldest = self._oldest(party if own else max(self._idle, key=lambda one: len(self._idle[one]), default=""))
+            oldest = self._oldest(party if own else self._largest())
             if oldest is not None:
                 self.remove(oldest)
                 oldest.evict()
@@ -309,6 +312,17 @@ class Connections:
         self._of[party] += 1
         self._idle.setdefault(party, OrderedDict())[connection] = None
         return True
+
+    def wait(self) -> float:
+        """Seconds until a new connection may be accepted: what it would take the place of has had no time yet."""
+        if len(self._all) < min(self.limits.most, self.limits.per_address):
+            return 0.0
+        oldest = self._oldest(self._largest())
+        return 0.0 if oldest is None else max(0.0, oldest.since + GRACE - time.monotonic())
+
+    def _largest(self) -> str:
+        """Who has the most connections without a request."""
+        return max(self._idle, key=lambda one: len(self._idle[one]), default="")
 
     def _oldest(self, party: str) -> ClientConnection | None:
         return next(iter(self._idle.get(party, ())), None)
@@ -378,20 +392,27 @@ class Acceptor:
         """Returns when what was accepted last is open."""
         await asyncio.gather(*self._opening, return_exceptions=True)
 
+    def _pause(self, seconds: float) -> None:
+        self._loop.remove_reader(self._listening.fileno())
+        self._retry = self._loop.call_later(seconds, self._resume)
+
     def _resume(self) -> None:
         self._retry = None
         self._loop.add_reader(self._listening.fileno(), self._accept)
 
     def _accept(self) -> None:
-        for _ in range(AT_ONCE):
+        # A request that came with its connection is read some turns later: until then no flood may close it.
+        for _ in range(max(1, min(AT_ONCE, self._connections.limits.most // 8))):
+            if wait := self._connections.wait():
+                self._pause(wait)
+                return
             try:
                 connected, address = self._listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
                 # The socket stays readable: to try again at once would keep a core busy.
-                self._loop.remove_reader(self._listening.fileno())
-                self._retry = self._loop.call_later(BACK_OFF, self._resume)
+                self._pause(BACK_OFF)
                 if error.errno not in SHORTAGES:
                     logger.error("connections cannot be accepted: %s", error)
                 elif time.monotonic() > self._told + TOLD:

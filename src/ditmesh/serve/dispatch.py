@@ -384,6 +384,8 @@ class Dispatcher:
         self._failed_loads.pop(said.name, None)
         group.models = (group.models | {said.name}) - set(said.unloaded)
         self._offers[said.name].loaded(said.card)
+        for lora, note in said.card.get("lora_notes", {}).items():
+            logger.warning("LoRA %s fits %s in part: %s", lora, said.name, note)
         group.state.state, group.state.models = "ready", sorted(group.models)
         group.state.mesh, group.state.strategy = dict(said.mesh), said.strategy
 

@@ -110,12 +110,12 @@ class Server:
             await self.watch.close()
 
     def model(self, name: str) -> ModelCard:
-        """A model by its name; the first for an empty one.
+        """A model by its name or an alias of it; the first for an empty one.
 
         Raises:
             Refused: there is none of that name.
         """
-        cards = self.backend.models()
+        cards, name = self.backend.models(), self.settings.aliases.get(name, name)
         found = next((card for card in cards if name in (card.id, "")), None)
         if found is None:
             names = ", ".join(repr(card.id) for card in cards) or "none"

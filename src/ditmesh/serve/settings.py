@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -31,6 +32,7 @@ class Settings(BaseModel):
         retry_after: seconds after which a client of a server that is not ready may ask again.
         log_prompts: prompts are written into the log.
         page: folder of the web page; None: there is none.
+        aliases: other names of models, such as those that front ends for OpenAI's API ask for.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -54,3 +56,4 @@ class Settings(BaseModel):
     retry_after: float = Field(default=5.0, gt=0)
     log_prompts: bool = False
     page: Path | None = Path(__file__).with_name("page")
+    aliases: Mapping[str, str] = Field(default_factory=dict)

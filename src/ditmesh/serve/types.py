@@ -148,6 +148,7 @@ class ModelCard(BaseModel):
         frames, fps: of videos that do not say; frame_multiple: a video has 1 + a multiple of these frames.
         batching: whether steps of several requests run as one batch; else ``why`` says why not.
         labels: class names of class-conditional models.
+        lora_notes: of LoRAs that fit the model in part, what is missing, by name.
     """
 
     id: str
@@ -166,6 +167,7 @@ class ModelCard(BaseModel):
     frame_multiple: int = 1
     inputs: list[InputRole] = Field(default_factory=list)
     loras: list[str] = Field(default_factory=list)
+    lora_notes: dict[str, str] = Field(default_factory=dict)
     labels: list[str] = Field(default_factory=list)
     loaded: bool = False
     batching: bool | None = None

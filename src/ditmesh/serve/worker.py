@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import pickle
 import queue
 import threading
@@ -23,7 +24,7 @@ from torch import Tensor
 from ..comm import PeerError
 from ..errors import DitmeshError, LayoutError
 from ..generate.receipt import Receipt, text_chunk
-from ..generate.run import call_parameters, device_of_rank, quieten, receipt_of
+from ..generate.run import call_parameters, device_of_rank, loop_steps, quieten, receipt_of
 from .batching import Run, Trouble
 from .loaded import LoadedModel, Prepared, images_of
 from .previews import Latents, grid, watch_steps
@@ -51,6 +52,8 @@ from .types import RankState
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+logger = logging.getLogger(__name__)
 
 Code = Literal["invalid_request", "out_of_memory", "internal"]
 
@@ -209,7 +212,7 @@ class _Work:
     Attributes:
         order: number of its command.
         prepared, run: once it has begun.
-        step: denoising steps that are done.
+        step, steps: denoising steps that are done, and that there are, see `loop_steps`.
         latents: of the latest step, if anybody wants to see them; rank 0's.
     """
 
@@ -218,6 +221,7 @@ class _Work:
     prepared: Prepared | None = None
     run: Run | None = None
     step: int = 0
+    steps: int = 0
     began: float = 0.0
     paused: bool = False
     latents: Callable[[], Latents | None] = lambda: None
@@ -363,8 +367,9 @@ class _Loop:
         A rank that fails alone raises: the others may wait for it in the middle of loading, and all are ended at once.
         """
         model: LoadedModel | None = None
+        undo = ExitStack()
         try:
-            model = LoadedModel(spec, self.device, self.exchange, self.rank, self.size)
+            model = LoadedModel(spec, self.device, self.exchange, self.rank, self.size, undo)
             every = self._outcomes("")
         except (DitmeshError, MemoryError, torch.OutOfMemoryError) as error:
             if isinstance(error, PeerError):
@@ -377,6 +382,8 @@ class _Loop:
             return model
         if model is not None:
             model.close()
+        # Groups are the process's: the next attempt would make them once more.
+        undo.close()
         gc.collect()
         return next(filter(None, every))
 
@@ -424,18 +431,31 @@ class _Loop:
         assert work.prepared is not None
         prepared, model, output = work.prepared, self._models[work.task.model], work.run.output
         self._drop(work)
-        if self.rank == 0:
+        if self.rank > 0:
+            return
+        # This rank alone looks at what came out: whatever is wrong with it is the task's, and not the ranks'.
+        try:
             seconds = time.perf_counter() - work.began
+            latents = work.latents()
+            if latents is not None and not bool(torch.isfinite(latents.noisy).all()):
+                raise FloatingPointError(
+                    f"the latents of the last step are not finite in {model.spec.dtype}; serve the model in another "
+                    "dtype, or ask for another guidance"
+                )
             images = images_of(output)
             facts = model.facts(prepared, seconds)
             job, made = prepared.job, images[0]
             if len(images) > 1:
                 job, made = replace(job, fps=float(prepared.fps)), images
             receipt = receipt_of(job, 0, made, prepared.arguments, facts)
-            request = work.task.request
-            if (latents := work.latents()) is not None:
+            if latents is not None:
                 model.projection.learn_from(latents, images[len(images) // 2])
-            self._writer.submit(self._write, work.task.id, images, request.format, prepared.fps, receipt)
+        except Exception as error:
+            failure = _failure(error)
+            self._say(TaskFailed(work.task.id, failure.code, failure.message))
+            return
+        form = work.task.request.format
+        self._writer.submit(self._write, work.task.id, images, form, prepared.fps, receipt)
 
     def _write(self, name: str, images: list[Image], form: str, fps: int, receipt: Receipt) -> None:
         """Encode a picture and report it; in a thread."""
@@ -567,7 +587,7 @@ class _Loop:
             arguments["callback_on_step_end"] = lambda *of: (self._stepped(work, model), of[-1])[-1]
         self._watch(work, model, prepared.pipe, not called)
         batched = not model.batcher.why
-        work.prepared, work.began = prepared, time.perf_counter()
+        work.prepared, work.steps, work.began = prepared, prepared.steps, time.perf_counter()
         work.run = Run(prepared.pipe, arguments, prepared.job.seed, self.device, prepared.adapters, batched)
         self._say(Began(work.task.id, prepared.steps))
 
@@ -592,15 +612,25 @@ class _Loop:
         run, prepared = work.run, work.prepared
         assert run is not None
         assert prepared is not None
-        work.step = min(work.step + 1, prepared.steps)
-        self._say(Stepped(work.task.id, work.step, prepared.steps, run.batch or 1))
+        if not work.step:
+            # Now its timesteps are set: planned was what was asked for.
+            work.steps = loop_steps(getattr(prepared.pipe, "scheduler", None), prepared.steps)
+        work.step = min(work.step + 1, work.steps)
+        self._say(Stepped(work.task.id, work.step, work.steps, run.batch or 1))
         every = work.task.request.previews
-        if self.rank == 0 and every and work.step % every == 0 and work.step < prepared.steps:
+        if self.rank == 0 and every and work.step % every == 0 and work.step < work.steps:
             self._preview(work, model)
         if not run.delegates:
             run.ask(None)
 
     def _preview(self, work: _Work, model: LoadedModel) -> None:
+        try:
+            self._show(work, model)
+        except Exception as error:
+            # A picture does without.
+            logger.warning("a preview could not be made: %s", error)
+
+    def _show(self, work: _Work, model: LoadedModel) -> None:
         latents = work.latents()
         assert work.prepared is not None
         width, height = work.prepared.job.size or model.info.default_size or (1, 1)
@@ -709,6 +739,8 @@ def _failure(error: BaseException) -> _Failure:
         return _Failure("out_of_memory", f"there is not enough memory for this picture ({said}); ask for a smaller one")
     if isinstance(error, PeerError):
         return _Failure("internal", said, consequence=True)
+    if isinstance(error, FloatingPointError):
+        return _Failure("internal", said)
     if isinstance(error, (ValueError, TypeError, NotImplementedError, LayoutError)):
         return _Failure("invalid_request", said)
     return _Failure("internal", f"{type(error).__name__}: {said}")

@@ -43,7 +43,7 @@ def train(
     Returns:
         ``step``, ``resumed`` (the step that this run began with), ``loss`` (of the last step), ``seconds``,
         ``skipped``, ``notes``, ``unsaved`` and ``changed`` (settings that are not the checkpoint's), each a list of
-        sentences, ``overflowed`` (the steps of this run that changed no weight, because gradients overflowed in float16),
+        sentences, ``overflowed`` (the steps of this run that changed no weight: gradients overflowed in float16),
         ``pipeline`` (the folder of the trained pipeline, or of its LoRA weights), ``nearest`` (of the last
         validation: the share of pictures whose nearest training picture is their caption's own; None without one),
         ``weights`` (in reproducible mode a digest of the trained weights' bits, before averaging; else None).
