@@ -24,7 +24,7 @@ from .options import (
     with_groups,
 )
 from .show import emit
-from .values import config_of, parallel_config, parse_size
+from .values import check_planned, config_of, parallel_config, parse_size
 
 if TYPE_CHECKING:
     from ..config import ParallelConfig
@@ -107,16 +107,15 @@ def inspect(
     from .. import zoo
     from ..config import ParallelConfig
     from ..generate.model_info import find_model
-    from ..layout import known_models
-    from ..layout.describe import as_data, checked, on_meta
-    from ..strategies.sharded import parameters_in_pieces
 
     model = named or model
+    wanted = parse_size(size)
     settings = parallel.settings()
     if config is not None and (settings or devices is not None):
         raise InputError("--config says the whole configuration; leave degrees and --devices out")
     if memory:
-        components, request, heads = _asked(model, parse_size(size), frames, tokens, pictures, guidance)
+        check_planned(model or "emoji-sd3")
+        components, request, heads = _asked(model, wanted, frames, tokens, pictures, guidance)
         count, chosen = _config_of(config, devices, settings, heads)
         emit(_needed(components, request, count, chosen, heads, dtype, hardware), as_json, _show_memory)
         return
@@ -126,6 +125,10 @@ def inspect(
             "a configuration is for --memory, or with --hosts for what travels between them; give both or neither"
         )
     info = find_model(model or zoo.path())
+    from ..layout import known_models
+    from ..layout.describe import as_data, checked, on_meta
+    from ..strategies.sharded import parameters_in_pieces
+
     name, sizes = info.transformer_class, info.transformer
     reviewed = known_models().get(name)
     probed, differences = checked(name, sizes) if check or reviewed is None else (None, [])
@@ -133,7 +136,7 @@ def inspect(
     assert layout is not None
     module = on_meta(name, sizes)
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    width, height = parse_size(size) or info.default_size or (1024, 1024)
+    width, height = wanted or info.default_size or (1024, 1024)
     info.check_size(width, height)
     facts: dict[str, Any] = {
         "model": info.name,
@@ -242,10 +245,11 @@ def _show(facts: dict[str, Any], layout: TokenLayout, check: bool) -> None:
         f"sizes in multiples of {facts['size_multiple']}",
         highlight=False,
     )
-    table = Table(title=f"Token layout ({layout.source})", title_justify="left")
-    for column in ("blocks", "what", "argument", "tokens"):
-        table.add_column(column)
+    console.print(f"Token layout ({layout.source})", markup=False, highlight=False, soft_wrap=True)
     for region in layout.regions:
+        table = Table(box=None, padding=(0, 2, 0, 2))
+        for column in ("what", "argument", "tokens"):
+            table.add_column(column, overflow="fold", no_wrap=column != "tokens")
         chained = " (fed by the list before)" if region.chained else ""
         rows = [("stream", s.arg, f"{s.name}, dimension {s.dim}") for s in region.streams]
         rows += [("cut", c.arg, f"{' + '.join(c.tokens)}, dimension {c.dim}") for c in region.cuts]
@@ -253,10 +257,10 @@ def _show(facts: dict[str, Any], layout: TokenLayout, check: bool) -> None:
         for number, attention in enumerate(region.attention, 1):
             mixes = f"{' + '.join(attention.queries)} ask {' + '.join(attention.keys)}" if attention.keys else "local"
             rows.append((f"attention {number}", "", mixes))
-        for row, values in enumerate(rows):
-            table.add_row(region.blocks + chained if row == 0 else "", *values)
-        table.add_section()
-    console.print(table)
+        for values in rows:
+            table.add_row(*map(escape, values))
+        console.print(f"[bold]{escape(region.blocks)}[/]{chained}", highlight=False)
+        console.print(table, highlight=False)
     if layout.refused:
         console.print("Derived from the call that sets one: " + ", ".join(layout.refused), highlight=False)
     if "between_hosts" in facts:
