@@ -97,9 +97,11 @@ def warn_renamed(old: str, new: str) -> None:
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """``"; did you mean 'ulysses'?"`` when one of ``words`` is nearly ``word``, else nothing."""
-    near = difflib.get_close_matches(word, list(words), 1, 0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    """``"; did you mean 'ulysses'?"`` when one of ``words`` is nearly ``word``, or several alike; else nothing."""
+    near = difflib.get_close_matches(word, list(words), 3, 0.6)
+    likeness = [difflib.SequenceMatcher(None, one, word).ratio() for one in near]
+    best = sorted(one for one, like in zip(near, likeness, strict=True) if like == likeness[0])
+    return f"; did you mean {' or '.join(map(repr, best))}?" if best else ""
 
 
 # By the kind of a finding of pydantic: what a value is not.
@@ -132,6 +134,8 @@ def what_is_wrong(problem: Mapping[str, Any]) -> str:
         name, words = bounds[kind]
         # Bounds of whole numbers are shown as such.
         return words.replace(":g", "" if isinstance(about[name], int) else ":g").format(about[name])
+    if kind == "missing":
+        return "is missing"
     if kind == "too_short":
         return "empty; give one at least"
     if kind == "value_error":

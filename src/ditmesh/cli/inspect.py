@@ -24,7 +24,7 @@ from .options import (
     with_groups,
 )
 from .show import emit
-from .values import config_of, parallel_config, parse_size
+from .values import check_planned, config_of, parallel_config, parse_size
 
 if TYPE_CHECKING:
     from ..config import ParallelConfig
@@ -108,18 +108,15 @@ def inspect(
     from .. import zoo
     from ..config import ParallelConfig
     from ..generate.model_info import find_model
-    from ..generate.workload import request_of
-    from ..layout import known_models
-    from ..layout.describe import as_data, checked, on_meta
-    from ..strategies.sharded import parameters_in_pieces
-    from ..tools.planning.subject import Asked
 
     model = named or model
+    wanted = parse_size(size)
     settings = parallel.settings()
     if config is not None and (settings or devices is not None):
         raise InputError("--config says the whole configuration; leave degrees and --devices out")
     if memory:
-        components, request, heads = _asked(model, parse_size(size), frames, tokens, pictures, guidance)
+        check_planned(model or "emoji-sd3")
+        components, request, heads = _asked(model, wanted, frames, tokens, pictures, guidance)
         count, chosen = _config_of(config, devices, settings, heads)
         emit(_needed(components, request, count, chosen, heads, dtype, hardware), as_json, _show_memory)
         return
@@ -129,6 +126,11 @@ def inspect(
             "a configuration is for --memory, or with --hosts for what travels between them; give both or neither"
         )
     info = find_model(model or zoo.path())
+    from ..generate.workload import request_of
+    from ..layout import known_models
+    from ..layout.describe import as_data, checked, on_meta
+    from ..strategies.sharded import parameters_in_pieces
+
     name, sizes = info.transformer_class, info.transformer
     reviewed = known_models().get(name)
     probed, differences = checked(name, sizes) if check or reviewed is None else (None, [])
@@ -136,7 +138,7 @@ def inspect(
     assert layout is not None
     module = on_meta(name, sizes)
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    request = request_of(info, parse_size(size), tokens, pictures, guidance, frames)
+    request = request_of(info, wanted, tokens, pictures, guidance, frames)
     facts: dict[str, Any] = {
         "model": info.name,
         "pipeline": info.pipeline_class,
@@ -155,8 +157,10 @@ def inspect(
     if hosts is not None:
         count, chosen = _config_of(config, devices, settings, info.heads)
         chosen = chosen or ParallelConfig.auto(count, info.heads or 1)
-        wanted = Asked((request.width, request.height), frames, tokens, pictures, guidance, dtype=dtype)
-        facts["between_hosts"] = _between(str(model or zoo.path()), wanted, chosen, hosts)
+        from ..tools.planning.subject import Asked
+
+        step = Asked((request.width, request.height), frames, tokens, pictures, guidance, dtype=dtype)
+        facts["between_hosts"] = _between(str(model or zoo.path()), step, chosen, hosts)
     if save is not None:
         try:
             layout.save(save)
@@ -245,10 +249,11 @@ def _show(facts: dict[str, Any], layout: TokenLayout, check: bool) -> None:
         f"sizes in multiples of {facts['size_multiple']}",
         highlight=False,
     )
-    table = Table(title=f"Token layout ({layout.source})", title_justify="left")
-    for column in ("blocks", "what", "argument", "tokens"):
-        table.add_column(column)
+    console.print(f"Token layout ({layout.source})", markup=False, highlight=False, soft_wrap=True)
     for region in layout.regions:
+        table = Table(box=None, padding=(0, 2, 0, 2))
+        for column in ("what", "argument", "tokens"):
+            table.add_column(column, overflow="fold", no_wrap=column != "tokens")
         chained = " (fed by the list before)" if region.chained else ""
         rows = [("stream", s.arg, f"{s.name}, dimension {s.dim}") for s in region.streams]
         rows += [("cut", c.arg, f"{' + '.join(c.tokens)}, dimension {c.dim}") for c in region.cuts]
@@ -256,10 +261,10 @@ def _show(facts: dict[str, Any], layout: TokenLayout, check: bool) -> None:
         for number, attention in enumerate(region.attention, 1):
             mixes = f"{' + '.join(attention.queries)} ask {' + '.join(attention.keys)}" if attention.keys else "local"
             rows.append((f"attention {number}", "", mixes))
-        for row, values in enumerate(rows):
-            table.add_row(region.blocks + chained if row == 0 else "", *values)
-        table.add_section()
-    console.print(table)
+        for values in rows:
+            table.add_row(*map(escape, values))
+        console.print(f"[bold]{escape(region.blocks)}[/]{chained}", highlight=False)
+        console.print(table, highlight=False)
     if layout.refused:
         console.print("Derived from the call that sets one: " + ", ".join(layout.refused), highlight=False)
     if "between_hosts" in facts:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import ConfigError, InputError
+from ..errors import ConfigError, InputError, did_you_mean
 from .options import (
     JOB,
     OFFLOADS,
@@ -26,8 +26,8 @@ from .options import (
     one_of,
     output_option,
 )
-from .show import emit
-from .values import parse_size
+from .show import emit, print_table
+from .values import check_planned, parse_size
 
 if TYPE_CHECKING:
     from ..costs.hardware import Hardware
@@ -191,6 +191,8 @@ def plan(
     if sum((exact, reproducible, stale)) > 1:
         raise InputError("--exact, --reproducible and --stale contradict one another; give one of them")
     exactness = "reproducible" if reproducible else "stale" if stale else "exact"
+    check_planned(model)
+    changes = [(text, _changed(text)) for text in what_if or []]
     from ..tools.planning.subject import Asked
 
     started = time.perf_counter()
@@ -211,10 +213,10 @@ def plan(
     result = made.data()
     result["what_if"] = [
         {
-            "changed": change,
-            **_planned(model, asked, {**settings, **_changed(change)}, exactness, deadline, objective).data(),
+            "changed": text,
+            **_planned(model, asked, {**settings, **change}, exactness, deadline, objective).data(),
         }
-        for change in what_if or []
+        for text, change in changes
     ]
     if measure:
         result["measured"] = made.measure(exactness, device)
@@ -281,10 +283,6 @@ def _planned(
     from ..planner.search import search
     from ..tools.planning.subject import subject
 
-    if not model:
-        from ..planner.catalogue import shapes
-
-        raise InputError(f"say which model: {', '.join(shapes())}, or the folder of a pipeline")
     chosen = _hardware(settings)
     dtype = chosen.device.dtype if settings["hardware"] is None else settings["dtype"]
     about = subject(model, asked if asked.dtype == dtype else _with_dtype(asked, dtype))
@@ -335,7 +333,8 @@ def _changed(text: str) -> dict[str, Any]:
     name, equals, value = text.partition("=")
     kinds = {"devices": int, "hosts": int, "memory": float, "link": str, "between": str, "hardware": str}
     if not equals or name not in kinds:
-        raise InputError(f"--what-if {text!r} is not NAME=VALUE with one of {', '.join(kinds)}")
+        near = did_you_mean(name, kinds) if equals else ""
+        raise InputError(f"--what-if {text!r} is not NAME=VALUE with one of {', '.join(kinds)}{near}")
     try:
         made = kinds[name](value)
     except ValueError:
@@ -388,36 +387,24 @@ def _show(result: dict[str, Any], made: _Planned) -> None:
 
 def _show_plan(console: Any, result: dict[str, Any]) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
     from ..planner.explain import number
 
     console.print(
         f"{escape(result['model'])} on {escape(result['hardware'])}: {result['image_tokens']:,} image and "
         f"{result['text_tokens']:,} text tokens, {result['steps']} steps, "
-        f"guidance {'on' if result['branches'] > 1 else 'off'}; all figures are predicted"
+        f"guidance {'on' if result['branches'] > 1 else 'off'}; all figures are predicted",
+        soft_wrap=True,
     )
-    table = Table()
-    for column, side in (
-        ("configuration", "left"),
-        ("devices", "right"),
-        ("denoising s", "right"),
-        ("ms a step", "right"),
-        ("GB a rank", "right"),
-        ("why", "left"),
-    ):
-        table.add_column(column, justify=side)  # type: ignore[arg-type]
+    rows = []
     for one in result["configurations"]:
-        table.add_row(
-            escape(one["words"]),
-            str(one["devices"]),
-            number(one["denoising_seconds"]),
-            number(one["step_seconds"] * 1e3),
-            f"{one['memory_bytes'] / 1e9:.3g}",
-            escape(one["why"]),
-            style=None if one["fits"] else "red",
-        )
-    console.print(table)
+        red = "" if one["fits"] else "[red]"
+        cells = [number(one["denoising_seconds"]), number(one["step_seconds"] * 1e3)]
+        cells = [escape(one["words"]), str(one["devices"]), *cells, f"{one['memory_bytes'] / 1e9:.3g}"]
+        rows.append([red + cell for cell in cells])
+    print_table(console, ("configuration", "devices", "denoising s", "ms a step", "GB a rank"), rows)
+    for one in result["configurations"]:
+        console.print(f"{one['words']}: {one['why']}", markup=False)
     error = result["configurations"][0]["error"]
     if error is not None:
         console.print(f"[dim]Predictions with this hardware profile were off by {error:.0%} on average.[/]")

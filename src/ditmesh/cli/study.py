@@ -25,7 +25,7 @@ from .options import (
     at_least,
     with_groups,
 )
-from .show import bar, emit, provenance
+from .show import bar, emit, print_table, provenance
 from .values import download, embedded_or, parse_size, read_prompts, videos_of
 
 if TYPE_CHECKING:
@@ -259,9 +259,8 @@ def _run(
 
 
 def _say(result: dict[str, Any]) -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
+    from rich.markup import escape
 
     from ..quality.perceptual import NAME
     from ..quality.report import number_text, without_empty_columns
@@ -291,15 +290,9 @@ def _say(result: dict[str, Any]) -> None:
                     "" if sent is None else number_text(sum(sent.values()) / 1e6),
                 ]
             )
-        table = Table(
-            box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False, title=f"{strategy}, {sampler}", title_justify="left"
-        )
         header, kept = without_empty_columns(names, rows)
-        for name in header:
-            table.add_column(name, justify="left" if name == "warm-up" else "right", no_wrap=True)
-        for cells in kept:
-            table.add_row(*map(str, cells))
-        console.print(table)
+        cells = [[escape(str(cell)) for cell in row] for row in kept]
+        print_table(console, header, cells, keys=2, title=f"{strategy}, {sampler}")
     right = [row["right_synchronous"] for row in result["table"] if row["right_synchronous"]["value"] is not None]
     if right:
         console.print(

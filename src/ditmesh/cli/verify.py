@@ -16,7 +16,7 @@ import typer
 from ..core.files import finite
 from ..errors import ConfigError, InputError
 from .options import AsJson, PictureOptions, RankOptions, at_least, common_option, output_option, with_groups
-from .show import bar, count, emit, provenance
+from .show import bar, count, emit, print_table, provenance
 from .values import configs_of, fetched, picture_job, read_prompts
 
 if TYPE_CHECKING:
@@ -114,6 +114,7 @@ def verify(
     from .. import zoo
     from ..generate.job import check_folder, check_job
     from ..generate.receipt import MOST_TOGETHER
+    from ..generate.run import PRELOAD
     from ..launch import torchrun_rank
 
     asked = configs_of([*(more_configs or []), *(configs or [])])
@@ -130,6 +131,7 @@ def verify(
     job, info = picture_job(model, prompts, pictures, ranks.timeout, room, per_call=pictures.num_images)
     largest = max([config.world_size for config in asked] + [comparing.all_of or 1])
     check_job(job, info, largest)
+    ranks.begin(PRELOAD)
     offered = _checked(job, info, asked, comparing.all_of)
     there = torchrun_rank()
     if there is not None:
@@ -337,9 +339,8 @@ def _result(
 
 
 def _say(result: dict[str, Any]) -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
+    from rich.markup import escape
 
     console = Console(highlight=False)
     single = ", ".join(f"{one['config']} {one['seconds']:.2f} s" for one in result["one_device"])
@@ -349,11 +350,8 @@ def _say(result: dict[str, Any]) -> None:
         markup=False,
         soft_wrap=True,
     )
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("configuration", overflow="fold", min_width=16)
-    for name in ("largest", "PSNR dB", "SSIM", "latents", "seconds", "sent MB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict", min_width=10)
+    header = ("configuration", "largest", "PSNR dB", "SSIM", "latents", "seconds", "sent MB", "verdict")
+    rows: list[list[str]] = []
     for verdict in result["configs"]:
         colour = "yellow" if not verdict["judged"] else "green" if verdict["passed"] else "red"
         outcome = f"[{colour}]{verdict['outcome']}[/]"
@@ -364,8 +362,8 @@ def _say(result: dict[str, Any]) -> None:
             sent = f"{sum(verdict['bytes_sent'].values()) / 1e6:.2f}"
             cells = [_error(verdict["largest"]), psnr, f"{verdict['ssim']:.4f}", _error(verdict["latents"])]
             cells += [f"{verdict['seconds']:.2f}", sent]
-        table.add_row(verdict["config"], *cells, outcome)
-    console.print(table)
+        rows.append([escape(verdict["config"]), *cells, outcome])
+    print_table(console, header, rows)
     lines: list[str] = []
     for one in result["one_device"]:
         if not one["repeats"]:
