@@ -66,7 +66,12 @@ Steps = Annotated[
     picture_option("--steps", "-s", help="Denoising steps.", show_default=PIPELINES, callback=at_least(1)),
 ]
 Guidance = Annotated[float | None, picture_option("--guidance", "-g", help="Guidance scale.", show_default=PIPELINES)]
-Size = Annotated[str | None, picture_option(metavar="WxH", help="Width and height in pixels.", show_default=PIPELINES)]
+Size = Annotated[
+    str | None,
+    picture_option(
+        metavar="WxH", help="Width and height in pixels.", show_default="an input image's, or the pipeline's"
+    ),
+]
 Seed = Annotated[int, picture_option(help="Seed of the first picture; picture i has seed + i.", callback=at_least(0))]
 AnySeed = Annotated[
     int,
