@@ -77,7 +77,10 @@ Guidance = Annotated[
     float | None, common_option("--guidance", "-g", help="Set the guidance scale.", show_default=PIPELINES)
 ]
 Size = Annotated[
-    str | None, common_option(metavar="WxH", help="Set width and height in pixels.", show_default=PIPELINES)
+    str | None,
+    common_option(
+        metavar="WxH", help="Set width and height in pixels.", show_default="an input image's, or the pipeline's"
+    ),
 ]
 Seed = Annotated[
     int, common_option(help="Set the seed of the first image; image i has seed + i.", callback=at_least(0))

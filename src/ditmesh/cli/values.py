@@ -195,9 +195,17 @@ def picture_job(
     """A job without configuration and dtype, from options and ``more`` fields; and what the model's files say."""
     from ..generate.job import PER_CALL, job_for
     from ..generate.receipt import MOST_PIXELS
+    from ..generate.run import quieten
+    from ..generate.shape import input_size
 
     size = parse_size(pictures.size)
     info, steps, guidance, text_tokens = embedded_or(model, pictures.steps, pictures.guidance)
+    if more.get("files"):
+        # The class of pipeline is looked at.
+        quieten()
+    # Also with a size: a mask has to lie on its image.
+    like = input_size(info, more.get("files", ()), more.get("strength"))
+    size = size or like
     width, height = size or info.default_size or (1, 1)
     # Videos one by one: each is as much as many pictures.
     together = 1 if videos_of(info) else max(1, min(PER_CALL, MOST_PIXELS // (width * height)))

@@ -20,6 +20,7 @@ from ..strategies.heads import check_heads
 from .files import MOST_VIDEO_PIXELS, PICTURES, InputFile, check_encoder, check_roles, open_video, pipeline_for
 from .model_info import ModelInfo
 from .receipt import LONGEST_PROMPT, MOST_PIXELS, MOST_STEPS, MOST_TOGETHER, Dtype, Offload, Receipt
+from .shape import input_size
 
 # Pictures of one call of the pipeline when nobody says how many, and of a whole job at most.
 PER_CALL = 64
@@ -457,15 +458,16 @@ def job_for(model: ModelInfo, prompts: Sequence[str], out: str | Path, **more: A
     Args:
         model: the model's files.
         prompts, out: of the job.
-        more: the other fields of the job; ``labels`` are found by the prompts if not given. ``size`` and ``frames`` of
-            an embedded model are its own if not given: its pipeline's defaults are those of a model a thousand times
-            as large.
+        more: the other fields of the job; ``labels`` are found by the prompts if not given. A ``size`` that is not
+            given is that of an input image, see `input_size`. ``size`` and ``frames`` of an embedded model are its own
+            if not given: its pipeline's defaults are those of a model a thousand times as large.
 
     Raises:
-        InputError: a prompt is not one of the model's classes.
+        InputError: a prompt is not one of the model's classes, or an input image cannot be read.
     """
+    more["size"] = more.get("size") or input_size(model, more.get("files", ()), more.get("strength"))
     if "sample_size" not in model.transformer:
-        more["size"] = more.get("size") or model.default_size
+        more["size"] = more["size"] or model.default_size
     more["frames"] = more.get("frames") or model.default_frames
     return Job(
         model=str(model.files) if model.local else model.name,

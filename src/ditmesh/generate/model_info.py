@@ -200,6 +200,25 @@ class ModelInfo:
         """Tokens of an image of ``width`` × ``height`` pixels, or of a video of so many frames."""
         return prod(self.token_grid(width, height, frames))
 
+    def size_like(self, width: int, height: int, most: int) -> tuple[int, int]:
+        """A size that the model can make, of the shape of an input image.
+
+        Args:
+            width, height: of the image, in pixels.
+            most: pixels, about; a larger image is made smaller, and a smaller one keeps its size.
+
+        Returns:
+            Width and height: multiples of `size_multiple`, no side beyond `largest_side`.
+        """
+        step, limit = self.size_multiple, self.largest_side
+        factor = min(1.0, (most / (width * height)) ** 0.5)
+        if limit is not None:
+            factor = min(factor, limit / max(width, height))
+        sides = [max(1, round(side * factor / step)) * step for side in (width, height)]
+        if sides[0] * sides[1] > most or (limit is not None and max(sides) > limit):
+            sides = [max(1, int(side * factor / step)) * step for side in (width, height)]
+        return sides[0], sides[1]
+
     def check_size(self, width: int, height: int) -> None:
         """Refuse a size that the model cannot make.
 

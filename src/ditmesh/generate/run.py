@@ -23,6 +23,7 @@ from .files import PICTURES
 from .job import Generated, Job, Kept, Loaded, Noted, Stepped, check_output, video_call
 from .model_info import find_model
 from .receipt import Receipt, ReceiptFile, write_free
+from .shape import stretched
 from .video import FPS, frames_digest
 
 if TYPE_CHECKING:
@@ -109,6 +110,10 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
         say(Stepped(images, steps, log.summary() if log is not None else ""))
 
     total, pictures, first = 0.0, pictures_of(job.files, None if "num_frames" in parameters else job.frames), True
+    if pictures and job.size is not None:
+        step = find_model(job.model).size_multiple
+        if (text := stretched(pictures, job.size, step)) is not None:
+            say(Noted(text))
     # Some make arrays by default.
     form = {"output_type": "pil"} if video_call(parameters) else {}
     for number in range(job.calls):

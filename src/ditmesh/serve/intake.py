@@ -35,7 +35,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 JOB_ID = re.compile(r"job_[0-9a-f]{32}")
 JobId = Annotated[str, Path(description="`job_` and 32 hexadecimal digits", max_length=64)]
-# "auto": the pipeline's own.
+# "auto": of an input image, else the pipeline's own.
 Size = Annotated[str, Field(pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$", examples=["1024x1024"])]
 
 

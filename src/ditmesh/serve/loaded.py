@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +24,7 @@ from ..generate.loading import why_whole
 from ..generate.model_info import ModelInfo, find_model
 from ..generate.offload import offload
 from ..generate.run import call_arguments, call_parameters, check_call, denoising_steps, facts_of, load_pipeline
+from ..generate.shape import input_size
 from ..generate.video import FPS, check_video_library
 from ..recipe import RECIPE
 from ..strategies.vae.parallel import BandedVae
@@ -314,7 +315,7 @@ class LoadedModel:
             steps=request.steps or self.spec.steps,
             guidance=self.spec.guidance if request.guidance is None else request.guidance,
             max_sequence_length=self.spec.text_tokens,
-            size=self._asked_size(task),
+            size=self._asked_size(task, files),
             seed=(request.seed or 0) + task.index,
             frames=request.frames,
             dtype=self.spec.dtype,
@@ -339,13 +340,24 @@ class LoadedModel:
         fps = request.fps or card.fps or FPS
         return Prepared(job, own, arguments, denoising_steps(job, parameters), adapters, fps)
 
-    def _asked_size(self, task: Task) -> tuple[int, int] | None:
-        request, default = task.request, self.info.default_size
+    def _asked_size(self, task: Task, files: Sequence[InputFile]) -> tuple[int, int] | None:
+        """Width and height that are asked for; of one side alone the other is the input image's, or the model's.
+
+        Without both it is the input image's size; None: the model's.
+        """
+        request, like = task.request, input_size(self.info, files, task.request.strength)
         if request.width is None and request.height is None:
-            return None
-        if default is None and (request.width is None or request.height is None):
+            return like
+        if request.width is not None and request.height is not None:
+            return request.width, request.height
+        if like is not None:
+            step = self.info.size_multiple
+            factor = request.width / like[0] if request.width is not None else (request.height or 0) / like[1]
+            width, height = (max(1, round(side * factor / step)) * step for side in like)
+        elif self.info.default_size is not None:
+            width, height = self.info.default_size
+        else:
             raise InputError("width and height are given together or not at all; give both")
-        width, height = default or (0, 0)
         return request.width or width, request.height or height
 
     def _arguments(self, job: Job, pipe: Any, pictures: Mapping[str, Image.Image]) -> dict[str, Any]:

@@ -42,7 +42,9 @@ class JobRequest(BaseModel):
         model: one of the server's; empty: its first.
         prompt, negative_prompt: texts; for class-conditional models the prompt is the class's name.
         n: number of pictures; each is what it would be alone.
-        width, height: in pixels; None: the pipeline's own.
+        width, height: in pixels; None: those of an input image, rounded to what the model can make and with no more
+            pixels than its default; without an image the pipeline's own. A size of another shape than the image's is
+            reached by stretching it, in most pipelines.
         steps, guidance, strength: None: the pipeline's own.
         seed: None: the server takes one at random when it accepts the job, and writes it here.
         loras: adapters that are on for this job alone.
