@@ -326,6 +326,24 @@ def test_the_index_lists_every_page(index):
     assert {link.split("#")[0] for link in LINK.findall((ROOT / "docs" / index).read_text(encoding="utf-8"))} == pages
 
 
+def figures(page: str, heading: str) -> list[list[str]]:
+    """The figures of the first table behind a heading, by row."""
+    section = (ROOT / "docs" / page).read_text(encoding="utf-8").split(heading, 1)[1]
+    table = re.search(r"^\|.*\n(?:\|.*\n)+", section, re.MULTILINE)
+    assert table
+    return [re.findall(r"\d+\.\d+|\d+%", row) for row in table[0].splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("heading", "translated"),
+    [("### Well-known models", "### 常见模型"), ("### Measured: every way", "### 实测：让权重放得下的各种办法")],
+)
+def test_translated_tables_have_the_same_figures(heading, translated):
+    found = figures("memory.md", heading)
+    assert sum(map(len, found)) > 50
+    assert figures("memory.zh.md", translated) == found
+
+
 def test_checkers_of_links_find_what_is_broken():
     page = "# One two\n\n[a](other.md#there) [b](other.md#nowhere) [c](missing.md) [d](#one-two) `[e](code.md)`\n"
     other = "# 中文\n\n## There\n\n## There\n"
