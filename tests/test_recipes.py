@@ -16,7 +16,7 @@ from ditmesh import ParallelConfig
 from support import recipes
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+PAGE = "".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("recipes", "quantisation"))
 
 
 def constant(name: str, what: str) -> Any:
@@ -45,14 +45,12 @@ CASES = [(name, machine, config) for name in recipes.MODELS for machine, config 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Any:
     """``models(name)``: the tiny pipeline of a recipe, and what plain diffusers generates with it."""
-    import diffusers
-
     made: dict[str, tuple[Path, np.ndarray]] = {}
 
     def get(name: str) -> tuple[Path, np.ndarray]:
         if name not in made:
             folder = recipes.MODELS[name](tmp_path_factory.mktemp(name))
-            pipe: Any = diffusers.DiffusionPipeline.from_pretrained(folder)
+            pipe = recipes.alone(name, folder)
             pipe.set_progress_bar_config(disable=True)
             result = pipe(
                 prompt=constant(name, "PROMPT"),
@@ -86,7 +84,8 @@ def test_a_recipe_generates_what_one_device_does(ranks, models, tmp_path, name, 
         found = np.asarray(Image.open(written), float) / 255
     assert found.shape == expected.shape
     assert float(found.std()) > 0.01  # an image, not one colour
-    assert float(np.abs(found - expected).max()) < 1.01 / 255
+    # In bfloat16 a sum that is rounded otherwise shows in the last bits of 8.
+    assert float(np.abs(found - expected).max()) < (4.01 if name in recipes.QUANTISED else 1.01) / 255
 
 
 @pytest.mark.parametrize("name", recipes.MODELS)
@@ -102,7 +101,7 @@ def test_a_program_asks_for_its_machine(name):
     assert "torch.cuda.empty_cache()" in text or "rank 0 encodes" in text
 
 
-def test_the_page_has_the_programs():
+def test_the_pages_have_the_programs():
     """Each one word for word, without the comment that begins it, and each line that starts it."""
     for name in recipes.MODELS:
         text = (recipes.FOLDER / f"{name}.py").read_text(encoding="utf-8")

@@ -106,15 +106,19 @@ def _tiny_flux(folder: Path) -> Path:
 
 MODELS: dict[str, Callable[[Path], Path]] = {
     "flux1_dev": _tiny_flux,
+    "flux1_dev_int8": _tiny_flux,
     "sd35_large": lambda folder: save_tiny_sd3(folder, 16),
     "qwen_image": _qwen_image,
     "wan21_14b": save_tiny_wan,
     "flux2_dev": _flux2,
 }
 
+QUANTISED = {"flux1_dev_int8"}
+
 # What one device is asked for, by the pipeline of plain diffusers.
 CALLS: dict[str, dict[str, Any]] = {
     "flux1_dev": {"guidance_scale": 3.5},
+    "flux1_dev_int8": {"guidance_scale": 3.5},
     "sd35_large": {"negative_prompt": "blurry", "guidance_scale": 4.5},
     "qwen_image": {"negative_prompt": " ", "true_cfg_scale": 4.0},
     "wan21_14b": {"negative_prompt": "blurry, still", "guidance_scale": 5.0, "num_frames": FRAMES},
@@ -122,12 +126,26 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
+def alone(name: str, folder: Path) -> Any:
+    """The pipeline of plain diffusers."""
+    if name not in QUANTISED:
+        return diffusers.DiffusionPipeline.from_pretrained(folder)
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    int8 = diffusers.TorchAoConfig(Int8WeightOnlyConfig())
+    transformer = diffusers.AutoModel.from_pretrained(
+        str(folder), subfolder="transformer", quantization_config=int8, dtype=torch.bfloat16
+    )
+    return diffusers.DiffusionPipeline.from_pretrained(folder, transformer=transformer, dtype=torch.bfloat16)
+
+
 def source(name: str, model: Path) -> str:
-    """A program with its tiny model, in float32, and with few small steps; all else is as it stands."""
+    """A program with its tiny model, in float32 if it can, and with few small steps; all else is as it stands."""
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     changes = {
         r"^MODEL = .*$": f"MODEL = {str(model)!r}",
-        r"torch\.bfloat16": "torch.float32",
+        # diffusers quantises nothing else.
+        **({} if name in QUANTISED else {r"torch\.bfloat16": "torch.float32"}),
         r"\b1024, 1024, \d+, 0$": f"{SIZE[0]}, {SIZE[1]}, {STEPS}, 0",
         r"^FRAMES, STEPS, SEED = .*$": f"FRAMES, STEPS, SEED = {FRAMES}, {STEPS}, 0",
         r"\((?:832, 480|1280, 720)\)": repr(SIZE),
