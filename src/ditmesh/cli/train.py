@@ -47,6 +47,7 @@ def train(
     from ..launch import launcher, resolve_device, torchrun_rank
     from ..train.config import TrainConfig
     from ..train.run import train as train_on_ranks
+    from ..train.samples import DataReport
 
     there = torchrun_rank()
     if there is not None:
@@ -69,6 +70,10 @@ def train(
         task = progress.add_task("loading", total=None)
 
         def report(_: int, now: Any) -> None:
+            if isinstance(now, DataReport):
+                for line in now.lines:
+                    progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+                return
             words = f"loss {now.loss:.4f}  {now.samples_per_second:.1f} samples/s  {_time(now.seconds_left)} left"
             progress.update(task, description=words, total=now.steps, completed=now.step)
 

@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from ..config import ParallelConfig
 from ..errors import ConfigError, InputError
+from ..media.videos import MOST_VIDEO_PIXELS
 from ..strategies import support
-from .files import MOST_VIDEO_PIXELS, PICTURES, InputFile, check_encoder, check_roles, open_video, pipeline_for
+from .files import PICTURES, InputFile, check_encoder, check_roles, open_video, pipeline_for
 from .model_info import ModelInfo
 from .receipt import LONGEST_PROMPT, MOST_PIXELS, MOST_STEPS, MOST_TOGETHER, Dtype, Offload, Receipt
 

@@ -23,7 +23,8 @@ from ..generate.loading import why_whole
 from ..generate.model_info import ModelInfo, find_model
 from ..generate.offload import offload
 from ..generate.run import call_arguments, call_parameters, check_call, denoising_steps, facts_of, load_pipeline
-from ..generate.video import FPS, check_video_library
+from ..generate.video import FPS
+from ..media.videos import check_video_library
 from ..recipe import RECIPE
 from ..strategies.vae.parallel import BandedVae
 from .batching import Batcher, Run, copied

@@ -126,6 +126,8 @@ class Trainer:
         self.family.prepare(pipe)
         self._check_frames()
         found = Samples.find(config, self.family.conditioned_by)
+        found.check(config)
+        self.data_report = found.report()
         self.samples, self.corrupt = found.good, list(found.corrupt)
         sizes = [self._bucket(sample.size) for sample in self.samples]
         self.encoded = EncodedSamples(pipe, self.family, self.samples, sizes, config, self.device)
