@@ -229,7 +229,7 @@ def test_pictures_have_no_frames(tmp_path: Path):
 def test_without_pyav_it_is_said_what_to_install(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(video, "find_spec", lambda name: None)
+    monkeypatch.setattr("ditmesh.media.videos.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         main(["generate", "a red fox", "--model", str(model), *SMALL])
     assert "pip install av" in capsys.readouterr().err

@@ -45,6 +45,8 @@ VIDEO_PIPELINES: dict[str, tuple[str, ...]] = {
     ),
     "WanPipeline": ("WanVideoToVideoPipeline",),
 }
+# Input channels of the transformers that an inpainting pipeline of diffusers works with, where it has a list.
+MASK_CHANNELS = {"StableDiffusion3InpaintPipeline": (16, 33)}
 # Adapters, the method of a pipeline that loads each, and the file's name in a folder or a hub repository.
 ADAPTERS = {
     "lora": ("load_lora_weights", "pytorch_lora_weights.safetensors"),
@@ -368,6 +370,25 @@ def pipeline_for(name: str, files: Iterable[InputFile], strength: float | None =
         if file.role in ADAPTERS and not hasattr(fitting[0], ADAPTERS[file.role][0]):
             raise InputError(f"--{file.role}: {fitting[0].__name__} has no {ADAPTERS[file.role][0]}; leave it out")
     return fitting[0].__name__
+
+
+def check_mask(pipeline: str, files: Iterable[InputFile], channels: Any) -> None:
+    """Refuse a mask that the pipeline class would accept and its transformer cannot.
+
+    Args:
+        pipeline: class of the pipeline, as of `pipeline_for`.
+        files: of the job.
+        channels: of the transformer's input.
+
+    Raises:
+        InputError: naming the channels.
+    """
+    fitting = MASK_CHANNELS.get(pipeline)
+    if fitting and isinstance(channels, int) and channels not in fitting and any(one.role == "mask" for one in files):
+        raise InputError(
+            f"--mask: {pipeline} inpaints with a transformer of {' or '.join(map(str, fitting))} input channels, and "
+            f"this model's has {channels}; leave --mask out, or give another model"
+        )
 
 
 def _beside(own: type[Any], masked: bool) -> list[type[Any]]:

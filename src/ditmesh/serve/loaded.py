@@ -17,7 +17,7 @@ from ..core.digests import WeightDigests, digest
 from ..engine import Engine, engine_of, parallelize
 from ..errors import ConfigError, InputError
 from ..first_call import FirstCall
-from ..generate.files import PICTURES, InputFile, adapter, load_adapters, pictures_of, pipeline_for
+from ..generate.files import PICTURES, InputFile, adapter, check_mask, load_adapters, pictures_of, pipeline_for
 from ..generate.job import Job, check_config, check_content, check_layout, job_for
 from ..generate.loading import why_whole
 from ..generate.model_info import ModelInfo, find_model
@@ -263,7 +263,8 @@ class LoadedModel:
         if role == "mask":
             files.append(InputFile("image", "", "0" * 64))
         try:
-            return bool(pipeline_for(self.kind, files))
+            check_mask(pipeline_for(self.kind, files), files, self.info.transformer.get("in_channels"))
+            return True
         except InputError:
             return False
 

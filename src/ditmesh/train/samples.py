@@ -255,7 +255,7 @@ class _Search:
                 + _some([f"{name} ({what})" for name, what in self._disputed.items()])
             )
         if self._unread:
-            kinds = Counter("".join(Path(name).suffixes).lower()[-12:] or "without suffix" for name in self._unread)
+            kinds = Counter(_suffixes(name) for name in self._unread)
             self.notes.append(
                 f"files that are not read: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common(8))} "
                 f"({_some(self._unread)})"
@@ -511,6 +511,12 @@ def _member_reader(tar: Path, name: str, member: tarfile.TarInfo) -> Callable[[]
             return file.read()
 
     return read
+
+
+def _suffixes(name: str) -> str:
+    """What a file's or a tar member's name ends in, for messages."""
+    file = os.path.basename(name).rpartition(":")[2]
+    return file[file.index(".") :].lower()[-12:] if "." in file else "without suffix"
 
 
 def _is_shown(name: str) -> bool:
