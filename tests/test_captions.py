@@ -15,7 +15,9 @@ import pytest
 
 from ditmesh.errors import InputError
 from ditmesh.train import TrainConfig
-from ditmesh.train.samples import Samples
+from ditmesh.train.run import train
+from ditmesh.train.samples import DataReport, Samples
+from ditmesh.train.trainer import Progress
 from support.train import settings
 from test_media import RED, SAMPLES, close, file_of, mp4_of, turned
 
@@ -532,3 +534,27 @@ def test_a_report_is_short(tmp_path):
     assert lines[-1] == "    and 47 others"
     assert len(lines) < 12
     assert max(map(len, lines)) < 200
+
+
+def test_a_run_begins_with_what_it_is_trained_on(tmp_path):
+    """From files that trained on white squares, lying images and empty captions."""
+    data = tmp_path / "data"
+    put(data, ("a.png", SAMPLES["PNG of 16 bits"][0]()), ("a.caption", "A"), ("b.jpg", turned(6, "JPEG")))
+    put(data, ("c.png", b"x"), ("d.png", PNG), ("d.txt", b"\xe9"))
+    given = settings(data, tmp_path / "out", max_train_steps=1, cache_dir=str(tmp_path / "cache"))
+    reports: list[Any] = []
+    result = train(given, report=reports.append)
+    assert [type(one) for one in reports] == [DataReport, Progress]
+    assert list(reports[0].lines) == [
+        "data: 2 samples",
+        "  with caption: 1 (1 of .caption)",
+        "  without caption: 1 (b.jpg)",
+        "  skipped: 2",
+        "    c.png is not an image that can be read; its format is to be one of "
+        "PNG, JPEG, WEBP, BMP, GIF, TIFF, AVIF, JPEG2000, PPM",
+        "    d.png is left out: d.txt line 1 is not UTF-8 (unexpected end of data); save the file as UTF-8",
+    ]
+    assert len(result["skipped"]) == 2
+    (data / "a.caption").unlink()
+    with pytest.raises(InputError, match="none of 2 samples"):
+        train(given)

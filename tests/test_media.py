@@ -275,7 +275,7 @@ def test_what_breaks_off_is_named(kind):
     noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
     content = file_of(noise, kind)
     for length in (0, 5, 20, len(content) // 2):
-        with pytest.raises(InputError, match="^a file is "):
+        with pytest.raises(InputError, match=r"^a file is "):
             read_image(io.BytesIO(content[:length]), "a file")
 
 
