@@ -182,7 +182,7 @@ def facts_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["--image", "NONE"], "is not there; give the name of a file"),
         (["--image", "FOLDER"], "is a folder; give the name of a file"),
-        (["--image", "TEXT"], "is not a picture; give a PNG or JPEG"),
+        (["--image", "TEXT"], "is not an image"),
         (["--image", "x" * 5000], "cannot be a file (File name too long)"),
         (["--mask", "PICTURE"], "--mask needs --image as well"),
         (["--ip-image", "PICTURE"], "--ip-image needs --ip-adapter as well"),

@@ -406,7 +406,7 @@ def test_inputs_as_data_urls(http: httpx.Client, backend: FakeBackend):
         "/etc/passwd": "no data URL",
         "data:image/svg+xml;base64,PHN2Zy8+": "no data URL",
         "data:image/png;base64,AAA": "not base64",
-        "data:image/png;base64,AAAA": "is not a picture",
+        "data:image/png;base64,AAAA": "is not an image",
         f"data:image/png;base64,{large}": "more than 10000 pixels",
         "data:image/png;base64," + base64.b64encode(file_of(image)[:60]).decode(): "cannot be decoded",
     }.items():

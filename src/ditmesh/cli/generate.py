@@ -132,8 +132,8 @@ def generate(
     from ..generate.elastic import check_elastic
     from ..generate.job import check_job
     from ..generate.run import PRELOAD, quieten, with_free_names
-    from ..generate.video import check_video_library
     from ..launch import torchrun_rank
+    from ..media.videos import check_video_library
 
     if server is not None:
         check_options(context)
@@ -335,7 +335,7 @@ def _largest_difference(made: list[Generated], alone: list[Generated]) -> int:
     import numpy
     from PIL import Image
 
-    from ..generate.video import read_frames
+    from ..media.videos import read_frames
 
     largest = 0
     for ours, theirs in zip(made, alone, strict=True):

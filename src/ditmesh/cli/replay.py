@@ -118,7 +118,8 @@ def opened(path: str | Path) -> Any:
     """A picture, or the frames of a video."""
     from PIL import Image
 
-    from ..generate.video import is_video, read_frames
+    from ..generate.video import is_video
+    from ..media.videos import read_frames
 
     if is_video(path):
         return read_frames(path, str(path))

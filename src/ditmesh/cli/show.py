@@ -80,7 +80,7 @@ def print_table(
     def longest_word(cell: str) -> int:
         return max((len(word) for word in Text.from_markup(cell).plain.split()), default=0)
 
-    cells = [list(row) for row in rows]
+    names, cells = list(header), [list(row) for row in rows]
     widths = [max(len(name), *(wide(row[at]) for row in cells), 1) for at, name in enumerate(header)]
     least = [max(len(name), *(longest_word(row[at]) for row in cells), 1) for at, name in enumerate(header)]
     legend: list[str] = []
@@ -97,9 +97,9 @@ def print_table(
             room -= widths[now[-1]] + 1
         table = Table(box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False, title=title, title_justify="left")
         for at in range(keys):
-            table.add_column(escape(header[at]), min_width=least[at], overflow="fold")
+            table.add_column(escape(names[at]), min_width=least[at], overflow="fold")
         for at in now:
-            table.add_column(escape(header[at]), justify="right", no_wrap=True, min_width=widths[at])
+            table.add_column(escape(names[at]), justify="right", no_wrap=True, min_width=widths[at])
         for row in cells:
             table.add_row(*row[:keys], *(row[at] for at in now))
         console.print(table)

@@ -81,6 +81,10 @@ def train(
         task = progress.add_task("loading", total=None)
 
         def report(_: int, now: dict[str, Any]) -> None:
+            if "lines" in now:
+                for line in now["lines"]:
+                    progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+                return
             if "what" in now:
                 progress.update(task, **_preparing(now))
                 return

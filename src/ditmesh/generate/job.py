@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 from ..config import ParallelConfig
 from ..errors import ConfigError, InputError
+from ..media.videos import MOST_VIDEO_PIXELS
 from ..strategies import support
 from ..strategies.heads import check_heads
-from .files import MOST_VIDEO_PIXELS, PICTURES, InputFile, check_encoder, check_roles, open_video, pipeline_for
+from .files import PICTURES, InputFile, check_encoder, check_mask, check_roles, open_video, pipeline_for
 from .model_info import ModelInfo
 from .receipt import LONGEST_PROMPT, MOST_PIXELS, MOST_STEPS, MOST_TOGETHER, Dtype, Offload, Receipt
 from .shape import input_size
@@ -245,7 +246,8 @@ def check_content(job: Job, model: ModelInfo, devices: int) -> None:
     check_text(job.negative or "", "the negative prompt")
     check_roles(job.files, job.strength)
     if job.files:
-        pipeline_for(model.pipeline_class, job.files, job.strength)
+        kind = pipeline_for(model.pipeline_class, job.files, job.strength)
+        check_mask(kind, job.files, model.transformer.get("in_channels"))
         check_encoder(job.files, model.index)
     _check_kind(model)
     _check_video(job, model)

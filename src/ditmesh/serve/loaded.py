@@ -18,14 +18,24 @@ from ..core.digests import WeightDigests, digest
 from ..engine import Engine, engine_of, parallelize
 from ..errors import ConfigError, InputError
 from ..first_call import FirstCall
-from ..generate.files import PICTURES, InputFile, adapter, load_adapters, partial_fit, pictures_of, pipeline_for
+from ..generate.files import (
+    PICTURES,
+    InputFile,
+    adapter,
+    check_mask,
+    load_adapters,
+    partial_fit,
+    pictures_of,
+    pipeline_for,
+)
 from ..generate.job import Job, check_config, check_content, check_layout, job_for
 from ..generate.loading import why_whole
 from ..generate.model_info import ModelInfo, find_model
 from ..generate.offload import offload
 from ..generate.run import call_arguments, call_parameters, check_call, denoising_steps, facts_of, load_pipeline
 from ..generate.shape import input_size
-from ..generate.video import FPS, check_video_library
+from ..generate.video import FPS
+from ..media.videos import check_video_library
 from ..recipe import RECIPE
 from ..strategies.vae.parallel import BandedVae
 from .batching import Batcher, Run, copied
@@ -281,7 +291,8 @@ class LoadedModel:
         if role == "mask":
             files.append(InputFile("image", "", "0" * 64))
         try:
-            return bool(pipeline_for(self.kind, files))
+            check_mask(pipeline_for(self.kind, files), files, self.info.transformer.get("in_channels"))
+            return True
         except InputError:
             return False
 
@@ -409,6 +420,7 @@ def images_of(output: Any) -> list[Image.Image]:
     Raises:
         InputError: it is neither.
     """
+    found: list[Any]
     made = getattr(output, "images", None)
     if made is not None:
         # A list of them: layers of one image, which no file of ours holds.

@@ -48,10 +48,15 @@ class TrainConfig(BaseModel):
         from_scratch: begin with fresh weights of the same configuration.
 
     Data
-        train_data_dir: a folder of pictures, or videos, with ``metadata.jsonl``, or of WebDataset tars.
-        caption_column, label_column: keys of ``metadata.jsonl`` and of a tar's JSON.
+        train_data_dir: a folder of images, or videos, with ``metadata.jsonl`` or another listing or with files of
+            captions beside them, or a folder of WebDataset tars.
+        caption_column: column of the listing, or key of the JSON beside an image; None: the first of ``text``,
+            ``caption`` and ``prompt`` that is there.
+        label_column: the same of labels.
+        allow_missing_captions: train also where not one sample has a caption (or label). Where some have none, training
+            goes on in any case and names them; they are trained as if their caption were empty.
         resolution: pixels along a side; with ``aspect_ratio_buckets`` of a square with as many pixels.
-        num_frames: of a video model, the first ones of every file (videos, animated pictures); None: pictures.
+        num_frames: of a video model, the first ones of every file (videos, animated images); None: images.
         max_sequence_length: tokens of a prompt; a list: every micro-batch has one of these lengths, so that any of them
             will do afterwards; None: as many as the pipeline takes by itself.
         aspect_ratio_buckets: sizes "H,W" divided by semicolons; samples go to the nearest one.
@@ -120,8 +125,9 @@ class TrainConfig(BaseModel):
     from_scratch: bool = False
 
     train_data_dir: str
-    caption_column: str = "text"
+    caption_column: str | None = None
     label_column: str = "label"
+    allow_missing_captions: bool = False
     resolution: Positive = 512
     num_frames: Positive | None = None
     max_sequence_length: Positive | Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None

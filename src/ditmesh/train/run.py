@@ -38,7 +38,8 @@ def train(
     Args:
         config: the run.
         timeout: deadline of every collective, in seconds.
-        report: takes a `Progress` after every step, and a `Preparing` now and then before the first; on rank 0.
+        report: takes a `Preparing` now and then and one `DataReport` before the first step, and a `Progress` after
+            every step; on rank 0.
 
     Returns:
         ``step``, ``resumed`` (the step that this run began with), ``loss`` (of the last step), ``seconds``,
@@ -66,6 +67,10 @@ def train(
         validation = _Validation(trainer)
         # Messages of the other ranks would be the same.
         reported = report if trainer.speaks else None
+        if reported is not None:
+            reported(trainer.data_report)
+        elif trainer.speaks:
+            trainer.data_report.log(logger)
         outcome = trainer.run(report=reported, validate=validation.run if config.validation_prompts else None)
         bits = trainer.weights_digest() if config.in_order else None
         with trainer.averaged():

@@ -207,6 +207,8 @@ class Trainer:
             lambda advance: Samples.find(config, by, advance),
             lambda ranks: self._preparing("reading the data set", ranks),
         )
+        found.check(config)
+        self.data_report = found.report()
         self.samples, self.corrupt = found.good, list(found.corrupt)
         self._data = digest([(sample.name, sample.size, sample.said) for sample in self.samples])
         sizes = [self._bucket(sample.size) for sample in self.samples]
