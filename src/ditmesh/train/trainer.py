@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from diffusers.optimization import get_scheduler
-from diffusers.training_utils import EMAModel, find_nearest_bucket, parse_buckets_string
+from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -43,7 +43,7 @@ from .encoded import EncodedSamples
 from .families import family_of
 from .logs import TrainingLog
 from .objective import NoiseObjective, sample_losses
-from .order import MicroBatch, SampleOrder, shares
+from .order import MicroBatch, SampleOrder, buckets_of, shares
 from .samples import Samples
 from .speeds import DataSpeeds
 from .sync import GradientSync, TensorSlicesOf
@@ -156,7 +156,7 @@ class Trainer:
             lambda ranks: self._preparing("reading the data set", ranks),
         )
         self.samples, self.corrupt = found.good, list(found.corrupt)
-        sizes = [self._bucket(sample.size) for sample in self.samples]
+        sizes = buckets_of([sample.size for sample in self.samples], config)
         self.encoded = EncodedSamples(pipe, self.family, self.samples, sizes, config, self.device)
         self.speeds = DataSpeeds(config.data_speeds, self.mesh)
         per_step = config.batch // config.train_batch_size
@@ -225,14 +225,6 @@ class Trainer:
         if (count - 1) % step:
             less = count - (count - 1) % step
             raise ConfigError(f"num_frames={count}: {name} takes {step}k + 1 frames; use {less} or {less + step}")
-
-    def _bucket(self, size: tuple[int, int]) -> tuple[int, int]:
-        config = self.config
-        if config.aspect_ratio_buckets is None:
-            return config.resolution, config.resolution
-        buckets = parse_buckets_string(config.aspect_ratio_buckets)
-        nearest = cast(int, find_nearest_bucket(*size, buckets))
-        return buckets[nearest][0], buckets[nearest][1]
 
     def _schedule(self) -> LambdaLR:
         config = self.config
