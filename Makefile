@@ -26,13 +26,13 @@ test-all: $(BIN)/ditmesh  ## the full matrix as well
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 lint: $(BIN)/ditmesh  ## formatting, lint, types
-	$(BIN)/ruff format --check src tests benchmarks training
-	$(BIN)/ruff check src tests benchmarks training
+	$(BIN)/ruff format --check src tests benchmarks training examples
+	$(BIN)/ruff check src tests benchmarks training examples
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(BIN)/ditmesh
-	$(BIN)/ruff format src tests benchmarks training
-	$(BIN)/ruff check --fix src tests benchmarks training
+	$(BIN)/ruff format src tests benchmarks training examples
+	$(BIN)/ruff check --fix src tests benchmarks training examples
 
 bench: $(BIN)/ditmesh  ## paired measurements on this machine; wants it quiet
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/exact.py

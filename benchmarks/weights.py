@@ -3,13 +3,15 @@
 ``python benchmarks/weights.py --write`` writes the tables of docs/recipes.md between its comments.
 
 Models are built on the meta device from the settings that their publishers give, and cut by the code that cuts them on
-real ranks. Only weights are counted: no activations, no buffers of communication, nothing of CUDA itself.
+real ranks. The table of weights counts nothing else: no activations, no buffers of communication, nothing of CUDA
+itself. That of recipes is what `ditmesh inspect --memory` predicts, with 0.7 GB for a process on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,12 @@ from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Tr
 from torch import nn
 
 from ditmesh.config import ParallelConfig
+from ditmesh.costs.hardware import device
+from ditmesh.generate.memory import components_of_shape
 from ditmesh.layout import layout_of
+from ditmesh.memory import predict
+from ditmesh.memory.predict import Request, needs
+from ditmesh.planner.catalogue import shapes
 from ditmesh.strategies.pipefusion.stages import elsewhere, first_cut
 from ditmesh.strategies.tensor.slices import plan
 
@@ -130,21 +137,23 @@ def stage_share(model: nn.Module, degree: int) -> float:
     return max(gigabytes(p.numel() for name, p in model.named_parameters() if name not in gone) for gone in absent)
 
 
-# Devices, their memory in GB, the pipeline, its configuration, and whether text encoders stay beside the transformer.
-RECIPES: list[tuple[int, int, str, dict[str, int], bool]] = [
-    (2, 24, "FLUX.1-dev", {"tensor": 2}, False),
-    (2, 24, "SD3 Medium", {"cfg": 2}, True),
-    (2, 24, "SD3.5 Large", {"cfg": 2}, False),
-    (2, 24, "Qwen-Image", {"tensor": 2}, False),
-    (2, 24, "Wan2.1 T2V 14B", {"tensor": 2}, False),
-    (4, 48, "FLUX.1-dev", {"ulysses": 4}, True),
-    (4, 48, "SD3.5 Large", {"cfg": 2, "ulysses": 2}, True),
-    (4, 48, "Qwen-Image", {"cfg": 2, "tensor": 2}, True),
-    (4, 48, "Wan2.1 T2V 14B", {"cfg": 2, "ulysses": 2}, True),
-    (8, 80, "FLUX.1-dev", {"ulysses": 8}, True),
-    (8, 80, "SD3.5 Large", {"cfg": 2, "ulysses": 4}, True),
-    (8, 80, "Qwen-Image", {"cfg": 2, "ulysses": 4}, True),
-    (8, 80, "Wan2.1 T2V 14B", {"cfg": 2, "ulysses": 4}, True),
+# Devices, their memory in GB, the name in the catalogue, the program in examples/recipes, its configuration, and
+# the size where it is not the model's usual one.
+RECIPES: list[tuple[int, int, str, str, dict[str, int], tuple[int, int] | None]] = [
+    (2, 24, "flux.1-dev", "flux1_dev", {"tensor": 2}, None),
+    (2, 24, "sd3.5-large", "sd35_large", {"cfg": 2}, None),
+    (2, 24, "qwen-image", "qwen_image", {"tensor": 2}, None),
+    (2, 24, "wan-14b", "wan21_14b", {"tensor": 2}, (832, 480)),
+    (2, 48, "flux.1-dev", "flux1_dev", {"ulysses": 2}, None),
+    (2, 48, "sd3.5-large", "sd35_large", {"cfg": 2}, None),
+    (2, 48, "qwen-image", "qwen_image", {"cfg": 2}, None),
+    (2, 48, "wan-14b", "wan21_14b", {"cfg": 2}, None),
+    (2, 48, "flux.2-dev", "flux2_dev", {"tensor": 2}, None),
+    (8, 80, "flux.1-dev", "flux1_dev", {"ulysses": 8}, None),
+    (8, 80, "sd3.5-large", "sd35_large", {"cfg": 2, "ulysses": 4}, None),
+    (8, 80, "qwen-image", "qwen_image", {"cfg": 2, "ulysses": 4}, None),
+    (8, 80, "wan-14b", "wan21_14b", {"cfg": 2, "ulysses": 4}, None),
+    (8, 80, "flux.2-dev", "flux2_dev", {"ulysses": 8}, None),
 ]
 
 
@@ -178,17 +187,37 @@ def weights_table() -> str:
     return markdown(["pipeline", "text encoders", "transformer", *degrees], rows)
 
 
+def predicted(name: str, config: dict[str, int], size: tuple[int, int] | None) -> tuple[str, float, str, float]:
+    """What is asked for, GB of encoding alone, and then the phase that needs most with its GB, of the fullest rank."""
+    shape = shapes()[name]
+    shape = replace(shape, size=size or shape.size)
+    width, height = shape.size
+    frames = (shape.num_frames - 1) // shape.frames + 1
+    request = Request(
+        width, height, height // shape.pixels, width // shape.pixels, frames, shape.text, 1, shape.branches
+    )
+    components, process = components_of_shape(shape), device("4090").runtime
+    found = needs(replace(components, encoders={}), ParallelConfig(**config), request, torch.bfloat16, process, "cuda")
+    peak = max((one.peak for one in found), key=lambda phase: phase.total)
+    # Of plain diffusers, with nothing else on the device.
+    text = predict._encoding(components, ParallelConfig(), request, predict._How(torch.bfloat16, False, None))
+    encoding = text.encoding + text.activations + process
+    asked = f"{width} x {height}" + (f", {shape.num_frames} frames" if shape.num_frames > 1 else "")
+    return asked, encoding / 1e9, peak.name, peak.total / 1e9
+
+
 def recipes_table() -> str:
-    """Every recipe, and what one rank holds of weights."""
+    """Every recipe, and what its fullest rank needs."""
     rows = []
-    for devices, memory, name, config, keeps in RECIPES:
-        model, texts = built(name)
+    for devices, memory, name, program, config, size in RECIPES:
         assert ParallelConfig(**config).world_size == devices
-        share = tensor_share(model, config["tensor"]) if "tensor" in config else whole(model)
-        held = share + texts if keeps else max(share, texts)
-        beside = "beside the transformer" if keeps else "before it, then dropped"
-        rows.append([f"{devices} x {memory} GB", name, f"`{config}`".replace("'", '"'), beside, f"{held:.1f}"])
-    return markdown(["devices", "pipeline", "configuration", "text encoders", "weights on a rank, GB"], rows)
+        asked, encoding, phase, rest = predicted(name, config, size)
+        on_host = program == "flux2_dev"
+        assert max(rest, 0.0 if on_host else encoding) < memory
+        written = f"`{config}`".replace("'", '"')
+        before = "on the host" if on_host else f"{encoding:.1f}"
+        rows.append([f"{devices} x {memory} GB", f"`{program}.py`", asked, written, before, f"{rest:.1f} ({phase})"])
+    return markdown(["devices", "program", "size", "configuration", "encoding, GB", "afterwards, GB"], rows)
 
 
 TABLES = {"weights": weights_table, "recipes": recipes_table}

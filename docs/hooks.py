@@ -13,6 +13,9 @@ OF_READMES = {"README.md": "index.md", "README.zh-CN.md": "index.zh.md"}
 
 def from_docs(link: re.Match[str]) -> str:
     """A link of a README as it is from docs/; pages are linked by their English names, as in a translated page."""
+    # The README's link to the documentation would lead from its own page to itself.
+    if link[1] == "docs/index.md":
+        return "](#all-pages)"
     target = OF_READMES.get(link[1], link[1])
     inside = target.startswith("docs/") or target in READMES
     return f"]({target.removeprefix('docs/').replace('.zh.md', '.md') if inside else f'../{target}'})"
@@ -26,4 +29,5 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         # The site has a switch of languages of its own.
         readme = re.sub(r"^\[(中文|English)\]\(README.*?\) · ", "", readme, flags=re.MULTILINE)
         markdown = re.sub(r"\]\((?!https?://|#)([^)]+)\)", from_docs, readme) + "\n" + markdown
+    markdown = re.sub(r"\]\(\.\./README(?:\.zh-CN)?\.md(#[^)]*)?\)", r"](index.md\1)", markdown)
     return re.sub(r"\]\(\.\./([^)]+)\)", rf"]({config.repo_url}/blob/main/\1)", markdown)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ..config import AXES, ParallelConfig
-from ..errors import ConfigError, InputError
+from ..errors import ConfigError, InputError, did_you_mean
 from ..launch import torchrun_rank
 
 if TYPE_CHECKING:
@@ -167,6 +167,26 @@ def embedded_or(
     # The pipeline's own defaults are those of a model a thousand times its size.
     steps, guidance = steps or own.steps, own.guidance_scale if guidance is None else guidance
     return info, steps, guidance, own.max_sequence_length
+
+
+def check_planned(model: str) -> None:
+    """Refuse a name that is no model of the catalogue, no embedded one, no folder and no hub id; imports no torch.
+
+    Raises:
+        InputError: naming those that ship.
+    """
+    from .. import zoo
+    from ..generate.model_info import is_hub_id
+    from ..planner.catalogue import shapes
+
+    known = [*shapes(), *zoo.EMBEDDED]
+    if not model:
+        raise InputError(f"say which model: {', '.join(shapes())}, or the folder of a pipeline")
+    if model.lower() not in known and not Path(model).exists() and not is_hub_id(model):
+        near = did_you_mean(model.lower(), known)
+        raise InputError(
+            f"model {model!r} is no folder and none of {', '.join(known)}{near or '; give one of these, or a folder'}"
+        )
 
 
 def picture_job(

@@ -500,6 +500,34 @@ def _in_short(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
+# How files of LoRA call the first of a layer's two matrices.
+DOWN = re.compile(r"(?:lora_A|lora_down|lora\.down|_lora\.down)(?:\.[^.]*)?\.weight$")
+
+
+def partial_fit(pipe: Any, path: str, name: str) -> str | None:
+    """What is to be said of a LoRA whose file has more layers than were adapted; None: it fits.
+
+    diffusers leaves out what the model does not have.
+
+    Args:
+        pipe: with the adapter loaded.
+        path: its file.
+        name: as it was loaded.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            there = sum(DOWN.search(key) is not None for key in file.keys())  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return None
+    parts = [part for part in pipe.components.values() if hasattr(part, "modules")]
+    fitted = sum(name in getattr(layer, "lora_A", ()) for part in parts for layer in part.modules())
+    if fitted >= there:
+        return None
+    return f"{there - fitted} of the {there} layers of {Path(path).name} are none of {type(pipe).__name__}'s"
+
+
 def load_adapters(pipe: Any, files: Iterable[InputFile]) -> None:
     """Load LoRA and IP-Adapters into a pipeline, with their scales.
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..core.digests import WeightDigests, digest
 from ..engine import Engine, engine_of, parallelize
 from ..errors import ConfigError, InputError
 from ..first_call import FirstCall
-from ..generate.files import PICTURES, InputFile, adapter, load_adapters, pictures_of, pipeline_for
+from ..generate.files import PICTURES, InputFile, adapter, load_adapters, partial_fit, pictures_of, pipeline_for
 from ..generate.job import Job, check_config, check_content, check_layout, job_for
 from ..generate.loading import why_whole
 from ..generate.model_info import ModelInfo, find_model
@@ -73,6 +74,7 @@ class LoadedModel:
         device: where this rank computes.
         timeout: deadline of collectives, in seconds.
         exchange, rank, size: as for `Batcher`.
+        undo: what is to be given back, by all ranks at the same time, when it cannot be loaded.
 
     Attributes:
         batcher: runs its calls.
@@ -90,12 +92,13 @@ class LoadedModel:
         exchange: Callable[[Any], list[Any]],
         rank: int,
         size: int,
+        undo: ExitStack,
     ) -> None:
         self.spec, self.device = spec, device
         self.info: ModelInfo = find_model(spec.model)
         self.projection = Projection()
         self._files = [replace(adapter("lora", path), scale=1.0) for path in spec.loras.values()]
-        self._size, self._exchange = size, exchange
+        self._size, self._exchange, self._undo = size, exchange, undo
         self._pipes: dict[str, tuple[Any, Any]] = {}
         if size > 1:
             check_layout(self.info)
@@ -113,6 +116,7 @@ class LoadedModel:
         if self._mesh is not None:
             # Its groups are given back with the engine.
             engine_of(pipe).own_mesh()
+            self._undo.pop_all()
         self._pipes[self.kind] = pipe, template
         if isinstance(engine_of(pipe), FirstCall):
             # Its layout is found out by a call.
@@ -147,6 +151,8 @@ class LoadedModel:
     def _load(self, rank: int) -> Any:
         spec, config = self.spec, self.spec.config
         self._mesh = None if isinstance(config, str) else Mesh(config, device=self.device)
+        if self._mesh is not None:
+            self._undo.callback(self._mesh.close)
         whole = self._mesh is None or not self._mesh.config.cuts_weights or bool(self._files)
         share = None if whole or why_whole(self.info, spec.variant) is not None else self._mesh
         model = str(self.info.files) if self.info.local else self.info.name
@@ -158,6 +164,10 @@ class LoadedModel:
         load_adapters(pipe, self._files)
         after = {name: value for name, (value, _) in WeightDigests(pipe).look().items()} if self._files else {}
         self._weights = before, after
+        self._notes = {}
+        for number, (name, file) in enumerate(zip(self.spec.loras, self._files, strict=True)):
+            if (note := partial_fit(pipe, file.path, f"lora{number}")) is not None:
+                self._notes[name] = note
         if spec.offload != "none":
             offload(pipe, spec.offload, self.device)
         return pipe
@@ -190,8 +200,13 @@ class LoadedModel:
         batcher = self.batcher
         if batcher.why:
             return
-        own = copied(template)
-        run = Run(own, self._trial(own).arguments, 0, self.device)
+        try:
+            # Before anything that ranks do together: what fails here fails on all of them.
+            own = copied(template)
+            run = Run(own, self._trial(own).arguments, 0, self.device)
+        except Exception as error:
+            batcher.why = f"it cannot be tried ({_short(error)}); requests run one after the other"
+            return
         latest: Latents | None = None
 
         def seen(latents: Callable[[], Latents | None]) -> None:
@@ -209,12 +224,14 @@ class LoadedModel:
         batcher.rest()
         undo()
         if run.output is not None and latest is not None:
-            frames = images_of(run.output)
-            self.projection.learn_from(latest, frames[len(frames) // 2])
+            # Of something else than images there are no previews, and its tasks fail with the reason.
+            with suppress(InputError):
+                frames = images_of(run.output)
+                self.projection.learn_from(latest, frames[len(frames) // 2])
 
     def _agree(self, failed: Exception | None) -> None:
         """Whether the small picture can be made on all ranks; else requests run one after the other."""
-        every = self._exchange("" if failed is None else " ".join(str(failed).split())[:200] or "no reason given")
+        every = self._exchange("" if failed is None else _short(failed))
         if any(every):
             self.batcher.rest(failed)
             reason = next(filter(None, every))
@@ -238,6 +255,7 @@ class LoadedModel:
             "frame_multiple": self._frame_multiple(template, defaults),
             "inputs": [role for role in ("image", "mask", "control") if self._takes(role)],
             "loras": list(self.spec.loras),
+            "lora_notes": self._notes,
             "labels": list(info.labels),
             "loaded": True,
             "batching": not self.batcher.why,
@@ -377,15 +395,36 @@ class LoadedModel:
         return facts | {"pipeline": type(prepared.pipe).__name__}
 
 
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
 def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
 def images_of(output: Any) -> list[Image.Image]:
-    """The pictures of a pipeline's output: one, or a video's frames."""
-    if hasattr(output, "images"):
-        return [output.images[0]]
-    return list(output.frames[0])
+    """The image of a pipeline's output, or a video's frames.
+
+    Raises:
+        InputError: it is neither.
+    """
+    made = getattr(output, "images", None)
+    if made is not None:
+        # A list of them: layers of one image, which no file of ours holds.
+        first = made[0] if isinstance(made, (list, tuple)) and made else made
+        found = [first]
+    else:
+        frames = getattr(output, "frames", None)
+        found = list(frames[0]) if frames is not None and len(frames) else [output]
+    other = next((one for one in found if not isinstance(one, Image.Image)), None)
+    if other is not None or not found:
+        what = "layers of an image" if isinstance(other, (list, tuple)) else type(other).__name__
+        raise InputError(
+            f"{type(output).__name__} holds {what}, and a server has files for images and videos alone; use the "
+            "pipeline itself"
+        )
+    return found
 
 
 def adapted_digest(before: Mapping[str, str], after: Mapping[str, str], numbers: list[int]) -> str:
