@@ -103,7 +103,7 @@ COMMON = ["--steps", STEPS, "--seed", SEED, "--num-images", 2, "--threads", 1, "
 def files_of(what: str, folder: Path) -> list[Any]:
     picture = folder / "picture.png"
     if what == "controlnet":
-        return ["--control", picture, "--controlnet", f"{folder / what}:{SCALE}"]
+        return ["--control", picture, "--controlnet", f"{folder / what}:{SCALE}", "--size", "64x64"]
     given = ["--ip-adapter", f"{folder / what}:{SCALE}", "--ip-image", picture]
     return given + (["--model", folder / "flux", "--size", "32x32"] if what == "flux-ip" else [])
 

@@ -10,7 +10,7 @@ from diffusers.training_utils import compute_snr
 import ditmesh
 from ditmesh.train import TrainConfig
 from ditmesh.train.objective import NoiseObjective, sample_losses
-from ditmesh.train.order import Drawn, MicroBatch, SampleOrder, shares
+from ditmesh.train.order import Drawn, MicroBatch, SampleOrder, buckets_of, shares
 from ditmesh.train.samples import Samples, pixels
 from support.train import emoji, folder_of, settings, tar_of
 
@@ -194,6 +194,11 @@ def test_noise_and_velocity(tmp_path, kind, solver):
         (diffusers.FlowMatchEulerDiscreteScheduler(), {"snr_gamma": 5.0}, "leave it out for rectified flow"),
         (diffusers.DDIMScheduler(prediction_type="sample"), {}, "which nothing here trains"),
         (diffusers.EDMEulerScheduler(), {}, "EDMEulerScheduler has no beta_schedule"),
+        (
+            diffusers.FlowMatchEulerDiscreteScheduler(),
+            {"weighting_scheme": "mode", "mode_scale": 5.0},
+            "mode_scale=5 draws noise levels that do not exist; use -1 to 1.75",
+        ),
     ],
     ids=str,
 )
@@ -201,3 +206,21 @@ def test_an_objective_that_does_not_fit(tmp_path, scheduler, more, said):
     with pytest.raises(ditmesh.ConfigError) as error:
         NoiseObjective(scheduler, config_of(tmp_path, **more))
     assert said in str(error.value)
+
+
+def test_buckets(tmp_path):
+    config = config_of(tmp_path, aspect_ratio_buckets=" 64,64; 32, 96 ;")
+    assert buckets_of([(50, 50), (100, 290), (64, 64)], config) == [(64, 64), (32, 96), (64, 64)]
+    assert buckets_of([(50, 90)], config_of(tmp_path)) == [(64, 64)]
+    for wrong in ("", "64", "64x64", "64,abc", "0,64", "64,64,64", "-8,8"):
+        with pytest.raises(ditmesh.ConfigError, match="are no sizes in pixels"):
+            buckets_of([(8, 8)], config_of(tmp_path, aspect_ratio_buckets=wrong))
+
+
+def test_weights_where_nothing_is_left_of_the_signal(tmp_path):
+    """A schedule that ends in noise alone has a signal-to-noise ratio of 0 there."""
+    scheduler = diffusers.DDIMScheduler(rescale_betas_zero_snr=True, num_train_timesteps=4)
+    objective = NoiseObjective(scheduler, config_of(tmp_path, snr_gamma=5.0))
+    weights = objective(torch.zeros(64, 1, 2, 2), generators(64)).weights
+    assert weights.isfinite().all()
+    assert (weights == 1).any()

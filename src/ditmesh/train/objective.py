@@ -25,6 +25,9 @@ from ..core.library import library_class
 from ..errors import ConfigError
 from .config import TrainConfig
 
+# The density of ``mode`` is one up to 2 / (pi - 2) (Esser et al. 2024, section 3.1).
+MOST_MODE_SCALE = 1.75
+
 
 @dataclass(frozen=True)
 class Noised:
@@ -70,6 +73,10 @@ class NoiseObjective:
             )
         if config.snr_gamma is not None and self.kind == "flow":
             raise ConfigError("snr_gamma weighs epsilon- and v-prediction; leave it out for rectified flow")
+        if config.weighting_scheme == "mode" and self.kind == "flow" and not -1 <= config.mode_scale <= MOST_MODE_SCALE:
+            raise ConfigError(
+                f"mode_scale={config.mode_scale:g} draws noise levels that do not exist; use -1 to {MOST_MODE_SCALE:g}"
+            )
 
     def __call__(self, latents: Tensor, generators: Sequence[torch.Generator]) -> Noised:
         """Add noise.
@@ -89,7 +96,9 @@ class NoiseObjective:
         weights = torch.ones(len(latents), device=latents.device)
         if self._config.snr_gamma is not None:
             snr = compute_snr(scheduler, timesteps)
-            weights = snr.clamp(max=self._config.snr_gamma) / (snr if is_noise else snr + 1)
+            # The first is min(snr, gamma) / snr, also for a schedule that ends in noise alone: there snr is 0.
+            gamma = self._config.snr_gamma
+            weights = (gamma / snr).clamp(max=1) if is_noise else snr.clamp(max=gamma) / (snr + 1)
         return Noised(mixed, timesteps, target, weights.float())
 
     def _flow(self, latents: Tensor, noise: Tensor, generators: Sequence[torch.Generator]) -> Noised:

@@ -7,12 +7,40 @@ together. So the number of ranks decides who computes a sample, never which samp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
+from diffusers.training_utils import find_nearest_bucket
 
 from ..core.partition import even_cut
+from ..errors import ConfigError
+from .config import TrainConfig
+
+
+def buckets_of(sizes: Sequence[tuple[int, int]], config: TrainConfig) -> list[tuple[int, int]]:
+    """The bucket of every sample: the one whose shape is nearest to its own.
+
+    Args:
+        sizes: (height, width) of the samples' files, in pixels.
+        config: the run, with ``resolution`` or ``aspect_ratio_buckets``.
+
+    Raises:
+        ConfigError: ``aspect_ratio_buckets`` are no sizes.
+    """
+    text = config.aspect_ratio_buckets
+    if text is None:
+        return [(config.resolution, config.resolution)] * len(sizes)
+    pairs = [re.fullmatch(r"\s*([1-9]\d*)\s*,\s*([1-9]\d*)\s*", part) for part in text.split(";") if part.strip()]
+    buckets = [(int(pair[1]), int(pair[2])) for pair in pairs if pair is not None]
+    if not buckets or len(buckets) < len(pairs):
+        raise ConfigError(
+            f"aspect_ratio_buckets={text!r} are no sizes in pixels; write them as 'height,width;height,width', such as "
+            "'1024,1024;768,1344'"
+        )
+    return [buckets[cast(int, find_nearest_bucket(*size, buckets))] for size in sizes]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from diffusers.optimization import get_scheduler
-from diffusers.training_utils import EMAModel, find_nearest_bucket, parse_buckets_string
+from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -46,7 +46,7 @@ from .folder import RunFolder, changes, settings_of
 from .logs import TrainingLog
 from .lora import peft_config
 from .objective import NoiseObjective, sample_losses
-from .order import MicroBatch, SampleOrder, shares
+from .order import MicroBatch, SampleOrder, buckets_of, shares
 from .precision import LEAST_SCALE, MeshGradScaler, not_finite
 from .samples import Samples
 from .speeds import DataSpeeds
@@ -211,7 +211,7 @@ class Trainer:
         self.data_report = found.report()
         self.samples, self.corrupt = found.good, list(found.corrupt)
         self._data = digest([(sample.name, sample.size, sample.said) for sample in self.samples])
-        sizes = [self._bucket(sample.size) for sample in self.samples]
+        sizes = buckets_of([sample.size for sample in self.samples], config)
         self.encoded = EncodedSamples(pipe, self.family, self.samples, sizes, config, self.device)
         self.speeds = DataSpeeds(config.data_speeds, self.mesh)
         per_step = config.batch // config.train_batch_size
@@ -303,14 +303,6 @@ class Trainer:
             f"{what}, and ranks of ulysses, ring and tensor, which have a part of the tokens or features each, would "
             "draw other masks than one device; use data ranks alone, or no dropout"
         )
-
-    def _bucket(self, size: tuple[int, int]) -> tuple[int, int]:
-        config = self.config
-        if config.aspect_ratio_buckets is None:
-            return config.resolution, config.resolution
-        buckets = parse_buckets_string(config.aspect_ratio_buckets)
-        nearest = cast(int, find_nearest_bucket(*size, buckets))
-        return buckets[nearest][0], buckets[nearest][1]
 
     def _schedule(self) -> LambdaLR:
         config = self.config
