@@ -317,14 +317,15 @@ def compared(
 ) -> dict[str, Any]:
     """What is predicted, and how far it is off."""
     from ditmesh import ParallelConfig
-    from ditmesh.generate.memory import components_of, request_of
+    from ditmesh.generate.memory import components_of
     from ditmesh.generate.model_info import find_model
+    from ditmesh.generate.workload import request_of
     from ditmesh.memory.predict import needs
     from ditmesh.memory.walk import cpu_workspace
 
     info, parallel = find_model(folder), ParallelConfig(**config)
     guided = info.pipeline_class != "FluxPipeline"
-    request = request_of(info, (side, side), TEXT, guidance=guided, frames=(frames - 1) // 4 + 1)
+    request = request_of(info, (side, side), TEXT, guidance=guided, frames=frames if frames > 1 else None)
     worst = {what: {k: max(one[what][k] for one in ranks) for k in ranks[0][what]} for what in ("process", "tensors")}
     start = max(one["start"] for one in ranks)
     result: dict[str, Any] = {"process": {}, "tensors": {}}

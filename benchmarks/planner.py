@@ -461,8 +461,9 @@ def memory() -> dict[str, Any]:
     from ditmesh import ParallelConfig
     from ditmesh.costs.hardware import machine
     from ditmesh.costs.work import Job
-    from ditmesh.generate.memory import components_of, request_of
+    from ditmesh.generate.memory import components_of
     from ditmesh.generate.model_info import find_model
+    from ditmesh.generate.workload import request_of
     from ditmesh.launch import RankPool
     from ditmesh.memory.predict import around, needs
     from ditmesh.planner.auto import batched
@@ -482,7 +483,7 @@ def memory() -> dict[str, Any]:
             measured = {phase: max(one["process"][phase] for one in ranks) for phase in ranks[0]["process"]}
             info = find_model(folder)
             guided = info.pipeline_class != "FluxPipeline"
-            size = {"text": memory_model.TEXT, "guidance": guided, "frames": (frames - 1) // 4 + 1}
+            size = {"text": memory_model.TEXT, "guidance": guided, "frames": frames if frames > 1 else None}
             asked, components = request_of(info, (side, side), **size), components_of(info)
             beside, _, decoding = around(components, asked, torch.float32)
             tokens = asked.rows * asked.cols * asked.frames

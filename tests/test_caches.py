@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import diffusers
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig, TaylorSeerCacheConfig
+from diffusers import (
+    FasterCacheConfig,
+    FirstBlockCacheConfig,
+    PyramidAttentionBroadcastConfig,
+    TaylorSeerCacheConfig,
+)
 
 import ditmesh
 from support.models import relative_error
@@ -67,6 +73,124 @@ def test_every_branch_of_guidance_has_a_cache_of_its_own(ranks, cache):
         assert error < 1e-4
         assert alone == together
         assert effect > 1e-3
+
+
+# What else diffusers has, with settings that skip something in few steps.
+OTHERS = {
+    **CACHES,
+    "pab": lambda pipe: PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(-1, 1001),
+        current_timestep_callback=lambda: pipe._current_timestep,
+    ),
+    "faster": lambda pipe: FasterCacheConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(-1, 1001),
+        current_timestep_callback=lambda: pipe._current_timestep,
+        is_guidance_distilled=True,
+        attention_weight_callback=lambda _: 0.5,
+    ),
+}
+
+
+def said(cache: str, config: dict[str, Any], enable_first: bool, prompts: int = 1) -> str:
+    """The sentence that refuses a cache; or how far off its picture is."""
+    pipe = MAKERS["flux"]()
+    make = OTHERS[cache]
+    settings = make(pipe) if cache not in CACHES else make()
+    made = arguments("flux", [1] * prompts, steps=4, true_cfg_scale=1.0)
+    exact = draw(pipe, made)
+    try:
+        if enable_first:
+            pipe.transformer.enable_cache(settings)
+        with ditmesh.parallelized(pipe, config):
+            if not enable_first:
+                pipe.transformer.enable_cache(settings)
+            try:
+                return f"off by {relative_error(draw(pipe, made), exact)}"
+            except ditmesh.ConfigError as error:
+                return str(error)
+    finally:
+        pipe.transformer.disable_cache()
+
+
+@pytest.mark.parametrize(
+    ("cache", "enable_first", "why"),
+    [
+        ("first block", True, "enabled before ditmesh.parallelize"),
+        ("taylorseer", True, "inside the blocks"),
+        ("taylorseer", False, "inside the blocks"),
+        ("pab", True, "inside the blocks"),
+        ("pab", False, "inside the blocks"),
+        ("faster", True, "inside the blocks"),
+        ("faster", False, "inside the blocks"),
+    ],
+)
+def test_a_cache_that_would_mix_tiles_is_refused(ranks, cache, enable_first, why):
+    for words in ranks(2).run(said, cache, {"ulysses": 2, "reproducible": True}, enable_first):
+        assert why in words
+        assert "disable_cache()" in words
+
+
+def test_a_cache_that_would_mix_samples_or_patches_is_refused(ranks):
+    assert "2 samples" in ranks(2).run(said, "first block", {"ulysses": 2, "reproducible": True}, False, 2)[0]
+    for first in (True, False):
+        words = ranks(2).run(said, "first block", {"pipe": 2, "warmup": "fixed(1)"}, first)[1]
+        assert "patch by patch" in words
+
+
+def test_a_cache_around_whole_blocks_is_that_of_one_device(ranks):
+    """In reproducible mode, enabled after `parallelize`: what it skips and what it returns."""
+    config = {"ulysses": 2, "reproducible": True}
+    for error, alone, together, effect in ranks(2).run(cached, "first block", config, False):
+        # Blocks run once a tile.
+        assert error < 1e-4
+        assert together[0] % alone[0] == 0
+        assert effect > 1e-3
+
+
+def without_residual() -> list[bool]:
+    """The decisions of a head block that adds nothing, with ranks and as diffusers takes them."""
+    pipe = MAKERS["flux"]()
+    model = pipe.transformer
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    head = model.transformer_blocks[0]._diffusers_hook.hooks["fbc_leader_block_hook"]
+    state = SimpleNamespace(head_block_residual=None)
+    head.state_manager = SimpleNamespace(get_state=lambda: state, reset=lambda: None)
+    zero, one, bad = torch.zeros(1, 4, 8), torch.ones(1, 4, 8), torch.full((1, 4, 8), torch.nan)
+    pairs = [(zero, zero), (zero, one), (one, zero), (one, bad)]
+    found = []
+    with ditmesh.parallelized(pipe, {"ulysses": 2}):
+        (caches,) = [one for one in ditmesh.engine_of(pipe).strategies if one.name == "caches"]
+        for before, now in pairs:
+            state.head_block_residual = before
+            alone = head._should_compute_remaining_blocks(now)
+            patch = caches._agree(head)
+            found += [alone, head._should_compute_remaining_blocks(now)]
+            patch.undo()
+    model.disable_cache()
+    return found
+
+
+def test_without_a_residual_the_decision_is_that_of_diffusers(ranks):
+    for found in ranks(2).run(without_residual):
+        assert found[::2] == found[1::2]
+
+
+def kept_after(times: int) -> int:
+    pipe = MAKERS["flux"]()
+    with ditmesh.parallelized(pipe, {"ulysses": 2}):
+        (caches,) = [one for one in ditmesh.engine_of(pipe).strategies if one.name == "caches"]
+        for _ in range(times):
+            pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+            draw(pipe, arguments("flux", [1], steps=1, true_cfg_scale=1.0))
+            pipe.transformer.disable_cache()
+        draw(pipe, arguments("flux", [1], steps=1, true_cfg_scale=1.0))
+        return len(caches._agreeing)
+
+
+def test_nothing_is_kept_of_caches_that_were_taken_off(ranks):
+    assert ranks(2).run(kept_after, 3) == [0, 0]
 
 
 def restored() -> bool:

@@ -123,8 +123,8 @@ def truth(picture: Path, mask: Path, lora: Path, sixteen: Path) -> dict[str, lis
 )
 def test_pictures_are_those_of_one_device(what, config, kind, truth, picture, mask, lora, sixteen, tmp_path, capfd):
     files: dict[str, list[Any]] = {
-        "image": ["--image", picture, "--strength", "0.75"],
-        "mask": ["--image", picture, "--strength", "0.75", "--mask", mask, "--model", sixteen],
+        "image": ["--image", picture, "--strength", "0.75", "--size", "64x64"],
+        "mask": ["--image", picture, "--strength", "0.75", "--mask", mask, "--model", sixteen, "--size", "32x32"],
         "lora": ["--lora", f"{lora}:0.5"],
     }
     common = ["--steps", STEPS, "--seed", "3", "--num-images", "2", "--threads", "1", "--device", "cpu"]
@@ -182,7 +182,7 @@ def facts_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["--image", "NONE"], "is not there; give the name of a file"),
         (["--image", "FOLDER"], "is a folder; give the name of a file"),
-        (["--image", "TEXT"], "is not a picture; give a PNG or JPEG"),
+        (["--image", "TEXT"], "is not an image"),
         (["--image", "x" * 5000], "cannot be a file (File name too long)"),
         (["--mask", "PICTURE"], "--mask needs --image as well"),
         (["--ip-image", "PICTURE"], "--ip-image needs --ip-adapter as well"),

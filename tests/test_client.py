@@ -88,7 +88,7 @@ def test_pictures_to_send(client: Client, backend: FakeBackend, tmp_path: Path):
         job = client.submit("a", image=given, strength=0.5)
         assert job.request.inputs[0].digest in backend.inputs
     (tmp_path / "text").write_text("no picture")
-    for wrong, words in ((tmp_path / "none.png", "cannot read the mask"), (tmp_path / "text", "mask is not a picture")):
+    for wrong, words in ((tmp_path / "none.png", "cannot read the mask"), (tmp_path / "text", "is not an image")):
         with pytest.raises(InputError, match=words):
             client.submit("a", image=image, mask=wrong)
 

@@ -17,6 +17,7 @@ import numpy
 import pytest
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ditmesh import zoo
@@ -114,7 +115,7 @@ def test_a_half_written_entry_is_ignored(tmp_path: Path) -> None:
     for entry in journal.read(file):
         starts.append(entry.offset + entry.length)
     assert starts[-1] == len(whole)
-    for cut in (*range(starts[2], starts[2] + 60), starts[2] + 500, len(whole) - 1):
+    for cut in (*range(starts[2], starts[2] + 60), (starts[2] + len(whole)) // 2, len(whole) - 1):
         file.write_bytes(whole[:cut])
         assert len(journal.read(file)) == 2
     # Nor one that is not what was written, wherever it is.
@@ -567,3 +568,43 @@ def test_ranks_of_torchrun_are_not_started_anew(
     said = capsys.readouterr().err
     assert "those of torchrun are not ours to start" in said
     assert "--devices" in said
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (exec, ("import pathlib; pathlib.Path('unpickled').touch()",))
+
+
+def test_a_journal_runs_nothing_and_keeps_nothing_of_other_classes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import hashlib
+    import io
+
+    monkeypatch.chdir(tmp_path)
+    play(tmp_path, 1)
+    journal.keep_longest(tmp_path, 0)
+    (file,) = tmp_path.iterdir()
+    (entry,) = journal.read(file)
+    body = io.BytesIO()
+    torch.save(Evil(), body)
+    for data, form in ((body.getvalue(), entry.form), (None, {"dict": {}, "class": ["os", "system"]})):
+        facts = {"call": 0, "model": entry.model, "step": 0, "inputs": entry.inputs, "form": form}
+        head, tensors = json.dumps(facts).encode(), data or file.read_bytes()[entry.offset :]
+        frame = journal._FRAME.pack(journal._MARK, len(head), len(tensors), hashlib.sha256(head + tensors).digest())
+        evil = tmp_path / "evil"
+        evil.write_bytes(frame + head + tensors)
+        with pytest.raises((JournalError, SafetensorError)):
+            journal.read(evil)[0].output()
+    assert not (tmp_path / "unpickled").exists()
+
+    class Model(nn.Module):
+        def forward(self, hidden_states: Tensor) -> Any:
+            return Evil()
+
+    model = Model()
+    book = Journal({"transformer": model}, tmp_path, 0)
+    book.begin(1)
+    assert type(model(LATENTS)) is Evil
+    book.close()
+    assert "an output of class Evil cannot be kept" in capsys.readouterr().err

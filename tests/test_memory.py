@@ -15,8 +15,9 @@ import ditmesh
 from ditmesh import ParallelConfig, zoo
 from ditmesh.core.alive import Alive
 from ditmesh.errors import InputError, RankFailed
-from ditmesh.generate.memory import check_memory, components_of, request_of
+from ditmesh.generate.memory import check_memory, components_of
 from ditmesh.generate.model_info import find_model
+from ditmesh.generate.workload import request_of
 from ditmesh.launch import RankPool
 from ditmesh.memory.available import _left, free_memory
 from ditmesh.memory.predict import RankNeeds, needs

@@ -193,14 +193,51 @@ def test_heat_map_shades_follow_values(log):
     assert chart.rows[1] == ("s", "", "0.1")
 
 
-def test_amplified_difference_uses_the_brightness_there_is():
+def test_a_difference_has_the_colours_of_its_scale():
     one, other = pair()
-    values, factor = figures.amplified(one, one + 0.01)
-    assert factor == 64
-    assert values == pytest.approx(np.full_like(one, 0.64))
-    assert figures.amplified(one, one)[1] == 1
-    assert not figures.amplified(one, one)[0].any()
-    assert 0.5 <= figures.amplified(one, other)[0].max() <= 1
+    apart = np.abs(one - other)
+    bright = figures.brightest([apart, np.zeros_like(apart)])
+    # 99 of 100 pixels that differ lie below the bright end, and pixels without a difference do not count.
+    assert (apart.max(axis=2) <= bright).mean() == pytest.approx(0.99, abs=0.01)
+    assert figures.brightest([np.zeros_like(apart)]) == figures.brightest([]) == 0
+    ramp = np.array(figures.RAMP) / 255
+    for share, colour in zip(np.linspace(0, 1, len(ramp)), ramp, strict=True):
+        assert figures.coloured(np.full((2, 2, 3), 0.3 * share), 0.3) == pytest.approx(np.full((2, 2, 3), 1) * colour)
+    # Larger differences are brighter, in grey as well.
+    levels = figures.coloured(np.linspace(0, 1, 256)[None, :, None], 1.0) @ (0.2126, 0.7152, 0.0722)
+    assert (np.diff(levels[0]) > 0).all()
+    lined = figures.coloured(np.zeros((8, 8, 1)), 0.0, [0.5])
+    assert lined[4].any()
+    assert not np.delete(lined, 4, axis=0).any()
+
+
+def test_many_points_have_a_band_and_no_line_crosses_the_break_to_zero():
+    steps = tuple(range(1, 51))
+    line = curves.Series("a", steps, (0.0,) * 2 + (1e-3,) * 48, (0.0,) * 2 + (5e-4,) * 48, (0.0,) * 2 + (2e-3,) * 48)
+    chart = figures.line_chart([line], "t", "step", "error", log_y=True)
+    ElementTree.fromstring(chart.svg)
+    assert chart.svg.count("bar-line") == 0
+    assert chart.svg.count('class="band s0"') == 2
+    drawn = [one.split() for one in re.findall(r'<polyline[^>]*points="([^"]+)"', chart.svg)]
+    assert [len(points) for points in drawn] == [2, 48]
+    # Bars stand at their marks.
+    few = figures.line_chart([curves.Series(n, (1, 2), (1.0, 2.0), (0.5, 1), (2, 3)) for n in "ab"], "t", "x", "y")
+    bars = numbers(few.svg, r'class="bar-line s\d" d="M([\d.]+) ')
+    assert bars[:2] == bars[2:]
+
+
+def test_a_long_page_lists_its_sections():
+    page = Page("t")
+    for number in range(report.LISTED - 1):
+        page.section(f"part {number}")
+    assert "<nav" not in page.html()
+    page.section("the <last>")
+    html = page.html()
+    for number in range(1, report.LISTED + 1):
+        assert f'href="#section-{number}"' in html
+        assert f'<h2 id="section-{number}">' in html
+    assert "the &lt;last&gt;</a>" in html
+    Reader(html)  # every tag is closed
 
 
 # ---- pages

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import io
+import re
 import time
+from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from ditmesh import zoo
 from ditmesh.config import ParallelConfig
-from ditmesh.errors import RankFailed
+from ditmesh.errors import InputError, RankFailed
+from ditmesh.generate.files import partial_fit
 from ditmesh.generate.receipt import read_receipt
+from ditmesh.generate.run import loop_steps
 from ditmesh.launch import RankPool
+from ditmesh.serve.loaded import images_of
+from ditmesh.serve.previews import Projection
 from ditmesh.serve.protocol import (
     Beat,
     Began,
@@ -279,6 +287,104 @@ def test_a_task_that_cannot_be_done_fails_alone(ranks):
     assert {one.code for one in failed.values()} == {"invalid_request"}
     assert "66x64" in failed["size"].message
     assert abs(picture(said, "0") - alone(PROMPTS[0], 0)).max() <= 1
+
+
+def serve_odd(specs: Any, *, report: Any) -> None:
+    """As `serve_rank`; of the second image nothing can be said, and the third is something else."""
+    from ditmesh.serve import worker
+
+    images_of, receipt_of, asked = worker.images_of, worker.receipt_of, []
+
+    def odd_images(output: Any) -> Any:
+        if len(asked) != 2:
+            return images_of(output)
+        asked.append(output)
+        return images_of(SimpleNamespace(images=[[*output.images, *output.images]]))
+
+    def odd_receipt(*of: Any) -> Any:
+        asked.append(of)
+        if len(asked) == 2:
+            raise LookupError("on purpose")
+        return receipt_of(*of)
+
+    worker.images_of, worker.receipt_of = odd_images, odd_receipt
+    try:
+        worker.serve_rank(specs, report=report)
+    finally:
+        worker.images_of, worker.receipt_of = images_of, receipt_of
+
+
+def test_what_is_wrong_with_an_output_fails_its_task_and_no_replica(ranks):
+    tasks = [task(str(n), PROMPTS[n % 3], seed=n, previews=1) for n in range(3)]
+    infinite = task("nan", PROMPTS[0], guidance=3e38, previews=1)
+    last = task("last", PROMPTS[1], previews=1)
+    waiting = [*tasks, infinite, last]
+
+    def script(message: Any, send: Any) -> None:
+        # One after the other.
+        if isinstance(message, (ModelReady, Finished, TaskFailed)) and waiting:
+            send(waiting.pop(0))
+
+    said = Owner(script, 5).serve(ranks(2), [spec(ulysses=2)], serve_odd)
+    failed = {one.id: one for one in of(said, TaskFailed)}
+    assert failed.keys() == {"1", "2", "nan"}
+    assert failed["1"].message == "LookupError: on purpose"
+    assert "holds layers of an image, and a server has files for images and videos alone" in failed["2"].message
+    assert "the latents of the last step are not finite in float32" in failed["nan"].message
+    assert abs(picture(said, "last") - alone(PROMPTS[1], 0)).max() <= 1
+    # Nor did it spoil the previews of others.
+    assert len(of(said, Preview, "last")) == STEPS - 1
+
+
+def test_outputs_that_are_no_images_are_named():
+    image = Image.new("RGB", (8, 8))
+    assert images_of(SimpleNamespace(images=[image])) == [image]
+    assert images_of(SimpleNamespace(frames=[[image, image]])) == [image, image]
+    for odd in (
+        SimpleNamespace(images=[[image, image]]),
+        SimpleNamespace(audios=np.zeros(4)),
+        SimpleNamespace(frames=[]),
+    ):
+        with pytest.raises(InputError, match="files for images and videos alone"):
+            images_of(odd)
+
+
+def test_previews_outlive_an_image_of_nothing():
+    projection, latents = Projection(), torch.rand(4, 8, 8)
+    image = Image.new("RGB", (64, 64), "red")
+    projection.learn(latents, image)
+    before = projection.jpeg(latents)
+    projection.learn(torch.full((4, 8, 8), float("nan")), image)
+    assert projection.jpeg(latents) == before
+
+
+def test_steps_are_those_of_the_loop():
+    flow = diffusers.FlowMatchEulerDiscreteScheduler()
+    flow.set_timesteps(10)
+    assert loop_steps(flow, 10) == 10
+    flow.set_begin_index(4)
+    assert loop_steps(flow, 6) == 6
+    heun = diffusers.HeunDiscreteScheduler()
+    heun.set_timesteps(10)
+    assert loop_steps(heun, 10) == 19
+    assert loop_steps(None, 3) == 3
+
+
+def test_a_lora_that_fits_in_part_is_named(tmp_path):
+    path = save_lora(tmp_path / "half", 1)
+    # Half of its layers are those of another model.
+    tensors = load_file(path)
+    other = {
+        name.replace("transformer_blocks.0", "transformer_blocks.77"): value.clone() for name, value in tensors.items()
+    }
+    save_file(tensors | other, path)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(zoo.path("emoji-sd3"), dtype=torch.float32)
+    pipe.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name="lora0")
+    assert re.fullmatch(
+        r"\d+ of the \d+ layers of .* are none of StableDiffusion3Pipeline's", partial_fit(pipe, str(path), "lora0")
+    )
+    save_file(tensors, path)
+    assert partial_fit(pipe, str(path), "lora0") is None
 
 
 def serve_broken(specs: Any, *, report: Any, rows: int, rank: int) -> None:

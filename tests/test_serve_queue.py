@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import hashlib
 import itertools
+import json
 import os
 import random
 import sqlite3
@@ -27,11 +29,13 @@ from hypothesis import strategies as st
 
 from ditmesh.errors import ConfigError, InputError
 from ditmesh.serve import dispatch
-from ditmesh.serve.backend import KeyReused, NoSpace, Once, QueueFull, Stopping, UnknownJob
-from ditmesh.serve.protocol import ModelSpec
+from ditmesh.serve.backend import KeyReused, NoSpace, Once, QueueFull, Stopping, StorageError, UnknownJob
+from ditmesh.serve.errors import as_refused
+from ditmesh.serve.protocol import ModelSpec, under_way
 from ditmesh.serve.queue import FILE, Queue
 from ditmesh.serve.results import Results
 from ditmesh.serve.service import Service
+from ditmesh.serve.storage import storage_error
 from ditmesh.serve.types import Input, JobError, JobImage, JobRequest
 from support.faults import held, more_than
 from support.serve import PNG, assert_right, ended, picture, serving, until
@@ -194,17 +198,152 @@ def test_shares_are_of_work_and_by_weight(opened: Any) -> None:
     assert counts["large"] == pytest.approx(130 * 0.25 / 3.25, abs=4)
 
 
-def test_priorities_go_first_and_cost_nobody_else_their_share(opened: Any) -> None:
+def test_a_priority_orders_the_jobs_of_its_owner(opened: Any) -> None:
     queue = opened()
-    for number in range(10):
-        queue.submit(f"urgent{number}", request(priority=5), "a", 1.0)
-        queue.submit(f"usual{number}", request(), "b", 1.0)
-    queue.submit("late", request(priority=-1), "c", 1.0)
-    order = begun(queue, 10)
-    assert order == [f"urgent{number}" for number in range(10)]
-    queue.submit("after", request(), "a", 1.0)
+    queue.submit("a-usual", request(), "a", 1.0)
+    queue.submit("a-late", request(priority=-1), "a", 1.0)
+    queue.submit("b-usual", request(), "b", 1.0)
+    for number in range(3):
+        queue.submit(f"b-urgent{number}", request(priority=10), "b", 1.0)
+    places = queue.places()
     order = begun(queue)
-    assert order[-2:] == ["after", "late"]
+    # Owners take turns, whatever they call urgent; of two that have had as much the more urgent job goes first.
+    assert order == ["b-urgent0", "a-usual", "b-urgent1", "a-late", "b-urgent2", "b-usual"]
+    assert sorted(places, key=lambda id: places[id].position) == order
+
+
+def test_one_owner_who_asks_for_the_highest_priority_again_and_again_starves_no_other(opened: Any) -> None:
+    queue = opened()
+    for number in range(5):
+        queue.submit(f"greedy{number}", request(priority=10), "b", 1.0)
+    begun(queue, 3)
+    queue.submit("modest", request(), "a", 1.0)
+    order = []
+    for number in range(5, 20):
+        queue.submit(f"greedy{number}", request(priority=10), "b", 1.0)
+        order += begun(queue, 1)
+    assert "modest" in order[:2]
+
+
+def test_a_more_urgent_task_pauses_those_of_its_owner_alone() -> None:
+    # Two at a time: nothing of a pauses for b.
+    assert under_way([("a", 0), ("b", 0), ("b", 10)], 2) == [0, 2]
+    assert under_way([("a", 0), ("a", 5), ("b", 10)], 2) == [0, 1]
+    assert under_way([("b", 0), ("b", 0), ("b", 10), ("b", 10), ("b", 10)], 2) == [2, 3]
+    assert under_way([("", 0), ("", 3), ("", 1)], 2) == [1, 2]
+    assert under_way([("", 0), ("", 0)], 4) == [0, 1]
+
+
+def test_jobs_of_a_later_version_fail_and_the_others_go_on(opened: Any, tmp_path: Path) -> None:
+    queue = opened()
+    for id in ("later", "wrong", "right", "old"):
+        queue.submit(id, request(2, seed=4), "", 1.0)
+    queue.begin("later")
+    for number in (0, 1):
+        while queue.begin("old") is not None:
+            pass
+        queue.finish("old", number, f"{number}.png", image(number))
+    queue.close()
+    with sqlite3.connect(tmp_path / "server" / FILE) as db:
+        for id in ("later", "old"):
+            (text,) = db.execute("SELECT request FROM jobs WHERE id = ?", (id,)).fetchone()
+            later = json.dumps(json.loads(text) | {"sharpness": 1})
+            db.execute("UPDATE jobs SET request = ? WHERE id = ?", (later, id))
+        db.execute("UPDATE jobs SET request = '{\"model\": 5}' WHERE id = 'wrong'")
+        db.execute("UPDATE pictures SET image = '{' WHERE picture = 1")
+    db.close()
+    queue = opened()
+    assert queue.unread == ["later", "wrong"]
+    assert [job.id for job, _ in queue.live()] == ["right"]
+    assert "field 'sharpness' is not known" in queue.job("later").error.message
+    assert (queue.job("later").status, queue.job("wrong").status) == ("failed", "failed")
+    # What has ended is shown as far as it is known.
+    assert queue.job("old").status == "succeeded"
+    assert queue.job("old").request.prompt == request().prompt
+    assert {job.id for job in queue.jobs("")} == {"later", "wrong", "right", "old"}
+    assert begun(queue) == ["right", "right"]
+    queue.close()
+    with sqlite3.connect(tmp_path / "server" / FILE) as db:
+        assert "sharpness" in db.execute("SELECT request FROM jobs WHERE id = 'later'").fetchone()[0]
+    db.close()
+
+
+def test_jobs_of_a_model_that_is_gone_fail_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        models = [ModelSpec("one", "emoji-sd3"), ModelSpec("two", "emoji-sd3")]
+        async with serving(tmp_path, models=models, grace=0.0) as service:
+            job = await service.submit(JobRequest(prompt="fox", model="two", steps=2000), "")
+        async with serving(tmp_path, models=models[:1]) as service:
+            gone = await service.job(job.id, "")
+            assert gone.status == "failed"
+            assert "has no model 'two' any more; submit the job again for one of: one" in gone.error.message
+            assert [event.event async for event in service.events(job.id, "")][-1] == "failed"
+            assert service.state().queued == 0
+
+    asyncio.run(main())
+    assert "1 jobs of models that this server does not have ('two') have failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "status"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "make room on the disk", 507),
+        (OSError(errno.EMFILE, "Too many open files"), "raise the limit of open files", 503),
+        (OSError(errno.EACCES, "Permission denied"), "give the server's user the right", 500),
+        (OSError(errno.EIO, "Input/output error"), "look at the disk", 500),
+        (sqlite3.OperationalError("database is locked"), "end the other process", 503),
+        (sqlite3.OperationalError("database or disk is full"), "make room on the disk", 507),
+        (sqlite3.DatabaseError("database disk image is malformed"), "start the server again", 500),
+    ],
+)
+def test_errors_of_the_system_keep_their_names(error: Any, words: str, status: int) -> None:
+    found = storage_error("cannot write /x", error)
+    assert words in str(found)
+    assert (error.strerror if isinstance(error, OSError) else str(error)) in str(found)
+    assert as_refused(found).status == status
+    assert ("retry-after" in {name.lower() for name in as_refused(found).headers}) is (status == 503)
+
+
+def test_mistakes_are_not_errors_of_the_disk(opened: Any) -> None:
+    assert storage_error("cannot", sqlite3.OperationalError("no such table: x")) is None
+    queue = opened()
+    with pytest.raises(sqlite3.OperationalError, match="no such table"), queue._change() as db:
+        db.execute("SELECT * FROM nowhere")
+
+
+def test_a_locked_queue_is_not_a_full_disk(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as service:
+            await service._jobs.on_disk(service._jobs.queue._db.execute, "PRAGMA busy_timeout = 50")
+            job = await service.submit(JobRequest(prompt="fox", steps=20), "")
+            await until(lambda: service._jobs.lives[job.id].progress.get(0, 0) > 2)
+            with contextlib.closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as other:
+                other.execute("BEGIN IMMEDIATE")
+                with pytest.raises(StorageError, match=r"locked.*end the other process") as found:
+                    await service.submit(JobRequest(prompt="hen"), "")
+                assert not isinstance(found.value, NoSpace)
+                await until(lambda: service._jobs.owing)
+                other.execute("ROLLBACK")
+            # What was done meanwhile was kept, and is written then.
+            await assert_right(service, await ended(service, job))
+
+    asyncio.run(main())
+
+
+def test_what_a_damaged_queue_cannot_take_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with serving(tmp_path) as service:
+            job = await service.submit(JobRequest(prompt="fox", steps=20), "")
+
+            def damaged(*arguments: Any) -> None:
+                raise storage_error("cannot write", sqlite3.DatabaseError("database disk image is malformed"))
+
+            monkeypatch.setattr(service._jobs.queue, "finish", damaged)
+            failed = await ended(service, job)
+            assert (failed.status, failed.error.code) == ("failed", "storage")
+            assert not service._jobs.owing
+
+    asyncio.run(main())
 
 
 def test_what_was_not_generated_is_not_charged(opened: Any) -> None:
@@ -806,7 +945,7 @@ FULL = """
 import asyncio, contextlib, json, resource, sys
 from pathlib import Path
 from support.serve import assert_right, ended, serving, until
-from ditmesh.serve.backend import NoSpace
+from ditmesh.serve.backend import StorageError
 from ditmesh.serve.types import JobRequest
 
 async def main():
@@ -819,7 +958,7 @@ async def main():
         for what in (submit, put, service.cancel(jobs[2].id, "")):
             try:
                 await what
-            except NoSpace as error:
+            except StorageError as error:
                 print(error)
         await until(lambda: not service._dispatcher.groups[0].running)
         print([(await service.job(job.id, "")).status for job in jobs])
@@ -847,8 +986,9 @@ def test_a_full_disk_refuses_jobs_and_loses_none(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-3000:]
     submit, put, cancel, statuses, events, right = run.stdout.splitlines()
     assert "cannot write to" in submit
-    assert "make room on the disk" in submit
+    assert "disk I/O error" in submit
     assert "inputs" in put
+    assert "make room on the disk" in put
     assert "cannot write to" in cancel
     assert statuses == "['running', 'running', 'running']"
     assert events == "['started', 'paused']"

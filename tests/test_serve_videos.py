@@ -20,7 +20,8 @@ from PIL import Image, ImageSequence
 from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
 from ditmesh.generate.receipt import CHUNK, Receipt, read_receipt
-from ditmesh.generate.video import frames_digest, metadata_of, read_frames, write_mp4
+from ditmesh.generate.video import frames_digest, metadata_of, write_mp4
+from ditmesh.media.videos import read_frames
 from ditmesh.serve.protocol import ModelSpec
 from ditmesh.serve.service import Service
 from ditmesh.serve.settings import Settings

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 import ditmesh
 from ditmesh.comm.mesh import Mesh
@@ -31,20 +31,20 @@ def data(tmp_path_factory):
 def contents(folder):
     """Digests of what ranks have written into a checkpoint."""
     files = json.loads((folder / MANIFEST).read_text())["files"]
-    return {name: digest for name, digest in files.items() if name.endswith(".distcp")}
+    return {name: digest for name, digest in files.items() if name.endswith(".safetensors")}
 
 
 def slowly(given):
     """A run in which a checkpoint is written only when the next step is over: losses, and what was there then."""
     config, there, over = TrainConfig.read(given), {}, {}
-    write = FileSystemWriter.write_data
+    write = HuggingFaceStorageWriter.write_data
 
     def late(writer, *arguments):
         step = int(Path(writer.path).stem.rpartition("-")[2])
         assert over.setdefault(step, threading.Event()).wait(100)
         return write(writer, *arguments)
 
-    FileSystemWriter.write_data = late
+    HuggingFaceStorageWriter.write_data = late
     try:
         with Trainer(config, pipeline(), timeout=100.0) as trainer:
 
@@ -55,7 +55,7 @@ def slowly(given):
 
             outcome = trainer.run(report=report)
     finally:
-        FileSystemWriter.write_data = write
+        HuggingFaceStorageWriter.write_data = write
     return outcome.losses, there, outcome.unsaved
 
 
@@ -90,7 +90,7 @@ def test_written_while_training_goes_on(ranks, data, tmp_path, more):
 
 def stuck(given, *, report):
     """A run that comes to no end of writing the checkpoint of step 2."""
-    write = FileSystemWriter.write_data
+    write = HuggingFaceStorageWriter.write_data
 
     def endless(writer, *arguments):
         found = write(writer, *arguments)
@@ -99,7 +99,7 @@ def stuck(given, *, report):
             time.sleep(100)
         return found
 
-    FileSystemWriter.write_data = endless
+    HuggingFaceStorageWriter.write_data = endless
     losses_of(given)
 
 
@@ -175,10 +175,10 @@ def state_of(given, steps=None):
     config = TrainConfig.read(given)
     with Trainer(config, pipeline(), timeout=100.0) as trainer:
         losses = trainer.run(until=steps).losses
-        state = trainer._state()
+        state, scaler = trainer._state(), trainer.scaler.state_dict()
         rate = trainer.optimizer.param_groups[0]["lr"]
     average = {name: value.clone() for name, value in state.get("average", {}).items()}
-    return losses, rate, average, state.get("scaler")
+    return losses, rate, average, scaler
 
 
 @pytest.mark.parametrize(

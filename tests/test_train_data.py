@@ -66,7 +66,7 @@ def test_labels_are_integers(tmp_path):
     config = TrainConfig.read(settings(folder_of(tmp_path / "data", 3), tmp_path))
     assert [one.said for one in Samples.find(config, "label").good] == [0, 1, 2]
     wrong = config.model_copy(update={"label_column": "text"})
-    with pytest.raises(ditmesh.InputError, match=r"000\.png: text is 'a red fox'"):
+    with pytest.raises(ditmesh.InputError, match=r"metadata\.jsonl line 1: text is 'a red fox'"):
         Samples.find(wrong, "label")
 
 
@@ -78,7 +78,7 @@ def test_what_is_corrupt_is_named_and_left_out(tmp_path):
         file.write("{not json\n")
     found = Samples.find(TrainConfig.read(settings(data, tmp_path)), "text")
     assert [one.name for one in found.good] == ["000.png", "003.png"]
-    assert [one.split()[0].rpartition("/")[2] for one in found.corrupt] == ["metadata.jsonl", "001.png", "002.png"]
+    assert [one.split()[0].rpartition("/")[2] for one in found.corrupt] == ["metadata.jsonl", "002.png", "001.png"]
     tar = tar_of(tmp_path / "tar", 4) / "shard-0.tar"
     # A download that broke off.
     tar.write_bytes(tar.read_bytes()[: tar.stat().st_size // 2])
@@ -89,7 +89,7 @@ def test_what_is_corrupt_is_named_and_left_out(tmp_path):
 
 
 def test_nothing_to_train_on(tmp_path):
-    with pytest.raises(ditmesh.InputError, match="has no picture"):
+    with pytest.raises(ditmesh.InputError, match="has no image"):
         Samples.find(TrainConfig.read(settings(tmp_path, tmp_path)), "text")
     with pytest.raises(ditmesh.InputError, match="is no folder"):
         Samples.find(TrainConfig.read(settings(tmp_path / "nowhere", tmp_path)), "text")

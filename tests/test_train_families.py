@@ -235,4 +235,4 @@ def test_lora_keeps_its_scale(folders, tmp_path):
     assert torch.allclose(found[0], trained, rtol=1e-5)
     assert not torch.allclose(found[1], trained, rtol=1e-3)
     with pytest.raises(ditmesh.ConfigError, match="lora: Target modules"):
-        losses_of(given | {"lora": {"target_modules": ["nowhere"]}})
+        losses_of(given | {"lora": {"target_modules": ["nowhere"]}, "output_dir": str(tmp_path / "other")})

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 import ditmesh
 from ditmesh.launch import RankPool
@@ -67,7 +67,7 @@ class Faulty:
 
     def __init__(self, trainer: Trainer, point: str) -> None:
         self._trainer = trainer
-        self._write = FileSystemWriter.write_data
+        self._write = HuggingFaceStorageWriter.write_data
         if point == "reading":
             trainer.encoded.batch = self._before(trainer.encoded.batch)
         elif point == "forward":
@@ -79,7 +79,7 @@ class Faulty:
         elif point == "state":
             trainer._state = self._before(trainer._state)
         else:
-            FileSystemWriter.write_data = self._before(self._write)
+            HuggingFaceStorageWriter.write_data = self._before(self._write)
 
     def _now(self, *_):
         if self._trainer.step >= 1:
@@ -104,7 +104,7 @@ class Faulty:
                 tensor.register_hook(self._now)
 
     def close(self) -> None:
-        FileSystemWriter.write_data = self._write
+        HuggingFaceStorageWriter.write_data = self._write
 
 
 def drill(given, points):

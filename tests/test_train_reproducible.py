@@ -44,10 +44,10 @@ def test_the_same_weights_on_any_number_of_ranks(ranks, data, tmp_path):
         reproducible=True,
     )
     alone = found(ranks, WAYS[0], given)
-    for way in WAYS[1:]:
-        assert found(ranks, way, given) == alone, way
+    for number, way in enumerate(WAYS[1:]):
+        assert found(ranks, way, {**given, "output_dir": str(tmp_path / str(number))}) == alone, way
     # Another seed is another run.
-    assert found(ranks, WAYS[1], {**given, "seed": 1}) != alone
+    assert found(ranks, WAYS[1], {**given, "seed": 1, "output_dir": str(tmp_path / "other")}) != alone
 
 
 @pytest.mark.matrix
@@ -55,7 +55,7 @@ def test_the_same_weights_on_any_number_of_ranks(ranks, data, tmp_path):
 def test_after_a_hundred_steps(ranks, data, tmp_path, way):
     given = settings(data, tmp_path, pretrained_model_name_or_path="emoji-dit-s", reproducible=True)
     given |= {"global_batch_size": 4, "train_batch_size": 2, "max_train_steps": 100, "learning_rate": 1e-3}
-    assert found(ranks, way, given) == found(ranks, {}, given)
+    assert found(ranks, way, given) == found(ranks, {}, {**given, "output_dir": str(tmp_path / "alone")})
 
 
 def test_adapters_on_another_mesh_after_a_stop(ranks, data, tmp_path):

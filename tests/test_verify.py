@@ -387,6 +387,24 @@ def test_virtual_ranks_show_their_pieces_too(tmp_path):
 # ---- traces
 
 
+def test_a_trace_keeps_to_its_budget_when_more_calls_come_than_were_expected(tmp_path):
+    """Three branches of guidance, or samplers that ask twice a step."""
+    whole = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(0))
+    writer = TraceWriter(tmp_path, budget=whole.nbytes / 2, calls=2)
+    for step in range(1, 7):
+        writer.take(Spot(0, step, 1, "blocks.0", "image"), whole * step, 0, 1, 0)
+        writer.end_call()
+    trace = Trace(tmp_path)
+    assert sum(entry.values.nbytes for entry in trace.entries) <= whole.nbytes / 2
+    assert writer.stride == 16
+    for step, entry in enumerate(trace.entries, 1):
+        assert torch.equal(entry.values, (whole * step)[..., ::16])
+        assert torch.equal(entry.digests, token_digests(whole * step))
+    comparer = TraceComparer(trace, 0)
+    comparer.take(Spot(0, 2, 1, "blocks.0", "image"), whole * 2, 0, 1, 0)
+    assert next(one for one in merge(trace, comparer.parts) if one.spot.step == 2).equal
+
+
 def test_a_trace_keeps_to_its_budget_and_still_sees_every_bit(tmp_path):
     whole = torch.randn(2, 6, 64, generator=torch.Generator().manual_seed(0))
     spots = [Spot(0, step, 1, "blocks.0", "image") for step in (1, 2)]

@@ -16,6 +16,7 @@ from ditmesh.generate import video
 from ditmesh.generate.job import check_content, job_for
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.receipt import CHUNK, holds_receipt, read_receipt
+from ditmesh.media.videos import read_frames
 from ditmesh.quality.metrics import Difference, of_video
 from support.tiny import save_tiny_sd3, save_tiny_wan
 
@@ -73,20 +74,20 @@ def test_a_video_is_written_and_read(tmp_path: Path):
     video.write_mp4(frames, tmp_path / "b.mp4", 12.5, {CHUNK: '{"prompt": "ein rötliches 狐"}'})
     assert video.metadata_of(tmp_path / "a.mp4")[CHUNK] == '{"prompt": "ein rötliches 狐"}'
     assert (tmp_path / "a.mp4").read_bytes() == (tmp_path / "b.mp4").read_bytes()
-    read = video.read_frames(tmp_path / "a.mp4", "a.mp4")
+    read = read_frames(tmp_path / "a.mp4", "a.mp4")
     # Compressed, at half of the colours' resolution.
     assert len(read) == 5
     assert apart(read, frames) < 120
     assert np.mean([abs(np.asarray(a, float) - np.asarray(b)).mean() for a, b in zip(read, frames, strict=True)]) < 4
-    assert len(video.read_frames(tmp_path / "a.mp4", "a.mp4", 2)) == 2
+    assert len(read_frames(tmp_path / "a.mp4", "a.mp4", 2)) == 2
 
 
 def test_sides_that_are_odd_and_animated_pictures(tmp_path: Path):
     frames = [frame.resize((31, 33)) for frame in moving()]
     video.write_mp4(frames, tmp_path / "odd.mp4", 16, {})
-    assert [one.size for one in video.read_frames(tmp_path / "odd.mp4", "odd")] == [(31, 33)] * 5
+    assert [one.size for one in read_frames(tmp_path / "odd.mp4", "odd")] == [(31, 33)] * 5
     frames[0].save(tmp_path / "moving.png", save_all=True, append_images=frames[1:])
-    read = video.read_frames(tmp_path / "moving.png", "moving.png")
+    read = read_frames(tmp_path / "moving.png", "moving.png")
     assert video.frames_digest(read) == video.frames_digest(frames)
     assert video.frames_digest(read) != video.frames_digest(frames[::-1])
 
@@ -94,7 +95,7 @@ def test_sides_that_are_odd_and_animated_pictures(tmp_path: Path):
 def test_what_is_no_video_is_said_to_be_none(tmp_path: Path):
     (tmp_path / "text.mp4").write_text("no video")
     with pytest.raises(InputError, match=r"cannot be read as a video"):
-        video.read_frames(tmp_path / "text.mp4", "text.mp4")
+        read_frames(tmp_path / "text.mp4", "text.mp4")
     (tmp_path / "cut.mp4").write_bytes(b"\0\0\0\x20ftypisom")
     assert not holds_receipt(tmp_path / "cut.mp4")
     with pytest.raises(InputError, match=r"cannot be read as a video"):
@@ -131,11 +132,11 @@ def test_a_prompt_becomes_an_mp4_that_can_be_generated_again(
     receipt = read_receipt(path)
     assert (receipt.frames, receipt.fps, receipt.pipeline) == (5, 8.0, "WanPipeline")
     assert receipt.frames_digest == made["pictures"][0]["frames_digest"]
-    assert len(video.read_frames(path, str(path))) == 5
+    assert len(read_frames(path, str(path))) == 5
     strip = path.with_suffix(".strip.png")
     assert Image.open(strip).size == (5 * 32, 32)
     # It is compressed, but of these frames.
-    assert apart(alone(model, num_frames=5), video.read_frames(path, str(path))) < 120
+    assert apart(alone(model, num_frames=5), read_frames(path, str(path))) < 120
 
     again = run(capsys, "replay", path, "--devices", 1, "--out", tmp_path / "again")
     assert (again["promised"], again["equal"], again["largest_difference"]) == (True, True, 0)
@@ -183,7 +184,7 @@ def test_a_picture_or_a_video_to_begin_with(
     assert receipt.pipeline == kind
     assert [file.role for file in receipt.files] == [role]
     on_two = run(capsys, *wanted, "--ulysses", 2, "--seed", 0)["pictures"][0]
-    pair = (video.read_frames(one["path"], "") for one in (made, on_two))
+    pair = (read_frames(one["path"], "") for one in (made, on_two))
     assert apart(*pair) <= 2
     again = run(capsys, "replay", made["path"], "--out", tmp_path / "again")
     assert again["equal"]
@@ -228,7 +229,7 @@ def test_pictures_have_no_frames(tmp_path: Path):
 def test_without_pyav_it_is_said_what_to_install(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(video, "find_spec", lambda name: None)
+    monkeypatch.setattr("ditmesh.media.videos.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         main(["generate", "a red fox", "--model", str(model), *SMALL])
     assert "pip install av" in capsys.readouterr().err

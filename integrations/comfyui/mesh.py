@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from .host import lora_file
@@ -198,7 +199,10 @@ class MeshPipeline:
         sampling, settings = request.sampling, self.settings
         world_size, config, device = self._mesh()
         info, steps, guidance, tokens = embedded_or(settings.model, sampling.steps, sampling.guidance)
-        width, height = sampling.size or info.default_size or (1, 1)
+        size = sampling.size
+        if size is None and request.image is not None:
+            size = info.size_like(*request.image.image.size, prod(info.default_size or (1024, 1024)))
+        width, height = size or info.default_size or (1, 1)
         files = [
             InputFile(role, picture.name, picture.digest)
             for role, picture in (("image", request.image), ("mask", request.mask))
@@ -213,7 +217,7 @@ class MeshPipeline:
             negative=request.text.negative,
             steps=steps,
             guidance=guidance,
-            size=sampling.size,
+            size=size,
             max_sequence_length=tokens,
             seed=sampling.seed,
             images=sampling.images,

@@ -262,8 +262,8 @@ class SetSampling:
                     "FLOAT",
                     {"default": -1.0, "min": -1.0, "max": 100.0, "step": 0.1, "tooltip": "-1: the model's own."},
                 ),
-                "width": _number(0, 0, 16384, "In pixels. 0: the model's own.", step=8),
-                "height": _number(0, 0, 16384, "In pixels. 0: the model's own.", step=8),
+                "width": _number(0, 0, 16384, "In pixels. 0: of the image, else the model's own.", step=8),
+                "height": _number(0, 0, 16384, "In pixels. 0: of the image, else the model's own.", step=8),
                 "images": _number(1, 1, 1024, "Number of pictures."),
                 "scheduler": (_scheduler_names(), {"default": OWN, "tooltip": "A class of diffusers."}),
             }

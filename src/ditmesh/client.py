@@ -19,6 +19,8 @@ import httpx
 
 from .errors import DitmeshError, InputError, ServerError
 from .generate.receipt import Receipt
+from .media.files import read_whole
+from .media.images import as_mask, as_seen, opened_image
 from .serve.backend import NoSpace, QueueFull, UnknownJob
 from .serve.types import ENDED, Event, Job, ModelCard, ServerState, Status
 
@@ -147,21 +149,22 @@ def data_url(picture: Picture, name: str) -> str:
     Raises:
         InputError: it is none, or cannot be read.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
-    try:
-        if not isinstance(picture, Image.Image):
-            data = picture if isinstance(picture, bytes) else Path(picture).expanduser().read_bytes()
-            picture = Image.open(BytesIO(data))
-            if picture.format in ("PNG", "JPEG", "WEBP"):
-                return f"data:image/{picture.format.lower()};base64,{base64.b64encode(data).decode()}"
-        out = BytesIO()
-        picture.save(out, format="PNG")
-    except UnidentifiedImageError:
-        raise InputError(f"{name} is not a picture; give a PNG, JPEG or WebP") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"cannot read the {name} {str(picture)[:200]!r} ({reason})") from None
+    what = name
+    if isinstance(picture, Image.Image):
+        image = (as_mask if name == "mask" else as_seen)(picture, name)
+    else:
+        if not isinstance(picture, bytes):
+            what = f"the {name} {str(picture)[:200]!r}"
+            picture = read_whole(Path(picture).expanduser(), what)
+        with opened_image(BytesIO(picture), what) as opened:
+            if opened.format in ("PNG", "JPEG", "WEBP"):
+                return f"data:image/{opened.format.lower()};base64,{base64.b64encode(picture).decode()}"
+            opened.load()
+            image = (as_mask if name == "mask" else as_seen)(opened, what)
+    out = BytesIO()
+    image.save(out, format="PNG")
     return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .errors import ConfigError, did_you_mean, warn_renamed
+from .errors import ConfigError, did_you_mean, nearest_problem, reason_of, warn_renamed, what_is_wrong
 from .staleness.policy import forms as warmup_forms
 from .staleness.policy import parse as parse_warmup
 
@@ -37,6 +37,10 @@ MOST = 2**16
 RENAMED = {"weights": "speeds"}
 
 
+# Why training refuses what has no gradient.
+STALE = "keys of an earlier step have no gradient"
+
+
 @dataclass(frozen=True)
 class Setting:
     """What is to be known of a field of `ParallelConfig` besides its type; the command line is made from it.
@@ -47,6 +51,7 @@ class Setting:
         form: how a value is written on the command line, where the type does not show it.
         usual: the default, in words.
         option: whether commands have an option for it.
+        untrained: why training refuses it, and the way out; None: training accepts it.
     """
 
     help: str
@@ -54,6 +59,7 @@ class Setting:
     form: str | None = None
     usual: str | None = None
     option: bool = True
+    untrained: str | None = None
 
 
 def setting(name: str) -> Setting:
@@ -151,72 +157,138 @@ class ParallelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    data: Annotated[int, Setting("Ranks that share the pictures of a prompt.")] = Field(default=1, ge=1, le=MOST)
-    cfg: Annotated[int, Setting("Ranks that share the guidance branches.")] = Field(default=1, ge=1, le=MOST)
-    ring: Annotated[int, Setting("Degree of ring attention.")] = Field(default=1, ge=1, le=MOST)
-    ulysses: Annotated[int, Setting("Degree of Ulysses sequence parallelism.")] = Field(default=1, ge=1, le=MOST)
-    chunks: Annotated[int, Setting("Parts that Ulysses trades heads in, one while others travel.")] = Field(
+    data: Annotated[int, Setting("Share the images of a prompt over this many ranks.")] = Field(
         default=1, ge=1, le=MOST
     )
-    tensor: Annotated[int, Setting("Degree of tensor parallelism.")] = Field(default=1, ge=1, le=MOST)
-    pipe: Annotated[int, Setting("Stages of PipeFusion: each has some of the blocks.")] = Field(
+    cfg: Annotated[
+        int,
+        Setting(
+            "Share the branches of classifier-free guidance over this many ranks.",
+            untrained="training has no branches of guidance to share; use data for the samples of a step",
+        ),
+    ] = Field(default=1, ge=1, le=MOST)
+    ring: Annotated[int, Setting("Set the degree of ring attention, which shares out tokens.")] = Field(
         default=1, ge=1, le=MOST
     )
-    shard: Annotated[int, Setting("Ranks that hold a part each of weights that would be equal on them.")] = Field(
+    ulysses: Annotated[int, Setting("Set the degree of Ulysses, which shares out tokens, and heads in attention.")] = (
+        Field(default=1, ge=1, le=MOST)
+    )
+    chunks: Annotated[
+        int,
+        Setting(
+            "Exchange the heads of Ulysses in this many parts: one is computed while others travel.",
+            untrained="training exchanges all heads at once; leave it out",
+        ),
+    ] = Field(default=1, ge=1, le=MOST)
+    tensor: Annotated[int, Setting("Set the degree of tensor parallelism, which cuts weights.")] = Field(
         default=1, ge=1, le=MOST
     )
+    pipe: Annotated[
+        int,
+        Setting(
+            "Set the number of PipeFusion stages: each has some of the blocks.",
+            untrained=f"{STALE}; use tensor to cut the weights",
+        ),
+    ] = Field(default=1, ge=1, le=MOST)
+    shard: Annotated[
+        int,
+        Setting(
+            "Let this many ranks hold one part each of weights that they would all hold.",
+            untrained="weights in pieces have no gradient; use sharding: fsdp",
+        ),
+    ] = Field(default=1, ge=1, le=MOST)
     exchange: Annotated[
-        Exchange, Setting("How ring ranks share keys: before every attention, a step late, or never.", decides=True)
+        Exchange,
+        Setting(
+            "Choose which keys ring ranks exchange: this step's, the previous step's, or none.",
+            decides=True,
+            untrained=f"{STALE}; leave it out",
+        ),
     ] = "exact"
     patches: Annotated[
-        int | None, Setting("Patches of the picture in PipeFusion; they decide the result.", usual="stages")
+        int | None,
+        Setting(
+            "Cut the image into this many patches for PipeFusion; they decide the result.",
+            usual="stages",
+            untrained=f"{STALE}; leave it out",
+        ),
     ] = Field(default=None, ge=1, le=MOST)
     stages: Annotated[
-        tuple[int, ...] | Literal["estimated", "measured"], Setting("Blocks of every stage.", form="5,7|measured")
+        tuple[int, ...] | Literal["estimated", "measured"],
+        Setting(
+            "Set the number of blocks of every stage, or measure it.",
+            form="5,7|measured",
+            untrained="training has no stages; leave it out",
+        ),
     ] = "estimated"
     warmup: Annotated[
         str,
-        Setting('Exact steps of a stale strategy: "fixed(4)", "adaptive(0.05)".', decides=True, form="POLICY"),
+        Setting(
+            'Choose the exact steps of a stale strategy, such as "fixed(4)" or "adaptive(0.05)".',
+            decides=True,
+            form="POLICY",
+            untrained="training has no stale steps; leave it out",
+        ),
     ] = "fixed(4)"
-    compress: Annotated[Compression | None, Setting("What displaced keys travel as.", decides=True)] = None
+    compress: Annotated[
+        Compression | None,
+        Setting(
+            "Compress the previous step's keys to this type while they travel.",
+            decides=True,
+            untrained="training exchanges nothing that is compressed; leave it out",
+        ),
+    ] = None
     speeds: Annotated[
         tuple[float, ...] | Literal["auto"] | None,
-        Setting("Relative speeds of the sequence ranks, or of the stages of --pipe.", form="2,1|auto"),
+        Setting("Give the relative speeds of sequence ranks, or of stages: faster ones get more.", form="2,1|auto"),
     ] = None
-    reproducible: Annotated[bool, Setting("The same bits on any number of devices; slower.", decides=True)] = False
+    reproducible: Annotated[
+        bool, Setting("Generate the same bits on any number of devices; this is slower.", decides=True)
+    ] = False
     tiles: Annotated[
-        int, Setting("Pieces of the picture in reproducible mode; they decide the bits.", decides=True)
+        int, Setting("Cut the image into this many pieces in reproducible mode; they decide the bits.", decides=True)
     ] = Field(default=8, ge=1, le=MOST)
-    text: Annotated[TextPolicy, Setting("Whether ranks share the text as they share the picture.", decides=True)] = (
-        "auto"
-    )
-    inputs: Annotated[InputPolicy, Setting("What is done about inputs that differ between ranks.", option=False)] = (
-        "broadcast"
-    )
+    text: Annotated[
+        TextPolicy, Setting("Choose whether ranks share text tokens as they share image tokens.", decides=True)
+    ] = "auto"
+    inputs: Annotated[
+        InputPolicy, Setting("Choose what is done about inputs that differ between ranks.", option=False)
+    ] = "broadcast"
     compile: Annotated[
-        str | None, Setting("Compile the blocks with this backend of torch.compile.", form="BACKEND", usual="not")
+        str | None,
+        Setting(
+            "Compile the blocks with this backend of torch.compile.",
+            form="BACKEND",
+            usual="not",
+            untrained="compiled blocks have no gradient of attention across ranks; leave it out",
+        ),
     ] = None
     attention: Annotated[
         str | None,
         Setting(
-            "Kernel that computes attention in the blocks: native, math, flash, sage, flex …",
+            "Choose the kernel that computes attention: native, math, flash, sage, flex …",
             decides=True,
             form="NAME",
             usual="the model's",
         ),
     ] = None
     shared_memory: Annotated[
-        bool, Setting("Tensors travel between ranks on the CPUs of one host through memory they share.")
+        bool, Setting("Pass tensors between ranks on the CPUs of one host through shared memory.")
     ] = True
     vae: Annotated[
         VaePolicy,
-        Setting("How ranks share the autoencoder: in bands of rows, or whole on each.", form="auto|bands|whole"),
+        Setting(
+            "Choose how ranks share the autoencoder: in bands of rows, or whole on each.",
+            form="auto|bands|whole",
+            untrained="every rank encodes its own samples whole; leave it out",
+        ),
     ] = "auto"
     text_encoder: Annotated[
         TextEncoderPolicy,
         Setting(
-            "Where text encoders are: on every rank, a part on each, on rank 0, or freed once they have run.",
+            "Choose where text encoders are: on every rank, a part on each, on rank 0, or freed after use.",
             form="whole|sharded|rank0|freed",
+            untrained="text encoders run whole on every rank; leave it out, and use cache_dir to encode once",
         ),
     ] = "whole"
     strict: Annotated[bool, Setting("Refuse arguments of blocks that follow the token count and are in no layout.")] = (
@@ -596,7 +668,9 @@ class ParallelConfig(BaseModel):
         try:
             data = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the configuration {str(path)!r}: {error}; give a YAML file") from None
+            raise ConfigError(
+                f"cannot read the configuration {str(path)!r} ({reason_of(error)}); give a YAML file"
+            ) from None
         except yaml.YAMLError as error:
             raise ConfigError(f"{str(path)!r} is not YAML: {' '.join(str(error).split())}") from None
         if data is None:
@@ -620,12 +694,17 @@ class ParallelConfig(BaseModel):
 def _explain(error: ValidationError) -> str:
     """One sentence per wrong field, with the way out."""
     fields = ", ".join(ParallelConfig.model_fields)
-    sentences = []
+    by_name: dict[str, list[Any]] = {}
     for problem in error.errors():
-        name = ".".join(str(part) for part in problem["loc"]) or "configuration"
+        by_name.setdefault(str(problem["loc"][0]) if problem["loc"] else "configuration", []).append(problem)
+    sentences = []
+    for name, problems in by_name.items():
+        problem = nearest_problem(problems)
         if problem["type"] == "extra_forbidden":
             near = did_you_mean(name, ParallelConfig.model_fields)
             sentences.append(f"{name!r} is not a setting of ParallelConfig; known settings: {fields}{near}")
         else:
-            sentences.append(f"{name}={problem['input']!r} is not possible: {problem['msg'].lower()}")
+            wrong = list(dict.fromkeys(map(what_is_wrong, [one for one in problems if len(one["loc"]) < 3])))
+            words = " and ".join(wrong) if problem["type"] == "literal_error" else what_is_wrong(problem)
+            sentences.append(f"{name}={problem['input']!r} is not possible: {words}")
     return "; ".join(sentences)

@@ -20,6 +20,7 @@ from .comm import PeerError
 from .comm.mesh import DEFAULT_DEADLINE, Mesh
 from .config import ParallelConfig
 from .core.clock import CallClock, timestep_of
+from .core.library import library_name
 from .core.patching import Proceed
 from .core.request import PipelineCall, RequestLeft
 from .errors import ConfigError, HostsWarning, InputError, LayoutError
@@ -428,7 +429,7 @@ def parallelize(
     pairs = [(model, found) for model, found in zip(models, layouts, strict=True) if found is not None]
     check(recipe, config, pairs)
     for model in models:
-        support.check(type(model).__name__, config)
+        support.check(type(model).__name__, config, published=layout_of(model) is not None)
     owns_mesh = mesh is None
     if mesh is None:
         mesh = Mesh(config, _device_of(models[0]), timeout)
@@ -446,7 +447,7 @@ def _warn_of_hosts(target: Any, model: nn.Module, mesh: Mesh) -> None:
     """Say, once for all ranks, that tensor or Ulysses ranks are on several hosts, and what sends less."""
     if mesh.rank == 0 and any(mesh.hosts.numbers):
         said = advice(
-            type(model).__name__,
+            library_name(model),
             getattr(model, "config", {}),
             layout_of(model),
             _usual_call(target, model),
@@ -483,7 +484,7 @@ def configuration_for(target: Any, *, guidance: bool | None = None, image: int |
         heads = min(heads_of(one, layout_of(one)) or 1 for one in models)
         call = _usual_call(target, model, guidance, image)
         config = getattr(model, "config", {})
-        return chosen(type(model).__name__, config, layout, heads, call, world_size, _device_of(model))
+        return chosen(library_name(model), config, layout, heads, call, world_size, _device_of(model))
 
     return agreed(choose)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class DitmeshError(Exception):
@@ -95,6 +97,64 @@ def warn_renamed(old: str, new: str) -> None:
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """``"; did you mean 'ulysses'?"`` when one of ``words`` is nearly ``word``, else nothing."""
-    near = difflib.get_close_matches(word, list(words), 1, 0.6)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    """``"; did you mean 'ulysses'?"`` when one of ``words`` is nearly ``word``, or several alike; else nothing."""
+    near = difflib.get_close_matches(word, list(words), 3, 0.6)
+    likeness = [difflib.SequenceMatcher(None, one, word).ratio() for one in near]
+    best = sorted(one for one, like in zip(near, likeness, strict=True) if like == likeness[0])
+    return f"; did you mean {' or '.join(map(repr, best))}?" if best else ""
+
+
+# By the kind of a finding of pydantic: what a value is not.
+NOT_OF_KIND = {
+    "int": "not a whole number",
+    "float": "not a number",
+    "bool": "neither true nor false",
+    "string": "not text",
+    "tuple": "not a list",
+    "list": "not a list",
+    "dict": "not a group of settings",
+    "model": "not a group of settings",
+    "finite_number": "not a finite number",
+}
+
+
+def what_is_wrong(problem: Mapping[str, Any]) -> str:
+    """What pydantic has found wrong with a value, in the words of an error: "not a whole number", "below 1"."""
+    kind, about, value = str(problem["type"]), problem.get("ctx") or {}, problem.get("input")
+    if kind == "literal_error":
+        words = [word.strip("'") for word in re.split(r", | or ", str(about["expected"]))]
+        return f"none of {', '.join(words)}{did_you_mean(value, words) if isinstance(value, str) else ''}"
+    bounds = {
+        "greater_than_equal": ("ge", "below {0:g}; use {0:g} or more"),
+        "greater_than": ("gt", "not above {0:g}; use more"),
+        "less_than_equal": ("le", "above {0:g}; use {0:g} or less"),
+        "less_than": ("lt", "not below {0:g}; use less"),
+    }
+    if kind in bounds:
+        name, words = bounds[kind]
+        # Bounds of whole numbers are shown as such.
+        return words.replace(":g", "" if isinstance(about[name], int) else ":g").format(about[name])
+    if kind == "missing":
+        return "is missing"
+    if kind == "too_short":
+        return "empty; give one at least"
+    if kind == "value_error":
+        return str(problem["msg"]).removeprefix("Value error, ")
+    of = next((one for one in NOT_OF_KIND if kind == one or kind.startswith(f"{one}_")), None)
+    return NOT_OF_KIND[of] if of is not None else str(problem["msg"]).lower()
+
+
+def nearest_problem(problems: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of a value that may be of several types: what is said of the one that it is nearest to."""
+
+    def nearness(one: Mapping[str, Any]) -> tuple[int, bool, bool]:
+        kind = one["type"]
+        words = kind == "literal_error" and isinstance(one["input"], str)
+        return len(one["loc"]), words, not kind.endswith("_type")
+
+    return max(problems, key=nearness)
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a file cannot be read or written: of an error of the system its words alone, without the file's name."""
+    return " ".join(str(getattr(error, "strerror", None) or error).split())

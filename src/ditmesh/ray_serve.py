@@ -104,8 +104,6 @@ def build(arguments: dict[str, Any]) -> Any:
         from ray import serve
     except ImportError as error:
         raise ConfigError(f"Ray Serve is not installed ({error.name} is missing); pip install 'ray[serve]'") from None
-    from .serve.listen import MOST_CONNECTIONS
-
     # What is refused is refused here, before anything is deployed.
     plan = plan_of(arguments)
 
@@ -116,7 +114,7 @@ def build(arguments: dict[str, Any]) -> Any:
         name="ditmesh",
         # A queue has one owner; more ranks are more of `replicas`.
         num_replicas=1,
-        max_ongoing_requests=MOST_CONNECTIONS,
+        max_ongoing_requests=plan.settings.max_connections,
         health_check_period_s=PERIOD,
         graceful_shutdown_wait_loop_s=1.0,
         graceful_shutdown_timeout_s=plan.limits.grace + LAST,

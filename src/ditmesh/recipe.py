@@ -22,6 +22,7 @@ from .strategies.pipefusion.pipeline import PipeFusionCalls
 from .strategies.pipefusion.stages import PipelineStages
 from .strategies.reproducible import ReproducibleSequence
 from .strategies.rows import DecodedRows, Rows
+from .strategies.same_latents import SameLatents
 from .strategies.sequence import ExactSequence
 from .strategies.sharded import ShardedModels
 from .strategies.stale.displaced import Displaced
@@ -54,6 +55,7 @@ RECIPE: Recipe = (
     BandedVae,  # around the shared rows: it cuts what they would share
     TextEncoders,  # around the models: their first call frees encoders that have run
     FixedArithmetic,  # around all arithmetic of the ranks
+    SameLatents,  # around all that shares a call out: it sees the latents as the pipeline gives them
     SameInputs,  # around everything: the rest of a request may rely on equal inputs
     QuietRanks,
 )

@@ -25,6 +25,7 @@ from ditmesh.errors import InputError
 from ditmesh.generate.receipt import CHUNK, Receipt
 from ditmesh.serve.app import create_app
 from ditmesh.serve.backend import KeyReused, NoSpace, Once, QueueFull, ResultFile, UnknownJob
+from ditmesh.serve.connections import ConnectionLimits
 from ditmesh.serve.listen import HttpServer, bound, url_of
 from ditmesh.serve.settings import Settings
 from ditmesh.serve.types import (
@@ -211,8 +212,9 @@ class FakeBackend:
     def models(self) -> list[ModelCard]:
         return self.cards
 
-    def state(self) -> ServerState:
-        running = [id for id, (_, job) in self._jobs.items() if job.status == "running"]
+    def state(self, owner: str | None = None) -> ServerState:
+        mine = [(id, job) for id, (whose, job) in self._jobs.items() if owner in (None, whose)]
+        running = [id for id, job in mine if job.status == "running"]
         ranks = [
             RankState(
                 rank=rank,
@@ -343,10 +345,15 @@ class FakeBackend:
 
 @contextlib.contextmanager
 def serving(
-    backend: Any, settings: Settings | None = None, tracer: Any = None, grace: float = 0.0, port: int = 0
+    backend: Any,
+    settings: Settings | None = None,
+    tracer: Any = None,
+    grace: float = 0.0,
+    port: int = 0,
+    limits: ConnectionLimits | None = None,
 ) -> Iterator[str]:
     """A server in a thread, on a port of its own if none is given; its URL."""
-    server, failed = HttpServer(create_app(backend, settings, tracer), grace), []
+    server, failed = HttpServer(create_app(backend, settings, tracer), grace, limits=limits), []
     listening = bound("127.0.0.1", port)
 
     def run() -> None:

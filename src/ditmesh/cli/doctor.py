@@ -16,13 +16,16 @@ if TYPE_CHECKING:
 
 def doctor(
     devices: Annotated[
-        int, typer.Option("--devices", "-n", help="Ranks to measure between; 1 measures nothing.", callback=at_least(1))
+        int,
+        typer.Option(
+            "--devices", "-n", help="Measure between this many ranks; with 1 nothing is measured.", callback=at_least(1)
+        ),
     ] = 2,
     device: Device = "auto",
     save: Annotated[
         Path | None,
         typer.Option(
-            "--save", metavar="FILE", help="Measure computation, too, and write a hardware profile for ditmesh plan."
+            "--save", metavar="FILE", help="Measure computation as well, and write a hardware profile for ditmesh plan."
         ),
     ] = None,
     as_json: AsJson = False,

@@ -26,6 +26,11 @@ from .options import (
     RankOptions,
     at_least,
     check_offload,
+    common_option,
+    config_option,
+    output_option,
+    picture_option,
+    rank_option,
     with_groups,
 )
 from .remote import check_options, generate_on
@@ -50,58 +55,64 @@ VIDEO = ("frames", "fps", "frames_digest")
 @with_groups
 def generate(
     context: typer.Context,
-    pictures: PictureOptions,
-    inputs: InputOptions,
-    parallel: ConfigOptions,
-    ranks: RankOptions,
+    *,
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="PROMPT...", help="What to generate; several prompts: several pictures."),
+        typer.Argument(metavar="PROMPT...", help="Generate an image of each prompt."),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
+        common_option(
             "--model",
             "-m",
-            help="Folder or hub id of a diffusers pipeline, or an embedded model.",
+            help="Load this model: folder or hub id of a diffusers pipeline, or an embedded model.",
             show_default="emoji-sd3",
         ),
     ] = None,
     devices: Devices = None,
-    config: Annotated[
-        Path | None, typer.Option("--config", "-c", metavar="FILE.yaml", help="The configuration, as YAML.")
-    ] = None,
+    pictures: PictureOptions,
+    out: Annotated[
+        str, common_option("--out", "-o", metavar="DIR", help="Write the PNGs or MP4s into this folder.")
+    ] = "pictures",
     batch: Annotated[
         int | None,
-        typer.Option(
-            help="Pictures of one call of the pipeline, at most.",
+        picture_option(
+            help="Generate at most this many images in one call of the pipeline.",
             show_default="64, fewer if they are large",
             callback=at_least(1),
         ),
     ] = None,
-    elastic: Annotated[
-        bool, typer.Option("--elastic", help="When devices are lost, go on with the others (with --reproducible).")
-    ] = False,
     fps: Annotated[
-        float | None, typer.Option(help="Frames per second of a video.", show_default="the pipeline's, or 16")
+        float | None, picture_option(help="Set the frames per second of a video.", show_default="the pipeline's, or 16")
     ] = None,
+    inputs: InputOptions,
+    parallel: ConfigOptions,
+    config: Annotated[
+        Path | None,
+        config_option(
+            "--config", "-c", metavar="FILE.yaml", help="Read the parallel configuration from this YAML file."
+        ),
+    ] = None,
+    ranks: RankOptions,
     memory_limit: MemoryLimit = None,
     memory_check: MemoryCheck = True,
-    out: Annotated[str, typer.Option("--out", "-o", metavar="DIR", help="Folder for the PNGs or MP4s.")] = "pictures",
+    elastic: Annotated[
+        bool, rank_option("--elastic", help="Go on with the other devices when some are lost (with --reproducible).")
+    ] = False,
+    server: Annotated[
+        str | None,
+        rank_option("--server", metavar="URL", help="Let `ditmesh serve` generate; DITMESH_API_KEY holds the key."),
+    ] = None,
     overwrite: Overwrite = False,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Generate on one device too; say how much faster, how different.")
+        bool, output_option("--compare", help="Generate on one device too, and compare speed and images.")
     ] = False,
     as_json: AsJson = False,
     json_full: JsonFull = False,
-    server: Annotated[
-        str | None,
-        typer.Option("--server", metavar="URL", help="Let `ditmesh serve` generate; $DITMESH_API_KEY is the key."),
-    ] = None,
 ) -> None:
-    """Generate pictures or videos from prompts on N devices. Each PNG or MP4 holds its metadata: how it was generated.
+    """Generate images or videos from prompts on N devices. Each PNG or MP4 holds the metadata of its generation.
 
-    A file that is there already is kept: the new ones get a number.
+    Existing files are kept, and new ones get a number.
 
     [bold]Examples[/bold]
 
@@ -120,16 +131,16 @@ def generate(
     from ..config import ParallelConfig
     from ..generate.elastic import check_elastic
     from ..generate.job import check_job
-    from ..generate.run import quieten, with_free_names
-    from ..generate.video import check_video_library
+    from ..generate.run import PRELOAD, quieten, with_free_names
     from ..launch import torchrun_rank
+    from ..media.videos import check_video_library
 
     if server is not None:
         check_options(context)
         result = generate_on(server, prompts, model, pictures, inputs, fps, out, overwrite)
         emit(result if json_full else short(result) if as_json else result, as_json or json_full, _say)
         return
-    there = torchrun_rank()
+    began, there = time.perf_counter(), torchrun_rank()
     asked = read_prompts(prompts, pictures.prompts_file)
     settings = parallel.settings()
     if "tiles" in settings and "reproducible" not in settings:
@@ -146,6 +157,7 @@ def generate(
             )
         check_elastic(chosen or ParallelConfig(), world_size)
     job = replace(job, config=chosen or "auto")
+    ranks.begin(PRELOAD)
     if job.files:
         # The class of pipeline is looked at.
         quieten()
@@ -163,7 +175,7 @@ def generate(
     job = with_free_names(fetched(replace(job, dtype=ranks.dtype_on(kind)), info))
     # Where torchrun has started ranks, this process is one of them.
     name = ranks.backend if there is None else "torchrun"
-    result = _on_ranks(job, name, world_size, kind, ranks.threads, compare, elastic)
+    result = _on_ranks(job, name, world_size, kind, ranks.threads, compare, elastic, began)
     if result is not None:
         emit(result if json_full else short(result) if as_json else result, as_json or json_full, _say)
 
@@ -176,25 +188,27 @@ def _on_ranks(
     threads: int | None,
     compare: bool,
     elastic: bool,
+    began: float,
 ) -> dict[str, Any] | None:
     """Generate on ranks of the launcher of that name, and once more on one rank when ``compare``.
 
-    What to say about it; None: another process says it.
+    What to say about it; None: another process says it. ``began``: when the command did, by `time.perf_counter`.
     """
     from ..config import ParallelConfig
     from ..generate.elastic import generate_elastically
     from ..launch import default_threads, guarded_folder, launcher
 
-    started = time.perf_counter()
     if elastic:
         threads = threads or default_threads(world_size, kind)
         with progress(job, "generating") as (report, made, facts):
             restarts, seconds = generate_elastically(job, world_size, kind, threads, report, launcher_name=name)
-        facts |= {"seconds": seconds, "total_seconds": time.perf_counter() - started}
+        facts |= {"seconds": seconds}
         facts["restarts"] = [past.plain() for past in restarts]
     else:
         with launcher(name, world_size, kind, threads, job.timeout) as ranks:
+            start_seconds = time.perf_counter() - began
             made, facts = _generated(job, ranks)
+            facts["start_seconds"] = start_seconds
             # The same for one device and for N: the ratio is then one of devices.
             threads = ranks.threads
             if not ranks.speaks:
@@ -210,6 +224,7 @@ def _on_ranks(
         "threads": threads,
         "peak_memory": most_of([picture.receipt for picture in made]),
         **facts,
+        "total_seconds": time.perf_counter() - began,
     }
     if compare:
         # One device, in the same mode.
@@ -231,10 +246,9 @@ def _generated(job: Job, ranks: Launcher, what: str = "generating") -> tuple[lis
     """The pictures, and the seconds it took."""
     from ..generate.run import generate
 
-    started = time.perf_counter()
     with progress(job, what, ranks.speaks) as (report, made, facts):
         seconds = ranks.run(generate, job, on_message=lambda _, message: report(message))
-    return made, {**facts, "seconds": max(seconds), "total_seconds": time.perf_counter() - started}
+    return made, {**facts, "seconds": max(seconds)}
 
 
 @contextlib.contextmanager
@@ -321,7 +335,7 @@ def _largest_difference(made: list[Generated], alone: list[Generated]) -> int:
     import numpy
     from PIL import Image
 
-    from ..generate.video import read_frames
+    from ..media.videos import read_frames
 
     largest = 0
     for ours, theirs in zip(made, alone, strict=True):
@@ -351,9 +365,11 @@ def _say(result: dict[str, Any]) -> None:
     devices, threads = count(result["devices"], "device"), count(result["threads"] or 0, "thread")
     on_cpu = result["device"] == "cpu" and result["threads"]
     where = f"{config}, {result['device']}{f', {threads} each' if on_cpu else ''}"
+    start = f"{result['start_seconds']:.1f} s to start, " if "start_seconds" in result else ""
     console.print(
         f"{count(len(result['pictures']), what)} in {result['out']}: "
         f"{result['seconds']:.2f} s on {devices} ({where}), "
+        f"{start}"
         f"{result['load_seconds']:.1f} s {'waiting' if 'server' in result else 'to load'}, "
         f"{result['total_seconds']:.1f} s in all",
         markup=False,
@@ -363,7 +379,12 @@ def _say(result: dict[str, Any]) -> None:
     if "compare" in result:
         facts = result["compare"]
         most = facts["largest_difference"]
+        chosen = ParallelConfig(**result["config"])
+        stale = chosen.exchange != "exact" or chosen.stages_or_patches
         pixels = "the same pixels" if most == 0 else f"pixels differ by at most {most} of 255"
+        if most == 1 and not stale:
+            # Ranks add numbers up in another order than one device.
+            pixels = "the same pixels but for rounding (by at most 1 of 255; --reproducible gives the same bits)"
         console.print(
             f"one device{f' ({threads})' if on_cpu else ''}: {facts['one_device_seconds']:.2f} s; "
             f"{devices}: {facts['ratio']:.2f} times as fast, {pixels}",

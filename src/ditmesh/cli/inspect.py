@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,66 +10,85 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigError, InputError
-from .options import AsJson, AtOnce, Branches, ConfigOptions, Frames, Size, WeightsDType, at_least, with_groups
+from .options import (
+    JOB,
+    AsJson,
+    AtOnce,
+    Branches,
+    ConfigOptions,
+    Frames,
+    Size,
+    WeightsDType,
+    at_least,
+    common_option,
+    with_groups,
+)
 from .show import emit
-from .values import config_of, parallel_config, parse_size
+from .values import check_planned, config_of, parallel_config, parse_size
 
 if TYPE_CHECKING:
     from ..config import ParallelConfig
     from ..layout import TokenLayout
     from ..memory.predict import Components, Request
+    from ..tools.planning.subject import Asked
 
-NEEDED = "Memory"
+
+layout_option = functools.partial(typer.Option, rich_help_panel="Layout")
+job_option = functools.partial(typer.Option, rich_help_panel=JOB)
 
 
 @with_groups
 def inspect(
-    parallel: ConfigOptions,
-    model: Annotated[str, typer.Argument(help="Folder or hub id of a diffusers pipeline, or an embedded model.")] = "",
+    *,
+    model: Annotated[
+        str, typer.Argument(help="Inspect this model: folder or hub id of a diffusers pipeline, or an embedded model.")
+    ] = "",
+    named: Annotated[
+        str | None,
+        common_option("--model", "-m", help="Inspect this model, as with the argument."),
+    ] = None,
     size: Size = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Probe the class and compare with the reviewed layout.")
-    ] = False,
-    save: Annotated[
-        Path | None, typer.Option("--save", metavar="FILE", help="Write the layout as JSON, for TokenLayout.read.")
+    devices: Annotated[
+        int | None,
+        common_option("--devices", "-n", help="Predict for this many ranks.", callback=at_least(1)),
     ] = None,
     config: Annotated[
         str | None,
-        typer.Option(metavar="WORDS|FILE", help='A configuration, such as "ulysses=4 cfg=2", in place of the degrees.'),
-    ] = None,
-    hosts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|N,N", help="What the configuration sends between so many hosts, or these with so many ranks."
-        ),
+        common_option(metavar="WORDS|FILE", help='Give the configuration in words, such as "ulysses=4 cfg=2".'),
     ] = None,
     memory: Annotated[
         bool,
-        typer.Option("--memory", help="What every rank needs, phase by phase; predicted.", rich_help_panel=NEEDED),
+        common_option("--memory", help="Predict the memory of every rank, phase by phase."),
     ] = False,
-    named: Annotated[
-        str | None, typer.Option("--model", "-m", help="The model, as the argument.", rich_help_panel=NEEDED)
+    hosts: Annotated[
+        str | None,
+        layout_option(
+            metavar="N|N,N", help="Show what the configuration sends between this many hosts, or hosts of these ranks."
+        ),
     ] = None,
-    devices: Annotated[
-        int | None,
-        typer.Option("--devices", "-n", help="Number of ranks.", callback=at_least(1), rich_help_panel=NEEDED),
+    check: Annotated[
+        bool, layout_option("--check", help="Probe the class and compare with the reviewed layout.")
+    ] = False,
+    save: Annotated[
+        Path | None,
+        layout_option("--save", metavar="FILE", help="Write the layout as JSON, which TokenLayout.read reads."),
     ] = None,
     frames: Frames = None,
     tokens: Annotated[
         int | None,
-        typer.Option("--text-tokens", help="Of a prompt.", callback=at_least(1), rich_help_panel=NEEDED),
+        job_option("--text-tokens", help="Set the number of tokens of a prompt.", callback=at_least(1)),
     ] = None,
     pictures: AtOnce = 1,
     guidance: Branches = None,
     dtype: WeightsDType = "bfloat16",
     hardware: Annotated[
         str,
-        typer.Option(
+        job_option(
             metavar="PART|FILE",
-            help="What a process has without a model: a device of plan's table, or a profile of doctor --save.",
-            rich_help_panel=NEEDED,
+            help="Predict for this device of plan's table, or a profile that doctor --save has written.",
         ),
     ] = "cpu",
+    parallel: ConfigOptions,
     as_json: AsJson = False,
 ) -> None:
     """Show a model's token layout, parameters and token counts; with --check, probe it and compare.
@@ -88,16 +108,15 @@ def inspect(
     from .. import zoo
     from ..config import ParallelConfig
     from ..generate.model_info import find_model
-    from ..layout import known_models
-    from ..layout.describe import as_data, checked, on_meta
-    from ..strategies.sharded import parameters_in_pieces
 
     model = named or model
+    wanted = parse_size(size)
     settings = parallel.settings()
     if config is not None and (settings or devices is not None):
         raise InputError("--config says the whole configuration; leave degrees and --devices out")
     if memory:
-        components, request, heads = _asked(model, parse_size(size), frames, tokens, pictures, guidance)
+        check_planned(model or "emoji-sd3")
+        components, request, heads = _asked(model, wanted, frames, tokens, pictures, guidance)
         count, chosen = _config_of(config, devices, settings, heads)
         emit(_needed(components, request, count, chosen, heads, dtype, hardware), as_json, _show_memory)
         return
@@ -107,6 +126,11 @@ def inspect(
             "a configuration is for --memory, or with --hosts for what travels between them; give both or neither"
         )
     info = find_model(model or zoo.path())
+    from ..generate.workload import request_of
+    from ..layout import known_models
+    from ..layout.describe import as_data, checked, on_meta
+    from ..strategies.sharded import parameters_in_pieces
+
     name, sizes = info.transformer_class, info.transformer
     reviewed = known_models().get(name)
     probed, differences = checked(name, sizes) if check or reviewed is None else (None, [])
@@ -114,8 +138,7 @@ def inspect(
     assert layout is not None
     module = on_meta(name, sizes)
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    width, height = parse_size(size) or info.default_size or (1024, 1024)
-    info.check_size(width, height)
+    request = request_of(info, wanted, tokens, pictures, guidance, frames)
     facts: dict[str, Any] = {
         "model": info.name,
         "pipeline": info.pipeline_class,
@@ -123,8 +146,8 @@ def inspect(
         "parameters": parameters,
         "shared_by_shard": parameters_in_pieces(module, layout),
         "heads": info.heads,
-        "size": [width, height],
-        "image_tokens": info.image_tokens(width, height),
+        "size": [request.width, request.height],
+        "image_tokens": request.image,
         "size_multiple": info.size_multiple,
         "layout": as_data(layout),
     }
@@ -134,7 +157,10 @@ def inspect(
     if hosts is not None:
         count, chosen = _config_of(config, devices, settings, info.heads)
         chosen = chosen or ParallelConfig.auto(count, info.heads or 1)
-        facts["between_hosts"] = _between(str(model or zoo.path()), (width, height), chosen, hosts)
+        from ..tools.planning.subject import Asked
+
+        step = Asked((request.width, request.height), frames, tokens, pictures, guidance, dtype=dtype)
+        facts["between_hosts"] = _between(str(model or zoo.path()), step, chosen, hosts)
     if save is not None:
         try:
             layout.save(save)
@@ -155,16 +181,16 @@ def _config_of(
     return chosen.world_size, chosen
 
 
-def _between(model: str, size: tuple[int, int], config: ParallelConfig, hosts: str) -> dict[str, Any]:
+def _between(model: str, wanted: Asked, config: ParallelConfig, hosts: str) -> dict[str, Any]:
     """What a configuration sends between hosts, as plain data."""
     from ..costs.between import host_numbers
     from ..costs.hardware import machine
     from ..planner.across import better, between_hosts
     from ..planner.search import Limits, refusal
-    from ..tools.planning.subject import Asked, subject
+    from ..tools.planning.subject import subject
 
     numbers = host_numbers(hosts, config.world_size)
-    asked = subject(model, Asked(size=size))
+    asked = subject(model, wanted)
     if reason := refusal(config, asked.model, Limits(tested=False)):
         raise ConfigError(reason)
     hardware = machine("h100", config.world_size)
@@ -223,10 +249,11 @@ def _show(facts: dict[str, Any], layout: TokenLayout, check: bool) -> None:
         f"sizes in multiples of {facts['size_multiple']}",
         highlight=False,
     )
-    table = Table(title=f"Token layout ({layout.source})", title_justify="left")
-    for column in ("blocks", "what", "argument", "tokens"):
-        table.add_column(column)
+    console.print(f"Token layout ({layout.source})", markup=False, highlight=False, soft_wrap=True)
     for region in layout.regions:
+        table = Table(box=None, padding=(0, 2, 0, 2))
+        for column in ("what", "argument", "tokens"):
+            table.add_column(column, overflow="fold", no_wrap=column != "tokens")
         chained = " (fed by the list before)" if region.chained else ""
         rows = [("stream", s.arg, f"{s.name}, dimension {s.dim}") for s in region.streams]
         rows += [("cut", c.arg, f"{' + '.join(c.tokens)}, dimension {c.dim}") for c in region.cuts]
@@ -234,10 +261,10 @@ def _show(facts: dict[str, Any], layout: TokenLayout, check: bool) -> None:
         for number, attention in enumerate(region.attention, 1):
             mixes = f"{' + '.join(attention.queries)} ask {' + '.join(attention.keys)}" if attention.keys else "local"
             rows.append((f"attention {number}", "", mixes))
-        for row, values in enumerate(rows):
-            table.add_row(region.blocks + chained if row == 0 else "", *values)
-        table.add_section()
-    console.print(table)
+        for values in rows:
+            table.add_row(*map(escape, values))
+        console.print(f"[bold]{escape(region.blocks)}[/]{chained}", highlight=False)
+        console.print(table, highlight=False)
     if layout.refused:
         console.print("Derived from the call that sets one: " + ", ".join(layout.refused), highlight=False)
     if "between_hosts" in facts:
@@ -258,30 +285,16 @@ def _asked(
 ) -> tuple[Components, Request, int | None]:
     """What takes memory, what is asked for, and the heads of the transformer."""
     from .. import zoo
-    from ..generate.memory import components_of, components_of_shape, request_of
+    from ..generate.memory import components_of, components_of_shape
     from ..generate.model_info import find_model
-    from ..memory.predict import Request
+    from ..generate.workload import request_of, request_of_shape
     from ..planner.catalogue import shapes
 
     shape = shapes().get(model.lower())
     if shape is None or Path(model).exists():
         info = find_model(model or zoo.path())
-        if size is not None:
-            info.check_size(*size)
-        request = request_of(info, size, text, pictures, guidance is not False, -(-((frames or 1) - 1) // 4) + 1)
-        return components_of(info), request, info.heads
-    width, height = size or shape.size
-    shape.tokens(width, height, frames or shape.num_frames)
-    request = Request(
-        width,
-        height,
-        height // shape.pixels,
-        width // shape.pixels,
-        ((frames or shape.num_frames) - 1) // shape.frames + 1,
-        text or shape.text,
-        pictures,
-        shape.branches if guidance is None else 1 + guidance,
-    )
+        return components_of(info), request_of(info, size, text, pictures, guidance, frames), info.heads
+    request = request_of_shape(shape, size, text, pictures, guidance, frames)
     return components_of_shape(shape), request, shape.config.get("num_attention_heads")
 
 

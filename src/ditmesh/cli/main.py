@@ -13,9 +13,11 @@ from typer.core import TyperGroup
 
 from ..errors import InputError, LayoutError, MeetingError, RankFailed, ServerError
 from ..launch import Terminated, interrupt_behind, interrupts_end, interrupts_raise, leave, torchrun_rank
+from ..launch.chatter import chatter_off
 from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
+from .mistakes import is_mistake, said_of_mistake
 from .plan import plan
 from .replay import replay
 from .serve import serve
@@ -107,10 +109,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(arguments: list[str] | None) -> None:
+    chatter_off()
     try:
         with _deprecations_on_stderr():
             arguments = sys.argv[1:] if arguments is None else arguments
-            app(_plain(arguments), prog_name="ditmesh", obj=tuple(arguments))
+            code = app(_plain(arguments), prog_name="ditmesh", obj=tuple(arguments), standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
     except (InputError, LayoutError) as error:
         _leave(str(error), 2)
     except RankFailed as error:
@@ -122,11 +126,17 @@ def _run(arguments: list[str] | None) -> None:
         _leave(str(error), 1, _first_here())
     except ServerError as error:
         _leave(str(error), 1)
+    except Exception as error:
+        if not is_mistake(error):
+            raise
+        _leave(said_of_mistake(error), 2)
 
 
 def _plain(arguments: Sequence[str]) -> list[str]:
-    """The arguments with values for options that may be without one, which typer has none of."""
+    """The arguments as typer has them: values for options that may be without one, and ``help`` as an option."""
     words: list[str] = []
+    if not arguments or arguments[0] == "help":
+        return [*arguments[1:2], "--help"]
     for word, following in zip(arguments, [*arguments[1:], "--"], strict=False):
         words.append("--json-full" if word == "--json=full" else word)
         if word == "--compile" and following.startswith("-"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from math import isfinite
 from pathlib import Path
@@ -22,9 +22,13 @@ from ..errors import ConfigError, InputError, did_you_mean
 
 Result = TypeVar("Result")
 
-picture_option = functools.partial(typer.Option, rich_help_panel="Pictures")
+# In the order in which help shows them.
+COMMON = "Common options"
+common_option = functools.partial(typer.Option, rich_help_panel=COMMON)
+picture_option = functools.partial(typer.Option, rich_help_panel="Images and videos")
 rank_option = functools.partial(typer.Option, rich_help_panel="Ranks")
 input_option = functools.partial(typer.Option, rich_help_panel="Inputs and loading")
+output_option = functools.partial(typer.Option, rich_help_panel="Output")
 config_option = functools.partial(typer.Option, rich_help_panel="Parallel configuration")
 
 
@@ -60,18 +64,33 @@ DTYPES = ("float32", "bfloat16", "float16")
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 PIPELINES = "the pipeline's"
 
-PromptsFile = Annotated[Path | None, picture_option("--prompts", metavar="FILE", help="More prompts, one a line.")]
+PromptsFile = Annotated[
+    Path | None, common_option("--prompts", metavar="FILE", help="Read more prompts from this file, one a line.")
+]
 Steps = Annotated[
     int | None,
-    picture_option("--steps", "-s", help="Denoising steps.", show_default=PIPELINES, callback=at_least(1)),
+    common_option(
+        "--steps", "-s", help="Set the number of denoising steps.", show_default=PIPELINES, callback=at_least(1)
+    ),
 ]
-Guidance = Annotated[float | None, picture_option("--guidance", "-g", help="Guidance scale.", show_default=PIPELINES)]
-Size = Annotated[str | None, picture_option(metavar="WxH", help="Width and height in pixels.", show_default=PIPELINES)]
-Seed = Annotated[int, picture_option(help="Seed of the first picture; picture i has seed + i.", callback=at_least(0))]
+Guidance = Annotated[
+    float | None, common_option("--guidance", "-g", help="Set the guidance scale.", show_default=PIPELINES)
+]
+Size = Annotated[
+    str | None,
+    common_option(
+        metavar="WxH", help="Set width and height in pixels.", show_default="an input image's, or the pipeline's"
+    ),
+]
+Seed = Annotated[
+    int, common_option(help="Set the seed of the first image; image i has seed + i.", callback=at_least(0))
+]
 AnySeed = Annotated[
     int,
-    picture_option(
-        "--seed", help="Seed of the first picture; picture i has seed + i. -1: any.", callback=at_least(0, but=-1)
+    common_option(
+        "--seed",
+        help="Set the seed of the first image; image i has seed + i. With -1 it is random.",
+        callback=at_least(0, but=-1),
     ),
 ]
 if TYPE_CHECKING:
@@ -85,7 +104,7 @@ else:
         str | None,
         rank_option(
             metavar="|".join(DTYPES),
-            help="Type of the weights; also fp32, bf16, fp16.",
+            help="Load the weights in this type; fp32, bf16 and fp16 are short for them.",
             show_default="float32 on the CPU, bfloat16 on CUDA",
             callback=one_of(DTYPES, SHORT),
         ),
@@ -94,71 +113,83 @@ else:
         str,
         rank_option(
             metavar="|".join(DEVICES),
-            help="What the ranks run on; auto: GPUs if there are any.",
+            help="Choose what the ranks run on; with auto on GPUs if there are any.",
             callback=one_of(DEVICES, {}),
         ),
     ]
 Devices = Annotated[
     int | None,
-    rank_option("--devices", "-n", help="Number of ranks, each with a device of its own.", callback=at_least(1)),
+    common_option(
+        "--devices", "-n", help="Start this many ranks, each with a device of its own.", callback=at_least(1)
+    ),
 ]
 Threads = Annotated[
     int | None,
-    rank_option(help="Threads of each rank.", show_default="the cores shared out", callback=at_least(1)),
+    rank_option(
+        help="Compute with this many threads on each rank.", show_default="the cores shared out", callback=at_least(1)
+    ),
 ]
 Timeout = Annotated[
     float,
-    rank_option(metavar="SECONDS", help="How long a rank may wait for another one.", callback=at_least(0.001)),
+    rank_option(
+        metavar="SECONDS", help="Fail when a rank waits longer than this for another one.", callback=at_least(0.001)
+    ),
 ]
 LauncherName = Annotated[
     str | None,
     rank_option(
         metavar="local|ray|NAME",
-        help="What starts the ranks: this machine, a Ray cluster, or another package.",
+        help="Choose what starts the ranks: this machine, a Ray cluster, or another package.",
         show_default="local",
     ),
 ]
 Address = Annotated[
-    str | None, rank_option(metavar="HOST:PORT", help="Of the Ray cluster.", show_default="RAY_ADDRESS")
+    str | None,
+    rank_option(metavar="HOST:PORT", help="Connect to the Ray cluster at this address.", show_default="RAY_ADDRESS"),
 ]
 MemoryLimit = Annotated[
     float | None,
     rank_option(
         metavar="GB",
-        help="What a rank may take; more is refused before anything is read.",
+        help="Refuse a job that needs more memory than this on a rank, before anything is read.",
         show_default="what its device has left",
         callback=at_least(0.001),
     ),
 ]
 MemoryCheck = Annotated[
-    bool, rank_option("--memory-check/--no-memory-check", help="Refuse what does not fit before anything is read.")
+    bool,
+    rank_option(
+        "--memory-check/--no-memory-check", help="Refuse a job that does not fit into memory, before anything is read."
+    ),
 ]
 Overwrite = Annotated[
     bool,
-    typer.Option("--overwrite", help="Replace pictures of the same names, if ditmesh wrote them; else they are kept."),
+    output_option("--overwrite", help="Replace files of the same names that ditmesh wrote; by default they are kept."),
 ]
 # What `plan` and `inspect --memory` are asked about.
 JOB = "What is generated"
-Frames = Annotated[int | None, typer.Option(help="Of a video.", callback=at_least(1), rich_help_panel=JOB)]
+Frames = Annotated[
+    int | None, typer.Option(help="Set the number of frames of a video.", callback=at_least(1), rich_help_panel=JOB)
+]
 AtOnce = Annotated[
-    int, typer.Option(help="Pictures that are generated at once.", callback=at_least(1), rich_help_panel=JOB)
+    int, typer.Option(help="Set how many images are generated at once.", callback=at_least(1), rich_help_panel=JOB)
 ]
 Branches = Annotated[
     bool | None,
-    typer.Option("--guidance/--no-guidance", help="Whether guidance runs two branches.", rich_help_panel=JOB),
+    typer.Option("--guidance/--no-guidance", help="Say whether guidance runs two branches.", rich_help_panel=JOB),
 ]
 WeightsDType = Annotated[
     str,
     typer.Option(
-        help="Of the weights.",
+        help="Set the type of the weights.",
         callback=one_of(("float32", "bfloat16", "float16"), {"bf16": "bfloat16", "fp32": "float32"}),
         rich_help_panel=JOB,
     ),
 ]
 JsonFull = Annotated[
-    bool, typer.Option("--json-full", help="The same, with all that each picture's receipt says. Also --json=full.")
+    bool, output_option("--json-full", help="Print it with all metadata of each image; --json=full is the same.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+AsJson = Annotated[bool, output_option("--json", help="Print the result as one JSON object on stdout.")]
 
 
 @dataclass(frozen=True)
@@ -168,12 +199,13 @@ class PictureOptions:
     prompts_file: PromptsFile = None
     steps: Steps = None
     guidance: Guidance = None
-    negative: Annotated[str | None, picture_option(help="What the pictures should not show.")] = None
+    negative: Annotated[str | None, picture_option(help="Say what the images should not show.")] = None
     size: Size = None
     seed: AnySeed = 0
-    num_images: Annotated[int, picture_option(help="Pictures per prompt.", callback=at_least(1))] = 1
+    num_images: Annotated[int, common_option(help="Generate this many images per prompt.", callback=at_least(1))] = 1
     frames: Annotated[
-        int | None, picture_option(help="Frames of a video.", show_default=PIPELINES, callback=at_least(1))
+        int | None,
+        picture_option(help="Generate this many frames of a video.", show_default=PIPELINES, callback=at_least(1)),
     ] = None
 
 
@@ -181,46 +213,52 @@ class PictureOptions:
 class InputOptions:
     """Files beside the model, and how the model is loaded."""
 
-    image: Annotated[str | None, input_option(metavar="FILE", help="A picture to begin with (img2img).")] = None
+    image: Annotated[str | None, input_option(metavar="FILE", help="Begin with this image (img2img).")] = None
     video: Annotated[
-        str | None, input_option(metavar="FILE", help="A video to begin with; --frames takes its first ones.")
+        str | None, input_option(metavar="FILE", help="Begin with this video; --frames uses its first frames.")
     ] = None
     strength: Annotated[
         float | None,
-        input_option(metavar="0..1", help="How much of --image or --video is generated anew.", show_default=PIPELINES),
+        input_option(
+            metavar="0..1",
+            help="Set how much of --image or --video is replaced: 0 keeps it, 1 ignores it.",
+            show_default=PIPELINES,
+        ),
     ] = None
     mask: Annotated[
-        str | None, input_option(metavar="FILE", help="Which part of --image: white is generated anew (inpaint).")
+        str | None, input_option(metavar="FILE", help="Replace only the part of --image that is white here (inpaint).")
     ] = None
     control: Annotated[
-        str | None, input_option(metavar="FILE", help="Control picture, for --controlnet or a control model.")
+        str | None,
+        input_option(metavar="FILE", help="Follow this control image, with --controlnet or a control model."),
     ] = None
     controlnet: Annotated[
-        str | None, input_option(metavar="NAME[:SCALE]", help="A ControlNet for the model: folder or hub id.")
+        str | None,
+        input_option(metavar="NAME[:SCALE]", help="Load a ControlNet for the model, from a folder or hub id."),
     ] = None
     lora: Annotated[
         list[str] | None,
-        input_option(metavar="NAME[:SCALE]", help="A LoRA: file, folder or hub id; may be given again."),
+        input_option(metavar="NAME[:SCALE]", help="Load a LoRA from a file, folder or hub id; may be given again."),
     ] = None
     ip_adapter: Annotated[
-        str | None, input_option(metavar="NAME[:SCALE]", help="An IP-Adapter: file, folder or hub id.")
+        str | None, input_option(metavar="NAME[:SCALE]", help="Load an IP-Adapter from a file, folder or hub id.")
     ] = None
-    ip_image: Annotated[str | None, input_option(metavar="FILE", help="The IP-Adapter's picture.")] = None
+    ip_image: Annotated[str | None, input_option(metavar="FILE", help="Show the IP-Adapter this image.")] = None
     scheduler: Annotated[
         str | None,
         input_option(
             metavar="CLASS",
-            help="Another scheduler of diffusers, such as UniPCMultistepScheduler.",
+            help="Use another scheduler of diffusers, such as UniPCMultistepScheduler.",
             show_default=PIPELINES,
         ),
     ] = None
-    variant: Annotated[str | None, input_option(help="Variant of the weights' files, such as fp16.")] = None
+    variant: Annotated[str | None, input_option(help="Read this variant of the weights' files, such as fp16.")] = None
     offload: Annotated[
         str,
         input_option(
             metavar="|".join(OFFLOADS),
-            help="On GPUs: keep text encoders and VAE in the host's memory while they do not work: each as a whole, "
-            "layer by layer, or with one copy.",
+            help="Keep text encoders and VAE in the host's memory while they do not run (GPUs only): each as a whole, "
+            "layer by layer, or layer by layer with one copy.",
             callback=one_of(OFFLOADS, {}),
         ),
     ] = "none"
@@ -294,12 +332,19 @@ class RankOptions:
 
         return device_of_launcher(self.backend, self.device, world_size)
 
+    def begin(self, preload: Sequence[str]) -> None:
+        """Let the ranks' imports begin now, where they are ranks of this machine; see `begin_local_ranks`."""
+        from ..launch import begin_local_ranks
+
+        if self.backend in (None, "local"):
+            begin_local_ranks(self.device, preload)
+
     def dtype_on(self, kind: str) -> Dtype:
         """Type of the weights, on ``"cpu"`` or ``"cuda"``."""
         return self.dtype or ("bfloat16" if kind == "cuda" else "float32")
 
 
-def _config_option(name: str) -> tuple[str, Any, Any]:
+def _config_option(name: str, words: str | None = None, shown_in_help: bool = True) -> tuple[str, Any, Any]:
     """Name, annotation and default of the option for a field of `ParallelConfig`; what is not given is None."""
     now = RENAMED.get(name, name)
     known, of = ParallelConfig.model_fields[now], setting(now)
@@ -310,7 +355,8 @@ def _config_option(name: str) -> tuple[str, Any, Any]:
         flags, shown = (f"--{flag}/--no-{flag}" if default else f"--{flag}",), None
     elif any(get_origin(arm) is tuple for arm in get_args(kind)):
         kind = str
-    option = config_option(*flags, help=of.help, metavar=of.form, show_default=shown or False, hidden=name in RENAMED)
+    hidden = name in RENAMED or not shown_in_help
+    option = config_option(*flags, help=words or of.help, metavar=of.form, show_default=shown or False, hidden=hidden)
     return name, Annotated[kind | None, option], field(default=None)
 
 
@@ -344,13 +390,31 @@ if TYPE_CHECKING:
         def settings(self) -> dict[str, Any]:
             """Those that were given, by name."""
             ...
+
+    class TrainingOptions(ConfigOptions):
+        """The same for training: help shows those that it accepts. The others are refused in a sentence."""
 else:
-    ConfigOptions = make_dataclass(
-        "ConfigOptions",
-        [_config_option(name) for name in ParallelConfig.model_fields if setting(name).option]
-        + [_config_option(name) for name in RENAMED],
-        frozen=True,
-        namespace={"settings": _settings},
+
+    def _config_options(name: str, training: bool = False, words: Mapping[str, str] | None = None) -> type:
+        """A dataclass with an option for every setting."""
+        known = [field for field in ParallelConfig.model_fields if setting(field).option]
+        made = [
+            _config_option(field, (words or {}).get(field), not training or setting(field).untrained is None)
+            for field in known
+        ]
+        renamed = [_config_option(former) for former in RENAMED]
+        return make_dataclass(name, made + renamed, frozen=True, namespace={"settings": _settings})
+
+    ConfigOptions = _config_options("ConfigOptions")
+    TrainingOptions = _config_options(
+        "TrainingOptions",
+        training=True,
+        words={
+            "data": "Give this many groups of ranks samples of their own; by default all devices.",
+            "reproducible": "Train to the same bits on any number of devices; this is slower.",
+            "tiles": "Cut the tokens into this many pieces in reproducible mode; they decide the bits.",
+            "speeds": "Give the relative speeds of the ranks that share tokens: faster ones get more.",
+        },
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from functools import partial
 from pathlib import Path
@@ -9,10 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import ConfigError, InputError
-from .options import JOB, AsJson, AtOnce, Branches, Device, Frames, Size, WeightsDType, at_least, one_of
-from .show import emit
-from .values import parse_size
+from ..errors import ConfigError, InputError, did_you_mean
+from .options import (
+    JOB,
+    OFFLOADS,
+    AsJson,
+    AtOnce,
+    Branches,
+    Device,
+    Frames,
+    Size,
+    WeightsDType,
+    at_least,
+    common_option,
+    one_of,
+    output_option,
+)
+from .show import emit, print_table
+from .values import check_planned, parse_size
 
 if TYPE_CHECKING:
     from ..costs.hardware import Hardware
@@ -20,97 +35,140 @@ if TYPE_CHECKING:
     from ..planner.search import Found
     from ..tools.planning.subject import Asked, Subject
 
+ENCODERS = ("whole", "sharded", "rank0", "freed", "before")
 OBJECTIVES = ("latency", "throughput", "cost")
 HARDWARE = "Hardware"
 GOAL = "Goal"
 
 
+cache_option = functools.partial(typer.Option, rich_help_panel="Measurements")
+
+
 def plan(
     model: Annotated[
         str,
-        typer.Argument(help="A model whose sizes ship (flux.1-dev, wan-14b …), or a pipeline's folder or hub id."),
+        typer.Argument(help="Plan for a model that ships (flux.1-dev, wan-14b …), or a pipeline's folder or hub id."),
     ] = "",
     devices: Annotated[
         int | None,
-        typer.Option("--devices", "-n", help="Devices of all hosts.", callback=at_least(1), rich_help_panel=HARDWARE),
+        common_option(
+            "--devices",
+            "-n",
+            help="Plan for this many devices on all hosts.",
+            callback=at_least(1),
+        ),
     ] = None,
     hardware: Annotated[
         str | None,
-        typer.Option(
+        common_option(
             metavar="PART|FILE",
-            help="A device of the table (h100, l40s, 4090 …), or a profile that doctor --save has written.",
+            help="Plan for this device (h100, l40s, 4090 …), or a profile that doctor --save has written.",
             show_default="this machine's",
-            rich_help_panel=HARDWARE,
+        ),
+    ] = None,
+    size: Size = None,
+    steps: Annotated[
+        int | None,
+        common_option("--steps", "-s", help="Set the number of denoising steps.", callback=at_least(1)),
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        common_option(
+            "--what-if",
+            metavar="NAME=VALUE",
+            help="Plan again with other hardware: link=10GB/s, devices=16, hosts=2, memory=24.",
         ),
     ] = None,
     link: Annotated[
         str | None,
         typer.Option(
             metavar="LINK",
-            help="Between devices of a host: nvlink4, pcie4 …, or 10GB/s.",
+            help="Set the link between devices of a host: nvlink4, pcie4 …, or 10GB/s.",
             show_default="the device's usual one",
             rich_help_panel=HARDWARE,
         ),
     ] = None,
     hosts: Annotated[
-        int, typer.Option(help="Hosts that share the devices evenly.", callback=at_least(1), rich_help_panel=HARDWARE)
+        int,
+        typer.Option(
+            help="Share the devices evenly over this many hosts.", callback=at_least(1), rich_help_panel=HARDWARE
+        ),
     ] = 1,
     between: Annotated[
         str | None,
-        typer.Option(metavar="LINK", help="Between hosts: infiniband-ndr, 25Gb/s …", rich_help_panel=HARDWARE),
+        typer.Option(
+            metavar="LINK", help="Set the link between hosts: infiniband-ndr, 25Gb/s …", rich_help_panel=HARDWARE
+        ),
     ] = None,
     memory: Annotated[
         float | None,
-        typer.Option(metavar="GB", help="Of a device.", callback=at_least(0.001), rich_help_panel=HARDWARE),
+        typer.Option(
+            metavar="GB", help="Set the memory of a device.", callback=at_least(0.001), rich_help_panel=HARDWARE
+        ),
     ] = None,
-    size: Size = None,
     frames: Frames = None,
-    text: Annotated[int | None, typer.Option(help="Text tokens.", callback=at_least(0), rich_help_panel=JOB)] = None,
-    pictures: AtOnce = 1,
-    steps: Annotated[
-        int | None, typer.Option("--steps", "-s", help="Denoising steps.", callback=at_least(1), rich_help_panel=JOB)
+    text: Annotated[
+        int | None, typer.Option(help="Set the number of text tokens.", callback=at_least(0), rich_help_panel=JOB)
     ] = None,
+    pictures: AtOnce = 1,
     guidance: Branches = None,
     dtype: WeightsDType = "bfloat16",
+    text_encoder: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(ENCODERS),
+            help="Where text encoders are, as for generate; before: a program of its own has encoded the prompt.",
+            callback=one_of(ENCODERS, {}),
+            rich_help_panel=JOB,
+        ),
+    ] = "whole",
+    offload: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(OFFLOADS),
+            help="Text encoders and VAE are in the host's memory while they do not work, as for generate.",
+            callback=one_of(OFFLOADS, {}),
+            rich_help_panel=JOB,
+        ),
+    ] = "none",
     objective: Annotated[
         str,
         typer.Option(
             metavar="|".join(OBJECTIVES),
-            help="Seconds of a request, pictures per hour, or device-seconds per picture.",
+            help="Optimise the seconds of a request, images per hour, or device-seconds per image.",
             callback=one_of(OBJECTIVES, {}),
             rich_help_panel=GOAL,
         ),
     ] = "latency",
     exact: Annotated[
-        bool, typer.Option("--exact", help="The same picture as one device (the default).", rich_help_panel=GOAL)
+        bool, typer.Option("--exact", help="Plan for the same image as one device (the default).", rich_help_panel=GOAL)
     ] = False,
     reproducible: Annotated[
-        bool, typer.Option("--reproducible", help="The same bits on any number of devices.", rich_help_panel=GOAL)
+        bool,
+        typer.Option("--reproducible", help="Plan for the same bits on any number of devices.", rich_help_panel=GOAL),
     ] = False,
     stale: Annotated[
-        bool, typer.Option("--stale", help="Strategies that reuse keys of the step before, too.", rich_help_panel=GOAL)
+        bool,
+        typer.Option("--stale", help="Also use strategies that reuse keys of the previous step.", rich_help_panel=GOAL),
     ] = False,
     deadline: Annotated[
         float | None,
         typer.Option(
-            metavar="SECONDS", help="All steps are to be done in so long.", callback=at_least(0), rich_help_panel=GOAL
+            metavar="SECONDS",
+            help="Require that all steps are done in this time.",
+            callback=at_least(0),
+            rich_help_panel=GOAL,
         ),
     ] = None,
-    what_if: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--what-if",
-            metavar="NAME=VALUE",
-            help="The plan again with other hardware: link=10GB/s, devices=16, hosts=2, memory=24.",
-        ),
-    ] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with charts.")] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Run the best few for some steps here, and keep the fastest.")
+        bool, cache_option("--measure", help="Run the best few here for some steps, and keep the fastest.")
     ] = False,
     device: Device = "auto",
-    show_cache: Annotated[bool, typer.Option("--show-cache", help="Show what --measure has kept.")] = False,
-    forget: Annotated[bool, typer.Option("--forget", help="Delete what --measure has kept.")] = False,
+    show_cache: Annotated[
+        bool, cache_option("--show-cache", help="List the measurements that --measure has kept.")
+    ] = False,
+    forget: Annotated[bool, cache_option("--forget", help="Delete the measurements that --measure has kept.")] = False,
+    html: Annotated[Path | None, output_option(metavar="FILE", help="Write a page with charts.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict which configuration serves best, why, and what the others lose. Every figure is predicted.
@@ -133,10 +191,14 @@ def plan(
     if sum((exact, reproducible, stale)) > 1:
         raise InputError("--exact, --reproducible and --stale contradict one another; give one of them")
     exactness = "reproducible" if reproducible else "stale" if stale else "exact"
+    check_planned(model)
+    changes = [(text, _changed(text)) for text in what_if or []]
     from ..tools.planning.subject import Asked
 
     started = time.perf_counter()
-    asked = Asked(parse_size(size), frames, text, pictures, guidance, steps, dtype)
+    where: Any = text_encoder
+    moved = offload != "none"
+    asked = Asked(parse_size(size), frames, text, pictures, guidance, steps, dtype, None, where, moved)
     settings: dict[str, Any] = {
         "hardware": hardware,
         "devices": devices,
@@ -151,10 +213,10 @@ def plan(
     result = made.data()
     result["what_if"] = [
         {
-            "changed": change,
-            **_planned(model, asked, {**settings, **_changed(change)}, exactness, deadline, objective).data(),
+            "changed": text,
+            **_planned(model, asked, {**settings, **change}, exactness, deadline, objective).data(),
         }
-        for change in what_if or []
+        for text, change in changes
     ]
     if measure:
         result["measured"] = made.measure(exactness, device)
@@ -218,18 +280,14 @@ def _planned(
     model: str, asked: Asked, settings: dict[str, Any], exactness: Any, deadline: float | None, objective: Any
 ) -> _Planned:
     from ..planner.explain import table
-    from ..planner.search import Limits, search
+    from ..planner.search import search
     from ..tools.planning.subject import subject
 
-    if not model:
-        from ..planner.catalogue import shapes
-
-        raise InputError(f"say which model: {', '.join(shapes())}, or the folder of a pipeline")
     chosen = _hardware(settings)
     dtype = chosen.device.dtype if settings["hardware"] is None else settings["dtype"]
     about = subject(model, asked if asked.dtype == dtype else _with_dtype(asked, dtype))
     room = None if settings["memory"] is None else settings["memory"] * 1e9
-    found = search(about.model, about.job, chosen, Limits(exactness, room, deadline), objective)
+    found = search(about.model, about.job, chosen, about.limits(chosen, exactness, room, deadline), objective)
     return _Planned(about, chosen, found, table(found, chosen, objective))
 
 
@@ -275,7 +333,8 @@ def _changed(text: str) -> dict[str, Any]:
     name, equals, value = text.partition("=")
     kinds = {"devices": int, "hosts": int, "memory": float, "link": str, "between": str, "hardware": str}
     if not equals or name not in kinds:
-        raise InputError(f"--what-if {text!r} is not NAME=VALUE with one of {', '.join(kinds)}")
+        near = did_you_mean(name, kinds) if equals else ""
+        raise InputError(f"--what-if {text!r} is not NAME=VALUE with one of {', '.join(kinds)}{near}")
     try:
         made = kinds[name](value)
     except ValueError:
@@ -328,36 +387,24 @@ def _show(result: dict[str, Any], made: _Planned) -> None:
 
 def _show_plan(console: Any, result: dict[str, Any]) -> None:
     from rich.markup import escape
-    from rich.table import Table
 
     from ..planner.explain import number
 
     console.print(
         f"{escape(result['model'])} on {escape(result['hardware'])}: {result['image_tokens']:,} image and "
         f"{result['text_tokens']:,} text tokens, {result['steps']} steps, "
-        f"guidance {'on' if result['branches'] > 1 else 'off'}; all figures are predicted"
+        f"guidance {'on' if result['branches'] > 1 else 'off'}; all figures are predicted",
+        soft_wrap=True,
     )
-    table = Table()
-    for column, side in (
-        ("configuration", "left"),
-        ("devices", "right"),
-        ("denoising s", "right"),
-        ("ms a step", "right"),
-        ("GB a rank", "right"),
-        ("why", "left"),
-    ):
-        table.add_column(column, justify=side)  # type: ignore[arg-type]
+    rows = []
     for one in result["configurations"]:
-        table.add_row(
-            escape(one["words"]),
-            str(one["devices"]),
-            number(one["denoising_seconds"]),
-            number(one["step_seconds"] * 1e3),
-            f"{one['memory_bytes'] / 1e9:.3g}",
-            escape(one["why"]),
-            style=None if one["fits"] else "red",
-        )
-    console.print(table)
+        red = "" if one["fits"] else "[red]"
+        cells = [number(one["denoising_seconds"]), number(one["step_seconds"] * 1e3)]
+        cells = [escape(one["words"]), str(one["devices"]), *cells, f"{one['memory_bytes'] / 1e9:.3g}"]
+        rows.append([red + cell for cell in cells])
+    print_table(console, ("configuration", "devices", "denoising s", "ms a step", "GB a rank"), rows)
+    for one in result["configurations"]:
+        console.print(f"{one['words']}: {one['why']}", markup=False)
     error = result["configurations"][0]["error"]
     if error is not None:
         console.print(f"[dim]Predictions with this hardware profile were off by {error:.0%} on average.[/]")

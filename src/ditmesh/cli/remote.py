@@ -173,7 +173,8 @@ def _files(client: Client, job: Job, index: int, out: str, overwrite: bool) -> I
     """Write the results of a job that has succeeded, the first of which has number ``index``; paths and receipts."""
     from ..generate.receipt import CHUNK, STRIP, Receipt, copied_free, write_free, write_png
     from ..generate.run import file_name
-    from ..generate.video import check_video_library, copy_mp4, read_frames, strip
+    from ..generate.video import copy_mp4, strip
+    from ..media.videos import check_video_library, read_frames
 
     receipts = [Receipt.model_validate(one.receipt) for one in job.images]
     named = [

@@ -10,7 +10,7 @@ import typer
 
 from ..errors import InputError
 from .generate import progress
-from .options import AsJson, Device, Devices, Overwrite, Threads, Timeout, with_groups
+from .options import AsJson, Device, Devices, Overwrite, Threads, Timeout, common_option, with_groups
 from .show import emit
 from .values import config_of as config_of_words
 from .values import fetched
@@ -25,24 +25,27 @@ UNASKED = 8
 @with_groups
 def replay(
     image: Annotated[
-        Path, typer.Argument(metavar="IMAGE.png", help="A picture, or a video (MP4), that ditmesh generated.")
+        Path, typer.Argument(metavar="IMAGE.png", help="Generate this image, or video (MP4), of ditmesh again.")
     ],
     devices: Devices = None,
     config: Annotated[
         str | None,
         typer.Option(
             metavar="CONFIG",
-            help='Another configuration: words such as "ulysses=2", or a YAML file.',
-            show_default="the receipt's",
+            help='Use another configuration: words such as "ulysses=2", or a YAML file.',
+            show_default="the metadata's",
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Folder or hub id of the model.", show_default="the receipt's")
+        str | None,
+        common_option("--model", "-m", help="Load this model: folder or hub id.", show_default="the metadata's"),
     ] = None,
     device: Device = "auto",
     threads: Threads = None,
     timeout: Timeout = 600.0,
-    out: Annotated[str, typer.Option("--out", "-o", metavar="DIR", help="Folder for the new picture.")] = "replayed",
+    out: Annotated[
+        str, common_option("--out", "-o", metavar="DIR", help="Write the new image into this folder.")
+    ] = "replayed",
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
@@ -115,7 +118,8 @@ def opened(path: str | Path) -> Any:
     """A picture, or the frames of a video."""
     from PIL import Image
 
-    from ..generate.video import is_video, read_frames
+    from ..generate.video import is_video
+    from ..media.videos import read_frames
 
     if is_video(path):
         return read_frames(path, str(path))

@@ -80,6 +80,9 @@ class LimitOptions:
     max_body: Annotated[
         int, _option(panel="Limits", metavar="MIB", help="Size of a request.", callback=at_least(1))
     ] = 32
+    max_connections: Annotated[
+        int, _option(panel="Limits", help="Connections of all clients, at a time.", callback=at_least(8))
+    ] = 1024
     max_queue: Annotated[int, _option(panel="Limits", help="Pictures that may wait.", callback=at_least(1))] = 1000
     max_batch: Annotated[
         int, _option(panel="Limits", help="Pictures whose steps run as one call.", callback=at_least(1))
@@ -134,6 +137,13 @@ class ModelOptions:
             metavar="[NAME=]MODEL",
             help="Folder or hub id of a diffusers pipeline, or an embedded model; may be given again.",
             show_default="emoji-sd3",
+        ),
+    ] = None
+    model_alias: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ALIAS=NAME",
+            help="Another name of a model, such as dall-e-3, for front ends that ask for that; may be given again.",
         ),
     ] = None
     lora: Annotated[
@@ -230,7 +240,22 @@ def planned(
     settings = _settings(host, clients, limits, logs)
     named = _named(models.model or ["emoji-sd3"], "--model"), _named(models.lora or [], "--lora")
     devices, specs = _specs(*named, models.devices, models.config, parallel, limits.max_batch)
+    settings = settings.model_copy(update={"aliases": _aliases(models.model_alias or [], [one.name for one in specs])})
     return Plan(settings, devices, specs, models, ranks, limits, logs)
+
+
+def _aliases(texts: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Other names of models. Raises `InputError`: there is no such model, or the name is one's already."""
+    found: dict[str, str] = {}
+    for text in texts:
+        alias, _, name = text.partition("=")
+        if not alias or name not in names:
+            known = ", ".join(map(repr, names))
+            raise InputError(f"--model-alias {text!r} is not ALIAS=NAME of a model; use one of the names {known}")
+        if alias in names or alias in found:
+            raise InputError(f"--model-alias {text!r}: {alias!r} is the name of a model already; use another one")
+        found[alias] = name
+    return found
 
 
 @with_groups
@@ -307,6 +332,7 @@ def _settings(host: str, clients: ClientOptions, limits: LimitOptions, logs: Log
         max_frames=limits.max_frames,
         max_prompt=limits.max_prompt,
         max_body=limits.max_body * 2**20,
+        max_connections=limits.max_connections,
         log_prompts=logs.log_prompts,
     )
 

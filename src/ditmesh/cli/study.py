@@ -25,7 +25,7 @@ from .options import (
     at_least,
     with_groups,
 )
-from .show import bar, emit, provenance
+from .show import bar, emit, print_table, provenance
 from .values import download, embedded_or, parse_size, read_prompts, videos_of
 
 if TYPE_CHECKING:
@@ -41,33 +41,44 @@ class StudyOptions:
     """What is combined with what, and how it is measured."""
 
     prompts_file: PromptsFile = None
-    devices: Annotated[str, typer.Option(metavar="2,4,8", help="Numbers of devices.")] = "2,4"
+    devices: Annotated[str, typer.Option(metavar="2,4,8", help="Study these numbers of devices.")] = "2,4"
     warmup: Annotated[
-        str, typer.Option(metavar="0,4,sqrt(2)", help="Warm-up policies; a number: so many synchronous steps first.")
+        str,
+        typer.Option(
+            metavar="0,4,sqrt(2)",
+            help="Study these warm-up policies; a number means that many synchronous steps first.",
+        ),
     ] = "0,1,2,4"
     strategy: Annotated[
         str,
         typer.Option(
             metavar="NAMES",
-            help="Of displaced, pipefusion, naive, and displaced-fp16, -bf16, -int8 and -int4, which compress what is "
-            "sent.",
+            help="Study these of displaced, pipefusion, naive, and displaced-fp16, -bf16, -int8 and -int4, which "
+            "compress what is sent.",
         ),
     ] = "displaced,naive"
     sampler: Annotated[
         str,
-        typer.Option(metavar="NAMES", help="Such as ddim,dpm for a DDPM model, euler,heun for a flow; own: its own."),
+        typer.Option(
+            metavar="NAMES",
+            help="Study these samplers: ddim,dpm for a DDPM model, euler,heun for a flow, own for the model's.",
+        ),
     ] = "own"
     images: Annotated[
-        int, typer.Option(help="Pictures of every prompt, each with a seed of its own.", callback=at_least(1))
+        int,
+        typer.Option(help="Generate this many images of every prompt, each with its own seed.", callback=at_least(1)),
     ] = 1
     steps: Steps = None
     guidance: Guidance = None
     size: Size = None
     frames: Annotated[
-        int | None, typer.Option(help="Frames of a video.", show_default="the pipeline's", callback=at_least(1))
+        int | None,
+        typer.Option(help="Generate this many frames of a video.", show_default="the pipeline's", callback=at_least(1)),
     ] = None
     seed: Seed = 0
-    batch: Annotated[int, typer.Option(help="Pictures of one call of the pipeline, at most.", callback=at_least(1))] = 8
+    batch: Annotated[
+        int, typer.Option(help="Generate at most this many images in one call of the pipeline.", callback=at_least(1))
+    ] = 8
     which_steps: Annotated[
         bool,
         typer.Option(
@@ -76,7 +87,7 @@ class StudyOptions:
     ] = False
     detail: Annotated[
         bool,
-        typer.Option(help="In the first request of each combination: errors of attention, and on the same latents."),
+        typer.Option(help="Measure errors of attention, and on the same latents, in each first request."),
     ] = True
     real: Annotated[
         bool, typer.Option("--real", help="Also run the first request of each combination on real ranks, timed.")
@@ -85,20 +96,24 @@ class StudyOptions:
         float | None,
         typer.Option(
             metavar="DB",
-            help="PSNR the rule for the warm-up is for.",
+            help="Find the rule for a warm-up that reaches this PSNR.",
             show_default="what all N reach",
             callback=at_least(0),
         ),
     ] = None
     jobs: Annotated[
-        int, typer.Option(help="Processes that run cells at the same time, one thread each.", callback=at_least(1))
+        int,
+        typer.Option(help="Run cells in this many processes at the same time, one thread each.", callback=at_least(1)),
     ] = 1
     dtype: DType = "float32"
     device: Device = "auto"
     launcher: LauncherName = None
     address: Address = None
     out: Annotated[
-        str, typer.Option("--out", "-o", metavar="DIR", help="Folder; what is finished there is not run again.")
+        str,
+        typer.Option(
+            "--out", "-o", metavar="DIR", help="Write into this folder; what is finished there is not run again."
+        ),
     ] = "study"
 
 
@@ -107,13 +122,14 @@ def study(
     context: typer.Context,
     options: StudyOptions,
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="PROMPT...", help="What to generate; captions of an embedded model.")
+        list[str] | None,
+        typer.Argument(
+            metavar="PROMPT...", help="Generate from these prompts; by default from captions of an embedded model."
+        ),
     ] = None,
     model: Annotated[
         str,
-        typer.Option(
-            "--model", "-m", help="Folder or hub id of a diffusers pipeline, or the name of an embedded model."
-        ),
+        typer.Option("--model", "-m", help="Load this model: folder or hub id, or the name of an embedded model."),
     ] = "emoji-sd3",
     as_json: AsJson = False,
 ) -> None:
@@ -164,6 +180,7 @@ def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple
         raise InputError(f"--frames {frames}: {info.pipeline_class} makes pictures; leave --frames out")
     if size is not None:
         info.check_size(*size)
+    _check_call(info, options.guidance, parse_size(options.size))
     ranks = RankOptions(options.device, options.dtype)
     setup = planning.Setup(
         model=str(info.files),
@@ -194,6 +211,20 @@ def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple
         real=options.real,
     )
     return plan, info
+
+
+def _check_call(info: ModelInfo, guidance: float | None, size: tuple[int, int] | None) -> None:
+    """Refuse what cannot be studied, and guidance or a size that the pipeline does not accept."""
+    import diffusers
+
+    from ..generate.job import check_output
+    from ..generate.run import call_parameters, check_options
+
+    kind = getattr(diffusers, info.pipeline_class, None)
+    if isinstance(kind, type):
+        parameters = call_parameters(kind)
+        check_output(info.pipeline_class, parameters)
+        check_options(info.pipeline_class, parameters, None, guidance, None if info.labels else size)
 
 
 def _run(
@@ -228,9 +259,8 @@ def _run(
 
 
 def _say(result: dict[str, Any]) -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
+    from rich.markup import escape
 
     from ..quality.perceptual import NAME
     from ..quality.report import number_text, without_empty_columns
@@ -260,15 +290,9 @@ def _say(result: dict[str, Any]) -> None:
                     "" if sent is None else number_text(sum(sent.values()) / 1e6),
                 ]
             )
-        table = Table(
-            box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False, title=f"{strategy}, {sampler}", title_justify="left"
-        )
         header, kept = without_empty_columns(names, rows)
-        for name in header:
-            table.add_column(name, justify="left" if name == "warm-up" else "right", no_wrap=True)
-        for cells in kept:
-            table.add_row(*map(str, cells))
-        console.print(table)
+        cells = [[escape(str(cell)) for cell in row] for row in kept]
+        print_table(console, header, cells, keys=2, title=f"{strategy}, {sampler}")
     right = [row["right_synchronous"] for row in result["table"] if row["right_synchronous"]["value"] is not None]
     if right:
         console.print(

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
 
 from ..errors import ConfigError, InputError
-from .options import AsJson, ConfigOptions, Device, Devices, Threads, Timeout, with_groups
+from .options import AsJson, Device, Devices, Threads, Timeout, TrainingOptions, common_option, with_groups
 from .show import bar, count, emit
+
+if TYPE_CHECKING:
+    from ..launch import Report
+    from ..train.config import TrainConfig
 
 
 @with_groups
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The run.")],
-    parallel: ConfigOptions,
+    *,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Read the settings of the run from this file.")],
     devices: Devices = None,
     change: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="A setting of the file, changed; may be repeated."),
+        common_option("--set", metavar="NAME=VALUE", help="Change a setting of the file; may be given again."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest whole checkpoint in output_dir.")
+        bool, common_option("--resume", help="Go on from the newest whole checkpoint in output_dir.")
     ] = False,
+    parallel: TrainingOptions,
     device: Device = "auto",
     threads: Threads = None,
     timeout: Timeout = 600.0,
@@ -43,10 +49,12 @@ def train(
 
     torchrun --nproc-per-node 4 -m ditmesh train emoji.yaml --data 2 --ulysses 2
     """
-    from ..config import AXES, ParallelConfig
-    from ..launch import launcher, resolve_device, torchrun_rank
+    from ..config import AXES
+    from ..generate.model_info import find_model
+    from ..generate.run import PRELOAD
+    from ..launch import begin_local_ranks, launcher, resolve_device, torchrun_rank
     from ..train.config import TrainConfig
-    from ..train.run import train as train_on_ranks
+    from ..train.preflight import check_run, check_settings
 
     there = torchrun_rank()
     if there is not None:
@@ -62,21 +70,54 @@ def train(
     if devices is not None and not any(run["parallel"].get(axis, 1) != 1 for axis in AXES):
         run["parallel"]["data"] = devices
     chosen = TrainConfig.read(run)
+    check_settings(chosen)
     world_size = devices or chosen.parallel.world_size
-    ParallelConfig.check_world_size(chosen.parallel, world_size)
+    chosen.parallel.check_world_size(world_size)
+    info = find_model(chosen.pretrained_model_name_or_path)
+    begin_local_ranks(device, (*PRELOAD, "ditmesh.train.run"))
+    check_run(chosen, info)
     kind = resolve_device(device, world_size if there is None else there.local_size)
     with bar(shown=there is None or there.rank == 0) as progress:
         task = progress.add_task("loading", total=None)
 
-        def report(_: int, now: Any) -> None:
-            words = f"loss {now.loss:.4f}  {now.samples_per_second:.1f} samples/s  {_time(now.seconds_left)} left"
-            progress.update(task, description=words, total=now.steps, completed=now.step)
+        def report(_: int, now: dict[str, Any]) -> None:
+            if "lines" in now:
+                for line in now["lines"]:
+                    progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+                return
+            if "what" in now:
+                progress.update(task, **_preparing(now))
+                return
+            words = f"loss {now['loss']:.4f}  {now['samples_per_second']:.1f} samples/s"
+            words = f"{words}  {_time(now['seconds_left'])} left"
+            progress.update(task, description=words, total=now["steps"], completed=now["step"])
 
         with launcher(there and "torchrun", world_size, kind, threads, timeout) as ranks:
-            results = ranks.run(train_on_ranks, chosen, on_message=report)
+            results = ranks.run(_on_rank, chosen, timeout, on_message=report)
             speaks = ranks.speaks
     if speaks:
         emit({**results[0], "devices": world_size, "device": kind}, as_json, _say)
+
+
+def _on_rank(config: TrainConfig, timeout: float, *, report: Report) -> dict[str, Any]:
+    """Train on a rank of the command; progress is reported as plain data, which the command reads without torch."""
+    from ..generate.run import quieten
+    from ..train.run import train
+
+    quieten()
+    return train(config, timeout=timeout, report=lambda now: report(asdict(now)))
+
+
+def _preparing(now: dict[str, Any]) -> dict[str, Any]:
+    """What the bar shows before the first step; ``now`` has the fields of `train.trainer.Preparing`."""
+    ranks = now["ranks"]
+    done, total = (sum(rank[name] for rank in ranks) for name in ("done", "total"))
+    behind = [(number, rank) for number, rank in enumerate(ranks) if rank["done"] < rank["total"]]
+    words = now["what"] if total or not done else f"{now['what']}, {done}"
+    if total and behind and len(ranks) > 1:
+        number, rank = max(behind, key=lambda pair: pair[1]["total"] - pair[1]["done"])
+        words += f" (rank {number}: {rank['done']} of {rank['total']})"
+    return {"description": words, "total": total or None, "completed": done}
 
 
 def _change(run: dict[str, Any], change: str) -> None:
@@ -113,8 +154,15 @@ def _say(result: dict[str, Any]) -> None:
         print(f"{result['nearest']:.0%} of the validation pictures are nearest to their own training picture")
     if result["weights"] is not None:
         print(f"digest of the weights, the same on any number of devices: {result['weights']}")
+    for one in result["changed"]:
+        print(f"changed: {one}")
+    if result["overflowed"]:
+        skipped = count(len(result["overflowed"]), "optimizer step")
+        print(f"{skipped} of {done} left out: gradients overflowed in float16 (loss.csv: overflowed, loss_scale)")
     for one in result["skipped"]:
         print(f"skipped: {one}")
+    for one in result["notes"]:
+        print(f"note: {one}")
     for one in result["unsaved"]:
         print(f"not saved: {one}")
     print(result["pipeline"])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from ..config import AXES, ParallelConfig
-from ..errors import ConfigError, InputError
+from ..errors import ConfigError, InputError, did_you_mean
 from ..launch import torchrun_rank
 
 if TYPE_CHECKING:
@@ -169,15 +169,43 @@ def embedded_or(
     return info, steps, guidance, own.max_sequence_length
 
 
+def check_planned(model: str) -> None:
+    """Refuse a name that is no model of the catalogue, no embedded one, no folder and no hub id; imports no torch.
+
+    Raises:
+        InputError: naming those that ship.
+    """
+    from .. import zoo
+    from ..generate.model_info import is_hub_id
+    from ..planner.catalogue import shapes
+
+    known = [*shapes(), *zoo.EMBEDDED]
+    if not model:
+        raise InputError(f"say which model: {', '.join(shapes())}, or the folder of a pipeline")
+    if model.lower() not in known and not Path(model).exists() and not is_hub_id(model):
+        near = did_you_mean(model.lower(), known)
+        raise InputError(
+            f"model {model!r} is no folder and none of {', '.join(known)}{near or '; give one of these, or a folder'}"
+        )
+
+
 def picture_job(
     model: str | None, prompts: Sequence[str], pictures: PictureOptions, timeout: float, out: str, **more: Any
 ) -> tuple[Job, ModelInfo]:
     """A job without configuration and dtype, from options and ``more`` fields; and what the model's files say."""
     from ..generate.job import PER_CALL, job_for
     from ..generate.receipt import MOST_PIXELS
+    from ..generate.run import quieten
+    from ..generate.shape import input_size
 
     size = parse_size(pictures.size)
     info, steps, guidance, text_tokens = embedded_or(model, pictures.steps, pictures.guidance)
+    if more.get("files"):
+        # The class of pipeline is looked at.
+        quieten()
+    # Also with a size: a mask has to lie on its image.
+    like = input_size(info, more.get("files", ()), more.get("strength"))
+    size = size or like
     width, height = size or info.default_size or (1, 1)
     # Videos one by one: each is as much as many pictures.
     together = 1 if videos_of(info) else max(1, min(PER_CALL, MOST_PIXELS // (width * height)))

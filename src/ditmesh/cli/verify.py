@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,8 +15,8 @@ import typer
 
 from ..core.files import finite
 from ..errors import ConfigError, InputError
-from .options import AsJson, PictureOptions, RankOptions, at_least, with_groups
-from .show import bar, count, emit, provenance
+from .options import AsJson, PictureOptions, RankOptions, at_least, common_option, output_option, with_groups
+from .show import bar, count, emit, print_table, provenance
 from .values import configs_of, fetched, picture_job, read_prompts
 
 if TYPE_CHECKING:
@@ -27,66 +28,74 @@ if TYPE_CHECKING:
     from ..tools.verify.verdicts import Verdict
 
 
+compare_option = functools.partial(typer.Option, rich_help_panel="Comparison")
+
+
 @dataclass(frozen=True)
 class CompareOptions:
     """What is compared, and how."""
 
     all_of: Annotated[
         int | None,
-        typer.Option("--all", metavar="N", help="Every sensible configuration of N devices.", callback=at_least(2)),
+        common_option(
+            "--all", metavar="N", help="Verify every sensible configuration of N devices.", callback=at_least(2)
+        ),
     ] = None
     tolerance: Annotated[
         float | None,
-        typer.Option(
-            help="Largest relative difference of latents and pictures.",
+        compare_option(
+            help="Accept this relative difference of latents and images at most.",
             show_default="float32 1e-4, float16 0.02, bfloat16 0.1; none for stale strategies",
             callback=at_least(0),
         ),
     ] = None
     trace_dir: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="Folder for one device's results, while this runs.", show_default="TMPDIR"),
+        compare_option(
+            metavar="DIR", help="Keep one device's results in this folder while this runs.", show_default="TMPDIR"
+        ),
     ] = None
     trace_gb: Annotated[
         float,
-        typer.Option(
+        compare_option(
             metavar="GB",
-            help="Room for it, and no more than half of what is free; of a large model some channels are kept.",
+            help="Use this much of it, and at most half of what is free; large models keep fewer channels.",
             callback=at_least(0.001),
         ),
     ] = 4.0
-    html: Annotated[str | None, typer.Option(metavar="FILE", help="Write a page with pictures and curves.")] = None
+    html: Annotated[str | None, output_option(metavar="FILE", help="Write a page with images and curves.")] = None
     trace: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE", help="Write when ranks compute and wait, as a Chrome trace (ui.perfetto.dev reads it)."
-        ),
+        output_option(metavar="FILE", help="Write when ranks compute and wait, as a Chrome trace for ui.perfetto.dev."),
     ] = None
 
 
 @with_groups
 def verify(
     context: typer.Context,
-    comparing: CompareOptions,
-    pictures: PictureOptions,
-    ranks: RankOptions,
+    *,
     configs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="CONFIG...", help='What to verify: words such as "ulysses=2 cfg=2", or a YAML file.'),
-    ] = None,
-    more_configs: Annotated[
-        list[str] | None, typer.Option("--configs", metavar="CONFIG", help="The same, as an option.")
-    ] = None,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(help="What to generate; may be given again.", show_default="an embedded model's first caption"),
+        typer.Argument(metavar="CONFIG...", help='Verify these: words such as "ulysses=2 cfg=2", or a YAML file.'),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model", "-m", help="Folder or hub id of a diffusers pipeline.", show_default="the embedded model"
+        common_option(
+            "--model", "-m", help="Load this model: folder or hub id, or an embedded model.", show_default="emoji-sd3"
         ),
     ] = None,
+    prompt: Annotated[
+        list[str] | None,
+        common_option(
+            help="Generate from this prompt; may be given again.", show_default="an embedded model's first caption"
+        ),
+    ] = None,
+    more_configs: Annotated[
+        list[str] | None, common_option("--configs", metavar="CONFIG", help="Verify these as well; may be given again.")
+    ] = None,
+    pictures: PictureOptions,
+    comparing: CompareOptions,
+    ranks: RankOptions,
     as_json: AsJson = False,
 ) -> None:
     """Generate on one device and on several, and say whether, by how much, and where first they differ.
@@ -105,6 +114,7 @@ def verify(
     from .. import zoo
     from ..generate.job import check_folder, check_job
     from ..generate.receipt import MOST_TOGETHER
+    from ..generate.run import PRELOAD
     from ..launch import torchrun_rank
 
     asked = configs_of([*(more_configs or []), *(configs or [])])
@@ -121,6 +131,7 @@ def verify(
     job, info = picture_job(model, prompts, pictures, ranks.timeout, room, per_call=pictures.num_images)
     largest = max([config.world_size for config in asked] + [comparing.all_of or 1])
     check_job(job, info, largest)
+    ranks.begin(PRELOAD)
     offered = _checked(job, info, asked, comparing.all_of)
     there = torchrun_rank()
     if there is not None:
@@ -328,9 +339,8 @@ def _result(
 
 
 def _say(result: dict[str, Any]) -> None:
-    from rich.box import SIMPLE
     from rich.console import Console
-    from rich.table import Table
+    from rich.markup import escape
 
     console = Console(highlight=False)
     single = ", ".join(f"{one['config']} {one['seconds']:.2f} s" for one in result["one_device"])
@@ -340,11 +350,8 @@ def _say(result: dict[str, Any]) -> None:
         markup=False,
         soft_wrap=True,
     )
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("configuration", overflow="fold", min_width=16)
-    for name in ("largest", "PSNR dB", "SSIM", "latents", "seconds", "sent MB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict", min_width=10)
+    header = ("configuration", "largest", "PSNR dB", "SSIM", "latents", "seconds", "sent MB", "verdict")
+    rows: list[list[str]] = []
     for verdict in result["configs"]:
         colour = "yellow" if not verdict["judged"] else "green" if verdict["passed"] else "red"
         outcome = f"[{colour}]{verdict['outcome']}[/]"
@@ -355,8 +362,8 @@ def _say(result: dict[str, Any]) -> None:
             sent = f"{sum(verdict['bytes_sent'].values()) / 1e6:.2f}"
             cells = [_error(verdict["largest"]), psnr, f"{verdict['ssim']:.4f}", _error(verdict["latents"])]
             cells += [f"{verdict['seconds']:.2f}", sent]
-        table.add_row(verdict["config"], *cells, outcome)
-    console.print(table)
+        rows.append([escape(verdict["config"]), *cells, outcome])
+    print_table(console, header, rows)
     lines: list[str] = []
     for one in result["one_device"]:
         if not one["repeats"]:

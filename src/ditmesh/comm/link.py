@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import ConfigError
+from .backends import ON_GPUS, backend_of
 from .hosts import Relay, relay_of
 from .shared import SharedChannel
 from .state import DesyncError, Header, PeerError, RequestState, Spec, Traffic, raise_for_peer
@@ -96,6 +98,8 @@ class Link:
         self.name, self.traffic = name, traffic
         self.ranks, self.rank, self.size = tuple(ranks), rank, len(ranks)
         self._group: dist.ProcessGroup | None = None
+        # What carries the group's tensors.
+        self._backend = ""
         self._channel: SharedChannel | None = None
         self._state = RequestState() if state is None else state
         # Transfers over the process group that may be under way.
@@ -116,7 +120,8 @@ class Link:
     @property
     def transport(self) -> str:
         """What tensors travel through: ``"shared memory"``, or the group's backend, such as ``"gloo"``."""
-        return str(dist.get_backend(self.group)) if self._channel is None or self._far else "shared memory"
+        self._state.check()
+        return self._backend if self._channel is None or self._far else "shared memory"
 
     @property
     def _shared(self) -> SharedChannel | None:
@@ -130,15 +135,33 @@ class Link:
             transfer.cancel()
         self._group = self._channel = None
 
-    def connect(self, group: dist.ProcessGroup | None, shared: SharedChannel | None, hosts: Sequence[int] = ()) -> None:
+    def connect(
+        self,
+        group: dist.ProcessGroup | None,
+        shared: SharedChannel | None,
+        hosts: Sequence[int] = (),
+        device: torch.device | str = "cpu",
+    ) -> None:
         """Use a process group and, where given, shared memory.
 
         Args:
             group: of all ranks of the link.
             shared: between those of this rank's host.
             hosts: for every rank of the link the number of its host; default: all have one.
+            device: of the tensors that travel.
+
+        Raises:
+            ConfigError: the group carries no tensors of this device.
         """
-        self._group, self._channel = group, shared
+        backend = "" if group is None else backend_of(group, device)
+        if group is not None and not backend:
+            kind = torch.device(device).type
+            raise ConfigError(
+                f"the process group carries no {kind} tensors, and the model is on the {kind}; move the pipeline to "
+                "its rank's device before ditmesh.parallelize, or call torch.distributed.init_process_group(\""
+                f'{ON_GPUS}")'
+            )
+        self._group, self._channel, self._backend = group, shared, backend
         self._far = frozenset(peer for peer, host in enumerate(hosts) if host != hosts[self.rank])
         self._relay = relay_of(hosts, self.rank)
 
@@ -190,7 +213,10 @@ class Link:
     @property
     def _matches(self) -> bool:
         """Whether the process group tells messages apart by their tags."""
-        return not torch.compiler.is_compiling() and dist.get_backend(self.group) == "gloo"
+        if torch.compiler.is_compiling():
+            return False
+        self._state.check()
+        return self._backend == "gloo"
 
     def all_to_all(
         self, outgoing: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]

@@ -25,6 +25,7 @@ from torch import nn
 from ..config import AXES, REPLICAS, ParallelConfig
 from ..errors import ConfigError
 from . import Hosts, Link, PeerError, RequestState, SharedChannel, SharedMemory, Traffic, find_hosts, possible
+from .backends import backend_of
 
 # Seconds a collective may wait for a rank that does not come.
 DEFAULT_DEADLINE = 600.0
@@ -132,7 +133,7 @@ class Mesh:
         if links is None:
             config.check_world_size(world_size)
         if device is None:
-            on_nccl = initialised and "nccl" in str(dist.get_backend())
+            on_nccl = initialised and backend_of(None, "cuda") == "nccl"
             device = torch.device("cuda", torch.cuda.current_device()) if on_nccl else torch.device("cpu")
         self.config, self.device = config, torch.device(device)
         self.rank, self.world_size = dist.get_rank() if initialised else 0, world_size
@@ -237,7 +238,7 @@ class Mesh:
                 here = [rank for rank in link.ranks if hosts[rank] == hosts[self.rank]]
                 joined = len(here) > 1 and self.hosts.joins(here)
                 shared = SharedChannel(memory, number, link.ranks) if memory and joined else None
-                link.connect(group, shared, [hosts[rank] for rank in link.ranks])
+                link.connect(group, shared, [hosts[rank] for rank in link.ranks], self.device)
         # A group is there for one rank while another still connects, and would be lost if the first one failed now.
         dist.barrier(group=self._control)
 
@@ -247,6 +248,11 @@ class Mesh:
     def waited(self) -> float:
         """Seconds for which this rank's host has waited for other ranks on any link, since the mesh was made."""
         return self._state.waited
+
+    @property
+    def deadline(self) -> float:
+        """Seconds that a collective may wait for a rank that does not come."""
+        return self._deadline.total_seconds()
 
     @property
     def failed(self) -> bool:

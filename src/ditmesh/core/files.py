@@ -5,11 +5,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
 from itertools import count
 from math import isfinite
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import IO, Any
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 
 @contextlib.contextmanager
@@ -44,6 +50,66 @@ def written_whole(path: str | Path, replace: bool = True) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def folder_written_whole(path: str | Path) -> Iterator[Path]:
+    """An empty folder beside ``path`` to fill; when the block ends without an error it takes that name.
+
+    A folder of that name stays until the new one is whole, and is removed then.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    mark = f".{path.name}-{os.getpid()}-{os.urandom(4).hex()}"
+    temporary, old = path.with_name(f"{mark}.tmp"), path.with_name(f"{mark}.old")
+    try:
+        temporary.mkdir()
+        yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                # A rename may reach the disk before what was written.
+                with file.open("rb") as opened:
+                    os.fsync(opened.fileno())
+        if path.exists():
+            os.replace(path, old)
+        try:
+            os.replace(temporary, path)
+        except OSError:
+            if old.exists():
+                os.replace(old, path)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def lock_of(file: str | Path) -> IO[str] | None:
+    """Hold a file for this process, until what is returned is closed or the process ends, however that ends.
+
+    Returns:
+        The open file with this process's number in it; None: another process, or another part of this one, holds it.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    opened = Path(file).open("a+", encoding="utf-8")  # noqa: SIM115 - it stays open
+    try:
+        if fcntl is not None:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        opened.seek(0)
+        opened.truncate()
+        opened.write(str(os.getpid()))
+        opened.flush()
+    except BlockingIOError:
+        opened.close()
+        return None
+    except BaseException:
+        opened.close()
+        raise
+    return opened
 
 
 def digest_of_file(path: str | Path) -> str:

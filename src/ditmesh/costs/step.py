@@ -51,6 +51,7 @@ class Term:
         through: name of the link.
         axes: whose ranks exchange it, or `SHARD`.
         route: from whom to whom; see `Route`.
+        holds: what the memory holds, where others ask for it by this key; ``name`` is for people.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Term:
     through: str = ""
     axes: tuple[str, ...] = ()
     route: Route | Literal[""] = ""
+    holds: Literal["", "weights", "keys"] = ""
 
 
 @dataclass(frozen=True)
@@ -298,7 +300,7 @@ class Step:
         # In bands every rank has its rows alone (those of neighbours left out, which are few).
         bands = 1 if self.config.vae == "whole" or self.config.reproducible else self.config.world_size
         return [
-            Term("weights", "memory", memory=weights * job.element * job.transformers),
+            Term("weights", "memory", memory=weights * job.element * job.transformers, holds="weights"),
             Term("text encoders and VAE", "memory", memory=job.beside),
             Term("activations", "memory", memory=max(activations, job.decode / bands)),
             Term("process", "memory", memory=self.hardware.device.runtime),

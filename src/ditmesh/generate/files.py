@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from ..core.files import digest_of_file
 from ..errors import InputError
+from ..media.files import read_whole
+from ..media.images import read_image, read_mask
+from ..media.videos import read_frames
 from .model_info import HUB_ID
-from .video import read_frames
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -43,6 +45,8 @@ VIDEO_PIPELINES: dict[str, tuple[str, ...]] = {
     ),
     "WanPipeline": ("WanVideoToVideoPipeline",),
 }
+# Input channels of the transformers that an inpainting pipeline of diffusers works with, where it has a list.
+MASK_CHANNELS = {"StableDiffusion3InpaintPipeline": (16, 33)}
 # Adapters, the method of a pipeline that loads each, and the file's name in a folder or a hub repository.
 ADAPTERS = {
     "lora": ("load_lora_weights", "pytorch_lora_weights.safetensors"),
@@ -53,12 +57,6 @@ ADAPTERS = {
 IP_ADAPTER_WEIGHTS = ("ip_adapter.", "image_proj.", "double_blocks.", "ip_adapter_proj_model.")
 # What is read of a ControlNet's folder.
 CONTROLNET_FILES = ("config.json", "*.safetensors")
-
-# Pixels and bytes of an input picture, at most.
-MOST_PIXELS = 2**27
-# Pixels of all frames of a video.
-MOST_VIDEO_PIXELS = 2**30
-MOST_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,7 @@ def _file(role: str, path: Path) -> Path:
     try:
         if path.is_file():
             return path.absolute()
-        reason = "is a folder" if path.is_dir() else "is not there"
+        reason = "is a folder" if path.is_dir() else "is not a regular file" if path.exists() else "is not there"
     except (OSError, ValueError) as error:
         reason = f"cannot be a file ({getattr(error, 'strerror', None) or error})"
     raise InputError(f"--{role} {str(path)[:200]!r} {reason}; give the name of a file")
@@ -207,33 +205,14 @@ def file_digest(path: str | Path) -> str:
 
 
 def open_picture(file: InputFile) -> Image:
-    """An input picture, RGB (a mask: grey), as it was when the job was made.
+    """An input image as a person sees it, RGB (a mask: grey), as it was when the job was made.
 
     Raises:
-        InputError: it cannot be read, is no picture of a possible size, or has changed since.
+        InputError: it cannot be read, is no image of a possible size, or has changed since.
     """
-    import warnings
-
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
     what = f"--{file.role} {file.path!r}"
-    try:
-        if Path(file.path).stat().st_size > MOST_BYTES:
-            raise InputError(f"{what} has more than {MOST_BYTES} bytes; give a smaller picture")
-        content = Path(file.path).read_bytes()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(BytesIO(content))
-            if image.width * image.height > MOST_PIXELS:
-                raise Image.DecompressionBombError
-            # As diffusers' load_image has it: turned as the camera was.
-            image = ImageOps.exif_transpose(image).convert("L" if file.role == "mask" else "RGB")
-    except Image.DecompressionBombError:
-        raise InputError(f"{what} has more than {MOST_PIXELS} pixels; give a smaller picture") from None
-    except UnidentifiedImageError:
-        raise InputError(f"{what} is not a picture; give a PNG or JPEG") from None
-    except (OSError, ValueError, SyntaxError) as error:
-        raise InputError(f"cannot read {what} ({getattr(error, 'strerror', None) or error})") from None
+    content = read_whole(file.path, what)
+    image = (read_mask if file.role == "mask" else read_image)(BytesIO(content), what)
     _check_same(file, hashlib.sha256(content).hexdigest())
     return image
 
@@ -245,20 +224,9 @@ def open_video(file: InputFile, most: int | None = None) -> list[Image]:
         InputError: it cannot be read, is larger than a video may be, or has changed since.
     """
     what = f"--{file.role} {file.path!r}"
-    try:
-        if Path(file.path).stat().st_size > MOST_BYTES:
-            raise InputError(f"{what} has more than {MOST_BYTES} bytes; give a shorter video")
-        content = Path(file.path).read_bytes()
-        _check_same(file, hashlib.sha256(content).hexdigest())
-        frames = read_frames(content, what, most)
-    except InputError:
-        raise
-    except Exception as error:
-        # Somebody else's file: what is wrong with it can come out as anything.
-        raise InputError(f"cannot read {what} ({getattr(error, 'strerror', None) or error}); give an MP4") from None
-    if sum(frame.width * frame.height for frame in frames) > MOST_VIDEO_PIXELS:
-        raise InputError(f"{what} has more than {MOST_VIDEO_PIXELS} pixels; take fewer of its frames with --frames")
-    return frames
+    content = read_whole(file.path, what)
+    _check_same(file, hashlib.sha256(content).hexdigest())
+    return read_frames(content, what, most)
 
 
 def _check_same(file: InputFile, digest: str) -> None:
@@ -404,6 +372,25 @@ def pipeline_for(name: str, files: Iterable[InputFile], strength: float | None =
     return fitting[0].__name__
 
 
+def check_mask(pipeline: str, files: Iterable[InputFile], channels: Any) -> None:
+    """Refuse a mask that the pipeline class would accept and its transformer cannot.
+
+    Args:
+        pipeline: class of the pipeline, as of `pipeline_for`.
+        files: of the job.
+        channels: of the transformer's input.
+
+    Raises:
+        InputError: naming the channels.
+    """
+    fitting = MASK_CHANNELS.get(pipeline)
+    if fitting and isinstance(channels, int) and channels not in fitting and any(one.role == "mask" for one in files):
+        raise InputError(
+            f"--mask: {pipeline} inpaints with a transformer of {' or '.join(map(str, fitting))} input channels, and "
+            f"this model's has {channels}; leave --mask out, or give another model"
+        )
+
+
 def _beside(own: type[Any], masked: bool) -> list[type[Any]]:
     """Classes that diffusers makes of one for an image or a video, or for an image and a mask."""
     import diffusers
@@ -498,6 +485,34 @@ def _encoder_options(pipe: Any, file: InputFile) -> dict[str, Any]:
 
 def _in_short(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+# How files of LoRA call the first of a layer's two matrices.
+DOWN = re.compile(r"(?:lora_A|lora_down|lora\.down|_lora\.down)(?:\.[^.]*)?\.weight$")
+
+
+def partial_fit(pipe: Any, path: str, name: str) -> str | None:
+    """What is to be said of a LoRA whose file has more layers than were adapted; None: it fits.
+
+    diffusers leaves out what the model does not have.
+
+    Args:
+        pipe: with the adapter loaded.
+        path: its file.
+        name: as it was loaded.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            there = sum(DOWN.search(key) is not None for key in file.keys())  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return None
+    parts = [part for part in pipe.components.values() if hasattr(part, "modules")]
+    fitted = sum(name in getattr(layer, "lora_A", ()) for part in parts for layer in part.modules())
+    if fitted >= there:
+        return None
+    return f"{there - fitted} of the {there} layers of {Path(path).name} are none of {type(pipe).__name__}'s"
 
 
 def load_adapters(pipe: Any, files: Iterable[InputFile]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -14,16 +15,23 @@ from typing import Any, Literal
 
 from ..config import ParallelConfig
 from ..errors import ConfigError, InputError
+from ..media.videos import MOST_VIDEO_PIXELS
 from ..strategies import support
-from .files import MOST_VIDEO_PIXELS, PICTURES, InputFile, check_encoder, check_roles, open_video, pipeline_for
+from ..strategies.heads import check_heads
+from .files import PICTURES, InputFile, check_encoder, check_mask, check_roles, open_video, pipeline_for
 from .model_info import ModelInfo
 from .receipt import LONGEST_PROMPT, MOST_PIXELS, MOST_STEPS, MOST_TOGETHER, Dtype, Offload, Receipt
+from .shape import input_size
 
 # Pictures of one call of the pipeline when nobody says how many, and of a whole job at most.
 PER_CALL = 64
 MOST_PICTURES = 100_000
 # Frames of a video, and frames per second.
 MOST_FRAMES, MOST_FPS = 4096, 1000
+# What calls of pipelines that make audio alone are told of it.
+AUDIO = ("num_waveforms_per_prompt", "audio_end_in_s", "audio_length_in_s", "audio_duration", "audio_duration_s")
+# In names of parts of models that make audio, or images in layers.
+_ODD = re.compile("audio|oobleck|vocoder|layered|acestep", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -238,17 +246,13 @@ def check_content(job: Job, model: ModelInfo, devices: int) -> None:
     check_text(job.negative or "", "the negative prompt")
     check_roles(job.files, job.strength)
     if job.files:
-        pipeline_for(model.pipeline_class, job.files, job.strength)
+        kind = pipeline_for(model.pipeline_class, job.files, job.strength)
+        check_mask(kind, job.files, model.transformer.get("in_channels"))
         check_encoder(job.files, model.index)
+    _check_kind(model)
     _check_video(job, model)
     if job.size is not None:
         model.check_size(*job.size)
-        if model.labels and job.size != model.default_size:
-            own = "x".join(map(str, model.default_size or ()))
-            raise InputError(
-                f"size {job.size[0]}x{job.size[1]}: {model.pipeline_class} has one size only"
-                f"{f', {own}' if own else ''}; leave --size out"
-            )
     size = job.size or model.default_size
     if size is not None:
         pixels, together = size[0] * size[1] * (job.frames or 1), min(job.images, job.per_call)
@@ -291,6 +295,34 @@ def _check_video(job: Job, model: ModelInfo) -> None:
                     raise InputError(f"--video {file.path!r}: {error}, as --frames") from None
         if file.role in ("image", "video") and videos and min(job.images, job.per_call) > 1:
             raise InputError(f"--{file.role}: such videos are generated one by one; leave --batch {job.per_call} out")
+
+
+def check_output(pipeline: str, parameters: Mapping[str, Any]) -> None:
+    """Refuse a pipeline whose outputs are neither images nor silent videos, before anything is computed.
+
+    Args:
+        pipeline: name of its class.
+        parameters: of its call.
+
+    Raises:
+        InputError: it makes sound, or images in layers.
+    """
+    if "audio_latents" in parameters:
+        raise InputError(f"{pipeline} makes sound too, which is not written; call it from Python")
+    if any(name in parameters for name in AUDIO):
+        raise InputError(f"{pipeline} makes audio, which is not written; call it from Python")
+    if "layers" in parameters:
+        raise InputError(f"{pipeline} makes the layers of an image, which are not written; call it from Python")
+
+
+def _check_kind(model: ModelInfo) -> None:
+    """As `check_output`, of a model whose parts say that it may make something else; of others the ranks do."""
+    if _ODD.search(f"{model.index} {model.vae.get('_class_name')}"):
+        import diffusers
+
+        kind = getattr(diffusers, model.pipeline_class, None)
+        if isinstance(kind, type):
+            check_output(model.pipeline_class, inspect.signature(kind.__call__).parameters)
 
 
 def _check_cleaning(pipeline: str) -> None:
@@ -375,11 +407,12 @@ def check_config(
             f"inputs='per-data-rank' is for data={config.data} ranks with prompts of their own, but here all have "
             "the same; leave inputs out"
         )
-    heads = model.heads
-    if heads is not None and config.ulysses > heads:
+    check_heads(config, model.heads, model.transformer_class)
+    blocks = model.most_blocks
+    if blocks is not None and config.pipe > blocks:
         raise ConfigError(
-            f"ulysses={config.ulysses} is more than the {heads} attention heads of {model.transformer_class}; "
-            f"use ulysses={heads} at most and ring for the rest"
+            f"pipe={config.pipe} is more stages than the {blocks} blocks of {model.transformer_class}; "
+            f"use pipe={blocks} at most"
         )
     size = size or model.default_size
     if size is not None:
@@ -427,15 +460,16 @@ def job_for(model: ModelInfo, prompts: Sequence[str], out: str | Path, **more: A
     Args:
         model: the model's files.
         prompts, out: of the job.
-        more: the other fields of the job; ``labels`` are found by the prompts if not given. ``size`` and ``frames`` of
-            an embedded model are its own if not given: its pipeline's defaults are those of a model a thousand times
-            as large.
+        more: the other fields of the job; ``labels`` are found by the prompts if not given. A ``size`` that is not
+            given is that of an input image, see `input_size`. ``size`` and ``frames`` of an embedded model are its own
+            if not given: its pipeline's defaults are those of a model a thousand times as large.
 
     Raises:
-        InputError: a prompt is not one of the model's classes.
+        InputError: a prompt is not one of the model's classes, or an input image cannot be read.
     """
+    more["size"] = more.get("size") or input_size(model, more.get("files", ()), more.get("strength"))
     if "sample_size" not in model.transformer:
-        more["size"] = more.get("size") or model.default_size
+        more["size"] = more["size"] or model.default_size
     more["frames"] = more.get("frames") or model.default_frames
     return Job(
         model=str(model.files) if model.local else model.name,

@@ -24,7 +24,6 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from io import BytesIO
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from ..core.clock import CallClock
 
 # A record: this word, the lengths of its head and its body, the SHA-256 of both; then head (JSON) and body.
-_MARK = b"dmj1"
+_MARK = b"dmj2"
 _FRAME = struct.Struct("<4sIQ32s")
 
 
@@ -52,26 +51,30 @@ class Entry:
         model: the pipeline's component that was called.
         step: denoising step of the request, from 0.
         inputs: digests of the tensors and integers it was called with, by path.
-        path, offset, length: where the output is.
+        form: of the output, in which its tensors have names.
+        path, offset, length: where the tensors are, as safetensors.
     """
 
     call: int
     model: str
     step: int
     inputs: Mapping[str, str]
+    form: Mapping[str, Any]
     path: Path
     offset: int
     length: int
 
     def output(self, device: torch.device | None = None) -> Any:
         """What the call returned, its tensors on ``device``, with the strides they had."""
-        import torch
+        from safetensors.torch import load
 
         with self.path.open("rb") as file:
             file.seek(self.offset)
             body = file.read(self.length)
-        # The file is of this job and in a folder that only its owner may enter; an output may be of any class.
-        return torch.load(BytesIO(body), map_location=device, weights_only=False)
+        tensors = load(body)
+        return _put_together(
+            self.form, {name: one if device is None else one.to(device) for name, one in tensors.items()}
+        )
 
 
 class Journal:
@@ -175,11 +178,14 @@ class Journal:
             )
 
     def _record(self, facts: dict[str, Any], output: Any) -> None:
-        import torch  # not for those who only count entries
+        from safetensors.torch import save  # not for those who only count entries
 
-        body = BytesIO()
-        torch.save(_compact(output), body)
-        head, data = json.dumps(facts).encode(), body.getvalue()
+        tensors: dict[str, torch.Tensor] = {}
+        with self._writing():
+            form = _taken_apart(output, tensors)
+        if self._file is None:
+            return
+        head, data = json.dumps({**facts, "form": form}).encode(), save(tensors)
         with self._writing():
             self._file.write(_FRAME.pack(_MARK, len(head), len(data), hashlib.sha256(head + data).digest()))
             self._file.write(head + data)
@@ -191,11 +197,14 @@ class Journal:
         """A journal that cannot be written does not end the job it is there to save: it ends where it is."""
         try:
             yield
-        except OSError as error:
+        except (OSError, TypeError) as error:
             self._end()
+            why, way = str(error), ""
+            if isinstance(error, OSError):
+                why, way = error.strerror or why, "; set TMPDIR to a folder with room"
             print(
-                f"ditmesh: rank {self._rank} cannot write its journal in {str(self._folder)!r} "
-                f"({error.strerror or error}); set TMPDIR to a folder with room. The job goes on without it.",
+                f"ditmesh: rank {self._rank} cannot write its journal in {str(self._folder)!r} ({why}){way}. "
+                "The job goes on without it.",
                 file=sys.stderr,
             )
 
@@ -261,15 +270,71 @@ def _kept(folder: Path, request: int) -> Path:
     return folder / f"{request:08d}.kept"
 
 
-def _compact(output: Any) -> Any:
-    """The output with tensors of their own: one that is a view would take all it is a view of along."""
+# Libraries whose classes of outputs are built again; nothing else that a file names is imported.
+_LIBRARIES = ("diffusers", "transformers")
+
+
+def _taken_apart(output: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """An output as JSON can hold it; its tensors are added to ``tensors``, each dense and with memory of its own.
+
+    Raises:
+        TypeError: it holds something else than tensors, plain values, lists, tuples, dicts and diffusers' outputs.
+    """
     from torch import Tensor
 
     if isinstance(output, Tensor):
-        wide = output.untyped_storage().nbytes() > output.nbytes
-        return output.detach().clone() if wide else output.detach()
-    if isinstance(output, (list, tuple)):
-        return type(output)(map(_compact, output))
-    if isinstance(output, dict):  # diffusers' BaseOutput, too
-        return type(output)(**{key: _compact(value) for key, value in output.items()})
-    return output
+        # Safetensors have no strides: the dimensions are stored in the order in which they lie in memory.
+        order = sorted(range(output.dim()), key=lambda dim: -output.stride(dim))
+        name = str(len(tensors))
+        tensors[name] = output.detach().permute(order).clone(memory_format=_contiguous())
+        return {"tensor": name, "order": order}
+    if output is None or type(output) in (bool, int, float, str):
+        return {"value": output}
+    if type(output) in (list, tuple):
+        return {type(output).__name__: [_taken_apart(value, tensors) for value in output]}
+    kind = type(output)
+    if isinstance(output, dict) and all(type(key) is str for key in output):
+        known = kind.__module__.partition(".")[0] in _LIBRARIES and "<" not in kind.__qualname__
+        if kind is dict or known:
+            name = None if kind is dict else [kind.__module__, kind.__qualname__]
+            return {"dict": {key: _taken_apart(value, tensors) for key, value in output.items()}, "class": name}
+    raise TypeError(f"an output of class {kind.__qualname__} cannot be kept")
+
+
+def _put_together(form: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The inverse of `_taken_apart`."""
+    if "tensor" in form:
+        order = form["order"]
+        return tensors[form["tensor"]].permute(sorted(range(len(order)), key=order.__getitem__))
+    if "value" in form:
+        return form["value"]
+    if "dict" in form:
+        made = {key: _put_together(value, tensors) for key, value in form["dict"].items()}
+        return made if form["class"] is None else _output_class(*form["class"])(**made)
+    ((name, values),) = form.items()
+    return {"list": list, "tuple": tuple}[name](_put_together(value, tensors) for value in values)
+
+
+def _output_class(module: str, name: str) -> type[Any]:
+    """A class of outputs of diffusers or transformers.
+
+    Raises:
+        JournalError: it is something else.
+    """
+    from importlib import import_module
+
+    kind = None
+    if module.partition(".")[0] in _LIBRARIES:
+        with contextlib.suppress(ImportError):
+            kind = getattr(import_module(module), name, None)
+    if not (isinstance(kind, type) and issubclass(kind, dict)):
+        raise JournalError(
+            f"the journal names {module}.{name}, which is no class of outputs; generate the request again"
+        )
+    return kind
+
+
+def _contiguous() -> Any:
+    import torch
+
+    return torch.contiguous_format

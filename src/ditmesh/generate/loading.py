@@ -292,10 +292,9 @@ class _Pieces:
         # By the name of a parameter: its group, and its number there.
         self._places: dict[str, tuple[int, int]] = {}
         self._by_numbers: dict[int, dict[int, tuple[slice, slice]]] = {}
-        if mesh.shard.size == 1 or type(model).__name__ not in known_models():
-            return
         layout = layout_of(model)
-        assert layout is not None
+        if mesh.shard.size == 1 or layout is None:
+            return
         dtypes = {name: _dtype_of(model, name, p.dtype, torch_dtype) for name, p in model.named_parameters()}
         for group in groups_of(model, layout):
             there = [name for name in group.parameters if name not in absent]
@@ -361,10 +360,9 @@ def _elsewhere(model: nn.Module, config: ParallelConfig, mesh: Mesh, shapes: Map
         model: without memory for its weights.
         shapes: of this rank's slices, by which blocks go to stages.
     """
-    if type(model).__name__ not in known_models():
-        return set()
     layout = layout_of(model)
-    assert layout is not None
+    if layout is None:
+        return set()
     for name, parameter in model.named_parameters():
         setattr(parameter, ABSENT, torch.Size(shapes[name]))
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from ..config import ParallelConfig
 from ..core.patching import Patch, Proceed
+from ..core.unexpected import MISTAKES, unexpected
 from ..costs.hardware import machine
 from ..costs.work import Job
 from ..engine import DENOISERS, Engine, engine_of
@@ -21,19 +23,20 @@ from ..errors import DitmeshError, InputError
 from ..layout import known_models
 from ..layout.describe import on_meta
 from ..memory.available import free_memory
-from ..memory.predict import Components, Part, RankNeeds, Request, needs
-from ..planner.auto import TEXT, batched
+from ..memory.predict import Components, Part, Request, fullest, needs
+from ..planner.auto import batched
 from ..planner.catalogue import Shape
 from ..planner.model import work_of
 from ..planner.search import Limits, Model, search
 from .model_info import ModelInfo
+from .workload import request_of
+
+log = logging.getLogger(__name__)
 
 # More than a picture's activations take, in bytes a pixel and sample: what is far from a limit is not looked at.
 _LARGEST = 16e3
 # Numbers of devices that are tried for a configuration that would fit, and how many of their configurations.
 _DEVICES, _TRIED = (1, 2, 4, 8, 16), 2
-# What a pipeline's call takes the number of text tokens as.
-_LENGTH = "max_sequence_length"
 
 
 def components_of(info: ModelInfo, without: Collection[str] = ()) -> Components:
@@ -67,42 +70,6 @@ def components_of_shape(shape: Shape) -> Components:
     encoders = {name: Part(*encoder) for name, encoder in shape.encoders.items()}
     vae = None if shape.vae is None else Part(*shape.vae)
     return Components(shape.name, (Part(shape.transformer, shape.config),), shape.pipeline, encoders, vae, shape.scale)
-
-
-def request_of(
-    info: ModelInfo,
-    size: tuple[int, int] | None = None,
-    text: int | None = None,
-    pictures: int = 1,
-    guidance: bool = True,
-    frames: int = 1,
-) -> Request:
-    """A request of a model; what is None is as usual.
-
-    Args:
-        info: the model.
-        size: width and height.
-        text: text tokens.
-        pictures: of one call.
-        guidance: whether it has two branches.
-        frames: of the latents.
-    """
-    width, height = size or info.default_size or (1024, 1024)
-    step = info.size_multiple
-    branches = 2 if guidance and not info.transformer.get("guidance_embeds") else 1
-    return Request(width, height, height // step, width // step, frames, text or usual_text(info), pictures, branches)
-
-
-def usual_text(info: ModelInfo) -> int:
-    """Text tokens that a pipeline takes when it is not told."""
-    import inspect
-
-    import diffusers
-
-    kind: Any = getattr(diffusers, info.pipeline_class, None)
-    given = {} if kind is None else inspect.signature(kind.__call__).parameters
-    default = given[_LENGTH].default if _LENGTH in given else None
-    return default if isinstance(default, int) else TEXT
 
 
 def check_memory(
@@ -146,10 +113,14 @@ def check_memory(
         return
     sentence = None
     kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
-    with suppress(DitmeshError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, OSError):
+    try:
         known = config if isinstance(config, ParallelConfig) else config()
         fit = _Fit(components_of(info, without), request, request_of(info), dtype, offloaded, kind)
         sentence = fit.refusal(known, room)
+    except (DitmeshError, OSError) as error:
+        log.debug("%s: what it needs is not known: %s", info.name, error)
+    except MISTAKES as error:
+        unexpected(log, error, f"{info.name} is loaded without a check of its memory")
     if sentence is not None:
         raise InputError(sentence)
 
@@ -180,12 +151,12 @@ class _Fit:
 
     def most(self, config: ParallelConfig) -> tuple[float, str]:
         """Bytes of the rank that needs most, and the phase."""
-        asked = self.request or self.usual
-        every: list[RankNeeds] = needs(
-            self.components, config, asked, self.dtype, device=self.device, offloaded=self.offloaded
-        )
-        phases = [one.phases[0] if self.request is None else one.peak for one in every]
-        worst = max(phases, key=lambda phase: phase.total)
+        asked, options = self.request or self.usual, {"device": self.device, "offloaded": self.offloaded}
+        if self.request is None:
+            every = needs(self.components, config, asked, self.dtype, **options)
+            worst = max((one.phases[0] for one in every), key=lambda phase: phase.total)
+        else:
+            worst = fullest(self.components, config, asked, self.dtype, **options)
         return worst.total, worst.name
 
     def refusal(self, config: ParallelConfig, room: float) -> str | None:
@@ -213,9 +184,8 @@ class _Fit:
         layout = known_models()[part.kind]
         module = on_meta(part.kind, dict(part.settings))
         model = Model(module, layout, work_of(module, layout))
-        image = asked.rows * asked.cols * asked.frames
         together, element = batched(self.components.pipeline), self.dtype.itemsize
-        job = Job(image, asked.text, asked.pictures, asked.branches, together, element=element)
+        job = Job(asked.image, asked.text, asked.pictures, asked.branches, together, element=element)
         for devices in _DEVICES:
             try:
                 found = search(model, job, machine("cpu", devices), Limits(memory=float("inf")))
@@ -224,7 +194,7 @@ class _Fit:
             here = room if whole is None else whole / devices
             full = [one for one in found.best if one.config.world_size == devices]
             # Weights that are too large by themselves need no closer look.
-            full = [one for one in full if next(t.memory for t in one.kept if t.name == "weights") <= here]
+            full = [one for one in full if sum(t.memory for t in one.kept if t.holds == "weights") <= here]
             for one in sorted(full, key=lambda one: one.memory)[:_TRIED]:
                 needed, _ = self.most(one.config)
                 if needed <= here:

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from .. import zoo
-from ..errors import InputError
+from ..errors import InputError, did_you_mean
 
 # Seconds to find out whether the hub can be reached at all.
 HUB_LIMIT = 5.0
@@ -66,6 +66,13 @@ class ModelInfo:
         """Attention heads of the transformer's blocks, when its configuration says."""
         keys = ("num_attention_heads", "num_heads", "n_heads")
         return next((self.transformer[key] for key in keys if isinstance(self.transformer.get(key), int)), None)
+
+    @property
+    def most_blocks(self) -> int | None:
+        """As many blocks as the transformer may have, when its configuration says; it may have fewer of a kind."""
+        counts = [value for key, value in self.transformer.items() if re.fullmatch(r"num_.*(layers|blocks)|depth", key)]
+        numbers = [value for value in counts if isinstance(value, int)]
+        return sum(numbers) if "num_layers" in self.transformer and len(numbers) == len(counts) else None
 
     @property
     def labels(self) -> dict[str, int]:
@@ -124,6 +131,9 @@ class ModelInfo:
             return (sample * self.vae_scale, sample * self.vae_scale)
         if isinstance(sample, list) and len(sample) == 2:
             return (sample[1] * self.vae_scale, sample[0] * self.vae_scale)
+        width, height = (self.transformer.get(f"sample_{side}") for side in ("width", "height"))
+        if isinstance(width, int) and isinstance(height, int):
+            return (width * self.vae_scale, height * self.vae_scale)
         own = zoo.embedded(self.files)
         return None if own is None else (own.size, own.size)
 
@@ -164,10 +174,50 @@ class ModelInfo:
             less = frames - (frames - 1) % step
             raise InputError(f"frames {frames}: {self.pipeline_class} makes {step}k + 1; use {less} or {less + step}")
 
+    @property
+    def frame_patch(self) -> int:
+        """Latent frames per image token."""
+        size = self.transformer.get("patch_size")
+        along = size[0] if isinstance(size, list) and len(size) == 3 else self.transformer.get("patch_size_t")
+        return along if isinstance(along, int) and along > 0 else 1
+
+    def latent_frames(self, frames: int) -> int:
+        """Frames of the latents of a video of so many frames; the pipeline adds what its transformer's patches need."""
+        latents = (frames - 1) // (self.frame_step or 1) + 1
+        return latents + -latents % self.frame_patch
+
+    def token_grid(self, width: int, height: int, frames: int = 1) -> tuple[int, int, int]:
+        """Image tokens of a sample along time, height and width.
+
+        Args:
+            width, height: in pixels.
+            frames: of a video, as the pipeline's call counts them; 1: an image.
+        """
+        step = self.size_multiple
+        return self.latent_frames(frames) // self.frame_patch, height // step, width // step
+
     def image_tokens(self, width: int, height: int, frames: int = 1) -> int:
-        """Tokens of a picture of ``width`` × ``height`` pixels, or of a video of so many frames."""
-        latent_frames = (frames - 1) // (self.frame_step or 1) + 1
-        return latent_frames * prod(side // self.size_multiple for side in (width, height))
+        """Tokens of an image of ``width`` × ``height`` pixels, or of a video of so many frames."""
+        return prod(self.token_grid(width, height, frames))
+
+    def size_like(self, width: int, height: int, most: int) -> tuple[int, int]:
+        """A size that the model can make, of the shape of an input image.
+
+        Args:
+            width, height: of the image, in pixels.
+            most: pixels, about; a larger image is made smaller, and a smaller one keeps its size.
+
+        Returns:
+            Width and height: multiples of `size_multiple`, no side beyond `largest_side`.
+        """
+        step, limit = self.size_multiple, self.largest_side
+        factor = min(1.0, (most / (width * height)) ** 0.5)
+        if limit is not None:
+            factor = min(factor, limit / max(width, height))
+        sides = [max(1, round(side * factor / step)) * step for side in (width, height)]
+        if sides[0] * sides[1] > most or (limit is not None and max(sides) > limit):
+            sides = [max(1, int(side * factor / step)) * step for side in (width, height)]
+        return sides[0], sides[1]
 
     def check_size(self, width: int, height: int) -> None:
         """Refuse a size that the model cannot make.
@@ -177,6 +227,11 @@ class ModelInfo:
         """
         step = self.size_multiple
         text = f"size {width}x{height}"
+        if self.labels and (width, height) != self.default_size:
+            own = "x".join(map(str, self.default_size or ()))
+            raise InputError(
+                f"{text}: {self.pipeline_class} has one size only{f', {own}' if own else ''}; leave --size out"
+            )
         if width % step or height % step:
             below = "x".join(str(max(step, side - side % step)) for side in (width, height))
             above = "x".join(str(side + -side % step) for side in (width, height))
@@ -299,7 +354,7 @@ def _from_hub(name: str) -> tuple[Path, bool]:
         raise InputError(
             f"model {name!r}: no such folder ({Path(name).expanduser().absolute()} was tried), and it is not a hub id "
             f"such as owner/name; give the folder that pipe.save_pretrained(...) wrote, or an embedded model "
-            f"({', '.join(zoo.EMBEDDED)})"
+            f"({', '.join(zoo.EMBEDDED)}){did_you_mean(name, zoo.EMBEDDED)}"
         )
     from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError

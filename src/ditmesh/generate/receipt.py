@@ -16,7 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 
 from ..core.files import free_names, written_whole
 from ..errors import InputError
-from .files import MOST_PIXELS, MOST_VIDEO_PIXELS, Role
+from ..media.images import MOST_PIXELS
+from ..media.videos import MOST_VIDEO_PIXELS
+from .files import Role
 from .video import FPS, is_video, metadata_of, strip, write_mp4
 
 if TYPE_CHECKING:

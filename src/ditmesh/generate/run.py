@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from .._version import library_versions
 from ..errors import InputError
 from ..launch import Report
+from ..launch.chatter import chatter_off
+from ..launch.pool import PRELOAD as OF_ANY_RANK
 from .files import PICTURES
-from .job import Generated, Job, Kept, Loaded, Noted, Stepped, video_call
+from .job import Generated, Job, Kept, Loaded, Noted, Stepped, check_output, video_call
 from .model_info import find_model
 from .receipt import Receipt, ReceiptFile, write_free
+from .shape import stretched
 from .video import FPS, frames_digest
 
 if TYPE_CHECKING:
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 
 # A picture, or the frames of a video.
 Made: TypeAlias = "Image | Sequence[Image]"
+# What ranks that generate import: once, before they are forked.
+PRELOAD = (*OF_ANY_RANK, __name__, "ditmesh.engine", "ditmesh.generate.loading", "ditmesh.core.digests")
 # Arguments of calls that say how many frames a second has.
 RATES = ("frame_rate", "fps")
 
@@ -105,6 +110,10 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
         say(Stepped(images, steps, log.summary() if log is not None else ""))
 
     total, pictures, first = 0.0, pictures_of(job.files, None if "num_frames" in parameters else job.frames), True
+    if pictures and job.size is not None:
+        step = find_model(job.model).size_multiple
+        if (text := stretched(pictures, job.size, step)) is not None:
+            say(Noted(text))
     # Some make arrays by default.
     form = {"output_type": "pil"} if video_call(parameters) else {}
     for number in range(job.calls):
@@ -145,13 +154,14 @@ def _check_memory(job: Job, device: torch.device) -> None:
     import torch
 
     from .loading import configuration_before
-    from .memory import check_memory, request_of
+    from .memory import check_memory
+    from .workload import request_of
 
     quieten()
     info = find_model(job.model)
-    guided = job.guidance is None or job.guidance > 1
+    guided = None if job.guidance is None or job.guidance > 1 else False
     pictures = max(job.call(number).images for number in range(job.calls))
-    request = request_of(info, job.size, job.max_sequence_length, pictures, guided)
+    request = request_of(info, job.size, job.max_sequence_length, pictures, guided, job.frames)
     config = job.config if not isinstance(job.config, str) else lambda: configuration_before(info)
     dtype, limit = getattr(torch, job.dtype), job.memory_limit
     check_memory(info, config, dtype, device, request, limit, offloaded=job.offload != "none")
@@ -230,8 +240,18 @@ def _save(
 
 
 def made_of(output: Any) -> list[Made]:
-    """The pictures of a pipeline's output, or the frames of its videos."""
-    return output.images if hasattr(output, "images") else [list(frames) for frames in output.frames]
+    """The pictures of a pipeline's output, or the frames of its videos.
+
+    Raises:
+        InputError: it holds something else.
+    """
+    if hasattr(output, "images") and not any(isinstance(image, (list, tuple)) for image in output.images):
+        return output.images
+    if hasattr(output, "frames"):
+        return [list(frames) for frames in output.frames]
+    raise InputError(
+        f"{type(output).__name__} holds neither images nor videos that can be written; call it from Python"
+    )
 
 
 def receipt_of(job: Job, index: int, made: Made, arguments: Mapping[str, Any], facts: Mapping[str, Any]) -> Receipt:
@@ -291,7 +311,9 @@ def device_of_rank() -> torch.device:
     import torch
     import torch.distributed as dist
 
-    on_cuda = dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend())
+    from ..comm.backends import backend_of
+
+    on_cuda = dist.is_available() and dist.is_initialized() and backend_of(None, "cuda") == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
@@ -396,6 +418,22 @@ def denoising_steps(job: Job, parameters: Mapping[str, Any]) -> int:
     )
 
 
+def loop_steps(scheduler: Any, planned: int) -> int:
+    """Steps of a pipeline's denoising loop, once its timesteps are set: each is one of the scheduler, and a callback.
+
+    Not the steps that were asked for: schedulers of second order (Heun) have nearly twice as many timesteps, and with
+    an input image the loop begins at a later one.
+
+    Args:
+        scheduler: of the pipeline; None: it has none.
+        planned: steps if the scheduler does not tell.
+    """
+    timesteps = getattr(scheduler, "timesteps", None)
+    if timesteps is None or not hasattr(scheduler, "begin_index"):
+        return planned
+    return max(1, len(timesteps) - (scheduler.begin_index or 0))
+
+
 def call_arguments(job: Job, pipe: Any, number: int, pictures: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The arguments of call ``number`` of the pipeline, but for the form of its result.
 
@@ -473,8 +511,7 @@ def check_call(job: Job, name: str, parameters: Any) -> None:
     Raises:
         InputError: naming the option.
     """
-    if "audio_latents" in parameters:
-        raise InputError(f"{name} makes sound too, which is not written; call it from Python")
+    check_output(name, parameters)
     if job.labels:
         if "class_labels" not in parameters:
             raise InputError(f"{name} takes no class; give a model of class DiTPipeline")
@@ -485,12 +522,29 @@ def check_call(job: Job, name: str, parameters: Any) -> None:
         if needed in parameters and parameters[needed].default is inspect.Parameter.empty and role not in given:
             what = "video" if role == "video" else "picture"
             raise InputError(f"{name} needs an input {what} ({needed}); give one with --{role}")
+    check_options(name, parameters, job.negative, job.guidance, None if job.labels else job.size)
+
+
+def check_options(
+    name: str,
+    parameters: Any,
+    negative: str | None = None,
+    guidance: float | None = None,
+    size: tuple[int, int] | None = None,
+) -> None:
+    """Refuse a negative prompt, guidance, or a size that a pipeline of class ``name`` does not accept.
+
+    Raises:
+        InputError: naming the option.
+    """
     for value, parameter, option in (
-        (job.negative, "negative_prompt", "--negative"),
-        (job.guidance, "guidance_scale", "--guidance"),
+        (negative, "negative_prompt", "--negative"),
+        (guidance, "guidance_scale", "--guidance"),
     ):
         if value is not None and parameter not in parameters:
             raise InputError(f"{option} {value!r}: {name} takes no {parameter}; leave {option} out")
+    if size is not None and not {"width", "height"} <= set(parameters):
+        raise InputError(f"--size {size[0]}x{size[1]}: {name} has one size only; leave --size out")
 
 
 def call_parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:
@@ -506,16 +560,23 @@ def _default(parameters: Any, name: str, otherwise: Any) -> Any:
 
 
 def quieten() -> None:
-    """N ranks that all show loading bars and say what optional package they lack tell the user nothing."""
+    """Let this process of ours show no loading bars, and warnings of libraries on the first rank alone.
+
+    N ranks that all say the same tell the user nothing more. What one says and a user can act upon stays: weights that
+    a file lacks, text that is cut off.
+    """
     import diffusers
+    import torch.distributed as dist
     import tqdm
     import transformers
 
+    chatter_off()
     # Its own default is shared between processes, which we have no use for, and which Python's resource tracker
     # complains about when a rank is killed.
     tqdm.tqdm.set_lock(threading.RLock())
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-    if "TRANSFORMERS_VERBOSITY" not in os.environ:
-        transformers.utils.logging.set_verbosity_error()
+    first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+    for library in (diffusers, transformers):
+        library.utils.logging.disable_progress_bar()
+        if not first and f"{library.__name__.upper()}_VERBOSITY" not in os.environ:
+            library.utils.logging.set_verbosity_error()

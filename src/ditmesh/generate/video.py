@@ -1,4 +1,4 @@
-"""Videos as files: MP4 with metadata, frames read from whatever PyAV or PIL reads, and strips of frames.
+"""Videos as files: MP4 with metadata, and strips of frames. Frames are read by `ditmesh.media.videos`.
 
 The frames of an MP4 are compressed. What they were compressed of is named by `frames_digest`.
 """
@@ -6,20 +6,18 @@ The frames of an MP4 are compressed. What they were compressed of is named by `f
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError
+from ..media.videos import check_video_library, open_container
+from ..media.videos import read_frames as read_frames
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Files that PyAV reads; animated pictures are PIL's.
-SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 # Frames per second when nobody says how many.
 FPS = 16
 # x264's constant rate factor: hardly to be told from the frames. Chroma is halved where both sides are even.
@@ -28,16 +26,6 @@ QUALITY = "16"
 _OPTIONS = {"movflags": "use_metadata_tags+faststart"}
 # Frames of a strip, and its height in pixels, at most.
 IN_STRIP, STRIP_HEIGHT = 8, 128
-
-
-def check_video_library() -> None:
-    """Refuse MP4 where PyAV is not installed.
-
-    Raises:
-        InputError: it is not.
-    """
-    if find_spec("av") is None:
-        raise InputError("videos are written and read by PyAV, which is not installed; pip install av")
 
 
 def write_mp4(frames: Sequence[Image], path: str | Path, fps: float, metadata: dict[str, str]) -> None:
@@ -88,7 +76,10 @@ def copy_mp4(content: bytes, path: str | Path, name: str, metadata: dict[str, st
     check_video_library()
     import av
 
-    with _opened(BytesIO(content), name) as read, av.open(str(path), "w", format="mp4", options=_OPTIONS) as container:
+    with (
+        open_container(BytesIO(content), name) as read,
+        av.open(str(path), "w", format="mp4", options=_OPTIONS) as container,
+    ):
         container.metadata.update(metadata)
         stream = container.add_stream_from_template(read.streams.video[0])
         for packet in read.demux(video=0):
@@ -104,7 +95,7 @@ def metadata_of(path: str | Path) -> dict[str, str]:
     Raises:
         InputError: PyAV is not installed, or the file is not a video that can be read.
     """
-    with _opened(path, str(path)) as container:
+    with open_container(path, str(path)) as container:
         return dict(container.metadata)
 
 
@@ -115,65 +106,6 @@ def is_video(path: str | Path) -> bool:
             return file.read(8)[4:] == b"ftyp"
     except (OSError, ValueError):
         return False
-
-
-def read_frames(source: str | Path | bytes, name: str, most: int | None = None) -> list[Image]:
-    """The frames of a video file or animated picture, RGB.
-
-    Args:
-        source: the file, or its content.
-        name: of it, for messages.
-        most: frames that are read at most.
-
-    Raises:
-        InputError: it cannot be read, or PyAV is needed and not installed.
-    """
-    content = source if isinstance(source, bytes) else Path(source).read_bytes()
-    frames: list[Image] = []
-    for frame in _pictures(content) if is_picture(content) else _decoded(content, name):
-        frames.append(frame)
-        if len(frames) == most:
-            break
-    if not frames:
-        raise InputError(f"{name} holds no frame; give a video")
-    return frames
-
-
-def is_picture(content: bytes) -> bool:
-    """Whether PIL reads it, by its first bytes: PNG, GIF, WebP or JPEG."""
-    return content.startswith((b"\x89PNG", b"GIF8", b"\xff\xd8")) or content[8:12] == b"WEBP"
-
-
-def _pictures(content: bytes) -> Iterator[Image]:
-    from PIL import Image, ImageSequence
-
-    with Image.open(BytesIO(content)) as opened:
-        for frame in ImageSequence.Iterator(opened):
-            whole = Image.new("RGBA", frame.size, "white")
-            yield Image.alpha_composite(whole, frame.convert("RGBA")).convert("RGB")
-
-
-def _decoded(content: bytes, name: str) -> Iterator[Image]:
-    with _opened(BytesIO(content), name) as container:
-        from av.error import FFmpegError
-
-        try:
-            for frame in container.decode(video=0):
-                yield frame.to_image()
-        except (FFmpegError, IndexError) as error:
-            raise InputError(f"{name} cannot be read as a video ({error}); give another file") from None
-
-
-def _opened(source: Any, name: str) -> Any:
-    check_video_library()
-    import av
-    from av.error import FFmpegError
-
-    try:
-        return av.open(source if isinstance(source, BytesIO) else str(source), "r")
-    except (FFmpegError, OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{name} cannot be read as a video ({reason}); give an MP4, GIF or WebP") from None
 
 
 def frames_digest(frames: Sequence[Image]) -> str:

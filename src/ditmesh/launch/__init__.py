@@ -7,7 +7,7 @@ already, and `init_from_environment` (or `TorchrunRanks`) joins them. Another pa
 
 from .backend import Launcher, Report, connection, device_of_launcher, launcher, threads_of_launcher
 from .devices import DeviceChoice, default_threads, physical_cores, resolve_device
-from .pool import RankPool
+from .pool import RankPool, begin_local_ranks
 from .processes import Terminated, guarded_folder, interrupt_behind, interrupts_end, interrupts_raise, leave
 from .torchrun import TorchrunRanks, from_torchrun, init_from_environment, torchrun_rank
 
@@ -18,6 +18,7 @@ __all__ = [
     "Report",
     "Terminated",
     "TorchrunRanks",
+    "begin_local_ranks",
     "connection",
     "default_threads",
     "device_of_launcher",

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 from .devices import DeviceChoice, DeviceKind, default_threads, resolve_device
 
 if TYPE_CHECKING:
@@ -146,9 +146,11 @@ def launcher(name: str | None, world_size: int, *arguments: Any, **options: Any)
         (point,) = [EntryPoint(name, target, "")] if named else entry_points(group=ENTRY_POINTS, name=name)
         make = point.load()
     except (ImportError, AttributeError, ValueError) as error:
+        # A ValueError: no entry point has that name, or several have.
+        why = "" if isinstance(error, ValueError) else f" ({error})"
         raise ConfigError(
-            f"there is no launcher {name!r} ({error}); use local, torchrun, ray, an entry point of {ENTRY_POINTS}, or "
-            f"package.module:Class"
+            f"there is no launcher {name!r}{why}; use local, torchrun, ray, an entry point of {ENTRY_POINTS}, or "
+            f"package.module:Class{did_you_mean(name, BUILT_IN)}"
         ) from error
     if address is not None and "address" not in inspect.signature(make).parameters:
         raise ConfigError(f"launcher {name} takes no address, and {address!r} is given; leave it out, or use ray")

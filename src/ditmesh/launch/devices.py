@@ -33,7 +33,7 @@ def resolve_device(device: DeviceChoice, world_size: int) -> DeviceKind:
         raise ConfigError(f"device {device!r} is unknown; use auto, cpu or cuda")
     if device == "cpu":
         return "cpu"
-    if device == "auto" and "torch" not in sys.modules and not _gpu_files():
+    if device == "auto" and "torch" not in sys.modules and not may_have_gpus():
         # torch would find none, and takes seconds to be imported, which not every owner of ranks does otherwise.
         return "cpu"
     import torch
@@ -52,7 +52,7 @@ def resolve_device(device: DeviceChoice, world_size: int) -> DeviceKind:
     return "cuda"
 
 
-def _gpu_files() -> bool:
+def may_have_gpus() -> bool:
     """Whether a driver of GPUs has made its files; elsewhere than on Linux, where that cannot be seen: yes."""
     if sys.platform != "linux":
         return True
@@ -128,6 +128,8 @@ def join(
     import torch
     import torch.distributed as dist
 
+    from ..comm.backends import ON_GPUS
+
     device = torch.device("cpu")
     if kind == "cuda":
         device = torch.device("cuda", gpu)
@@ -136,7 +138,7 @@ def join(
         if kind == "cuda":
             watch_nccl(timeout)
         dist.init_process_group(
-            backend="nccl" if kind == "cuda" else "gloo",
+            backend=ON_GPUS if kind == "cuda" else "gloo",
             init_method=rendezvous if isinstance(rendezvous, str) else None,
             store=None if isinstance(rendezvous, str) else rendezvous,
             rank=rank,

@@ -22,7 +22,7 @@ from ..errors import ConfigError, RankFailed
 from . import failures
 from . import rank as rank_
 from .backend import OnMessage, StayingRanks, Watch
-from .devices import DeviceChoice, DeviceKind, check_timeout, default_threads, resolve_device
+from .devices import DeviceChoice, DeviceKind, check_timeout, default_threads, may_have_gpus, resolve_device
 from .failures import Failure
 from .messages import CHUNK, OwnerChannel, Reply, encode, encode_call
 from .processes import ctrl_c_waits, fork_server, guarded_folder, main_left_out, start_fork_server
@@ -31,6 +31,9 @@ from .torchrun import from_torchrun
 # Imported once in the fork server, so that every rank on the CPU starts with them: seconds instead of
 # seconds × ranks.
 PRELOAD = ("torch", "torch.distributed", "diffusers.pipelines.pipeline_utils", "transformers.modeling_utils")
+
+# First of all.
+QUIET = f"{__package__}.quiet_process"
 
 # Seconds.
 START_LIMIT = 300.0  # for all ranks to import what they need and to find one another
@@ -139,7 +142,7 @@ class RankPool(StayingRanks):
             # Ranks are forked from a server that has imported torch and diffusers but started no threads and
             # done no arithmetic: 8 ranks start in the time of one, and share the memory of the imported code.
             context = multiprocessing.get_context("forkserver")
-            start_fork_server(list(preload))
+            start_fork_server([QUIET, *preload])
             server = fork_server()
         for rank, gpu in enumerate(gpus):
             ours, theirs = socket.socketpair()
@@ -389,6 +392,18 @@ class RankPool(StayingRanks):
             if not ours and not line.startswith("Extension modules:"):
                 kept.append(line)
         return "\n".join(kept)
+
+
+def begin_local_ranks(device: DeviceChoice, preload: Sequence[str] = PRELOAD) -> None:
+    """Let what local ranks are forked from import now, beside whatever the caller does before it makes a `RankPool`.
+
+    Does nothing where ranks are not forked: on GPUs, and in a rank of ``torchrun``.
+
+    Args:
+        device, preload: as for `RankPool`.
+    """
+    if not from_torchrun() and (device == "cpu" or (device == "auto" and not may_have_gpus())):
+        start_fork_server([QUIET, *preload])
 
 
 @dataclass

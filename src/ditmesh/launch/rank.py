@@ -13,6 +13,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from .chatter import chatter_off
 from .devices import DeviceKind, join, stay_on_loopback
 from .failures import of_exception
 from .messages import RankChannel, Reply
@@ -42,6 +43,7 @@ class Settings:
 
 def main(settings: Settings, connection: socket.socket) -> None:
     """Run a rank, from its first import to its end."""
+    chatter_off()
     # The owner decides what Ctrl-C means; the terminal sends it to every process of the group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):

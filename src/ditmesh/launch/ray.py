@@ -331,6 +331,8 @@ class _Rank:
         import torch
         import torch.distributed as dist
 
+        from ..comm.backends import ON_GPUS
+
         torch.set_num_threads(self._threads)
         if alone:
             stay_on_loopback()
@@ -346,7 +348,7 @@ class _Rank:
             torch.cuda.set_device(place)
         store = self._store if rank == 0 else _store()(address, port, is_master=False, timeout=limit)
         dist.init_process_group(
-            "nccl" if place else "gloo", store=store, rank=rank, world_size=world_size, timeout=limit, device_id=place
+            ON_GPUS if place else "gloo", store=store, rank=rank, world_size=world_size, timeout=limit, device_id=place
         )
 
     def call(self, data: bytes) -> Iterator[tuple[str, Any]]:

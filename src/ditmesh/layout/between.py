@@ -62,6 +62,8 @@ class Skeleton:
     ) -> None:
         self.model, self._run = model, run
         self.given: Given = {}
+        # The very tensors that blocks were given, and return.
+        self.handed: Given = {}
         self.region = {one.site: region for region in regions for one in ran if _list_of(one.site) == region.blocks}
         self.ran = [one for one in ran if one.site in self.region]
 
@@ -74,7 +76,7 @@ class Skeleton:
             call: arguments by name.
             edit: what a block is to return for a stream in place of what it was given, by site and stream name.
         """
-        self.given = {}
+        self.given, self.handed = {}, {}
         with ExitStack() as undo, torch.no_grad():
             for one in self.ran:
                 block = self.model.get_submodule(one.site)
@@ -95,7 +97,10 @@ class Skeleton:
             results: list[Any] = [one.others.get(position) for position in range(one.count)]
             for stream in region.streams:
                 if stream.returned and (stream.out or 0) < one.count and (stream.out or 0) not in one.others:
-                    here[stream.name] = value = arguments.get(stream.arg)
+                    value = arguments.get(stream.arg)
+                    # As it is now: the model may write to it between blocks.
+                    here[stream.name] = value.clone()
+                    self.handed.setdefault(one.site, {})[stream.name] = value
                     results[stream.out or 0] = edit(one.site, stream.name, value) if edit else value
             return results[0] if one.single else tuple(results)
 
@@ -119,6 +124,7 @@ def examine(
     Where the model does more to the tokens than a rank can do to its own, a region's blocks stand `alone`.
     """
     before, output = skeleton(call)
+    handed = skeleton.handed
     added: list[tuple[str, Cut]] = []
     # Lists that follow one another without anything in between are as one.
     runs: list[list[Region]] = []
@@ -145,7 +151,7 @@ def examine(
                 seen += [_with_local(region, local) for region in trial]
                 if not more:
                     # What is handed on as it is need not be gathered between two lists; anything else is.
-                    seen[len(seen) - len(run) :] = [_chained(r, skeleton, before) for r in seen[-len(run) :]]
+                    seen[len(seen) - len(run) :] = [_chained(r, skeleton, before, handed) for r in seen[-len(run) :]]
                 break
         else:
             seen += [replace(region, alone=True, chained=False) for region in run]
@@ -155,13 +161,32 @@ def examine(
     return seen, tuple(added)
 
 
-def _chained(region: Region, skeleton: Skeleton, before: Given) -> Region:
+def _chained(region: Region, skeleton: Skeleton, before: Given, handed: Given) -> Region:
     """The region, chained only if its first block is given the very tensors that the block before it returned."""
     sites = [one.site for one in skeleton.ran]
     first = next(site for site in sites if _list_of(site) == region.blocks)
-    given = before[sites[sites.index(first) - 1]]
-    same = all(before[first].get(stream.name) is given.get(stream.name) for stream in region.streams)
+    last = sites[sites.index(first) - 1]
+    same = all(
+        handed.get(first, {}).get(s.name) is handed.get(last, {}).get(s.name)
+        and _equal(before[first].get(s.name), before[last].get(s.name))
+        for s in region.streams
+    )
     return replace(region, chained=region.chained and same)
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def unread(skeleton: Skeleton, region: Region, call: dict[str, Any]) -> bool:
+    """Whether the model does not read the main stream that the last block of a region returns."""
+    last = [one.site for one in skeleton.ran if _list_of(one.site) == region.blocks][-1]
+    given, output = skeleton(call)
+
+    def spoil(site: str, name: str, value: Tensor) -> Tensor:
+        return torch.full_like(value, torch.nan) if (site, name) == (last, region.main.name) else value
+
+    return region.main.name in given.get(last, {}) and _clean(skeleton, call, output, spoil)
 
 
 def _whole(region: Region, names: Sequence[str]) -> Region:

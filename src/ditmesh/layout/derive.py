@@ -15,13 +15,27 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..core import intercept
 from ..core.arguments import Arguments, covers, parameter_names
 from ..errors import LayoutError
-from .between import Ran, Skeleton, examine, fresh
+from .between import Ran, Skeleton, examine, fresh, unread
 from .forms import WAY_OUT, dtype_class, form_of, samples_of
-from .influence import Block, Facts, Listener, checked, computed, facts_of, length_of, off_by, tolerance, why
+from .influence import (
+    Block,
+    Facts,
+    Listener,
+    checked,
+    computed,
+    differs,
+    facts_of,
+    length_of,
+    off_by,
+    spoilt,
+    tolerance,
+    why,
+)
 from .types import LOCAL, Attention, Count, Cut, Leaf, Region, TokenLayout
 
 T = TypeVar("T")
@@ -54,15 +68,23 @@ class _Observer:
         self.rows: dict[str, int] = {}
         self.failed: dict[str, LayoutError] = {}
         self.notes: list[str] = []
+        # Attention's longest sequence of queries; by list the arguments that blocks write to, each with such a block.
+        self.longest = 0
+        self.written: dict[str, dict[str, str]] = {path: {} for path in lists}
         self._known: dict[Any, Facts] = {}
-        # Who has returned a tensor, which may be gone.
-        self._made_by: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        # Which block has returned a tensor, and what it was then. It may be freed since.
+        self._made_by: dict[int, tuple[weakref.ref[Tensor], Tensor | int, str]] = {}
+        # What the block that runs was given: by `id` the tensor, its version and its values, and who returned it.
+        self._given: dict[int, tuple[Tensor, Tensor | int, Tensor, str]] = {}
         self._busy = False
         self._listener = Listener(computed)
 
     def before(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A block is about to run."""
         if not self._busy:
+            # The block may write to what it is given.
+            tensors = {id(v): v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)}
+            self._given = {key: (v, _version(v), v.clone(), self._source(v)) for key, v in tensors.items()}
             self._listener = Listener(computed)
             intercept.handle(self._listener)
 
@@ -74,14 +96,23 @@ class _Observer:
         listener = self._listener
         arguments = Arguments(parameter_names(type(block).forward), args, kwargs)
         path = site.rsplit(".", 1)[0]
+        sources, written = {}, []
+        for name, value in list(arguments.leaves()):
+            if isinstance(value, Tensor) and id(value) in self._given:
+                _, version, before, sources[name] = self._given[id(value)]
+                if _changed(value, version):
+                    written.append(name)
+                    arguments.set(name, before)
+        self._given = {}
         self.order.append(site)
         # How much is at stake in a list: rows of queries, over all its blocks.
-        self.rows[path] = self.rows.get(path, 0) + max((asked.q.shape[2] for asked in listener.asked), default=0)
+        longest = max((asked.q.shape[2] for asked in listener.asked), default=0)
+        self.rows[path], self.longest = self.rows.get(path, 0) + longest, max(self.longest, longest)
         if path in self.failed:
             return
         self._busy = True
         try:
-            self._look(Block(site, block, arguments, output, listener.asked), path)
+            self._look(Block(site, block, arguments, output, listener.asked, written), path, sources)
         except LayoutError as error:
             self.failed[path] = error
         except Exception as error:
@@ -89,7 +120,7 @@ class _Observer:
         finally:
             self._busy = False
 
-    def _look(self, ran: Block, path: str) -> None:
+    def _look(self, ran: Block, path: str, sources: Mapping[str, str]) -> None:
         site = ran.site
         before = self.seen[path][-1][1].streams if self.seen[path] else ()
         key = (ran.form, before)
@@ -100,12 +131,18 @@ class _Observer:
             facts = self._known[key] = facts_of(ran, before)
             if ran.note and not facts.streams:
                 self.notes.append(ran.note)
-        sources = {p: self._source(value) for p, value in ran.leaves.items() if isinstance(value, Tensor)}
         mine = {stream.arg for stream in facts.streams}
         self.fed[site] = {stream.arg: sources[stream.arg] for stream in facts.streams if stream.returned}
         outs = {stream.out or 0 for stream in facts.streams if stream.returned}
         others = {n: result for n, result in enumerate(ran.results) if n not in outs or result is None}
         self.ran.append(Ran(site, ran.single, len(ran.results), others))
+        for name in ran.written if facts.streams else ():
+            if name not in {stream.arg for stream in facts.streams if stream.returned}:
+                raise LayoutError(
+                    f"{site} writes to its argument {name!r}, which is none of the tokens that it returns, so that "
+                    f"later blocks would depend on how often it runs; {WAY_OUT}"
+                )
+            self.written[path].setdefault(name, site)
         self.lengths[site] = {stream.name: length_of(ran, stream) for stream in facts.streams}
         if facts.streams:
             facts = self._known[key] = checked(ran, facts)
@@ -123,12 +160,24 @@ class _Observer:
         self.seen[path].append((site, facts, kinds))
         for value in ran.results:
             if isinstance(value, Tensor):
-                self._made_by[id(value)] = (weakref.ref(value), site)
+                self._made_by[id(value)] = (weakref.ref(value), _version(value), site)
 
     def _source(self, value: Tensor) -> str:
-        """Path of the block that returned this very tensor; empty for none."""
+        """Path of the block that returned this very tensor, which nothing has written to since; empty for none."""
         known = self._made_by.get(id(value))
-        return known[1] if known is not None and known[0]() is value else ""
+        return known[2] if known is not None and known[0]() is value and not _changed(value, known[1]) else ""
+
+
+def _version(value: Tensor) -> Tensor | int:
+    """What tells whether a tensor is written to: torch's count, or a copy of one made in inference mode."""
+    return value.clone() if value.is_inference() else value._version
+
+
+def _changed(value: Tensor, version: Tensor | int) -> bool:
+    """Whether a tensor was written to after `_version`."""
+    if isinstance(version, Tensor):
+        return not torch.equal(value.nan_to_num(), version.nan_to_num())
+    return value._version != version
 
 
 def derive(
@@ -269,6 +318,11 @@ def _layout(
     for path, error in observer.failed.items():
         if not choose or observer.rows[path] == max(observer.rows.values()) or not carrying:
             raise error
+    if not carrying and observer.longest == 1:
+        raise LayoutError(
+            f"{name} cannot be cut by tokens: attention in its blocks was over one token in this call, which cannot be "
+            "shared out over ranks; ask for a longer or larger output, or use data or cfg"
+        )
     if not carrying:
         seen = observer.notes[0] if observer.notes else f"none of its block lists ({', '.join(observer.lists)}) makes "
         seen += "" if observer.notes else "attention calls over tokens that it returns"
@@ -287,7 +341,15 @@ def _layout(
         regions[index] = replace(region, chained=same and bool(set(fed.values()) & {last}))
     residuals: tuple[tuple[str, Cut], ...] = ()
     if not alternating:
-        regions, residuals = examine(Skeleton(model, regions, observer.ran, run), regions, dict(call))
+        skeleton = Skeleton(model, regions, observer.ran, run)
+        regions, residuals = examine(skeleton, regions, dict(call))
+        for region in regions:
+            if region.written and (region.alone or unread(skeleton, region, dict(call))):
+                site = next(iter(observer.written[region.blocks].values()))
+                raise LayoutError(
+                    f"{site} writes to the tokens that it is given, and {name} goes on with those instead of what its "
+                    f"blocks return, so that ranks would miss one another's tokens; {WAY_OUT}"
+                )
     parameters = parameter_names(type(model).forward)
     return TokenLayout(
         model=name,
@@ -354,6 +416,7 @@ def _region(path: str, seen: list[tuple[str, Facts, Any]], observer: _Observer) 
         counts=tuple(counts.values()),
         leaves=tuple(leaves.values()),
         known=tuple(known),
+        written=tuple(observer.written[path]),
     )
 
 
@@ -449,9 +512,60 @@ def _batch(
             # Some are numbers of places, as many as there are samples.
             _Rows((*paths, *indices), listed=names),
         ]
-    guesses = dict.fromkeys(tried)
-    found = next((one for one in guesses if _rows_hold(call, samples, one, run, output)), replace(tried[0], rows=False))
-    return asdict(found)
+    found = _first_that_holds(tried, call, samples, run, output)
+    if found is None:
+        # Tensors with as many entries as there are samples, whose entries are none: tokens, layers.
+        dims = _without_rows(call, {p: v for p, v in tensors.items() if len(v) == samples}, samples, run, output)
+        more = [
+            replace(
+                one,
+                unbatched=(*one.unbatched, *(p for p in dims if not _covered(p, (*one.unbatched, *one.listed)))),
+                batched=(*one.batched, *((p, d) for p, d in dims.items() if d is not None)),
+            )
+            for one in (tried if dims else ())
+        ]
+        found = _first_that_holds(more, call, samples, run, output)
+    return asdict(found or replace(tried[0], rows=False))
+
+
+def _covered(path: str, names: Sequence[str]) -> bool:
+    return any(covers(name, path) for name in names)
+
+
+def _first_that_holds(
+    tried: Sequence[_Rows], call: Mapping[str, Any], samples: int, run: Callable[..., Any], output: Any
+) -> _Rows | None:
+    return next((one for one in dict.fromkeys(tried) if _rows_hold(call, samples, one, run, output)), None)
+
+
+def _without_rows(
+    call: Mapping[str, Any], tensors: Mapping[str, Tensor], samples: int, run: Callable[..., Any], output: Any
+) -> dict[str, int | None]:
+    """Tensors of which the last entry along the first dimension changes other samples than the last one.
+
+    Each with the dimension along which its last entry changes the last sample alone; None: there is none.
+    """
+
+    def rows_of(path: str, dim: int) -> set[int]:
+        """Samples that change with the last entry along a dimension."""
+        value, arguments = tensors[path], Arguments((), (), fresh(dict(call)))
+        last = torch.arange(samples) == samples - 1
+        arguments.set(path, spoilt(value, dim, last))
+        try:
+            with torch.no_grad():
+                after = run(**arguments.kwargs)
+        except Exception as error:
+            why(error)
+            return set()
+        pairs = [(n, pair) for n in range(samples) for pair in zip(_row(output, n), _row(after, n), strict=False)]
+        return {n for n, (old, new) in pairs if (changed := differs(new, old)) is not None and changed.any()}
+
+    found: dict[str, int | None] = {}
+    for path, value in tensors.items():
+        if not rows_of(path, 0) <= {samples - 1}:
+            others = [dim for dim in range(1, value.dim()) if value.shape[dim] == samples]
+            found[path] = next((dim for dim in others if rows_of(path, dim) == {samples - 1}), None)
+    return found
 
 
 def _rows_hold(call: Mapping[str, Any], samples: int, found: _Rows, run: Callable[..., Any], output: Any) -> bool:

@@ -75,7 +75,8 @@ class Listener(intercept.Observer):
         # Whichever the backend: what is noted is which tokens take part.
         out = self._answer(len(self.asked), q_bhsd, k_bhsd, v_bhsd, mask, scale)
         self.asked.append(_Asked(q_bhsd, k_bhsd, v_bhsd, mask, out, scale))
-        return out
+        # The block may write to it.
+        return out.clone()
 
     def left_out(self) -> None:
         """Of no interest: what mixes no tokens is no attention."""
@@ -157,10 +158,20 @@ class Block:
         arguments: as they were passed.
         output: what it returned.
         asked: its attention calls.
+        written: paths of the arguments that it writes to; ``arguments`` has them as they were before.
     """
 
-    def __init__(self, site: str, module: nn.Module, arguments: Arguments, output: Any, asked: list[_Asked]) -> None:
+    def __init__(
+        self,
+        site: str,
+        module: nn.Module,
+        arguments: Arguments,
+        output: Any,
+        asked: list[_Asked],
+        written: Collection[str] = (),
+    ) -> None:
         self.site, self.module, self.arguments, self.asked = site, module, arguments, asked
+        self.written = tuple(written)
         self.single = isinstance(output, Tensor)
         self.results: list[Any] = [output] if self.single else list(output) if isinstance(output, (tuple, list)) else []
         self.leaves = dict(arguments.leaves())
@@ -192,6 +203,8 @@ class Block:
         arguments = Arguments(self.arguments.names, tuple(self.arguments.args), self.arguments.kwargs)
         for path, value in edits.items():
             arguments.set(path, value)
+        for path in self.written:
+            arguments.set(path, arguments.get(path).clone())
         listener = Listener(answer)
         with ExitStack() as undo:
             undo.enter_context(intercept.handled_by(listener))
@@ -229,10 +242,11 @@ class Block:
         def noted(one: _Mixer, number: int, arguments: Arguments, forward: Callable[..., Any]) -> Any:
             if one is not mixer:
                 return _remembered(one, number, arguments, forward)
+            given = Arguments(arguments.names, _copied(tuple(arguments.args)), _copied(arguments.kwargs))
             # Attention in there is the module's own business.
             with intercept.handled_by(None):
                 output = forward(*arguments.args, **arguments.kwargs)
-            one.calls.append((arguments, output))
+            one.calls.append((given, _copied(output)))
             return output
 
         _, self.asked = self.again({}, computed, noted)
@@ -250,7 +264,12 @@ def _standing(mixer: _Mixer, module: nn.Module, stand_in: StandIn) -> Callable[.
 
 
 def _remembered(mixer: _Mixer, number: int, _: Arguments, __: Callable[..., Any]) -> Any:
-    return mixer.calls[number][1]
+    return _copied(mixer.calls[number][1])
+
+
+def _copied(value: Any) -> Any:
+    """What a block may write to while the original is kept."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value)
 
 
 class _Touched:
@@ -495,8 +514,8 @@ def _inside(block: Block, edits: Mapping[str, Any]) -> list[tuple[str, list[Tens
     calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
 
     def note(name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        tensors = ([v for v in tree_leaves(one) if isinstance(v, Tensor)] for one in ((args, kwargs), output))
-        given, made = tensors
+        # As they are now: a block may write to them behind this module.
+        given, made = ([v.clone() for v in tree_leaves(o) if isinstance(v, Tensor)] for o in ((args, kwargs), output))
         calls.append((name, given, made))
 
     with ExitStack() as undo:

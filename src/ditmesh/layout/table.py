@@ -6,13 +6,19 @@ import importlib
 import pkgutil
 from functools import cache
 
+from torch import nn
+
+from ..core.library import is_published, library_name
 from . import models
 from .types import Table, TokenLayout
 
 
 @cache
 def known_models() -> dict[str, TokenLayout]:
-    """Class name of every transformer with a reviewed layout -> the layout. One module of `models` each."""
+    """Name of every class of diffusers with a reviewed layout -> the layout. One module of `models` each.
+
+    By `layout_of` a model is looked up: another class may have the name.
+    """
     layouts = (
         importlib.import_module(f"{models.__name__}.{module.name}").LAYOUT
         for module in pkgutil.iter_modules(models.__path__)
@@ -26,6 +32,9 @@ def known_tables() -> tuple[Table, ...]:
     return tuple(dict.fromkeys(table for layout in known_models().values() for table in layout.tables))
 
 
-def layout_of(model: object) -> TokenLayout | None:
-    """The reviewed layout of a model's class, or None."""
-    return known_models().get(type(model).__name__)
+def layout_of(model: nn.Module) -> TokenLayout | None:
+    """The reviewed layout of a model's class; None for a class that is not diffusers', and for blocks that are not."""
+    layout = known_models().get(library_name(model))
+    if layout is None or not is_published(model, [region.blocks for region in layout.regions]):
+        return None
+    return layout

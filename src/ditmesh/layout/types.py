@@ -209,6 +209,8 @@ class Region:
             any other is refused. Empty for a layout that was written: its paths alone are compared.
         alone: the model changes the tokens between these blocks in a way that wants all of them: they are gathered
             behind every block, and cut again before the next.
+        written: arguments with tokens that the blocks write to; what runs a block several times for one call gives it
+            copies of them.
     """
 
     blocks: str
@@ -223,6 +225,7 @@ class Region:
     leaves: tuple[Leaf, ...] = ()
     known: tuple[tuple[str, str, int], ...] = ()
     alone: bool = False
+    written: tuple[str, ...] = ()
 
     def stream(self, name: str) -> Stream:
         """The stream of that name."""

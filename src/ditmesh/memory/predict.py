@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -65,6 +65,7 @@ class Request:
         text: text tokens.
         pictures: of one call of the pipeline.
         branches: of guidance.
+        latent_frames: that the autoencoder decodes; 0: as many as there are tokens along time.
     """
 
     width: int
@@ -75,6 +76,12 @@ class Request:
     text: int = 256
     pictures: int = 1
     branches: int = 2
+    latent_frames: int = 0
+
+    @property
+    def image(self) -> int:
+        """Image tokens of a sample."""
+        return self.rows * self.cols * self.frames
 
 
 @dataclass(frozen=True)
@@ -166,6 +173,35 @@ def needs(
     return found
 
 
+def fullest(
+    components: Components,
+    config: ParallelConfig,
+    request: Request,
+    dtype: torch.dtype,
+    process: float = 0.0,
+    device: Literal["cpu", "cuda"] = "cpu",
+    offloaded: bool = False,
+    encoded_before: bool = False,
+) -> Phase:
+    """The phase of the rank that needs most: the one figure by which a request fits a device.
+
+    Args:
+        components, config, request, dtype, process, device, offloaded: as of `needs`.
+        encoded_before: texts are encoded by text encoders alone, which are gone when the transformer is loaded.
+
+    Raises:
+        LayoutError: as for `needs`.
+    """
+    first = []
+    if encoded_before and components.encoders:
+        kernels = cpu_workspace if device == "cpu" else None
+        text = _encoding(components, ParallelConfig(), request, _How(dtype, False, kernels))
+        first = [Phase("encode", text.encoding, text.activations, process=process)]
+        components = replace(components, encoders={})
+    found = needs(components, config, request, dtype, process, device, offloaded)
+    return max([*first, *(one.peak for one in found)], key=lambda phase: phase.total)
+
+
 @dataclass(frozen=True)
 class _Text:
     """What text encoders take on a rank.
@@ -244,7 +280,7 @@ def _decoding(components: Components, config: ParallelConfig, request: Request, 
     channels = model.config.get("latent_channels") or model.config.get("z_dim") or 4
     decoder = getattr(model, "decoder", model)
     video = any(parameter.dim() == 5 for parameter in decoder.parameters())
-    frames = (request.frames,) if video else ()
+    frames = (request.latent_frames or request.frames,) if video else ()
     return decode(vae.kind, vae.settings, config, (request.pictures, channels, *frames, *plane), *how)
 
 
@@ -292,10 +328,11 @@ def _stages(part: Part, config: ParallelConfig, call: Call, how: _How) -> list[N
     model = on_meta(part.kind, dict(part.settings))
     order, lengths = kinds_of(model, layout), first_cut(model, layout, config)
     work, element = work_of(model, layout), how.dtype.itemsize
-    image = call.rows * call.cols * call.frames
-    job = Job(image, call.text, call.pictures, call.branches, call.batched, element=element)
+    job = Job(
+        call.rows * call.cols * call.frames, call.text, call.pictures, call.branches, call.batched, element=element
+    )
     terms = predict(config, work, job, machine("cpu", config.world_size)).kept
-    keys = sum(term.memory for term in terms if term.name == "keys kept")
+    keys = sum(term.memory for term in terms if term.holds == "keys")
     found = []
     for stage in range(config.pipe):
         here = [kind for kind, place in zip(order, stage_of(lengths), strict=True) if place == stage]

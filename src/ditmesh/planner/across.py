@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from ..config import ParallelConfig
+from ..core.unexpected import MISTAKES, unexpected
 from ..costs.between import BUSY, across, bytes_across
 from ..costs.hardware import Hardware
 from ..costs.work import Job
@@ -20,6 +22,8 @@ from .auto import Call, hardware_here, job_of
 from .model import work_of
 from .predict import predict
 from .search import Limits, Model, refusal
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -126,8 +130,11 @@ def advice(
         hardware = hardware_here(chosen.world_size, device)
         one = between_hosts(chosen, model, job, hardware, hosts)
         other = better(one, model, job, hardware, hosts)
-    except (DitmeshError, RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+    except DitmeshError:
         # A model that cannot be looked at is parallelised all the same.
+        return f"{reaches}, where its ranks exchange something in every layer; {inside}"
+    except MISTAKES as error:
+        unexpected(log, error, f"What {transformer} sends between hosts cannot be predicted")
         return f"{reaches}, where its ranks exchange something in every layer; {inside}"
     figure = f"{reaches}: {describe_bytes(one.total)} a step go between them ({job.image:,} image tokens, predicted)"
     if other is None:

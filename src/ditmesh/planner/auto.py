@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from ..config import ParallelConfig
+from ..core.unexpected import MISTAKES, unexpected
 from ..costs.hardware import Hardware, known_devices, machine
 from ..costs.work import Job
 from ..errors import DitmeshError, InputError
@@ -19,6 +21,8 @@ from ..layout.describe import on_meta
 from . import cache
 from .model import work_of
 from .search import Limits, Model, search
+
+log = logging.getLogger(__name__)
 
 # Axes of which a rank holds all weights, and of which every step is exact.
 AXES = ("cfg", "ring", "ulysses")
@@ -76,8 +80,11 @@ def chosen(
         if measured is not None and measured.get("exactness") == "exact":
             return measured["config"]
         found = search(Model(twin, layout, work), job, hardware, Limits(memory=float("inf"), axes=AXES))
-    except (DitmeshError, RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+    except DitmeshError:
         # A model that cannot be looked at is parallelised all the same.
+        return simple
+    except MISTAKES as error:
+        unexpected(log, error, f"{transformer} runs with {simple.describe()}, as its configuration cannot be predicted")
         return simple
     # A rank without work would be a waste that nobody has asked for.
     return next((one.config for one in found.best if one.config.world_size == world_size), simple)

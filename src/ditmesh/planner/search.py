@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Literal
 
 from torch import nn
 
-from ..config import AXES, ParallelConfig
+from ..config import AXES, ParallelConfig, TextEncoderPolicy
+from ..core.library import library_name
 from ..costs.hardware import Hardware
+from ..costs.step import Term
 from ..costs.work import Job, Work
 from ..errors import ConfigError, DitmeshError, InputError
 from ..layout import TokenLayout
@@ -25,6 +27,8 @@ Objective = Literal["latency", "throughput", "cost"]
 Exactness = Literal["exact", "reproducible", "stale"]
 # Patches for each stage of PipeFusion that are tried.
 PATCHES = (1, 2, 4)
+# Configurations that fit, behind which memory is looked at no more closely; and how many are looked at at most.
+ENOUGH, MOST_LOOKS = 5, 12
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,10 @@ class Limits:
         axes: those that may have a degree.
         tested: leave out what the parity matrix has not run.
         shared_memory: whether ranks of one host share memory.
+        text_encoder: where text encoders are, as of `ParallelConfig`.
+        needed: what the rank that needs most holds, by the program itself; asked of the best configurations near the
+            limit. None: only the sum of the terms is known; the same of a result of None.
+        near: of the device's memory, how far a prediction may be away from it and count as near.
     """
 
     exactness: Exactness = "exact"
@@ -74,6 +82,9 @@ class Limits:
     axes: tuple[str, ...] = AXES
     tested: bool = True
     shared_memory: bool = True
+    text_encoder: TextEncoderPolicy = "whole"
+    needed: Callable[[ParallelConfig], Sequence[Term] | None] | None = None
+    near: float = 0.3
 
 
 @dataclass
@@ -99,7 +110,7 @@ def search(model: Model, job: Job, hardware: Hardware, limits: Limits, objective
     Raises:
         InputError: none is valid, or none fits; says what is missing and what would fit.
     """
-    found = Found()
+    found, predictions = Found(), list[Prediction]()
     room = hardware.device.memory if limits.memory is None else limits.memory
     for config in candidates(model, job, hardware.world_size, limits):
         reason = refusal(config, model, limits)
@@ -107,19 +118,34 @@ def search(model: Model, job: Job, hardware: Hardware, limits: Limits, objective
             found.refused[reason] += 1
             continue
         prediction = predict(config, model.work, job, hardware)
-        if prediction.memory > room:
-            found.too_large.append(prediction)
-        elif limits.deadline is not None and prediction.latency > limits.deadline:
+        if limits.deadline is not None and prediction.latency > limits.deadline:
             found.too_slow.append(prediction)
         else:
-            found.best.append(prediction)
+            predictions.append(prediction)
     # Of two that are as good the one with fewer devices.
-    found.best.sort(key=lambda one: (score(objective, hardware.world_size)(one), one.config.world_size))
+    value = score(objective, hardware.world_size)
+    predictions.sort(key=lambda one: (value(one), one.config.world_size))
+    for prediction in _looked_at(predictions, room, limits):
+        (found.too_large if prediction.memory > room else found.best).append(prediction)
     found.too_large.sort(key=lambda one: one.memory)
     found.too_slow.sort(key=lambda one: one.latency)
     if not found.best:
         raise InputError(_nothing(found, hardware, room, limits))
     return found
+
+
+def _looked_at(predictions: list[Prediction], room: float, limits: Limits) -> Iterator[Prediction]:
+    """The predictions, with what ``limits.needed`` says of the memory of the first that may fit or may not."""
+    fitting = looks = 0
+    for prediction in predictions:
+        near = abs(prediction.memory - room) <= limits.near * room
+        if limits.needed is not None and near and fitting < ENOUGH and looks < MOST_LOOKS:
+            looks += 1
+            terms = limits.needed(prediction.config)
+            if terms is not None:
+                prediction = replace(prediction, kept=tuple(terms))
+        fitting += prediction.memory <= room
+        yield prediction
 
 
 def score(objective: Objective, devices: int) -> Callable[[Prediction], float]:
@@ -164,7 +190,9 @@ def _settings(degrees: dict[str, int], job: Job, limits: Limits) -> Iterator[Par
         more.append({"exchange": "displaced"})
     for settings in more:
         try:
-            yield ParallelConfig(**degrees, shared_memory=limits.shared_memory, **settings)
+            yield ParallelConfig(
+                **degrees, shared_memory=limits.shared_memory, text_encoder=limits.text_encoder, **settings
+            )
         except ConfigError:
             # Settings that contradict one another are no candidates.
             continue
@@ -172,7 +200,7 @@ def _settings(degrees: dict[str, int], job: Job, limits: Limits) -> Iterator[Par
 
 def refusal(config: ParallelConfig, model: Model, limits: Limits) -> str | None:
     """Why a configuration is not for a model, as the engine would say; None: it is."""
-    name = type(model.module).__name__
+    name = library_name(model.module)
     key = support.combination(config)
     outcome = support.table().get(name, {}).get(key, {}) if key else {"error": 0.0}
     if "refused" in outcome:

@@ -29,6 +29,12 @@ LETTER, LINE = 6.4, 13.0
 DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 4", "10 4")
 MARKS = ("circle", "square", "diamond", "triangle")
 COLOURS = 6
+# Points of a line that have room for a mark and a bar each.
+CROWDED = 20
+# Colours of a difference, from none to the largest; lightness rises all the way, so that they are told apart in grey.
+RAMP = ((0, 0, 0), (58, 15, 110), (150, 30, 115), (225, 75, 60), (250, 165, 45), (255, 250, 205))
+# The line between the ranks' parts of an image, (red, green, blue) from 0 to 1.
+BORDER = (0.0, 0.75, 0.75)
 # Letters of a row's name; of a longer one the end is shown.
 LONGEST = 24
 
@@ -72,7 +78,7 @@ class _Scale:
             first = ceil(self.low + self.zero)
             step = max(1, ceil((self.high - first) / count))
             for power in range(first, floor(self.high) + 1, step):
-                yield self(10.0**power), f"1e{power}" if abs(power) > 3 else f"{10.0**power:g}"
+                yield self(10.0**power), _power_text(power)
             return
         rough = (self.high - self.low) / count
         power = 10.0 ** floor(log10(rough))
@@ -105,35 +111,46 @@ def _scale(values: Sequence[float], start: float, stop: float, log: bool, from_z
 def line_chart(series: Sequence[Series], title: str, x_label: str, y_label: str, *, log_y: bool = False) -> Chart:
     """Lines through points over whole numbers (steps), with error bars where the series have them.
 
+    Lines of more than `CROWDED` points have a band in place of bars, and show a mark only where they are pointed at.
     Screen readers read the title. Labels are those of the axes, with units. On a logarithmic y axis values of zero and
-    less are drawn on its lowest line.
+    less are drawn on a line of their own below a break in the axis, and no line crosses the break.
     """
     xs = [x for line in series for x in line.x]
     ys = [y for line in series for y in (*line.y, *line.low, *line.high)]
     across = _scale(xs, LEFT, WIDTH - RIGHT, False)
     up = _scale(ys, HEIGHT - BOTTOM, TOP, log_y)
     parts = [_axes(across, up, x_label, y_label)]
-    barred = [line for line in series if line.low]
+
+    def stretch(point: tuple[float, float, float, float]) -> int:
+        """0 in a gap: lines end there, and at the break of a logarithmic axis."""
+        return 0 if not isfinite(point[1]) else 1 if point[1] > 0 or not log_y else 2
+
     for number, line in enumerate(series):
-        colour = f"s{number % COLOURS}"
-        # Bars of several lines stand beside one another.
-        aside = 5 * (barred.index(line) - (len(barred) - 1) / 2) if line in barred else 0.0
-        # The stretches of a line between its gaps.
-        for whole, run in groupby(zip(line.x, line.y, strict=True), lambda point: isfinite(point[1])):
-            if whole:
-                path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in run)
-                parts.append(f'<polyline class="line {colour}" points="{path}"{_dashes(number)}/>')
+        colour, crowded = f"s{number % COLOURS}", len(line.x) > CROWDED
         bars = zip(line.low, line.high, strict=True) if line.low else repeat((nan, nan), len(line.x))
-        for x, y, (low, high) in zip(line.x, line.y, bars, strict=True):
+        points = [(x, y, *ends) for x, y, ends in zip(line.x, line.y, bars, strict=True)]
+        for kind, run in groupby(points, stretch):
+            places = list(run)
+            if not kind:
+                continue
+            banded = [point for point in places if isfinite(point[2])]
+            if crowded and banded:
+                edge = [(x, high) for x, _, _, high in banded] + [(x, low) for x, _, low, _ in reversed(banded)]
+                path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in edge)
+                parts.append(f'<polygon class="band {colour}" points="{path}"/>')
+            path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y, _, _ in places)
+            parts.append(f'<polyline class="line {colour}" points="{path}"{_dashes(number)}/>')
+        for x, y, low, high in points:
             if not isfinite(y):
                 continue
-            spread = ""
-            if isfinite(low):
-                at, foot, spread = across(x) + aside, up(low), f" ({low:.3g} to {high:.3g})"
+            spread = f" ({low:.3g} to {high:.3g})" if isfinite(low) else ""
+            if spread and not crowded:
+                at, foot = across(x), up(low)
                 path = f"M{at:.1f} {foot:.1f}V{up(high):.1f}m-2 0h4M{at - 2:.1f} {foot:.1f}h4"
                 parts.append(f'<path class="bar-line {colour}" d="{path}"/>')
             tip = escape(f"{line.name}: {x_label} {x:g}, {y:.4g}{spread}")
-            parts.append(_mark(MARKS[number % len(MARKS)], across(x), up(y), colour, tip))
+            seen = f"{colour} pointed" if crowded else colour
+            parts.append(_mark(MARKS[number % len(MARKS)], across(x), up(y), seen, tip))
     header = (x_label, *(line.name for line in series))
     by_x = [dict(zip(line.x, line.y, strict=True)) for line in series]
     rows = [(f"{x:g}", *(_number(points.get(x)) for points in by_x)) for x in sorted(set(xs))]
@@ -269,7 +286,7 @@ def heat_map(grid: Grid, title: str, x_label: str, y_label: str, *, log: bool = 
     for across in range(0, len(grid.columns), every):
         parts.append(_text(grid.columns[across], left + (across + 0.5) * wide, height - 29, "middle"))
     parts.append(_text(x_label, left + (WIDTH - left - RIGHT) / 2, height - 8, "middle"))
-    ends = [f"{10.0**end:.0e}" if log else f"{end:.3g}" for end in (shade.low, shade.high)]
+    ends = [_power_text(int(end)) if log else f"{end:.3g}" for end in (shade.low, shade.high)]
     low, high = "0" if shade.zero else ends[0], ends[1]
     legend = f'<p class="legend"><span>{low}</span><span class="ramp"></span><span>{high}</span></p>'
     rows = tuple((name, *map(_number, row)) for name, row in zip(grid.rows, grid.values, strict=True))
@@ -289,6 +306,10 @@ def _axes(across: _Scale | None, up: _Scale, x_label: str, y_label: str, whole: 
     for y, text in up.ticks():
         parts.append(f'<path class="rule" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         parts.append(_text(text, LEFT - 6, y + 4, "end"))
+    if up.zero:
+        # Zero has no place on a logarithmic scale: its line stands apart.
+        y = (up.start + up(10.0 ** (up.low + 1))) / 2
+        parts.append(f'<path class="axis" d="M{LEFT - 4} {y + 4:.1f}l8 -5M{LEFT - 4} {y:.1f}l8 -5"/>')
     if across is not None:
         for x, text in across.ticks(8):
             if not whole or float(text).is_integer():
@@ -331,6 +352,10 @@ def _legend(names: Sequence[str], lines: bool = True) -> str:
     return f'<p class="legend">{"".join(items)}</p>'
 
 
+def _power_text(power: int) -> str:
+    return f"1e{power}" if abs(power) > 3 else f"{10.0**power:g}"
+
+
 def _number(value: float | None) -> str:
     return "" if value is None or not isfinite(value) else f"{value:.4g}"
 
@@ -351,14 +376,36 @@ def picture_source(image: Any) -> str:
     return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
 
 
-def amplified(picture: Any, reference: Any) -> tuple[np.ndarray, float]:
-    """The absolute difference of two pictures (as `as_picture` takes them) amplified: black where they are equal.
+def brightest(differences: Sequence[np.ndarray]) -> float:
+    """The value at the bright end of a scale for images that are shown beside one another: their 99th percentile.
+
+    Args:
+        differences: (H, W, C) absolute differences, each from 0 to 1.
 
     Returns:
-        The values (H, W, C) from 0 to 1, and the factor: the power of two that makes the largest difference as bright
-        as it can be without being cut off; 1 for equal pictures.
+        At least the value under which 99 % of the pixels with a difference lie; 0 where there is none.
     """
-    apart = np.abs(as_picture(picture) - as_picture(reference))
-    largest = float(apart.max())
-    factor = 2.0 ** floor(-np.log2(largest)) if 0 < largest < 1 else 1.0
-    return (apart * factor).clip(0, 1), factor
+    values = np.concatenate([one.max(axis=2)[one.max(axis=2) > 0] for one in differences] or [np.zeros(0)])
+    return float(np.percentile(values, 99)) if values.size else 0.0
+
+
+def coloured(difference: np.ndarray, bright: float, borders: Sequence[float] = ()) -> np.ndarray:
+    """An absolute difference in the colours of `RAMP`: black where the images are equal.
+
+    Args:
+        difference: (H, W, C), from 0 to 1; of a pixel's channels the largest counts.
+        bright: the value at the bright end of the colours.
+        borders: places from 0 to 1 down the image, marked by a line across it.
+
+    Returns:
+        (H, W, 3) colours from 0 to 1.
+    """
+    share = (difference.max(axis=2) / (bright or 1.0)).clip(0, 1)
+    places = np.linspace(0, 1, len(RAMP))
+    colours = np.array(RAMP, dtype=np.float64) / 255
+    image = np.stack([np.interp(share, places, colours[:, channel]) for channel in range(3)], axis=2)
+    for border in borders:
+        row = min(len(image) - 1, max(0, round(border * len(image))))
+        # Dashes: what lies under the line is still seen.
+        image[row, np.arange(image.shape[1]) % 4 < 2] = BORDER
+    return image

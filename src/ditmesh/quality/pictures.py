@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import InputError
+from ..media.images import as_seen
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -18,14 +19,14 @@ def as_picture(image: Any) -> Picture:
     """A picture from a PIL image, an array of 8-bit or float values, or a tensor: float64 (H, W, C), 0 to 1.
 
     Args:
-        image: PIL image (transparency is dropped), or (H, W) or (H, W, C) values: integers up to 255, or floats
-            up to 1.
+        image: PIL image, seen as `ditmesh.media.images` sees it, or (H, W) or (H, W, C) values: integers up to 255,
+            or floats up to 1.
 
     Raises:
         InputError: it has other dimensions.
     """
     if hasattr(image, "convert"):
-        image = image.convert("RGB")
+        image = image if image.mode == "RGB" and not image.info else as_seen(image, "the image")
     elif hasattr(image, "detach"):
         image = image.detach().cpu().float().numpy()
     values = np.asarray(image)

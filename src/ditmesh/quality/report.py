@@ -28,10 +28,12 @@ from typing import Any
 
 from ..core.files import written_whole
 from ..errors import InputError
-from .figures import Chart, picture_source
+from .figures import RAMP, Chart, picture_source
 
 # Columns that a table of this page's width holds; with more it becomes cards on a tablet already.
 ROOM = 7
+# Sections of a page that is worth a list of them.
+LISTED = 4
 
 STYLE = (
     """
@@ -58,6 +60,7 @@ caption span{display:inline-block;position:sticky;left:0;max-width:min(56rem,100
 .facts tbody th{font-weight:400;color:var(--soft);min-width:9rem}.facts td{text-align:left;white-space:normal;
 overflow-wrap:anywhere}
 li{margin:.35rem 0}ul{padding-left:1.2rem}.files{display:flex;flex-wrap:wrap;gap:.3rem 1.5rem;padding:0;list-style:none}
+.contents{display:flex;flex-wrap:wrap;gap:.1rem 1.2rem;padding:0;margin:.8rem 0;list-style:none}.contents li{margin:0}
 .good{color:var(--good);font-weight:600}.bad{color:var(--bad);font-weight:600}
 figure{margin:1rem 0;min-width:0}
 .charts{display:grid;gap:1rem 2.5rem;grid-template-columns:repeat(auto-fill,minmax(min(100%,30rem),1fr))}
@@ -69,17 +72,21 @@ figure{margin:1rem 0;min-width:0}
 @media (min-width:48rem){.label{font-size:10.5px}}
 .axis{stroke:var(--soft);fill:none}.rule{stroke:var(--rule);fill:none}
 .line{fill:none;stroke-width:1.8}.mark{stroke:none}.bar-line{fill:none;stroke-width:1.2}.cell{fill:var(--heat)}
+.band{stroke:none;fill-opacity:.18}.pointed{opacity:0}.pointed:hover{opacity:1}
 .ink{stroke:var(--ink)}.front{fill:none;stroke:var(--ink);stroke-dasharray:5 3}.ring{fill:none;stroke:var(--ink)}
 """
     + "".join(
-        f".line.s{n},.bar-line.s{n}{{stroke:var(--c{n})}}.mark.s{n},.bar.s{n}{{fill:var(--c{n})}}" for n in range(6)
+        f".line.s{n},.bar-line.s{n}{{stroke:var(--c{n})}}.mark.s{n},.bar.s{n},.band.s{n}{{fill:var(--c{n})}}"
+        for n in range(6)
     )
     + """
 .grid{display:grid;gap:.8rem;overflow-x:auto}.grid figure{margin:0;min-width:5.2rem}
 .grid figcaption{font-size:.85rem;line-height:1.35}
 .grid img{display:block;width:100%;height:auto;image-rendering:pixelated;border:1px solid var(--rule)}
 .scale{display:flex;align-items:center;gap:.4rem;font-size:.8rem;color:var(--soft);margin:.2rem 0}
-.scale i{flex:1;height:.5rem;background:linear-gradient(90deg,#000,#fff);border:1px solid var(--rule)}
+.scale i{flex:1;height:.5rem;background:linear-gradient(90deg,"""
+    + ",".join(f"rgb{colour}" for colour in RAMP)
+    + """);border:1px solid var(--rule)}
 details{margin:.3rem 0 1rem}summary{cursor:pointer;color:var(--soft)}
 """
 )
@@ -124,13 +131,13 @@ class Shown:
         image: as `quality.pictures.as_picture` takes it; None: its place stays empty.
         caption: what stands under it; also what a screen reader says, unless ``alt`` does.
         alt: what the picture shows, in words.
-        white: the value that white stands for, of a picture of values from 0 up: a scale is drawn; None: no scale.
+        bright: the value at the bright end of a difference's colours: a scale is drawn; None: no scale.
     """
 
     image: Any
     caption: str = ""
     alt: str = ""
-    white: float | None = None
+    bright: float | None = None
 
 
 @dataclass(frozen=True)
@@ -151,13 +158,25 @@ class Page:
 
     def __init__(self, title: str, lead: str = "") -> None:
         self.title = title
-        self._parts = [f"<h1>{escape(title)}</h1>"]
+        self._head = [f"<h1>{escape(title)}</h1>"]
         if lead:
-            self._parts.append(f'<p class="lead">{escape(lead)}</p>')
+            self._head.append(f'<p class="lead">{escape(lead)}</p>')
+        self._parts: list[str] = []
+        self._sections: list[str] = []
 
     def section(self, title: str) -> None:
-        """Begin a section."""
-        self._parts.append(f"<h2>{escape(title)}</h2>")
+        """Begin a section; a page of several has them listed at its top."""
+        self._sections.append(title)
+        self._parts.append(f'<h2 id="section-{len(self._sections)}">{escape(title)}</h2>')
+
+    def _contents(self) -> list[str]:
+        if len(self._sections) < LISTED:
+            return []
+        links = (
+            f'<li><a href="#section-{number}">{escape(title)}</a></li>'
+            for number, title in enumerate(self._sections, 1)
+        )
+        return [f'<nav aria-label="Contents"><ul class="contents">{"".join(links)}</ul></nav>']
 
     def text(self, text: str, note: bool = False) -> None:
         """A paragraph; a note is set lighter."""
@@ -222,7 +241,7 @@ class Page:
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width,initial-scale=1">'
             f"<title>{escape(self.title)}</title><style>{STYLE}</style></head>\n<body><main>\n"
-            + "\n".join(self._parts)
+            + "\n".join([*self._head, *self._contents(), *self._parts])
             + "\n</main></body></html>\n"
         )
 
@@ -325,8 +344,8 @@ def _picture(shown: Shown) -> str:
         return "<span></span>"
     alt = escape(shown.alt or shown.caption, quote=True)
     scale = ""
-    if shown.white is not None:
-        scale = f'<div class="scale"><span>0</span><i></i><span>{number_text(shown.white)}</span></div>'
+    if shown.bright is not None:
+        scale = f'<div class="scale"><span>0</span><i></i><span>{number_text(shown.bright)}</span></div>'
     return (
         f'<figure><img src="{picture_source(shown.image)}" alt="{alt}">{scale}'
         f"<figcaption>{escape(shown.caption)}</figcaption></figure>"

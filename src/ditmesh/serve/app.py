@@ -22,6 +22,7 @@ from .._version import __version__
 from ..errors import DitmeshError
 from . import openai, videos
 from .backend import Backend
+from .bodies import Bodies, JsonRoute
 from .errors import Refused, answer_to, described, wait_header
 from .guard import Guard
 from .intake import IdempotencyKey, JobBody, JobId, Server, known, result_file
@@ -71,7 +72,7 @@ def stream_of(*names: str) -> dict[int | str, dict[str, Any]]:
 
 # --- jobs
 
-jobs = APIRouter(prefix="/v1", tags=["jobs"])
+jobs = APIRouter(prefix="/v1", tags=["jobs"], route_class=JsonRoute)
 
 
 @jobs.post("/jobs", status_code=202, responses=OF_SUBMISSION, summary="Submit a job")
@@ -176,7 +177,7 @@ async def get_model(request: Request, id: Annotated[str, Path(max_length=256)]) 
 @about.get("/v1/server", responses=described(401), summary="The server's state")
 async def get_server(request: Request) -> ServerState:
     """Queue, replicas, and what each rank has just done."""
-    return request.app.state.server.backend.state()
+    return request.app.state.server.backend.state(request.state.owner)
 
 
 @about.get(
@@ -188,11 +189,12 @@ async def get_server(request: Request) -> ServerState:
 async def get_server_events(request: Request) -> Response:
     """The server's state whenever it has changed, without an end."""
     server: Server = request.app.state.server
+    owner: str = request.state.owner
 
     async def states() -> AsyncIterator[str]:
         before = ""
         while True:
-            text = sse(server.backend.state().model_dump(mode="json"), "state")
+            text = sse(server.backend.state(owner).model_dump(mode="json"), "state")
             if text != before:
                 yield text
             before = text
@@ -307,7 +309,7 @@ def create_app(
         app.add_exception_handler(kind, _answer)
     _mount_page(app, settings)
     keys = None if settings.keys is None else Keys(settings.keys)
-    app.add_middleware(Guard, settings=settings, keys=keys, metrics=metrics)
+    app.add_middleware(Guard, settings=settings, keys=keys, metrics=metrics, bodies=Bodies(settings.max_body))
     if settings.cors:
         app.add_middleware(
             CORSMiddleware,

@@ -31,8 +31,21 @@ class NoRanks(QueueFull):
     """The ranks have failed so often that nobody waits for them any more; they are started again all the same."""
 
 
-class NoSpace(ServerError):
-    """The disk is full: the job was not taken."""
+class StorageError(ServerError):
+    """The server's folder cannot be read or written: what was to be done was not.
+
+    Attributes:
+        passes: it may work in a moment, without anybody's help.
+        broken: the database is damaged: it will not work however often it is tried.
+    """
+
+    def __init__(self, message: str, passes: bool = False, broken: bool = False) -> None:
+        super().__init__(message)
+        self.passes, self.broken = passes, broken
+
+
+class NoSpace(StorageError):
+    """The disk is full."""
 
 
 class KeyReused(ServerError):
@@ -89,7 +102,7 @@ class Backend(Protocol):
         Raises:
             InputError: the model cannot do it, in one sentence.
             QueueFull: too many jobs wait, or (`NoRanks`) nothing could run it.
-            NoSpace: it cannot be written down.
+            StorageError: it cannot be written down; `NoSpace`: as the disk is full.
             KeyReused: the key belongs to another request.
         """
         ...
@@ -131,4 +144,6 @@ class Backend(Protocol):
 
     def models(self) -> list[ModelCard]: ...
 
-    def state(self) -> ServerState: ...
+    def state(self, owner: str | None = None) -> ServerState:
+        """The server as it is; ``owner``: with the ids of their jobs only, else of all."""
+        ...

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from .backend import NoSpace
+from .backend import StorageError
 from .jobs import Jobs, Live
 from .offers import Offer
 from .protocol import (
@@ -28,6 +28,7 @@ from .protocol import (
     Stepped,
     Task,
     TaskFailed,
+    under_way,
 )
 from .queue import Head
 from .replicas import Down, Limits, MakeRanks, Replica, Said, Up
@@ -173,7 +174,7 @@ class Dispatcher:
                         group = min(hungry, key=lambda one: len(one.running))
                         if not await self._feed(group):
                             hungry.remove(group)
-            except NoSpace as error:
+            except StorageError as error:
                 # `Jobs.look_after` wakes this up again.
                 logger.error("%s", error)
             except Exception:
@@ -189,9 +190,10 @@ class Dispatcher:
         if head is None or (group.reserved and group.running):
             return False
         if len(group.running) >= self._most_running:
-            # Only for what is more urgent: less urgent tasks pause.
-            priorities = [live.job.request.priority for live, _ in group.running.values()]
-            if sum(head.priority <= priority for priority in priorities) >= self._most_running:
+            # Only for what is more urgent than a task of the same owner, which pauses.
+            tasks = [(live.owner, live.job.request.priority) for live, _ in group.running.values()]
+            tasks.append((self._jobs.lives[head.id].owner, head.priority))
+            if len(tasks) - 1 not in under_way(tasks, self._most_running):
                 return False
         if head.again:
             if not (group.idle or group.alone == head.id):
@@ -243,7 +245,7 @@ class Dispatcher:
         group.running[task] = (live, picture)
         paths = {one.digest: self._jobs.results.input(one.digest) for one in live.job.request.inputs}
         files = {digest: str(path) for digest, path in paths.items() if path is not None}
-        group.replica.send(Start(Task(task, live.model, live.job.request, picture, files)))
+        group.replica.send(Start(Task(task, live.model, live.job.request, picture, files, live.owner)))
 
     # ---- from replicas
 
@@ -382,6 +384,8 @@ class Dispatcher:
         self._failed_loads.pop(said.name, None)
         group.models = (group.models | {said.name}) - set(said.unloaded)
         self._offers[said.name].loaded(said.card)
+        for lora, note in said.card.get("lora_notes", {}).items():
+            logger.warning("LoRA %s fits %s in part: %s", lora, said.name, note)
         group.state.state, group.state.models = "ready", sorted(group.models)
         group.state.mesh, group.state.strategy = dict(said.mesh), said.strategy
 

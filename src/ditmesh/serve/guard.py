@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .bodies import Bodies
 from .errors import Refused, answer_to
 from .keys import Keys
 from .metrics import Metrics
@@ -29,7 +32,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Content-Security-Policy": POLICY,
 }
-PROBES = ("/healthz", "/readyz", "/metrics", "/v1/server")
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
@@ -44,6 +46,7 @@ class Guard:
     settings: Settings
     keys: Keys | None
     metrics: Metrics
+    bodies: Bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,6 +67,9 @@ class Guard:
         try:
             with self.metrics.under_way():
                 await self._answered(scope, receive, answer)
+        except ClientDisconnect:
+            # In the middle of its body; nobody reads an answer.
+            status = status or 400
         except Exception as error:
             logger.error("%s %s failed", scope["method"], _route(scope), exc_info=error)
             if status:
@@ -78,8 +84,9 @@ class Guard:
                 facts["job"] = job
             if owner := scope.get("state", {}).get("owner"):
                 facts["owner"] = owner[:8]
-            # What asks all the time says little.
-            level = logging.DEBUG if facts["route"] in PROBES and status in (200, 503) else logging.INFO
+            # What is asked all the time, and found: the page's files, states, polls.
+            usual = scope["method"] in SAFE_METHODS and (status < 400 or (status, facts["route"]) == (503, "/readyz"))
+            level = logging.DEBUG if usual else logging.INFO
             logger.log(level, "request", extra={"facts": facts})
 
     async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,12 +94,18 @@ class Guard:
             headers = Headers(scope=scope)
             self._check_host(headers)
             self._check_origin(scope["method"], headers)
-            scope.setdefault("state", {})["owner"] = self._owner(scope, headers)
+            state = scope.setdefault("state", {})
+            state["owner"], state["party"] = self._owner(scope, headers), (scope.get("client") or ("",))[0]
             self._check_length(headers)
         except Refused as refused:
             await answer_to(refused)(scope, receive, send)
             return
-        await self.app(scope, self._counted(receive), send)
+        state = scope["state"]
+        counted = self._counted(receive, state)
+        try:
+            await self.app(scope, counted, send)
+        finally:
+            state["received"]()
 
     def _check_host(self, headers: Headers) -> None:
         """Names of others may be made to lead here by a page that wants to read what it should not."""
@@ -137,19 +150,33 @@ class Guard:
     def _too_large(self) -> Refused:
         return Refused(413, f"the request's body has more than {self.settings.max_body} bytes; send a smaller one")
 
-    def _counted(self, receive: Receive) -> Receive:
-        """Bodies may come in pieces without their length being said before."""
-        so_far = 0
+    def _counted(self, receive: Receive, state: dict[str, Any]) -> Receive:
+        """Bodies may come in pieces without their length being said before.
+
+        ``state["received"]`` is what tells that the body is needed no more.
+        """
+        so_far = held = 0
+        who = state["owner"] or state["party"]
+
+        def received() -> None:
+            nonlocal held
+            self.bodies.give_back(who, held)
+            held = 0
 
         async def counted() -> Message:
-            nonlocal so_far
+            nonlocal so_far, held
             message = await receive()
-            so_far += len(message.get("body", b""))
+            number = len(message.get("body", b""))
+            so_far += number
             if so_far > self.settings.max_body:
                 # Who reads the body turns every other exception into "cannot be read".
                 raise HTTPException(413, str(self._too_large()))
+            if number:
+                self.bodies.take(who, number)
+                held += number
             return message
 
+        state["received"] = received
         return counted
 
 

@@ -21,6 +21,7 @@ from starlette.responses import FileResponse, Response
 
 from ..errors import DitmeshError, InputError
 from .backend import Backend, Once, UnknownJob
+from .bodies import LIMITED, check_limits
 from .errors import Refused, as_refused, wait_header
 from .keys import Limiter
 from .logs import JobWatch
@@ -34,7 +35,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 JOB_ID = re.compile(r"job_[0-9a-f]{32}")
 JobId = Annotated[str, Path(description="`job_` and 32 hexadecimal digits", max_length=64)]
-# "auto": the pipeline's own.
+# "auto": of an input image, else the pipeline's own.
 Size = Annotated[str, Field(pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$", examples=["1024x1024"])]
 
 
@@ -109,12 +110,12 @@ class Server:
             await self.watch.close()
 
     def model(self, name: str) -> ModelCard:
-        """A model by its name; the first for an empty one.
+        """A model by its name or an alias of it; the first for an empty one.
 
         Raises:
             Refused: there is none of that name.
         """
-        cards = self.backend.models()
+        cards, name = self.backend.models(), self.settings.aliases.get(name, name)
         found = next((card for card in cards if name in (card.id, "")), None)
         if found is None:
             names = ", ".join(repr(card.id) for card in cards) or "none"
@@ -183,6 +184,8 @@ class Server:
             for digest in kept:
                 await self.backend.release_input(digest)
         caller.state.job = job.id
+        # The answer may take minutes.
+        caller.state.received()
         return job
 
     @asynccontextmanager
@@ -229,16 +232,7 @@ class Server:
     def _check(self, request: JobRequest, card: ModelCard) -> None:
         limits = self.settings
         size = request.width or card.width or 0, request.height or card.height or 0
-        longest = max(len(request.prompt), len(request.negative_prompt or ""))
-        checks: Mapping[str, tuple[int, int, str]] = {
-            "n": (request.n, limits.max_images, "results"),
-            "steps": (request.steps or 0, limits.max_steps, "steps"),
-            "frames": (request.frames or 0, limits.max_frames, "frames"),
-            "prompt": (longest, limits.max_prompt, "characters"),
-        }
-        for name, (asked, most, what) in checks.items():
-            if asked > most:
-                raise Refused(400, f"{name}: {asked} {what} are more than this server's {most}; use fewer", param=name)
+        check_limits(request.model_dump(include=set(LIMITED)), limits)
         # The pipeline's own size is the operator's choice.
         if (request.width or request.height) and prod(size) > limits.max_pixels:
             raise Refused(

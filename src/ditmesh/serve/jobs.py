@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ..errors import InputError
-from .backend import NoSpace, Once, UnknownJob
+from .backend import Once, StorageError, UnknownJob
 from .events import EventLog
 from .offers import Offer
 from .protocol import Cancel
 from .queue import Place, Queue
 from .replicas import Replica
 from .results import Results
-from .types import ENDED, Event, EventName, Job, JobRequest, Status
+from .types import ENDED, Event, EventName, Job, JobError, JobRequest, Status
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -121,9 +121,9 @@ class Jobs:
     """All jobs that have not ended, and the latest that have.
 
     Every change that has to survive is written by one thread before anybody is told of it, and changes happen one after
-    the other, under ``change``. While the disk is full, those that cannot be put off fail with `NoSpace`; those that
-    ranks have caused (a picture is done, a job has failed) wait in memory, in order, and are written as soon as there
-    is room.
+    the other, under ``change``. While the folder cannot be written (a full disk, a locked database), those that cannot
+    be put off fail with `StorageError`; those that ranks have caused (an image is done, a job has failed) wait in
+    memory, in order, and are written as soon as that works. A damaged database will never take them: their jobs fail.
 
     Attributes:
         change: held by whoever changes a job, or reads on what is to be changed.
@@ -156,9 +156,11 @@ class Jobs:
         self._awaited: Counter[str] = Counter()
         # Changes that the disk has not taken yet, in order, and what is to be done then.
         self._owed: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
+        # Why it has not.
+        self._refusal = StorageError("nothing is owed")
 
     async def open(self) -> None:
-        """Open the folder, and take up the jobs of an earlier run. Raises `ConfigError`, `NoSpace`."""
+        """Open the folder, and take up the jobs of an earlier run. Raises `ConfigError`, `StorageError`."""
         self._disk = ThreadPoolExecutor(1, "ditmesh-disk")
         try:
             self.queue = await self.on_disk(self._open_queue)
@@ -176,9 +178,30 @@ class Jobs:
             logger.error("the queue could not be read and was moved to %s; a new one begins", self.queue.aside)
         self.change, self.wake = asyncio.Lock(), asyncio.Event()
         self.wake.set()
+        if unread := self.queue.unread:
+            logger.error(
+                "%d jobs of the queue cannot be read by this version and have failed, the first of them %s; their rows "
+                "are kept until they expire",
+                *(len(unread), unread[0]),
+            )
         for job, owner in live:
             self._take_up(job, owner)
+        await self._fail_without_model()
         await self._find_places()
+
+    async def _fail_without_model(self) -> None:
+        """Fail the jobs of an earlier run whose model this server does not have: they would wait for ever."""
+        there = ", ".join(self._offers)
+        gone = [live for live in self.lives.values() if live.model not in self._offers]
+        for live in gone:
+            message = f"this server has no model {live.model!r} any more; submit the job again for one of: {there}"
+            error = JobError(code="invalid_request", message=message)
+            job = await self.on_disk(self.queue.fail, live.id, error)
+            if job is not None:
+                self.end(live, job)
+        if gone:
+            models = ", ".join(sorted({repr(live.model) for live in gone}))
+            logger.error("%d jobs of models that this server does not have (%s) have failed", len(gone), models)
 
     async def close(self) -> None:
         """Let all who follow jobs go, and leave the folder."""
@@ -197,11 +220,11 @@ class Jobs:
         """Take a new job; it is on disk when this returns. A request that is repeated is answered with its job.
 
         Raises:
-            InputError, QueueFull, NoSpace, KeyReused: as `Queue.submit`.
+            InputError, QueueFull, StorageError, KeyReused: as `Queue.submit`.
         """
         async with self.change:
             if self._owed:
-                raise NoSpace("the server's disk is full; ask again when room has been made")
+                raise self._refusal
             job = await self.on_disk(self._submit, id, request, owner, work, once)
             if job.id != id:
                 return self.seen(job)
@@ -231,7 +254,7 @@ class Jobs:
         return live
 
     async def cancel(self, id: str) -> Live:
-        """End a job that nobody wants any more, unless it has ended. Raises `UnknownJob`, `NoSpace`."""
+        """End a job that nobody wants any more, unless it has ended. Raises `UnknownJob`, `StorageError`."""
         async with self.change:
             live = self.lives.get(id)
             if live is None:
@@ -284,7 +307,7 @@ class Jobs:
         live.log.publish("step", told)
 
     async def put_input(self, data: bytes) -> str:
-        """Keep an input picture until it is released; its digest. Raises `NoSpace`."""
+        """Keep an input picture until it is released; its digest. Raises `StorageError`."""
         digest = hashlib.sha256(data).hexdigest()
         self._awaited[digest] += 1
         try:
@@ -365,13 +388,18 @@ class Jobs:
         return bool(self._owed)
 
     async def keep(self, live: Live, change: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Write down what has become of a job, then go on; while the disk is full both wait for room."""
+        """Write down what has become of a job, then go on; while the folder cannot be written both wait."""
         if not self._owed:
             try:
                 then(await self.on_disk(change))
                 return
-            except NoSpace as error:
+            except StorageError as error:
                 logger.error("%s", error)
+                if error.broken:
+                    failure = JobError(code="storage", message=str(error))
+                    self.end(live, live.job.model_copy(update={"status": "failed", "error": failure}))
+                    return
+                self._refusal = error
                 live.log.publish("paused", {"reason": str(error)})
         self._owed.append((change, then))
 
@@ -381,8 +409,13 @@ class Jobs:
             change, then = self._owed[0]
             try:
                 result = await self.on_disk(change)
-            except NoSpace:
-                return
+            except StorageError as error:
+                self._refusal = error
+                if not error.broken:
+                    return
+                # None of them will ever be written.
+                self._owed.clear()
+                raise
             self._owed.popleft()
             then(result)
 
@@ -399,7 +432,7 @@ class Jobs:
                 if time.monotonic() - swept > SWEEP:
                     swept = time.monotonic()
                     await self.sweep()
-            except NoSpace as error:
+            except StorageError as error:
                 logger.error("%s", error)
             except Exception:
                 logger.exception("looking after the queue failed")

@@ -12,12 +12,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from ..errors import InputError, ServerError
+from .connections import LONGEST_HEADER, Acceptor, ClientConnection, ConnectionLimits, Connections
 from .intake import Server
 from .streams import ended
 
-# Seconds that answers have to get out in the end; connections under way at a time.
+# Seconds that answers have to get out in the end.
 LAST = 5
-MOST_CONNECTIONS = 1024
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -64,6 +64,7 @@ class HttpServer(uvicorn.Server):
         log_config: as `logging.config.dictConfig` takes it; None: logging stays as it is.
         up: called when the server answers.
         leave: called by the second signal with its number; does not return.
+        limits: of connections; default: those of the settings, as far as the process's descriptors go.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class HttpServer(uvicorn.Server):
         log_config: dict[str, Any] | None = None,
         up: Callable[[], None] = lambda: None,
         leave: Callable[[int], None] | None = None,
+        limits: ConnectionLimits | None = None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -82,12 +84,16 @@ class HttpServer(uvicorn.Server):
                 log_config=log_config,
                 access_log=False,
                 server_header=False,
-                limit_concurrency=MOST_CONNECTIONS,
+                # One parser, whichever are installed: h11 bounds headers, and refuses what is ambiguous.
+                http=ClientConnection,
+                h11_max_incomplete_event_size=LONGEST_HEADER,
+                ws="none",
                 timeout_graceful_shutdown=LAST,
             )
         )
         self._server: Server = app.state.server
         self._grace, self._up, self._leave = grace, up, leave
+        self._limits = limits
 
     async def run_on(self, listening: socket.socket) -> None:
         """Start the backend, answer on a socket that is bound, and stop.
@@ -102,19 +108,34 @@ class HttpServer(uvicorn.Server):
             failed = await backend.given_up()
             self.should_exit = True
 
+        # Before the ranks start, which are to have the process's limit of descriptors, too.
+        limits = self._limits or ConnectionLimits.of_process(self._server.settings.max_connections)
+        self._connections = Connections(limits)
         await backend.start()
-        watching = asyncio.ensure_future(watch())
+        watching = asyncio.ensure_future(watch()), asyncio.ensure_future(self._connections.watch())
         try:
             await self.serve(sockets=[listening])
         finally:
-            await ended(watching)
+            for task in watching:
+                await ended(task)
             await self._server.stop(0.0)
         if failed:
             raise ServerError(failed)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's."""
-        await super().startup(sockets)
+        """As uvicorn's, which has asyncio accept connections without a bound."""
+        await self.lifespan.startup()
+
+        def make() -> ClientConnection:
+            return ClientConnection(
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+                registry=self._connections,
+            )
+
+        self.servers: list[Any] = [Acceptor(one, self._connections, make) for one in sockets or []]
+        self.started = True
         self._up()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,13 +18,24 @@ from ..core.digests import WeightDigests, digest
 from ..engine import Engine, engine_of, parallelize
 from ..errors import ConfigError, InputError
 from ..first_call import FirstCall
-from ..generate.files import PICTURES, InputFile, adapter, load_adapters, pictures_of, pipeline_for
+from ..generate.files import (
+    PICTURES,
+    InputFile,
+    adapter,
+    check_mask,
+    load_adapters,
+    partial_fit,
+    pictures_of,
+    pipeline_for,
+)
 from ..generate.job import Job, check_config, check_content, check_layout, job_for
 from ..generate.loading import why_whole
 from ..generate.model_info import ModelInfo, find_model
 from ..generate.offload import offload
 from ..generate.run import call_arguments, call_parameters, check_call, denoising_steps, facts_of, load_pipeline
-from ..generate.video import FPS, check_video_library
+from ..generate.shape import input_size
+from ..generate.video import FPS
+from ..media.videos import check_video_library
 from ..recipe import RECIPE
 from ..strategies.vae.parallel import BandedVae
 from .batching import Batcher, Run, copied
@@ -72,6 +84,7 @@ class LoadedModel:
         device: where this rank computes.
         timeout: deadline of collectives, in seconds.
         exchange, rank, size: as for `Batcher`.
+        undo: what is to be given back, by all ranks at the same time, when it cannot be loaded.
 
     Attributes:
         batcher: runs its calls.
@@ -89,12 +102,13 @@ class LoadedModel:
         exchange: Callable[[Any], list[Any]],
         rank: int,
         size: int,
+        undo: ExitStack,
     ) -> None:
         self.spec, self.device = spec, device
         self.info: ModelInfo = find_model(spec.model)
         self.projection = Projection()
         self._files = [replace(adapter("lora", path), scale=1.0) for path in spec.loras.values()]
-        self._size, self._exchange = size, exchange
+        self._size, self._exchange, self._undo = size, exchange, undo
         self._pipes: dict[str, tuple[Any, Any]] = {}
         if size > 1:
             check_layout(self.info)
@@ -112,6 +126,7 @@ class LoadedModel:
         if self._mesh is not None:
             # Its groups are given back with the engine.
             engine_of(pipe).own_mesh()
+            self._undo.pop_all()
         self._pipes[self.kind] = pipe, template
         if isinstance(engine_of(pipe), FirstCall):
             # Its layout is found out by a call.
@@ -146,6 +161,8 @@ class LoadedModel:
     def _load(self, rank: int) -> Any:
         spec, config = self.spec, self.spec.config
         self._mesh = None if isinstance(config, str) else Mesh(config, device=self.device)
+        if self._mesh is not None:
+            self._undo.callback(self._mesh.close)
         whole = self._mesh is None or not self._mesh.config.cuts_weights or bool(self._files)
         share = None if whole or why_whole(self.info, spec.variant) is not None else self._mesh
         model = str(self.info.files) if self.info.local else self.info.name
@@ -157,6 +174,10 @@ class LoadedModel:
         load_adapters(pipe, self._files)
         after = {name: value for name, (value, _) in WeightDigests(pipe).look().items()} if self._files else {}
         self._weights = before, after
+        self._notes = {}
+        for number, (name, file) in enumerate(zip(self.spec.loras, self._files, strict=True)):
+            if (note := partial_fit(pipe, file.path, f"lora{number}")) is not None:
+                self._notes[name] = note
         if spec.offload != "none":
             offload(pipe, spec.offload, self.device)
         return pipe
@@ -189,8 +210,13 @@ class LoadedModel:
         batcher = self.batcher
         if batcher.why:
             return
-        own = copied(template)
-        run = Run(own, self._trial(own).arguments, 0, self.device)
+        try:
+            # Before anything that ranks do together: what fails here fails on all of them.
+            own = copied(template)
+            run = Run(own, self._trial(own).arguments, 0, self.device)
+        except Exception as error:
+            batcher.why = f"it cannot be tried ({_short(error)}); requests run one after the other"
+            return
         latest: Latents | None = None
 
         def seen(latents: Callable[[], Latents | None]) -> None:
@@ -208,12 +234,14 @@ class LoadedModel:
         batcher.rest()
         undo()
         if run.output is not None and latest is not None:
-            frames = images_of(run.output)
-            self.projection.learn_from(latest, frames[len(frames) // 2])
+            # Of something else than images there are no previews, and its tasks fail with the reason.
+            with suppress(InputError):
+                frames = images_of(run.output)
+                self.projection.learn_from(latest, frames[len(frames) // 2])
 
     def _agree(self, failed: Exception | None) -> None:
         """Whether the small picture can be made on all ranks; else requests run one after the other."""
-        every = self._exchange("" if failed is None else " ".join(str(failed).split())[:200] or "no reason given")
+        every = self._exchange("" if failed is None else _short(failed))
         if any(every):
             self.batcher.rest(failed)
             reason = next(filter(None, every))
@@ -237,6 +265,7 @@ class LoadedModel:
             "frame_multiple": self._frame_multiple(template, defaults),
             "inputs": [role for role in ("image", "mask", "control") if self._takes(role)],
             "loras": list(self.spec.loras),
+            "lora_notes": self._notes,
             "labels": list(info.labels),
             "loaded": True,
             "batching": not self.batcher.why,
@@ -262,7 +291,8 @@ class LoadedModel:
         if role == "mask":
             files.append(InputFile("image", "", "0" * 64))
         try:
-            return bool(pipeline_for(self.kind, files))
+            check_mask(pipeline_for(self.kind, files), files, self.info.transformer.get("in_channels"))
+            return True
         except InputError:
             return False
 
@@ -296,7 +326,7 @@ class LoadedModel:
             steps=request.steps or self.spec.steps,
             guidance=self.spec.guidance if request.guidance is None else request.guidance,
             max_sequence_length=self.spec.text_tokens,
-            size=self._asked_size(task),
+            size=self._asked_size(task, files),
             seed=(request.seed or 0) + task.index,
             frames=request.frames,
             dtype=self.spec.dtype,
@@ -321,13 +351,24 @@ class LoadedModel:
         fps = request.fps or card.fps or FPS
         return Prepared(job, own, arguments, denoising_steps(job, parameters), adapters, fps)
 
-    def _asked_size(self, task: Task) -> tuple[int, int] | None:
-        request, default = task.request, self.info.default_size
+    def _asked_size(self, task: Task, files: Sequence[InputFile]) -> tuple[int, int] | None:
+        """Width and height that are asked for; of one side alone the other is the input image's, or the model's.
+
+        Without both it is the input image's size; None: the model's.
+        """
+        request, like = task.request, input_size(self.info, files, task.request.strength)
         if request.width is None and request.height is None:
-            return None
-        if default is None and (request.width is None or request.height is None):
+            return like
+        if request.width is not None and request.height is not None:
+            return request.width, request.height
+        if like is not None:
+            step = self.info.size_multiple
+            factor = request.width / like[0] if request.width is not None else (request.height or 0) / like[1]
+            width, height = (max(1, round(side * factor / step)) * step for side in like)
+        elif self.info.default_size is not None:
+            width, height = self.info.default_size
+        else:
             raise InputError("width and height are given together or not at all; give both")
-        width, height = default or (0, 0)
         return request.width or width, request.height or height
 
     def _arguments(self, job: Job, pipe: Any, pictures: Mapping[str, Image.Image]) -> dict[str, Any]:
@@ -365,15 +406,37 @@ class LoadedModel:
         return facts | {"pipeline": type(prepared.pipe).__name__}
 
 
+def _short(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
 def _whole(value: Any) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
 def images_of(output: Any) -> list[Image.Image]:
-    """The pictures of a pipeline's output: one, or a video's frames."""
-    if hasattr(output, "images"):
-        return [output.images[0]]
-    return list(output.frames[0])
+    """The image of a pipeline's output, or a video's frames.
+
+    Raises:
+        InputError: it is neither.
+    """
+    found: list[Any]
+    made = getattr(output, "images", None)
+    if made is not None:
+        # A list of them: layers of one image, which no file of ours holds.
+        first = made[0] if isinstance(made, (list, tuple)) and made else made
+        found = [first]
+    else:
+        frames = getattr(output, "frames", None)
+        found = list(frames[0]) if frames is not None and len(frames) else [output]
+    other = next((one for one in found if not isinstance(one, Image.Image)), None)
+    if other is not None or not found:
+        what = "layers of an image" if isinstance(other, (list, tuple)) else type(other).__name__
+        raise InputError(
+            f"{type(output).__name__} holds {what}, and a server has files for images and videos alone; use the "
+            "pipeline itself"
+        )
+    return found
 
 
 def adapted_digest(before: Mapping[str, str], after: Mapping[str, str], numbers: list[int]) -> str:

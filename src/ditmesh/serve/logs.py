@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -56,18 +56,61 @@ def _one_line(text: str) -> str:
     return text.encode("unicode_escape").decode() if not text.isprintable() else text
 
 
+class Sparing(logging.Filter):
+    """Lets a few records of a kind through, and then one now and then that says how many there were.
+
+    A kind is a logger, a message before its values, and what was answered where. A million requests of nonsense are a
+    million records; what jobs do, and requests that were answered well, is never left out.
+
+    Args:
+        most: records of a kind that get through at once.
+        every: seconds after which one more does.
+        clock: seconds.
+    """
+
+    # Kinds that are remembered: there are as many as messages in the code, times statuses and routes.
+    KINDS = 1000
+
+    def __init__(self, most: int = 20, every: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._most, self._every, self._clock = most, every, clock
+        # What is left of each kind, when that was so, and how many have been left out since.
+        self._kinds: dict[tuple[Any, ...], tuple[float, float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is written."""
+        facts: Mapping[str, Any] = getattr(record, "facts", {})
+        status = facts.get("status", 200)
+        if record.levelno <= logging.INFO and 200 <= status < 400:
+            return True
+        kind = record.name, str(record.msg)[:200], status, facts.get("route"), facts.get("owner")
+        if len(self._kinds) > self.KINDS:
+            self._kinds.clear()
+        now = self._clock()
+        left, when, out = self._kinds.get(kind, (float(self._most), now, 0))
+        left = min(float(self._most), left + (now - when) / self._every)
+        if left < 1:
+            self._kinds[kind] = left, now, out + 1
+            return False
+        self._kinds[kind] = left - 1, now, 0
+        if out:
+            record.facts = {**facts, "left_out": out}
+        return True
+
+
 def log_config(form: LogFormat, level: str) -> dict[str, Any]:
     """What `logging.config.dictConfig` and uvicorn take: this format for the server's and uvicorn's own loggers."""
-    names = ("ditmesh", "uvicorn", "uvicorn.error")
+    names = ("ditmesh", "uvicorn", "uvicorn.error", "asyncio")
     return {
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"lines": {"()": Lines, "form": form}},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines"}},
+        "filters": {"sparing": {"()": Sparing}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines", "filters": ["sparing"]}},
         "loggers": {
             name: {
                 "handlers": ["stderr"],
-                "level": "WARNING" if name.startswith("uvicorn") else level,
+                "level": level if name == "ditmesh" else "WARNING",
                 "propagate": False,
             }
             for name in names

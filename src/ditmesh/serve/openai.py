@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from functools import partial
 from math import ceil
 from typing import Annotated, Any, Literal
@@ -16,12 +16,13 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
+from .bodies import JsonRoute
 from .errors import ErrorDetail, Refused, described, wait_header
 from .intake import IdempotencyKey, Server, Size, sized, validated
 from .streams import EventStream, closed_after, ended, event_schema, gone, sse
 from .types import ENDED, Adapter, Event, Format, Input, Job, JobImage, JobRequest, ModelCard
 
-router = APIRouter(prefix="/v1/images", tags=["images"])
+router = APIRouter(prefix="/v1/images", tags=["images"], route_class=JsonRoute)
 
 EditFile = Literal["image", "mask"]
 PictureFormat = Literal["png", "jpeg", "webp"]
@@ -77,15 +78,19 @@ class ImageRequest(BaseModel):
     user: str | None = Field(default=None, max_length=512)
     safety_identifier: str | None = Field(default=None, max_length=512)
 
-    def check(self) -> None:
+    def check(self, aliases: Collection[str] = ()) -> None:
         """Refuse what would be ignored otherwise.
+
+        Args:
+            aliases: names that only front ends for OpenAI use: they send ``quality`` and ``style`` by themselves.
 
         Raises:
             Refused: naming the field.
         """
+        sent = ("quality", "style") if self.model in aliases else ()
         for name, (taken, instead) in NOT_HERE.items():
             value = getattr(self, name, None)
-            if value is not None and value not in taken:
+            if value is not None and value not in taken and name not in sent:
                 usual = f"; use {taken[0]!r} or leave it out" if taken else "; leave it out"
                 raise Refused(400, f"{name}={value!r} means nothing to this server{usual} ({instead})", param=name)
         if self.output_compression is not None:
@@ -198,7 +203,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 async def generations(request: Request, body: ImageRequest, key: IdempotencyKey = None) -> Response:
     """Generate pictures and wait for them. A client that goes away cancels its job."""
     server: Server = request.app.state.server
-    body.check()
+    body.check(server.settings.aliases)
     fields = body.fields(server.model(body.model or ""))
     job = await server.accept(validated(JobRequest, fields), request, videos=False, key=key)
     return await _answered(server, request, body, job, "image_generation", key)
@@ -228,7 +233,7 @@ async def edits(request: Request, key: IdempotencyKey = None) -> Response:
     async with request.form(max_files=4, max_fields=64, max_part_size=server.settings.max_body) as form:
         body, files = _parts(form)
         data: dict[EditFile, bytes] = {name: await file.read() for name, file in files.items()}
-    body.check()
+    body.check(server.settings.aliases)
     fields = body.fields(server.model(body.model or ""))
     if "image" not in data:
         raise Refused(400, "image: an edit needs a picture; send it as the file `image`", param="image")
@@ -327,9 +332,8 @@ async def _ended(server: Server, request: Request, job: Job, owner: str, key: st
         if tasks["end"].done():
             return tasks["end"].result()
     except asyncio.CancelledError:
-        # What runs the application may say so that the client has gone away.
-        if server.settings.cancel_on_disconnect and not server.stopping:
-            await server.backend.cancel(job.id, owner)
+        # What runs the application may tell in this way that the client has gone away.
+        await asyncio.shield(asyncio.ensure_future(server.left(job, owner, key)))
         raise
     finally:
         for task in tasks.values():

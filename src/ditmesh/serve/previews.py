@@ -113,9 +113,12 @@ class Projection:
         self._map: np.ndarray | None = None
 
     def learn(self, latents: Tensor, image: Image) -> None:
-        """Take in a picture and the latents that it was decoded from, (C, h, w)."""
+        """Take in a picture and the latents that it was decoded from, (C, h, w); not those that are not finite."""
         from PIL.Image import Resampling
 
+        if not bool(torch.isfinite(latents).all()):
+            # The sums would hold it for ever.
+            return
         channels, height, width = latents.shape
         small = image.convert("RGB").resize((width, height), Resampling.BOX)
         x = _with_one(latents)

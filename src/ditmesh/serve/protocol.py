@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -47,6 +47,7 @@ class Task:
         model: name of its `ModelSpec`.
         request: the job's; picture ``index`` has seed ``request.seed + index``.
         files: input pictures on this machine, by digest.
+        owner: whose it is; priorities count among the tasks of one owner.
     """
 
     id: str
@@ -54,6 +55,29 @@ class Task:
     request: JobRequest
     index: int
     files: Mapping[str, str] = field(default_factory=dict)
+    owner: str = ""
+
+
+def under_way(tasks: Sequence[tuple[str, int]], most: int) -> list[int]:
+    """Which tasks take steps when there are more than may: the places of those, in order.
+
+    Whoever came first goes on. A later one takes the place of one of the same owner that is less urgent: of those the
+    least urgent, and of these the latest.
+
+    Args:
+        tasks: owners and priorities, in the order in which they came.
+        most: tasks that take steps at a time.
+    """
+    chosen: list[int] = []
+    for place, (owner, priority) in enumerate(tasks):
+        if len(chosen) < most:
+            chosen.append(place)
+            continue
+        own = [one for one in chosen if tasks[one][0] == owner and tasks[one][1] < priority]
+        if own:
+            chosen.remove(min(own, key=lambda one: (tasks[one][1], -one)))
+            chosen.append(place)
+    return chosen
 
 
 # --- commands: rank 0 takes them and passes them on, so that all ranks obey before the same step

@@ -2,7 +2,8 @@
 
 Fair over owners by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with pictures as packets: an owner's
 picture begins at the virtual time up to which the owner has used the ranks, and the earliest one goes first. One owner
-with a thousand jobs delays another one's first picture by one picture, not by a thousand.
+with a thousand jobs delays another one's first picture by one picture, not by a thousand. Priorities count among the
+jobs of one owner.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from ..core.files import free_names
 from ..errors import ConfigError, InputError
-from .backend import KeyReused, NoSpace, Once, QueueFull, UnknownJob
+from .backend import KeyReused, Once, QueueFull, UnknownJob
 from .results import INPUTS, RESULTS
+from .storage import kind_of, storage_error
 from .types import Job, JobError, JobImage, JobRequest, Status
 
 try:
@@ -32,8 +36,12 @@ except ImportError:  # not on Windows
     fcntl = None
 
 FILE, LOCK = "queue.sqlite", "lock"
-# Of the file's tables and the JSON in them; and what says that the file is ours: "dmsh".
+# Of the file's tables and the JSON in them: raised when an older server must not touch them. A field of a request that
+# is new does not raise it: older servers fail the jobs that have it, and keep all others. And what says that the file
+# is ours: "dmsh".
 VERSION, APPLICATION = 1, 0x646D7368
+# What stands for the prompt of a job whose request cannot be read.
+UNREADABLE = "(not readable)"
 # Seconds after which it is worth asking again, while nothing has been measured, and at least.
 UNMEASURED, SOONEST = 5.0, 1.0
 
@@ -90,9 +98,9 @@ CREATE TABLE IF NOT EXISTS keys (
 CREATE INDEX IF NOT EXISTS keys_job ON keys (job);
 """
 
-# Which picture is next: the most urgent; then those of jobs that ranks have failed under; then the fairest; then the
-# oldest.
-ORDER = "j.priority DESC, j.attempt > 1 DESC, max(coalesce(o.used, 0), c.value), j.number"
+# Which picture is next: of jobs that ranks have failed under; then of the owner who has had the least; of that owner
+# the most urgent, then the oldest. A priority orders its owner's jobs: everybody may ask for the highest.
+ORDER = "j.attempt > 1 DESC, max(coalesce(o.used, 0), c.value), j.priority DESC, j.number"
 WAITING = (
     "FROM jobs j LEFT JOIN owners o ON o.owner = j.owner JOIN facts c ON c.name = 'clock' "
     "WHERE j.waiting > 0 AND j.status IN ('queued', 'running')"
@@ -132,6 +140,7 @@ class Queue:
 
     Attributes:
         aside: where a queue that could not be read was moved, with its results; None: all was well.
+        unread: jobs that waited and whose requests this version cannot read; they have failed.
         run: how often the folder has been opened.
         queued, running: numbers of jobs.
     """
@@ -158,13 +167,14 @@ class Queue:
 
         Raises:
             ConfigError: another server uses the folder, or the queue in it is of another version.
-            NoSpace: it cannot be written.
+            StorageError: it cannot be written.
         """
         self.folder, self.path = Path(folder), Path(folder) / FILE
         self.keep, self.most, self.most_per_owner = keep, most, most_per_owner
         self._weights, self._now = weights or {}, now
         self._lock = threading.RLock()
         self.aside: Path | None = None
+        self.unread: list[str] = []
         self.queued = self.running = 0
         with contextlib.ExitStack() as stack:
             try:
@@ -172,12 +182,12 @@ class Queue:
                 self.folder.mkdir(0o700, parents=True, exist_ok=True)
                 stack.enter_context(_locked(self.folder))
             except OSError as error:
-                raise NoSpace(f"cannot write to folder {str(folder)!r} ({error.strerror}); give another one") from None
+                raise storage_error(f"cannot write to folder {str(folder)!r}", error) or error from None
             try:
                 self._db = self._open()
             except sqlite3.DatabaseError as error:
-                if not _broken(error):
-                    raise NoSpace(f"cannot open {self.path} ({error}); make room, or give another folder") from error
+                if kind_of(error) != "broken" and "malformed" not in str(error):
+                    raise storage_error(f"cannot open {self.path}", error) or error from error
                 self.aside = self._move_aside()
                 self._db = self._open()
             stack.callback(self._db.close)
@@ -185,6 +195,7 @@ class Queue:
                 db.execute("UPDATE facts SET value = value + 1 WHERE name = 'runs'")
                 self.run = int(db.execute("SELECT value FROM facts WHERE name = 'runs'").fetchone()[0])
                 _give_back(db, "job IN (SELECT number FROM jobs)")
+                self._set_aside(db)
             self._resources = stack.pop_all()
 
     def close(self) -> None:
@@ -229,6 +240,22 @@ class Queue:
                 path.rename(aside / name)
         return aside
 
+    def _set_aside(self, db: sqlite3.Connection) -> None:
+        """Fail what waits and cannot be read: the row stays as it is, for a version that can."""
+        live = "SELECT * FROM jobs WHERE status IN ('queued', 'running')"
+        for row in db.execute(live).fetchall():
+            try:
+                JobRequest.model_validate_json(row["request"])
+            except ValidationError as problem:
+                first = problem.errors()[0]
+                where = ".".join(map(str, first["loc"]))
+                why = f"field {where!r} is not known" if first["type"] == "extra_forbidden" else "it is not readable"
+                message = f"this version of the server cannot do the job as it was asked for ({why}); submit it again"
+                error = JobError(code="invalid_request", message=message)
+                db.execute("UPDATE jobs SET error = ? WHERE number = ?", (error.model_dump_json(), row["number"]))
+                self._end(db, row, "failed")
+                self.unread.append(row["id"])
+
     @contextlib.contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
         """A transaction: all of it is on disk at its end, or none of it."""
@@ -244,8 +271,8 @@ class Queue:
                         self._db.execute("ROLLBACK")
                     raise
                 self.queued, self.running = counts
-            except sqlite3.OperationalError as error:
-                raise NoSpace(f"cannot write to {self.path} ({error}); make room on the disk") from error
+            except sqlite3.DatabaseError as error:
+                raise storage_error(f"cannot write to {self.path}", error) or error from error
 
     def _counts(self) -> tuple[int, int]:
         query = "SELECT count(*) FROM jobs WHERE status = ?"
@@ -276,7 +303,7 @@ class Queue:
         Raises:
             InputError: it asks for more pictures than may ever wait.
             QueueFull: too many pictures wait.
-            NoSpace: it cannot be written down.
+            StorageError: it cannot be written down.
             KeyReused: the key belongs to another request.
         """
         most = min(self.most, self.most_per_owner) if owner else self.most
@@ -510,15 +537,15 @@ class Queue:
         query = (
             "SELECT j.id, j.owner, j.status, j.priority, j.attempt > 1 AS again, j.work, j.waiting, "
             f"max(coalesce(o.used, 0), c.value) AS used {WAITING} "
-            "ORDER BY j.priority DESC, j.attempt > 1 DESC, j.number"
+            "ORDER BY j.attempt > 1 DESC, j.priority DESC, j.number"
         )
         with self._lock:
             rows = self._db.execute(query).fetchall()
         used = {row["owner"]: row["used"] for row in rows}
-        lines: dict[tuple[int, int], dict[str, deque[Any]]] = {}
+        lines: dict[int, dict[str, deque[Any]]] = {}
         for number, row in enumerate(rows):
-            line = lines.setdefault((-row["priority"], -row["again"]), {}).setdefault(row["owner"], deque())
-            line.append([number, row["waiting"], row])
+            line = lines.setdefault(-row["again"], {}).setdefault(row["owner"], deque())
+            line.append([(-row["priority"], number), row["waiting"], row])
         places: dict[str, Place] = {}
         before = 0.0
         for _, owners in sorted(lines.items()):
@@ -601,17 +628,37 @@ class Queue:
 
     @staticmethod
     def _as_job(db: sqlite3.Connection, row: sqlite3.Row) -> Job:
-        request = JobRequest.model_validate_json(row["request"])
+        request = _request(row)
         images = [JobImage(index=index, seed=(request.seed or 0) + index) for index in range(row["n"])]
         done = "SELECT picture, image FROM pictures WHERE job = ? AND file IS NOT NULL"
         for picture in db.execute(done, (row["number"],)):
-            images[picture["picture"]] = JobImage.model_validate_json(picture["image"])
+            with contextlib.suppress(ValidationError):
+                images[picture["picture"]] = JobImage.model_validate_json(picture["image"])
         return Job(
             request=request,
             images=images,
-            error=row["error"] and JobError(**json.loads(row["error"])),
+            error=_error(row),
             **{name: row[name] for name in ("id", "status", "created", "started", "finished", "expires", "attempt")},
         )
+
+
+def _request(row: sqlite3.Row) -> JobRequest:
+    """A job's request; of one that another version has written as much as is known here."""
+    with contextlib.suppress(ValidationError):
+        return JobRequest.model_validate_json(row["request"])
+    with contextlib.suppress(ValueError, TypeError, AttributeError):
+        fields = json.loads(row["request"])
+        return JobRequest.model_validate({name: fields[name] for name in JobRequest.model_fields if name in fields})
+    return JobRequest(model=row["model"], prompt=UNREADABLE, n=row["n"], seed=0)
+
+
+def _error(row: sqlite3.Row) -> JobError | None:
+    if not row["error"]:
+        return None
+    try:
+        return JobError.model_validate_json(row["error"])
+    except ValidationError:
+        return JobError(code="internal", message=row["error"][:1000])
 
 
 def _give_back(db: sqlite3.Connection, which: str) -> int:
@@ -625,11 +672,6 @@ def _give_back(db: sqlite3.Connection, which: str) -> int:
         "AND NOT EXISTS (SELECT 1 FROM pictures WHERE job = jobs.number)"
     )
     return back
-
-
-def _broken(error: sqlite3.DatabaseError) -> bool:
-    """Whether the file itself cannot be read, and not the disk, or rights to it."""
-    return not isinstance(error, sqlite3.OperationalError) or "malformed" in str(error)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from ..core.files import written_whole
-from .backend import NoSpace
+from .backend import NoSpace, StorageError
+from .storage import storage_error
 
 RESULTS, INPUTS = "results", "inputs"
 
@@ -56,7 +57,7 @@ class Results:
             now: seconds since 1970.
 
         Raises:
-            NoSpace: the folders cannot be made.
+            StorageError: the folders cannot be made.
         """
         self._results, self._inputs = Path(folder) / RESULTS, Path(folder) / INPUTS
         self._keep, self._most, self._reserve, self._now = keep, most_bytes, reserve, now
@@ -71,7 +72,7 @@ class Results:
                 elif path.is_file():
                     self._count(path, path.stat().st_size)
         except OSError as error:
-            raise NoSpace(f"cannot use folder {str(folder)!r} ({error.strerror}); give another one") from None
+            raise _failed(f"cannot use folder {str(folder)!r}", error) from None
 
     @property
     def over(self) -> int:
@@ -92,7 +93,7 @@ class Results:
         """Write a result; the file's name.
 
         Raises:
-            NoSpace: it cannot be written.
+            StorageError: it cannot be written; `NoSpace`: as the disk is full.
         """
         kind = next((kind for at, mark, kind, _ in KINDS if data[at : at + len(mark)] == mark), "bin")
         path = self._results / job / f"{picture}.{kind}"
@@ -100,7 +101,7 @@ class Results:
             path.parent.mkdir(exist_ok=True)
             self._write(path, data)
         except OSError as error:
-            raise NoSpace(f"cannot write {path} ({error.strerror}); make room on the disk") from error
+            raise _failed(f"cannot write {path}", error) from error
         return path.name
 
     def path(self, job: str, file: str) -> tuple[Path, str]:
@@ -124,7 +125,7 @@ class Results:
         """Keep an input picture; its digest.
 
         Raises:
-            NoSpace: it cannot be written, or there is no room for it.
+            StorageError: it cannot be written; `NoSpace`: there is no room for it.
         """
         digest = hashlib.sha256(data).hexdigest()
         path = self._inputs / digest
@@ -140,7 +141,7 @@ class Results:
             self._write(path, data)
             os.utime(path, (self._now(), self._now()))
         except OSError as error:
-            raise NoSpace(f"cannot write {path} ({error.strerror}); make room on the disk") from error
+            raise _failed(f"cannot write {path}", error) from error
         return digest
 
     def input(self, digest: str) -> Path | None:
@@ -181,6 +182,12 @@ class Results:
             self.bytes += more
             if path.parent == self._inputs:
                 self._input_bytes += more
+
+
+def _failed(what: str, error: OSError) -> StorageError:
+    found = storage_error(what, error)
+    assert found is not None
+    return found
 
 
 def _sync(folder: Path) -> None:

@@ -123,7 +123,7 @@ class Service:
 
         Raises:
             ConfigError: another server uses the folder, or its queue is of another version; a cluster does not answer.
-            NoSpace: the folder cannot be written.
+            StorageError: the folder cannot be written.
         """
         # Replicas whose ranks are started again share it.
         await asyncio.to_thread(lambda: self._undo.enter_context(self._connection()))
@@ -171,7 +171,7 @@ class Service:
         return job and self._jobs.seen(job)
 
     async def put_input(self, data: bytes) -> str:
-        """Keep an input picture; its digest. Raises `NoSpace`."""
+        """Keep an input picture; its digest. Raises `StorageError`."""
         return await self._jobs.put_input(data)
 
     async def release_input(self, digest: str) -> None:
@@ -190,7 +190,7 @@ class Service:
         return [self._jobs.seen(job) for job in await self._jobs.on_disk(self._jobs.queue.jobs, owner, limit, status)]
 
     async def cancel(self, id: str, owner: str) -> Job:
-        """Cancel a job: it has ended at once, and its ranks stop at the next step. Raises `UnknownJob`, `NoSpace`."""
+        """Cancel a job: it has ended at once, its ranks stop at the next step. Raises `UnknownJob`, `StorageError`."""
         job = await self.job(id, owner)
         return job if job.status in ENDED else self._jobs.view(await self._whole(self._jobs.cancel(id)))
 
@@ -221,11 +221,12 @@ class Service:
         loaded = {name for group in self._dispatcher.groups for name in group.models}
         return [offer.card.model_copy(update={"loaded": name in loaded}) for name, offer in self._offers.items()]
 
-    def state(self) -> ServerState:
-        """The server as it is; ``ready``: a replica has a model loaded."""
+    def state(self, owner: str | None = None) -> ServerState:
+        """The server as it is; ``ready``: a replica has a model loaded; ``owner``: ids of others' jobs are left out."""
         states = []
         for group in self._dispatcher.groups:
-            running = list(dict.fromkeys(live.id for live, _ in group.running.values()))
+            lives = (live for live, _ in group.running.values())
+            running = list(dict.fromkeys(live.id for live in lives if owner in (None, live.owner)))
             states.append(group.state.model_copy(update={"running": running}))
         return ServerState(
             version=__version__,

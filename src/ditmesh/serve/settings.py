@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,6 +22,7 @@ class Settings(BaseModel):
         max_frames: of a video.
         max_steps, max_images, max_prompt: of a request; the last in characters, also of the negative prompt.
         max_body: bytes of a request's body.
+        max_connections: of all clients together, at a time.
         max_input_pixels: of an input picture.
         rate: jobs a minute that a key (without keys: an address) may submit; 0: any number.
         cancel_on_disconnect: a client of the OpenAI endpoints that goes away cancels its job.
@@ -30,6 +32,7 @@ class Settings(BaseModel):
         retry_after: seconds after which a client of a server that is not ready may ask again.
         log_prompts: prompts are written into the log.
         page: folder of the web page; None: there is none.
+        aliases: other names of models, such as those that front ends for OpenAI's API ask for.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -43,6 +46,7 @@ class Settings(BaseModel):
     max_images: int = Field(default=16, ge=1)
     max_prompt: int = Field(default=10_000, ge=1)
     max_body: int = Field(default=32 * 2**20, ge=1)
+    max_connections: int = Field(default=1024, ge=8)
     max_input_pixels: int = Field(default=2**24, ge=1)
     rate: float = Field(default=0.0, ge=0)
     cancel_on_disconnect: bool = True
@@ -52,3 +56,4 @@ class Settings(BaseModel):
     retry_after: float = Field(default=5.0, gt=0)
     log_prompts: bool = False
     page: Path | None = Path(__file__).with_name("page")
+    aliases: Mapping[str, str] = Field(default_factory=dict)

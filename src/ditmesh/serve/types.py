@@ -42,13 +42,15 @@ class JobRequest(BaseModel):
         model: one of the server's; empty: its first.
         prompt, negative_prompt: texts; for class-conditional models the prompt is the class's name.
         n: number of pictures; each is what it would be alone.
-        width, height: in pixels; None: the pipeline's own.
+        width, height: in pixels; None: those of an input image, rounded to what the model can make and with no more
+            pixels than its default; without an image the pipeline's own. A size of another shape than the image's is
+            reached by stretching it, in most pipelines.
         steps, guidance, strength: None: the pipeline's own.
         seed: None: the server takes one at random when it accepts the job, and writes it here.
         loras: adapters that are on for this job alone.
         inputs: input pictures.
         frames, fps: of videos, frames a second; None: the pipeline's own, and for pictures.
-        priority: jobs of a higher one go first, and pause lower ones at the next step.
+        priority: of jobs with the same key those of a higher one go first, and pause lower ones at the next step.
         previews: every how many steps a preview is made; 0: never.
         format: of the results; of videos ``"mp4"``, or an animated ``"png"`` (lossless) or ``"webp"``.
     """
@@ -88,7 +90,7 @@ class JobImage(BaseModel):
 class JobError(BaseModel):
     """Why a job failed: a code that programs know, and a sentence."""
 
-    code: Literal["invalid_request", "rank_failed", "stalled", "out_of_memory", "no_space", "internal"]
+    code: Literal["invalid_request", "rank_failed", "stalled", "out_of_memory", "no_space", "storage", "internal"]
     message: str
 
 
@@ -148,6 +150,7 @@ class ModelCard(BaseModel):
         frames, fps: of videos that do not say; frame_multiple: a video has 1 + a multiple of these frames.
         batching: whether steps of several requests run as one batch; else ``why`` says why not.
         labels: class names of class-conditional models.
+        lora_notes: of LoRAs that fit the model in part, what is missing, by name.
     """
 
     id: str
@@ -166,6 +169,7 @@ class ModelCard(BaseModel):
     frame_multiple: int = 1
     inputs: list[InputRole] = Field(default_factory=list)
     loras: list[str] = Field(default_factory=list)
+    lora_notes: dict[str, str] = Field(default_factory=dict)
     labels: list[str] = Field(default_factory=list)
     loaded: bool = False
     batching: bool | None = None

@@ -6,14 +6,16 @@ import asyncio
 import base64
 import binascii
 import re
-import warnings
 from io import BytesIO
 
+from ..errors import InputError
+from ..media.images import read_image, read_mask
 from .errors import Refused
 
 # A data URL; nothing that a client sends is ever fetched or opened as a path.
 DATA_URL = re.compile(r"data:image/(?:png|jpeg|webp);base64,(?P<data>[A-Za-z0-9+/=]*)", re.ASCII)
-FORMATS = ("PNG", "JPEG", "WEBP")
+# Photographs of phones are MPO now and then, which is JPEG with more behind it.
+FORMATS = ("PNG", "JPEG", "MPO", "WEBP")
 # Pictures that are decoded at the same time.
 TOGETHER = 2
 
@@ -47,7 +49,7 @@ class Uploads:
         self._turn = asyncio.Semaphore(TOGETHER)
 
     async def png(self, data: bytes, param: str, mask: bool = False) -> tuple[bytes, tuple[int, int]]:
-        """A picture as a PNG without anything else in it, RGB (a mask: grey), and its width and height in pixels.
+        """An image as a person sees it, as a PNG without anything else in it, RGB (a mask: grey), and (width, height).
 
         Args:
             data: a PNG, JPEG or WebP.
@@ -61,30 +63,11 @@ class Uploads:
             return await asyncio.to_thread(self._png, data, param, mask)
 
     def _png(self, data: bytes, param: str, mask: bool) -> tuple[bytes, tuple[int, int]]:
-        from PIL import Image, ImageOps, UnidentifiedImageError
-
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-                image = Image.open(BytesIO(data), formats=FORMATS)
-                # Before anything is decoded.
-                if image.width * image.height > self._most_pixels:
-                    raise Image.DecompressionBombError
-                # As a camera was turned.
-                image = ImageOps.exif_transpose(image)
-                if mask and image.has_transparency_data:
-                    alpha = image.convert("RGBA").getchannel("A")
-                    image = alpha.point([255] + [0] * 255)
-                image = image.convert("L" if mask else "RGB")
-                out = BytesIO()
-                image.save(out, format="PNG", compress_level=1)
-        except Image.DecompressionBombError:
-            message = f"{param} has more than {self._most_pixels} pixels; send a smaller picture"
-        except UnidentifiedImageError:
-            message = f"{param} is not a picture; send a PNG, JPEG or WebP"
-        except Exception as error:
-            # What PIL says of broken files can be anything.
-            message = f"{param} cannot be decoded ({str(error)[:200] or type(error).__name__}); save the picture again"
-        else:
-            return out.getvalue(), image.size
-        raise Refused(400, message, "invalid_image", param)
+            read = read_mask if mask else read_image
+            image = read(BytesIO(data), param, most_pixels=self._most_pixels, formats=FORMATS)
+        except InputError as error:
+            raise Refused(400, str(error), "invalid_image", param) from None
+        out = BytesIO()
+        image.save(out, format="PNG", compress_level=1)
+        return out.getvalue(), image.size

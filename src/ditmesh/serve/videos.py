@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
@@ -13,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..generate.video import FPS
+from .bodies import read_json
 from .errors import Refused, described
 from .intake import IdempotencyKey, InputData, JobBody, JobId, Server, known, result_file, validated
 from .types import ENDED, Job, JobError, ModelCard
@@ -126,12 +126,7 @@ async def _body(request: Request) -> VideoBody:
             url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
             fields["inputs"] = [InputData(role="image", data=url)]
         return validated(VideoBody, fields)
-    try:
-        fields = json.loads(await request.body())
-    except (ValueError, RecursionError):
-        raise Refused(400, "the body is not JSON; send one JSON object, or a form", "invalid_json") from None
-    if not isinstance(fields, dict):
-        raise Refused(400, "the body is no JSON object; send one", "invalid_json")
+    fields = await read_json(request, VideoBody.model_fields, server.settings.max_body, server.settings)
     return validated(VideoBody, fields)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import pickle
 import queue
 import threading
@@ -23,7 +24,7 @@ from torch import Tensor
 from ..comm import PeerError
 from ..errors import DitmeshError, LayoutError
 from ..generate.receipt import Receipt, text_chunk
-from ..generate.run import call_parameters, device_of_rank, quieten, receipt_of
+from ..generate.run import call_parameters, device_of_rank, loop_steps, quieten, receipt_of
 from .batching import Run, Trouble
 from .loaded import LoadedModel, Prepared, images_of
 from .previews import Latents, grid, watch_steps
@@ -45,11 +46,14 @@ from .protocol import (
     Stop,
     Task,
     TaskFailed,
+    under_way,
 )
 from .types import RankState
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+logger = logging.getLogger(__name__)
 
 Code = Literal["invalid_request", "out_of_memory", "internal"]
 
@@ -208,7 +212,7 @@ class _Work:
     Attributes:
         order: number of its command.
         prepared, run: once it has begun.
-        step: denoising steps that are done.
+        step, steps: denoising steps that are done, and that there are, see `loop_steps`.
         latents: of the latest step, if anybody wants to see them; rank 0's.
     """
 
@@ -217,6 +221,7 @@ class _Work:
     prepared: Prepared | None = None
     run: Run | None = None
     step: int = 0
+    steps: int = 0
     began: float = 0.0
     paused: bool = False
     latents: Callable[[], Latents | None] = lambda: None
@@ -362,8 +367,9 @@ class _Loop:
         A rank that fails alone raises: the others may wait for it in the middle of loading, and all are ended at once.
         """
         model: LoadedModel | None = None
+        undo = ExitStack()
         try:
-            model = LoadedModel(spec, self.device, self.exchange, self.rank, self.size)
+            model = LoadedModel(spec, self.device, self.exchange, self.rank, self.size, undo)
             every = self._outcomes("")
         except (DitmeshError, MemoryError, torch.OutOfMemoryError) as error:
             if isinstance(error, PeerError):
@@ -376,6 +382,8 @@ class _Loop:
             return model
         if model is not None:
             model.close()
+        # Groups are the process's: the next attempt would make them once more.
+        undo.close()
         gc.collect()
         return next(filter(None, every))
 
@@ -423,18 +431,31 @@ class _Loop:
         assert work.prepared is not None
         prepared, model, output = work.prepared, self._models[work.task.model], work.run.output
         self._drop(work)
-        if self.rank == 0:
+        if self.rank > 0:
+            return
+        # This rank alone looks at what came out: whatever is wrong with it is the task's, and not the ranks'.
+        try:
             seconds = time.perf_counter() - work.began
+            latents = work.latents()
+            if latents is not None and not bool(torch.isfinite(latents.noisy).all()):
+                raise FloatingPointError(
+                    f"the latents of the last step are not finite in {model.spec.dtype}; serve the model in another "
+                    "dtype, or ask for another guidance"
+                )
             images = images_of(output)
             facts = model.facts(prepared, seconds)
             job, made = prepared.job, images[0]
             if len(images) > 1:
                 job, made = replace(job, fps=float(prepared.fps)), images
             receipt = receipt_of(job, 0, made, prepared.arguments, facts)
-            request = work.task.request
-            if (latents := work.latents()) is not None:
+            if latents is not None:
                 model.projection.learn_from(latents, images[len(images) // 2])
-            self._writer.submit(self._write, work.task.id, images, request.format, prepared.fps, receipt)
+        except Exception as error:
+            failure = _failure(error)
+            self._say(TaskFailed(work.task.id, failure.code, failure.message))
+            return
+        form = work.task.request.format
+        self._writer.submit(self._write, work.task.id, images, form, prepared.fps, receipt)
 
     def _write(self, name: str, images: list[Image], form: str, fps: int, receipt: Receipt) -> None:
         """Encode a picture and report it; in a thread."""
@@ -476,15 +497,19 @@ class _Loop:
             self._batched_round(model)
 
     def _next_model(self) -> LoadedModel | None:
-        """The model of the most urgent task; of several the one that was served longest ago."""
+        """The model of the most urgent task of one owner; of several the one that was served longest ago."""
         waiting = [work for work in self._work.values() if work.task.model in self._models]
         for work in waiting:
             # Its request is open until it ends.
             if work.run is not None and not work.run.delegates:
                 return self._models[work.task.model]
 
+        # Of several owners none may hold up the models of the others.
+        alone = len({work.task.owner for work in waiting}) == 1
+
         def before(work: _Work) -> tuple[int, int, int]:
-            return -work.task.request.priority, self._served.get(work.task.model, 0), work.order
+            urgency = -work.task.request.priority if alone else 0
+            return urgency, self._served.get(work.task.model, 0), work.order
 
         first = min(waiting, key=before, default=None)
         return None if first is None else self._models[first.task.model]
@@ -495,12 +520,13 @@ class _Loop:
 
     def _batched_round(self, model: LoadedModel) -> None:
         batcher = model.batcher
-        tasks = self._of(model)
-        active, others = tasks[: model.spec.together], tasks[model.spec.together :]
-        for work in others:
-            if work.run is not None and not work.paused:
+        came = sorted(self._of(model), key=lambda work: work.order)
+        chosen = under_way([(work.task.owner, work.task.request.priority) for work in came], model.spec.together)
+        active = sorted((came[place] for place in chosen), key=lambda work: work.urgency)
+        for work in came:
+            if work not in active and work.run is not None and not work.paused:
                 work.paused = True
-                self._say(Paused(work.task.id, f"{len(active)} more urgent pictures are under way"))
+                self._say(Paused(work.task.id, f"{len(active)} images under way go first"))
         for work in active:
             work.paused = False
             if work.run is None:
@@ -531,7 +557,9 @@ class _Loop:
     def _plain_round(self, model: LoadedModel) -> None:
         """A step of the one task that is under way, through the parallel pipeline itself."""
         tasks = self._of(model)
-        work = next((work for work in tasks if work.run is not None), tasks[0])
+        came = sorted(tasks, key=lambda work: work.order)
+        first = under_way([(work.task.owner, work.task.request.priority) for work in came], 1)
+        work = next((work for work in tasks if work.run is not None), came[first[0]])
         if work.run is None:
             model.batcher.rest()
             self._begin(work, model)
@@ -559,7 +587,7 @@ class _Loop:
             arguments["callback_on_step_end"] = lambda *of: (self._stepped(work, model), of[-1])[-1]
         self._watch(work, model, prepared.pipe, not called)
         batched = not model.batcher.why
-        work.prepared, work.began = prepared, time.perf_counter()
+        work.prepared, work.steps, work.began = prepared, prepared.steps, time.perf_counter()
         work.run = Run(prepared.pipe, arguments, prepared.job.seed, self.device, prepared.adapters, batched)
         self._say(Began(work.task.id, prepared.steps))
 
@@ -584,15 +612,25 @@ class _Loop:
         run, prepared = work.run, work.prepared
         assert run is not None
         assert prepared is not None
-        work.step = min(work.step + 1, prepared.steps)
-        self._say(Stepped(work.task.id, work.step, prepared.steps, run.batch or 1))
+        if not work.step:
+            # Now its timesteps are set: planned was what was asked for.
+            work.steps = loop_steps(getattr(prepared.pipe, "scheduler", None), prepared.steps)
+        work.step = min(work.step + 1, work.steps)
+        self._say(Stepped(work.task.id, work.step, work.steps, run.batch or 1))
         every = work.task.request.previews
-        if self.rank == 0 and every and work.step % every == 0 and work.step < prepared.steps:
+        if self.rank == 0 and every and work.step % every == 0 and work.step < work.steps:
             self._preview(work, model)
         if not run.delegates:
             run.ask(None)
 
     def _preview(self, work: _Work, model: LoadedModel) -> None:
+        try:
+            self._show(work, model)
+        except Exception as error:
+            # A picture does without.
+            logger.warning("a preview could not be made: %s", error)
+
+    def _show(self, work: _Work, model: LoadedModel) -> None:
         latents = work.latents()
         assert work.prepared is not None
         width, height = work.prepared.job.size or model.info.default_size or (1, 1)
@@ -701,6 +739,8 @@ def _failure(error: BaseException) -> _Failure:
         return _Failure("out_of_memory", f"there is not enough memory for this picture ({said}); ask for a smaller one")
     if isinstance(error, PeerError):
         return _Failure("internal", said, consequence=True)
+    if isinstance(error, FloatingPointError):
+        return _Failure("internal", said)
     if isinstance(error, (ValueError, TypeError, NotImplementedError, LayoutError)):
         return _Failure("invalid_request", said)
     return _Failure("internal", f"{type(error).__name__}: {said}")

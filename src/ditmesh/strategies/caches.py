@@ -7,7 +7,7 @@ summed over the ranks before it is compared, so that the decision is one device'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ..config import ParallelConfig
 from ..core.patching import Patch, Proceed
-from ..errors import InputError
-from .base import Context, Strategy
+from ..errors import ConfigError, InputError
+from .base import Context, ParallelModel, Strategy
 
 # The method of a First Block Cache's hook that decides.
 DECIDE = "_should_compute_remaining_blocks"
@@ -27,6 +27,12 @@ DECIDE = "_should_compute_remaining_blocks"
 def diffusers_hooks(module: nn.Module) -> Mapping[str, Any]:
     """diffusers' hooks on a module, by name."""
     return getattr(getattr(module, "_diffusers_hook", None), "hooks", {})
+
+
+def stateful_hooks(model: nn.Module) -> Iterator[Any]:
+    """Hooks of diffusers that keep something from one call to the next: its caches."""
+    for module in model.modules():
+        yield from (hook for hook in diffusers_hooks(module).values() if getattr(hook, "_is_stateful", False))
 
 
 class Caches(Strategy):
@@ -41,27 +47,61 @@ class Caches(Strategy):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._agreeing: list[tuple[Any, Patch]] = []
+        # Hooks that were there before the blocks were made to run tile by tile.
+        self._within: list[Any] = []
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
-        return config.world_size > 1
+        return config.world_size > 1 or config.reproducible
 
     def apply(self, undo: ExitStack) -> None:
         undo.callback(self._close)
         for model in self.context.models:
-            undo.callback(model.chain.add(partial(self._around_call, model.model)))
+            self._within += _hooks_of(model.model) if self.context.config.reproducible else []
+            undo.callback(model.chain.add(partial(self._around_call, model)))
 
     def _close(self) -> None:
+        self._within.clear()
         while self._agreeing:
             self._agreeing.pop()[1].undo()
 
-    def _around_call(self, model: nn.Module, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+    def _around_call(self, model: ParallelModel, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         # A cache may be enabled before or after `parallelize`, and changed between requests.
-        if self.context.mesh.world.size > 1 and getattr(model, "is_cache_enabled", True):
-            for hook in _hooks_of(model):
-                if hasattr(hook, DECIDE) and all(hook is not other for other, _ in self._agreeing):
-                    self._agreeing.append((hook, self._agree(hook)))
+        if self._agreeing or getattr(model.model, "is_cache_enabled", True):
+            self._check(model)
+            hooks = _hooks_of(model.model) if self.context.mesh.world.size > 1 else []
+            self._agree_on([hook for hook in hooks if hasattr(hook, DECIDE)], model.model)
         return proceed(*args, **kwargs)
+
+    def _check(self, model: ParallelModel) -> None:
+        """Refuse a cache that would keep one part of the image for another.
+
+        Raises:
+            ConfigError: blocks run once for each tile or patch, and a cache in them keeps one state.
+        """
+        config = self.context.config
+        in_patches = config.stages_or_patches
+        if not (config.reproducible or in_patches):
+            return
+        for region in model.layout.regions:
+            for block in model.model.get_submodule(region.blocks).children():
+                own = list(diffusers_hooks(block).values())
+                for hook in stateful_hooks(block):
+                    on_block = any(hook is other for other in own)
+                    if in_patches or not on_block or any(hook is other for other in self._within):
+                        raise ConfigError(_refusal(type(hook).__name__, config, in_patches, on_block))
+
+    def _agree_on(self, hooks: list[Any], model: nn.Module) -> None:
+        """Let these hooks of a model, and of its hooks only these, decide together."""
+        others = [one for one in self.context.models if one.model is not model]
+        kept = [*hooks, *(hook for one in others for hook in _hooks_of(one.model))] if self._agreeing else hooks
+        for pair in [pair for pair in self._agreeing if all(pair[0] is not hook for hook in kept)]:
+            # Of a cache that was taken off.
+            self._agreeing.remove(pair)
+            pair[1].undo()
+        for hook in hooks:
+            if all(hook is not other for other, _ in self._agreeing):
+                self._agreeing.append((hook, self._agree(hook)))
 
     def _agree(self, hook: Any) -> Patch:
         if not hasattr(hook, "state_manager") or not hasattr(hook, "threshold"):
@@ -80,13 +120,14 @@ class Caches(Strategy):
                 [(residual - before).abs().sum(dtype=torch.float64), before.abs().sum(dtype=torch.float64)]
             )
             parts = link.all_gather(sums.unsqueeze(0), (1,) * link.size, dim=0)
-            change, size = parts.sum(dim=0).tolist()
-            return change / size > hook.threshold
+            change, size = parts.sum(dim=0)
+            # As tensors: without a residual before, the ratio is no number, or infinite.
+            return (change / size).item() > hook.threshold
 
         return Patch(hook, DECIDE, decide)
 
     def before_training(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any(getattr(hook, "_is_stateful", False) for hook in _hooks_of(model)):
+        if any(stateful_hooks(model)):
             raise InputError(
                 f"{type(model).__name__} cannot be trained with a cache: what it keeps of an earlier step has no "
                 "gradient path; take the cache off (disable_cache()) first"
@@ -98,6 +139,24 @@ class Caches(Strategy):
             cached: Any = model.model
             if getattr(cached, "is_cache_enabled", False):
                 _reset(cached)
+
+
+def _refusal(hook: str, config: ParallelConfig, in_patches: bool, on_block: bool) -> str:
+    """Why a cache and a configuration do not go together, and the way out."""
+    if in_patches:
+        return (
+            f"diffusers' cache ({hook}) keeps what a block made of the whole image, and {config.describe()} runs "
+            "blocks patch by patch; call disable_cache(), or use ulysses, ring, cfg or data"
+        )
+    if on_block:
+        return (
+            f"diffusers' cache ({hook}) was enabled before ditmesh.parallelize(...), and with reproducible=True it "
+            "would keep one tile of the image for another; call disable_cache(), and enable_cache(...) afterwards"
+        )
+    return (
+        f"diffusers' cache ({hook}) is inside the blocks, which reproducible=True runs tile by tile, so it would keep "
+        "one tile of the image for another; call disable_cache(), or leave reproducible out"
+    )
 
 
 def _hooks_of(model: nn.Module) -> list[Any]:

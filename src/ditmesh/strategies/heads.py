@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import TYPE_CHECKING
 
 from ..config import ParallelConfig
 from ..errors import ConfigError
-from ..layout import TokenLayout
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..layout import TokenLayout
 
 
 def heads_of(model: nn.Module, layout: TokenLayout | None = None) -> int | None:

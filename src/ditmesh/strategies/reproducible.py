@@ -239,7 +239,9 @@ class TiledSequence(SequenceParallel):
                 # What the block before returned need not be cut again, unless it was changed in place.
                 fresh = whole is not value or version != value._version
                 pieces = self._split(value, stream.dim, (stream.name,), site.path) if fresh else pieces
-                spread(stream.arg, pieces)
+                # Text that every tile is given whole is one tensor.
+                own = stream.arg in region.written
+                spread(stream.arg, [piece.clone() for piece in pieces] if own else pieces)
         for path in region.local:
             # Results of an earlier block of this list, cut as the image is.
             value = arguments.get(path)

@@ -35,7 +35,7 @@ from ..errors import ConfigError, InputError, LayoutError
 from ..layout import TokenLayout
 from ..layout.forms import holds_tensors, kind_of
 from .base import Context, ParallelModel, Request, Strategy
-from .caches import diffusers_hooks
+from .caches import diffusers_hooks, stateful_hooks
 from .hooks import ModelHooks, requires_grad
 from .pipefusion.lazy import LazyPatches, Owners
 from .vae.banded import Banded
@@ -273,6 +273,11 @@ class BatchParallel:
             raise LayoutError(
                 f"samples of this call of {type(self.model).__name__} cannot be run apart: cut out of its arguments, "
                 "one of them comes out otherwise; leave data and cfg at 1"
+            )
+        if one_by_one and (hook := next(stateful_hooks(self.model), None)) is not None:
+            raise ConfigError(
+                f"diffusers' cache ({type(hook).__name__}) keeps one state, and reproducible=True runs the {batch} "
+                "samples of a call one after the other; call disable_cache(), or leave reproducible out"
             )
         batched = batched_in(arguments, batch, self._hooks.layout)
 

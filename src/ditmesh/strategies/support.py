@@ -40,8 +40,13 @@ def table() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     return json.loads(TABLE.read_text(encoding="utf-8"))["classes"]
 
 
-def check(model: str, config: ParallelConfig) -> None:
+def check(model: str, config: ParallelConfig, published: bool = True) -> None:
     """Refuse what is known to be wrong, warn about what is untested.
+
+    Args:
+        model: name of the transformer's class.
+        config: the configuration.
+        published: whether it is diffusers' class, as it was tested; another class may have the name.
 
     Raises:
         ConfigError: the parity matrix found a wrong result, or a refusal, for this class and combination.
@@ -49,11 +54,11 @@ def check(model: str, config: ParallelConfig) -> None:
     key = combination(config)
     if not key:
         return
-    row = table().get(model, {})
+    row = table().get(model, {}) if published else {}
     # Weights in pieces are the same numbers.
     outcome = row.get(key, row.get(key.removesuffix("+shard")))
     if outcome is None:
-        tested = ", ".join(table().get(model, {})) or "none"
+        tested = ", ".join(row) or "none"
         warnings.warn(
             f"{model} with {config.describe()} has not been tested (tested combinations: {tested}); "
             "compare a picture with one device before you rely on it",
@@ -63,7 +68,7 @@ def check(model: str, config: ParallelConfig) -> None:
     elif "wrong" in outcome:
         raise ConfigError(
             f"{model} with {config.describe()} is known to give a wrong picture (relative error "
-            f"{outcome['wrong']:.1g}); use one of: {', '.join(k for k, o in table()[model].items() if 'error' in o)}"
+            f"{outcome['wrong']:.1g}); use one of: {', '.join(k for k, o in row.items() if 'error' in o)}"
         )
 
 

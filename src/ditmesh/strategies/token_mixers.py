@@ -19,6 +19,7 @@ from ..comm.autograd import all_gather, all_to_all
 from ..core import intercept
 from ..core.arguments import Arguments, parameter_names
 from ..core.group import ExchangeGroup, Group
+from ..core.library import library_name
 from ..core.partition import Partition
 from ..core.patching import Patch
 from ..errors import ConfigError, LayoutError
@@ -98,7 +99,7 @@ def linear_attention(module: nn.Module, link: ExchangeGroup, what: str, processo
         LayoutError: the module has another processor, which may compute something else.
     """
     original = getattr(module, "processor", None)
-    if type(original).__name__ != processor:
+    if original is None or library_name(original) != processor:
         raise LayoutError(
             f"{what}: the layout's rule linear_attention stands in for {processor or 'no processor'}, but the "
             f"processor is {type(original).__name__}"

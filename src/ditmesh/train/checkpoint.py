@@ -1,8 +1,9 @@
 """Checkpoints that a crash cannot spoil, and that another mesh can load.
 
-A checkpoint is a folder of torch.distributed.checkpoint: every rank writes its share, and whoever loads it cuts the
-tensors as its own mesh wants them. It is written under another name and renamed when all of it is on the disk; a file
-of digests says what all of it is.
+A checkpoint is a folder of safetensors files, which torch.distributed.checkpoint writes and reads: every rank writes
+its share, and the ranks that load it cut the tensors as their own mesh needs them. It is written under another name and
+renamed when all of it is on the disk; `manifest.json` has the digests of all files, and what is no tensor. Reading a
+checkpoint runs no code that is in it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from ..comm.mesh import Mesh
 from ..core.files import digest_of_file, written_whole
 from ..errors import InputError
+from .storage import TensorPlanner, names_in, reader, writer
 
 MANIFEST = "manifest.json"
 # What torch says when one process saves.
@@ -54,25 +56,28 @@ class Checkpoints:
         # What becomes of the checkpoint that is being written.
         self._under_way: Future[str | None] | None = None
 
-    def save(self, step: int, state: dict[str, Any], background: bool = False) -> None:
+    def save(
+        self, step: int, state: dict[str, Any], background: bool = False, facts: Mapping[str, Any] | None = None
+    ) -> None:
         """Write a checkpoint; `wait` tells what became of it, and comes before the next `save`. Collective.
 
         Args:
             step: optimizer steps done.
-            state: as `torch.distributed.checkpoint.save` takes it.
+            state: nested mappings of tensors and DTensors.
+            facts: what is no tensor, as JSON can hold it; `facts_of` returns it.
             background: copy the state to host memory (pinned where there is a GPU) and return; a thread writes the
                 copy. After the first one the same memory is used again.
         """
         assert self._under_way is None, "one checkpoint at a time"
         self._under_way = Future()
         try:
-            self._write(step, state, background)
+            self._write(step, state, background, facts or {})
         except BaseException:
             # Another rank has failed: nobody waits for this one.
             self._under_way = None
             raise
 
-    def _write(self, step: int, state: dict[str, Any], background: bool) -> None:
+    def _write(self, step: int, state: dict[str, Any], background: bool, facts: Mapping[str, Any]) -> None:
         part, problem = self.folder / f".checkpoint-{step}.part", None
         try:
             if self._mesh.rank == 0:
@@ -85,7 +90,7 @@ class Checkpoints:
         if problem is not None:
             self._settle(step, problem)
             return
-        options: dict[str, Any] = {"checkpoint_id": part, "process_group": self._group}
+        options: dict[str, Any] = {"storage_writer": writer(part, state), "process_group": self._group}
         options["no_dist"] = self._mesh.world_size == 1
         if not background:
             try:
@@ -93,7 +98,7 @@ class Checkpoints:
                     save(state, **options)
             except (Exception, CheckpointException) as error:
                 problem = f"{part} cannot be written ({_cause(error)})"
-            self._settle(step, problem or self._finished(step, part))
+            self._settle(step, problem or self._finished(step, part, facts))
             return
         if self._stager is None:
             # In the thread nobody could take the filter back: filters belong to the process.
@@ -104,7 +109,9 @@ class Checkpoints:
 
         def settle(_: Any) -> None:
             error = written.exception()
-            problem = self._finished(step, part) if error is None else f"{part} cannot be written ({_cause(error)})"
+            problem = (
+                self._finished(step, part, facts) if error is None else f"{part} cannot be written ({_cause(error)})"
+            )
             self._settle(step, problem)
 
         written.add_done_callback(settle)
@@ -142,13 +149,13 @@ class Checkpoints:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _finished(self, step: int, part: Path) -> str | None:
+    def _finished(self, step: int, part: Path, facts: Mapping[str, Any]) -> str | None:
         """Give a checkpoint that all ranks have written its digests and its name, then drop old ones; on rank 0."""
         if self._mesh.rank != 0:
             return None
         try:
             with written_whole(part / MANIFEST) as file:
-                file.write_text(json.dumps({"step": step, "files": _digests(part)}), encoding="utf-8")
+                file.write_text(json.dumps({**facts, "step": step, "files": _digests(part)}), encoding="utf-8")
             self._name(part)
         except Exception as error:
             return f"{part} cannot be written ({_cause(error)})"
@@ -184,8 +191,13 @@ class Checkpoints:
         ]
         yield from sorted(found, reverse=True)
 
-    def find(self, wanted: str) -> Path | None:
-        """The checkpoint to go on from: ``latest``, the newest that is whole, or a folder. The same on all ranks.
+    def find(self, wanted: str, runs: Sequence[tuple[str | None, int | None]] | None = None) -> Path | None:
+        """The checkpoint to go on from: ``latest``, the newest that is whole, or a folder. Collective.
+
+        Args:
+            wanted: which.
+            runs: of ``latest``: the runs whose checkpoints count, each up to a step (None: all of its); by `facts_of`
+                under ``"run"``. None: any.
 
         Returns:
             Its folder; None when there is none yet.
@@ -198,7 +210,7 @@ class Checkpoints:
             try:
                 with contextlib.suppress(OSError):
                     self._clear()
-                answer = self._found(wanted)
+                answer = self._found(wanted, runs)
             except InputError as error:
                 answer = error
         answer = self._mesh.world.broadcast_object(answer)
@@ -206,15 +218,20 @@ class Checkpoints:
             raise answer
         return None if answer is None else Path(answer)
 
-    def _found(self, wanted: str) -> str | None:
+    def _found(self, wanted: str, runs: Sequence[tuple[str | None, int | None]] | None) -> str | None:
         if wanted != "latest":
             folder = Path(wanted) if Path(wanted).is_dir() else self.folder / wanted
             problem = broken(folder)
             if problem is not None:
                 raise InputError(f"{wanted!r} is no checkpoint to go on from: {problem}")
             return str(folder)
-        for _, folder in self._newest_first():
+        for step, folder in self._newest_first():
             problem = broken(folder)
+            if problem is None and runs is not None:
+                its = facts_of(folder).get("run")
+                if not any(its == run and (until is None or step <= until) for run, until in runs):
+                    logger.warning("%s is left aside: another run has written it", folder)
+                    continue
             if problem is None:
                 return str(folder)
             logger.warning("%s is left aside: %s; going on from the one before", folder, problem)
@@ -227,14 +244,43 @@ class Checkpoints:
             The optimizer steps it had done.
 
         Raises:
-            InputError: it lacks something that ``state`` has: it is of a run with other settings.
+            InputError: it lacks something that ``state`` has, or is no checkpoint.
         """
         try:
             with _one_process_is_meant():
-                load(state, checkpoint_id=folder, process_group=self._group, no_dist=self._mesh.world_size == 1)
+                load(
+                    state,
+                    storage_reader=reader(folder),
+                    planner=TensorPlanner(),
+                    process_group=self._group,
+                    no_dist=self._mesh.world_size == 1,
+                )
         except CheckpointException as error:
-            raise InputError(f"{folder} does not fit this run: {_cause(error)}") from error
-        return int(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["step"])
+            raise InputError(f"{folder} does not fit this run: {_cause(error)}") from None
+        return int(facts_of(folder)["step"])
+
+    def names(self, folder: Path) -> set[str]:
+        """The names of all tensors in a checkpoint, the same on all ranks. Collective.
+
+        Raises:
+            InputError: it is no checkpoint.
+        """
+        answer: set[str] | InputError | None = None
+        if self._mesh.rank == 0:
+            try:
+                answer = names_in(folder)
+            except InputError as error:
+                answer = error
+        answer = self._mesh.world.broadcast_object(answer)
+        if isinstance(answer, InputError):
+            raise answer
+        return cast("set[str]", answer)
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    """What a checkpoint has besides tensors: ``step``, and what was given to `Checkpoints.save`."""
+    found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    return {name: value for name, value in found.items() if name != "files"}
 
 
 @contextlib.contextmanager
@@ -247,7 +293,8 @@ def _one_process_is_meant() -> Iterator[None]:
 def broken(folder: Path) -> str | None:
     """Which file of a checkpoint is missing or not what was written; None: none."""
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        files, _ = dict(manifest["files"]), int(manifest["step"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{folder / MANIFEST} cannot be read ({_cause(error)})"
     try:

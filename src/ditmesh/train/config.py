@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,10 +11,11 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..config import ParallelConfig
-from ..errors import ConfigError, did_you_mean
+from ..errors import ConfigError, did_you_mean, nearest_problem, reason_of, what_is_wrong
 
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Objective = Literal["auto", "flow", "epsilon", "v_prediction"]
 Precision = Literal["no", "bf16", "fp16"]
 Sharding = Literal["none", "ddp", "fsdp"]
@@ -29,10 +31,10 @@ class LoraConfig(BaseModel):
         target_modules: names of the linear layers that get one.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     rank: Positive = 4
-    alpha: float | None = None
-    dropout: Share = 0.0
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    dropout: BelowOne = 0.0
     target_modules: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
 
 
@@ -46,10 +48,15 @@ class TrainConfig(BaseModel):
         from_scratch: begin with fresh weights of the same configuration.
 
     Data
-        train_data_dir: a folder of pictures, or videos, with ``metadata.jsonl``, or of WebDataset tars.
-        caption_column, label_column: keys of ``metadata.jsonl`` and of a tar's JSON.
+        train_data_dir: a folder of images, or videos, with ``metadata.jsonl`` or another listing or with files of
+            captions beside them, or a folder of WebDataset tars.
+        caption_column: column of the listing, or key of the JSON beside an image; None: the first of ``text``,
+            ``caption`` and ``prompt`` that is there.
+        label_column: the same of labels.
+        allow_missing_captions: train also where not one sample has a caption (or label). Where some have none, training
+            goes on in any case and names them; they are trained as if their caption were empty.
         resolution: pixels along a side; with ``aspect_ratio_buckets`` of a square with as many pixels.
-        num_frames: of a video model, the first ones of every file (videos, animated pictures); None: pictures.
+        num_frames: of a video model, the first ones of every file (videos, animated images); None: images.
         max_sequence_length: tokens of a prompt; a list: every micro-batch has one of these lengths, so that any of them
             will do afterwards; None: as many as the pipeline takes by itself.
         aspect_ratio_buckets: sizes "H,W" divided by semicolons; samples go to the nearest one.
@@ -102,13 +109,15 @@ class TrainConfig(BaseModel):
         checkpoints_total_limit: how many are kept; None: all.
         checkpointing_async: copy the state to host memory and write it while training goes on.
         resume_from_checkpoint: ``latest`` or a folder.
+        resume_allow_changed: settings that may differ from the checkpoint's though they change what the run learns from
+            (``seed``, ``global_batch_size``, ``resolution``, ...; ``data`` for the samples themselves).
         validation_prompts: pictures of them, or of these labels, are made on the way.
         validation_steps: after every so many steps.
         validation_inference_steps, guidance_scale: of the validation pictures.
         report_to: ``csv`` always; ``tensorboard`` besides.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     pretrained_model_name_or_path: str
     train_modules: tuple[str, ...] = ("transformer",)
@@ -116,8 +125,9 @@ class TrainConfig(BaseModel):
     from_scratch: bool = False
 
     train_data_dir: str
-    caption_column: str = "text"
+    caption_column: str | None = None
     label_column: str = "label"
+    allow_missing_captions: bool = False
     resolution: Positive = 512
     num_frames: Positive | None = None
     max_sequence_length: Positive | Annotated[tuple[Positive, ...], Field(min_length=1)] | None = None
@@ -151,8 +161,8 @@ class TrainConfig(BaseModel):
     lr_decay_steps: Positive | None = None
     lr_num_cycles: Positive = 1
     lr_power: float = 1.0
-    adam_beta1: Share = 0.9
-    adam_beta2: Share = 0.999
+    adam_beta1: BelowOne = 0.9
+    adam_beta2: BelowOne = 0.999
     adam_weight_decay: Annotated[float, Field(ge=0)] = 1e-2
     adam_epsilon: Annotated[float, Field(gt=0)] = 1e-8
     max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
@@ -179,6 +189,7 @@ class TrainConfig(BaseModel):
     checkpoints_total_limit: Positive | None = None
     checkpointing_async: bool = False
     resume_from_checkpoint: str | None = None
+    resume_allow_changed: tuple[str, ...] = ()
     validation_prompts: tuple[str, ...] = ()
     validation_steps: Positive = 500
     validation_inference_steps: Positive = 20
@@ -193,6 +204,18 @@ class TrainConfig(BaseModel):
                 f"global_batch_size={self.global_batch_size} is no multiple of train_batch_size="
                 f"{self.train_batch_size} times data={self.parallel.data}; use "
                 f"{share * max(1, self.global_batch_size // share)}"
+            )
+        if self.peak_rate > 1:
+            scaled = f" with scale_lr={self.scale_lr!r}" if self.scale_lr != "no" else ""
+            raise ValueError(
+                f"learning_rate={self.learning_rate:g}{scaled}: AdamW changes each weight by about that in a step; "
+                f"use at most {self.learning_rate / self.peak_rate:g} (1e-4 is usual)"
+            )
+        unknown = [name for name in self.resume_allow_changed if name != "data" and name not in type(self).model_fields]
+        if unknown:
+            raise ValueError(
+                f"resume_allow_changed: {unknown[0]!r} is no training setting"
+                f"{did_you_mean(unknown[0], [*type(self).model_fields, 'data'])}"
             )
         if (self.lr_decay_steps is not None) != (self.lr_scheduler == "warmup_stable_decay"):
             raise ValueError(
@@ -229,6 +252,11 @@ class TrainConfig(BaseModel):
         if self.lora is not None and self.train_modules != ("transformer",):
             raise ValueError("lora is for the transformer; leave train_modules out")
         return self
+
+    @property
+    def peak_rate(self) -> float:
+        """The highest learning rate of the run."""
+        return self.learning_rate * {"no": 1.0, "linear": self.batch, "sqrt": math.sqrt(self.batch)}[self.scale_lr]
 
     @property
     def keeps_text(self) -> bool:
@@ -271,13 +299,16 @@ class TrainConfig(BaseModel):
             try:
                 source = yaml.safe_load(Path(source).read_text(encoding="utf-8"))
             except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-                raise ConfigError(f"cannot read the training configuration {str(source)!r}: {error}") from None
+                raise ConfigError(
+                    f"cannot read the training configuration {str(source)!r} ({reason_of(error)}); give a YAML file"
+                ) from None
             if not isinstance(source, Mapping):
-                raise ConfigError("a training configuration is a mapping of settings")
+                raise ConfigError("a training configuration is a mapping of settings; write lines such as 'seed: 0'")
         given = {str(key): value for key, value in source.items()}
         for name in given:
             if name not in TrainConfig.model_fields:
-                raise ConfigError(f"{name!r} is no training setting{did_you_mean(name, TrainConfig.model_fields)}")
+                near = did_you_mean(name, TrainConfig.model_fields) or "; docs/training-settings.md has them all"
+                raise ConfigError(f"{name!r} is no training setting{near}")
         if "parallel" in given:
             given["parallel"] = ParallelConfig.read(given["parallel"])
         try:
@@ -285,11 +316,15 @@ class TrainConfig(BaseModel):
         except ValidationError as error:
             top = error.errors()[0]["loc"][:1]
             alike = [one for one in error.errors() if one["loc"][:1] == top]
-            # Of a setting that may be of several types, what is said of the one that it is nearest to.
-            first = max(alike, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
+            first = nearest_problem(alike)
             # Names of types are part of the place as well.
             where = ".".join(str(part) for part in first["loc"] if str(part).isidentifier() or isinstance(part, int))
-            said = first["msg"].removeprefix("Value error, ")
+            said = what_is_wrong(first)
+            if first["type"] == "extra_forbidden":
+                known = LoraConfig.model_fields if top == ("lora",) else TrainConfig.model_fields
+                raise ConfigError(
+                    f"{where!r} is no training setting{did_you_mean(str(first['loc'][-1]), known)}"
+                ) from None
             missing = first["type"] == "missing"
             if where and not missing and isinstance(first["input"], (int, float, str)):
                 where += f"={first['input']!r}"

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..core.library import library_class
 from ..errors import ConfigError
 
 # Tensors with one row a sample.
@@ -156,10 +157,10 @@ class ClassConditional:
 
     def encode(self, pipe: Any, said: Sequence[Any], length: int | None) -> Conditions:
         none = pipe.transformer.config["num_embeds_ada_norm"]
-        labels = [none if one is None else int(one) for one in said]
-        wrong = [one for one in labels if not 0 <= one <= none]
+        wrong = [one for one in said if one is not None and not 0 <= int(one) < none]
         if wrong:
             raise ConfigError(f"label {wrong[0]} is none of the model's classes 0 to {none - 1}")
+        labels = [none if one is None else int(one) for one in said]
         return {"class_labels": torch.tensor(labels)}
 
     def predict(self, pipe: Any, model: Any, latents: Tensor, timesteps: Tensor, conditions: Conditions) -> Tensor:
@@ -173,7 +174,8 @@ class ClassConditional:
         return (pipe.transformer.config["patch_size"],) * 2
 
 
-FAMILIES: dict[str, Family] = {
+# By name of diffusers' class; an entry of a user's own goes by the class, or by a name that none of these has.
+FAMILIES: dict[str | type, Family] = {
     "SD3Transformer2DModel": StableDiffusion3(),
     "FluxTransformer2DModel": Flux(),
     "PixArtTransformer2DModel": PixArt(),
@@ -182,16 +184,24 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+_SHIPPED = frozenset(FAMILIES)
+
+
 def family_of(pipe: Any) -> Family:
     """The adapter of a pipeline's transformer.
 
     Raises:
         ConfigError: nobody has written one; names those that are there.
     """
-    name = type(getattr(pipe, "transformer", None)).__name__
-    if name not in FAMILIES:
+    kind = type(getattr(pipe, "transformer", None))
+    published = library_class(kind)
+    # A class of the user's own that has the name of one of diffusers' may be called in another way.
+    key: str | type = published.__name__ if published is not None else kind.__name__
+    family = FAMILIES.get(kind) or (FAMILIES.get(key) if published is not None or key not in _SHIPPED else None)
+    if family is None:
         raise ConfigError(
-            f"{type(pipe).__name__} cannot be trained: nothing says how its {name} is called in training; those of "
-            f"{', '.join(FAMILIES)} can (ditmesh.train.FAMILIES takes more)"
+            f"{type(pipe).__name__} cannot be trained: nothing says how its {kind.__module__}.{kind.__name__} is "
+            f"called in training; diffusers' {', '.join(str(name) for name in FAMILIES if name in _SHIPPED)} can "
+            "(ditmesh.train.FAMILIES[YourTransformer] = ... adds another class)"
         )
-    return FAMILIES[name]
+    return family

@@ -15,7 +15,9 @@ from ..errors import InputError
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = ("step", "loss", "lr", "grad_norm", "samples_per_second", "seconds")
+COLUMNS = ("step", "loss", "lr", "grad_norm", "samples_per_second", "seconds", "overflowed", "loss_scale")
+# Of columns that files of earlier versions lack.
+ABSENT = {"overflowed": 0, "loss_scale": 1.0}
 
 
 class TrainingLog:
@@ -88,7 +90,8 @@ def read_log(path: Path) -> list[dict[Any, float]]:
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             try:
-                rows.append({name: float(row[name]) for name in COLUMNS})
+                there = {**ABSENT, **{name: value for name, value in row.items() if value is not None}}
+                rows.append({name: float(there[name]) for name in COLUMNS})
             except (TypeError, ValueError, KeyError):
                 continue
     return rows

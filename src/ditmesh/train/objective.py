@@ -21,6 +21,7 @@ from diffusers.training_utils import (
 )
 from torch import Tensor
 
+from ..core.library import library_class
 from ..errors import ConfigError
 from .config import TrainConfig
 
@@ -118,7 +119,13 @@ def _tables(scheduler: Any) -> tuple[Any, bool]:
     """
     config = scheduler.config
     if "FlowMatch" in type(scheduler).__name__:
+        # Its own tables, whosever class it is.
         return type(scheduler).from_config(config), True
+    if library_class(type(scheduler)) is None:
+        raise ConfigError(
+            f"{type(scheduler).__module__}.{type(scheduler).__name__} is no scheduler of diffusers, so the noise "
+            "levels of training are not known; give the pipeline diffusers' scheduler that it was made after"
+        )
     if config.get("prediction_type") == "flow_prediction":
         steps, shift = config["num_train_timesteps"], config.get("flow_shift", 1.0)
         return FlowMatchEulerDiscreteScheduler(num_train_timesteps=steps, shift=shift), True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -12,14 +11,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ..comm.mesh import DEFAULT_DEADLINE
 from ..generate.model_info import find_model
 from ..generate.run import device_of_rank
 from ..zoo.references import nearest, shrink
 from .config import TrainConfig
+from .export import export
 from .samples import pixels
-from .trainer import Trainer, peft_config
+from .trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -37,18 +38,20 @@ def train(
     Args:
         config: the run.
         timeout: deadline of every collective, in seconds.
-        report: takes a `Progress` after every step, on rank 0.
+        report: takes a `Preparing` now and then and one `DataReport` before the first step, and a `Progress` after
+            every step; on rank 0.
 
     Returns:
         ``step``, ``resumed`` (the step that this run began with), ``loss`` (of the last step), ``seconds``,
-        ``skipped`` and ``unsaved``, each a list of sentences,
+        ``skipped``, ``notes``, ``unsaved`` and ``changed`` (settings that are not the checkpoint's), each a list of
+        sentences, ``overflowed`` (the steps of this run that changed no weight: gradients overflowed in float16),
         ``pipeline`` (the folder of the trained pipeline, or of its LoRA weights), ``nearest`` (of the last
         validation: the share of pictures whose nearest training picture is their caption's own; None without one),
         ``weights`` (in reproducible mode a digest of the trained weights' bits, before averaging; else None).
 
     Raises:
         ConfigError, InputError: settings, data and model do not fit.
-        FloatingPointError: the loss is not a number any more.
+        FloatingPointError: the loss, a gradient or a weight is not finite.
     """
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
@@ -58,27 +61,36 @@ def train(
     pipe = DiffusionPipeline.from_pretrained(source)
     pipe.set_progress_bar_config(disable=True)
     began = time.monotonic()
-    with Trainer(config, pipe, device_of_rank(), timeout) as trainer:
+    model = type(pipe.transformer)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    with Trainer(config, pipe, device_of_rank(), timeout, report if first else None) as trainer:
         validation = _Validation(trainer)
         # Messages of the other ranks would be the same.
         reported = report if trainer.speaks else None
+        if reported is not None:
+            reported(trainer.data_report)
+        elif trainer.speaks:
+            trainer.data_report.log(logger)
         outcome = trainer.run(report=reported, validate=validation.run if config.validation_prompts else None)
         bits = trainer.weights_digest() if config.in_order else None
         with trainer.averaged():
             weights = trainer.weights()
             speaks = trainer.speaks
+        lock = trainer.keep_folder()
     folder = Path(config.output_dir) / ("lora" if config.lora is not None else "pipeline")
-    if speaks:
-        # What was trained may hold shards still.
-        fresh = DiffusionPipeline.from_pretrained(source)
-        _export(fresh, weights, config, folder, outcome.step, outcome.losses)
+    with lock:
+        if speaks:
+            folder = export(pipe, weights, config, model, outcome.step, outcome.losses.get(outcome.step - 1))
     return {
         "step": outcome.step,
         "resumed": outcome.step - len(outcome.losses),
         "loss": outcome.losses.get(outcome.step - 1),
         "seconds": time.monotonic() - began,
         "skipped": outcome.skipped,
+        "notes": outcome.notes,
         "unsaved": outcome.unsaved,
+        "changed": outcome.changed,
+        "overflowed": outcome.overflowed,
         "pipeline": str(folder),
         "nearest": validation.nearest,
         "weights": bits,
@@ -144,54 +156,3 @@ class _Validation:
             self._trainer.samples[int(place)].said == said[number] for place, number in zip(closest, asked, strict=True)
         ]
         return float(np.mean(own))
-
-
-def _export(
-    pipe: Any, weights: dict[str, Any], config: TrainConfig, folder: Path, step: int, losses: dict[int, float]
-) -> None:
-    """Save the pipeline with the trained weights, or the adapters alone, and a card that says how it was trained."""
-    if config.lora is not None:
-        layers = {
-            name.removeprefix("transformer.").replace(".default.", "."): value
-            for name, value in weights.items()
-            if ".lora_" in name
-        }
-        # Without it, whoever loads them takes alpha for the rank.
-        about = peft_config(config.lora).to_dict()
-        type(pipe).save_lora_weights(
-            str(folder), transformer_lora_layers=layers, transformer_lora_adapter_metadata=about
-        )
-    else:
-        for name in config.train_modules:
-            own = {path.removeprefix(f"{name}."): v for path, v in weights.items() if path.startswith(f"{name}.")}
-            pipe.components[name].load_state_dict(own)
-        pipe.save_pretrained(str(folder))
-        for file in folder.rglob("*.json"):
-            _forget_place(file)
-    last = losses.get(step - 1)
-    given = config.model_dump(mode="json", exclude_unset=True)
-    lines = [
-        "---",
-        "library_name: diffusers",
-        f"base_model: {config.pretrained_model_name_or_path}",
-        f"tags: [{'lora, ' if config.lora is not None else ''}ditmesh]",
-        "---",
-        "",
-        f"# {folder.parent.name or 'A trained pipeline'}",
-        "",
-        f"`{type(pipe).__name__}`, trained with ditmesh for {step} steps of {config.batch} samples"
-        + (f"; loss of the last step {last:.4g}." if last is not None else "."),
-        "",
-        "| setting | value |",
-        "|---|---|",
-        *(f"| {name} | `{value}` |" for name, value in given.items()),
-        "",
-    ]
-    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
-
-
-def _forget_place(file: Path) -> None:
-    """Take out of a configuration where on this machine it was once loaded from."""
-    content = json.loads(file.read_text(encoding="utf-8"))
-    if isinstance(content, dict) and content.pop("_name_or_path", None) is not None:
-        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

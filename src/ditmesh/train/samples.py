@@ -1,42 +1,52 @@
-"""Pictures or videos and what is said of them: folders with ``metadata.jsonl``, and WebDataset tars.
+"""Images or videos and what is said of them: folders, and WebDataset tars.
 
-A folder follows Hugging Face's imagefolder: one JSON object a line with ``file_name`` and a caption or label; without
-that file, a picture's caption stands in a ``.txt`` of the same name. A tar follows WebDataset: files of one sample
-share their name up to the first dot.
+A folder follows Hugging Face's imagefolder: a listing (``metadata.jsonl``, ``.csv`` and others, in any folder below)
+with ``file_name`` and a caption or label; or files of the same name beside each image. A tar follows WebDataset: files
+of one sample share their name up to the first dot.
 """
 
 from __future__ import annotations
 
-import io
-import json
+import logging
+import os
 import tarfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from ..errors import InputError
-from ..generate.video import SUFFIXES, is_picture, read_frames
+from ..media.files import open_part, read_whole
+from ..media.images import SUFFIXES as IMAGES
+from ..media.images import image_size, read_image
+from ..media.videos import SUFFIXES as VIDEOS
+from ..media.videos import frame_size, read_frames
+from .captions import BESIDE, MOST_BESIDE, By, Said, Wanted, is_listing, read_beside, read_listing
 from .config import TrainConfig
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-# Of a video model's data set; animated pictures are videos too.
-FILES = (*PICTURES, ".gif", *SUFFIXES)
+# Of a video model's data set; animated images are videos too.
+FILES = (*IMAGES, *VIDEOS)
+# Folders beside one that is called train, which are not trained on.
+OTHER_SPLITS = ("test", "validation", "valid", "val", "dev", "eval")
+# Names in a sentence, and what a scaled image may have more than what is cut out of it.
+SOME, MOST_SPARE = 3, 16
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One picture or video.
+    """One image or video.
 
     Attributes:
         name: for messages: its file, or tar and file.
         said: caption, label, or None.
-        size: (height, width) of the file, in pixels.
+        size: (height, width) of what is seen, in pixels.
         file: where its bytes are.
         offset, length: of the bytes in the file; the whole file when length is -1.
     """
@@ -49,38 +59,55 @@ class Sample:
     length: int = -1
 
     def picture(self) -> Image.Image:
-        """The decoded picture, RGB.
+        """The decoded image, RGB, as a person sees it.
 
         Raises:
             OSError: it is corrupt; names it.
         """
         try:
-            opened: Image.Image = Image.open(io.BytesIO(self._content()))
-            if opened.mode in ("RGBA", "LA", "P"):
-                behind = Image.new("RGBA", opened.size, "white")
-                opened = Image.alpha_composite(behind, opened.convert("RGBA"))
-            return opened.convert("RGB")
-        except Exception as error:
-            raise OSError(_no_picture(self.name, error)) from None
+            with open_part(self.file, self.name, self.offset, self.length) as file:
+                seen = read_image(file, self.name)
+        except InputError as error:
+            raise OSError(str(error)) from None
+        if (seen.height, seen.width) != self.size:
+            # A PNG with EXIF behind its pixels; or the file is another one by now.
+            raise OSError(
+                f"{self.name} was {self.size[1]} x {self.size[0]} pixels by its head and is {seen.width} x "
+                f"{seen.height} when it is decoded; save it upright"
+            )
+        return seen
 
     def frames(self, count: int) -> list[Image.Image]:
-        """The first ``count`` frames of a video, RGB.
+        """The first ``count`` frames of a video, RGB, as a person sees them.
 
         Raises:
             OSError: it is corrupt, or has fewer; names it.
         """
         try:
-            found = read_frames(self._content(), self.name, count)
-        except Exception as error:
-            raise OSError(_no_picture(self.name, error)) from None
+            with open_part(self.file, self.name, self.offset, self.length) as file:
+                found = read_frames(file, self.name, count)
+        except InputError as error:
+            raise OSError(str(error)) from None
         if len(found) < count:
             raise OSError(f"{self.name} has {len(found)} frames, and num_frames={count}")
         return found
 
-    def _content(self) -> bytes:
-        with self.file.open("rb") as file:
-            file.seek(self.offset)
-            return file.read(self.length)
+
+@dataclass(frozen=True)
+class DataReport:
+    """What a run is trained on, reported before its first step.
+
+    Attributes:
+        lines: to print.
+        odd: whether captions are missing, files were skipped, or there is something else to know.
+    """
+
+    lines: tuple[str, ...]
+    odd: bool
+
+    def log(self, logger: logging.Logger) -> None:
+        """For programs that print nothing."""
+        logger.log(logging.WARNING if self.odd else logging.INFO, "%s", "\n".join(self.lines))
 
 
 @dataclass(frozen=True)
@@ -90,134 +117,449 @@ class Samples:
     Attributes:
         good: the samples.
         corrupt: a sentence for each that was skipped.
+        notes: what else there is to know: files that are not read, captions that contradict one another.
+        sources: how many captions or labels come from where.
+        columns: of listings, and keys of JSON files, among which the wanted column is not.
+        by: ``"text"`` or ``"label"``.
     """
 
     good: tuple[Sample, ...]
     corrupt: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    sources: tuple[tuple[str, int], ...] = ()
+    columns: tuple[str, ...] = ()
+    by: By = "text"
+
+    @property
+    def without(self) -> tuple[str, ...]:
+        """Names of the samples of which nothing is said."""
+        return tuple(one.name for one in self.good if _nothing(one.said))
+
+    def report(self) -> DataReport:
+        """What is trained on and what is not, to print before a run."""
+        word = "caption" if self.by == "text" else "label"
+        sources = ", ".join(f"{count} of {source}" for source, count in self.sources)
+        missing = self.without
+        lines = [
+            f"data: {_count(len(self.good), 'sample')}",
+            f"  with {word}: {len(self.good) - len(missing)}" + (f" ({sources})" if sources else ""),
+            f"  without {word}: {len(missing)}" + (f" ({_some(missing)})" if missing else ""),
+            f"  skipped: {len(self.corrupt)}",
+            *(f"    {one}" for one in self.corrupt[:SOME]),
+        ]
+        if len(self.corrupt) > SOME:
+            lines.append(f"    and {len(self.corrupt) - SOME} others")
+        return DataReport((*lines, *(f"  {one}" for one in self.notes)), bool(missing or self.corrupt or self.notes))
 
     @staticmethod
-    def find(config: TrainConfig, by: str) -> Samples:
-        """Read the names, captions and sizes of a data set; no picture is decoded.
+    def find(config: TrainConfig, by: By, advance: Callable[[int], None] | None = None) -> Samples:
+        """Read the names, captions and sizes of a data set: heads of files only; no image is decoded.
 
         Args:
             config: where it is.
-            by: ``"text"`` or ``"label"``: what is said of a picture.
+            by: ``"text"`` or ``"label"``: what is said of an image.
+            advance: called with the number of samples that have been looked at so far.
 
         Raises:
-            InputError: there is no such folder, or no picture in it.
+            InputError: there is no such folder, no image in it, a listing that cannot be read, no column of the
+                configured name, or a label that is no integer.
         """
         folder = Path(config.train_data_dir)
         if not folder.is_dir():
             raise InputError(f"train_data_dir={config.train_data_dir!r} is no folder")
         column = config.caption_column if by == "text" else config.label_column
-        good: list[Sample] = []
-        corrupt: list[str] = []
-        tars = sorted(folder.glob("*.tar"))
-        kinds = PICTURES if config.num_frames is None else FILES
-        for found in (*_in_tars(tars, column, kinds), *([] if tars else _in_folder(folder, column, kinds))):
-            if isinstance(found, str):
-                corrupt.append(found)
+        search = _Search(folder, Wanted(by, column), config, advance)
+        search.run()
+        if not search.good:
+            raise InputError(
+                f"{config.train_data_dir!r} has no {'image' if config.num_frames is None else 'video'} that can be read"
+                + (
+                    f" ({search.corrupt[0]})"
+                    if search.corrupt
+                    else f"; files of {', '.join(search.kinds)} or tars of them are looked for"
+                )
+                + "".join(f"; {note}" for note in search.notes)
+            )
+        return Samples(
+            good=tuple(search.good),
+            corrupt=tuple(search.corrupt),
+            notes=tuple(search.notes),
+            sources=tuple(sorted(search.sources.items())),
+            columns=tuple(search.columns),
+            by=by,
+        )
+
+    def check(self, config: TrainConfig) -> None:
+        """Refuse to train without captions (or labels) that were asked for.
+
+        Raises:
+            InputError: not one sample has one, and ``allow_missing_captions`` is not set.
+        """
+        if config.allow_missing_captions or config.proportion_empty_prompts == 1:
+            return
+        if len(self.without) < len(self.good):
+            return
+        word = "caption" if self.by == "text" else "label"
+        there = f" (columns and keys that are there: {', '.join(self.columns)})" if self.columns else ""
+        raise InputError(
+            f"none of {_count(len(self.good), 'sample')} in {config.train_data_dir!r} has a {word}{there}"
+            + "".join(f"; {note}" for note in self.notes)
+            + f"; name their column with {word}_column, write files {', '.join(BESIDE[self.by])} beside them, or set "
+            "allow_missing_captions: true to train without"
+        )
+
+
+@dataclass
+class _Search:
+    """Walks a data set; see `Samples` for what it collects."""
+
+    folder: Path
+    wanted: Wanted
+    config: TrainConfig
+    advance: Callable[[int], None] | None = None
+    good: list[Sample] = field(default_factory=list)
+    corrupt: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    sources: Counter[str] = field(default_factory=Counter)
+    # Columns of listings and keys of JSON files among which the wanted one was not.
+    columns: list[str] = field(default_factory=list)
+    # Names, of images of which two sources say different things, and of files that are not read.
+    _disputed: dict[str, str] = field(default_factory=dict)
+    _unread: list[str] = field(default_factory=list)
+    _has_column: bool = False
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Suffixes of the files that are looked for."""
+        return IMAGES if self.config.num_frames is None else FILES
+
+    def run(self) -> None:
+        files = self._walk()
+        tars = [name for name in files if name.lower().endswith(".tar")]
+        if tars:
+            self._unread += [name for name in files if name not in set(tars)]
+            for name in tars:
+                self._tar(name)
+        else:
+            self._loose(files)
+        column = self.wanted.column
+        by_label = self.wanted.by == "label"
+        # Labels have a column by default, and may be in files without columns.
+        may_lack = by_label and (self.config.allow_missing_captions or bool(self.sources))
+        if column is not None and self.columns and not self._has_column and not may_lack:
+            setting = "label_column" if by_label else "caption_column"
+            raise InputError(
+                f"{setting}={column!r} is not in {self.config.train_data_dir!r}, whose columns and keys are "
+                f"{', '.join(self.columns)}; name one of them"
+            )
+        if self._disputed:
+            self.notes.append(
+                f"{_count(len(self._disputed), 'sample')} of which files say different things: "
+                + _some([f"{name} ({what})" for name, what in self._disputed.items()])
+            )
+        if self._unread:
+            kinds = Counter(_suffixes(name) for name in self._unread)
+            self.notes.append(
+                f"files that are not read: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common(8))} "
+                f"({_some(self._unread)})"
+            )
+
+    # --- folders ------------------------------------------------------------------------------------------------
+
+    def _walk(self) -> list[str]:
+        """Names of all files below the folder, relative to it, sorted."""
+        found: list[str] = []
+        seen: set[tuple[int, int]] = set()
+
+        def unreadable(error: OSError) -> None:
+            self.corrupt.append(f"the folder {error.filename} cannot be read ({error.strerror})")
+
+        for place, folders, files in os.walk(self.folder, followlinks=True, onerror=unreadable):
+            where = os.stat(place)
+            if (where.st_dev, where.st_ino) in seen:
+                # A link that leads back.
+                folders.clear()
+                continue
+            seen.add((where.st_dev, where.st_ino))
+            below = os.path.relpath(place, self.folder)
+            others = [one for one in folders if one.lower() in OTHER_SPLITS] if "train" in folders else []
+            for one in others:
+                self.notes.append(
+                    f"not trained on, as it is beside train: {os.path.normpath(os.path.join(below, one))}/"
+                )
+            folders[:] = sorted(one for one in folders if _is_shown(one) and one not in others)
+            for one in folders:
+                if one.lower().endswith(self.kinds):
+                    self.corrupt.append(f"{os.path.normpath(os.path.join(below, one))} is a folder, not a file")
+            found += [os.path.normpath(os.path.join(below, one)) for one in files if _is_shown(one)]
+        return sorted(found)
+
+    def _loose(self, files: list[str]) -> None:
+        listings = [name for name in files if is_listing(os.path.basename(name))]
+        media = [name for name in files if name.lower().endswith(self.kinds)]
+        places = [os.path.dirname(name) for name in listings]
+        for place in places:
+            if places.count(place) > 1:
+                both = " and ".join(one for one in listings if os.path.dirname(one) == place)
+                raise InputError(f"{self.config.train_data_dir!r} has {both} in one folder; leave one there")
+        beside: dict[str, dict[str, str]] = {}
+        for name in files:
+            stem, kind = os.path.splitext(name)
+            if kind.lower() in BESIDE[self.wanted.by] and name not in listings:
+                beside.setdefault(stem, {})[kind.lower()] = name
+        finder = _Finder(self.folder, files, media)
+        # By name: what lines of listings say of it, and where.
+        listed: dict[str, list[tuple[str | int | None, str]]] = {}
+        covered: list[str] = []
+        for name, place in zip(listings, places, strict=True):
+            if self._listing(name, place, finder, listed):
+                covered.append(place)
             else:
-                good.append(found)
-        if not good:
-            raise InputError(
-                f"{config.train_data_dir!r} has no picture that can be read"
-                + (f" ({corrupt[0]})" if corrupt else f"; files of {', '.join(kinds)} or tars of them are looked for")
-            )
-        wrong = next((one for one in good if by == "label" and not isinstance(one.said, (int, type(None)))), None)
-        if wrong is not None:
-            raise InputError(
-                f"{wrong.name}: {column} is {wrong.said!r}, and a class-conditional model wants an integer"
-            )
-        return Samples(tuple(good), tuple(corrupt))
+                self.notes.append(f"{name} names no file that is there, and is not read")
+        left = [name for name in media if name not in listed and any(_is_below(name, place) for place in covered)]
+        if left:
+            self.notes.append(f"in no line of a listing, and left out: {_count(len(left), 'file')} ({_some(left)})")
+        used: set[str] = set()
+        for name in sorted({*media, *listed} - set(left)):
+            texts = {**beside.get(name, {}), **beside.get(os.path.splitext(name)[0], {})}
+            used.update(texts.values())
+            for value, source in listed.get(name, [(None, "")]):
+                self._add(name, value, source, texts)
+        self._unread += [name for name in files if name not in {*media, *listed, *listings} and name not in used]
 
-
-def _in_folder(folder: Path, column: str, kinds: tuple[str, ...]) -> Iterator[Sample | str]:
-    said: dict[str, Any] = {}
-    listing = folder / "metadata.jsonl"
-    if listing.exists():
-        for number, line in enumerate(listing.read_text(encoding="utf-8").splitlines(), 1):
-            if not line.strip():
+    def _listing(
+        self, name: str, place: str, finder: _Finder, listed: dict[str, list[tuple[str | int | None, str]]]
+    ) -> bool:
+        """Read a listing into ``listed``; False: it names no file here and may be something else."""
+        listing = read_listing(self.folder / name, name)
+        column = self.wanted.among(listing.columns)
+        self._has_column = self._has_column or column is not None
+        if column is None:
+            self._note_columns(listing.columns)
+        problems = listing.problems
+        found: list[tuple[str, str | int | None, str]] = []
+        for line in listing.lines:
+            try:
+                file = finder.find(place, line.file)
+            except InputError as error:
+                problems.append(f"{error} ({line.where})")
+                continue
+            if file is None:
+                problems.append(f"{line.file} is not there ({line.where})")
                 continue
             try:
-                entry = json.loads(line)
-                said[entry["file_name"]] = entry.get(column)
-            except (ValueError, KeyError, TypeError, AttributeError):
-                yield f"{listing} line {number} is no JSON object with a file_name"
-    names = (
-        sorted(said)
-        if said
-        else sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix.lower() in kinds)
-    )
-    for name in names:
-        path, text = folder / name, (folder / name).with_suffix(".txt")
-        caption = said.get(name)
-        if not said and text.exists():
-            caption = text.read_text(encoding="utf-8").strip()
-        yield _sample(name, caption, path)
+                value = None if column is None else self.wanted.value(line.row.get(column), line.where)
+            except InputError as error:
+                if self.wanted.by == "label":
+                    raise
+                # The file is listed, and left out with this reason.
+                problems.append(f"{file} is left out: {error}")
+                listed.setdefault(file, [])
+                continue
+            found.append((file, value, f"{column} in {name}"))
+        if not found and name.lower().endswith(".json") and len(problems) == len(listing.lines):
+            return False
+        self.corrupt += problems
+        twice = []
+        for file, value, source in found:
+            said = listed.setdefault(file, [])
+            if any(other == value for other, _ in said):
+                self.corrupt.append(f"{file} is in {name} again with the same {self.wanted.by}")
+                continue
+            if said:
+                twice.append(file)
+            said.append((value, source))
+        if twice:
+            self.notes.append(
+                f"with more than one line in {name}, each of which is a sample: "
+                f"{_count(len(set(twice)), 'file')} ({_some(dict.fromkeys(twice))})"
+            )
+        return True
 
+    def _add(self, name: str, value: str | int | None, source: str, texts: dict[str, str]) -> None:
+        """A sample of a folder, from what a listing says of it and from files beside it."""
+        paths = {kind: (text, _reader(self.folder / text, text)) for kind, text in texts.items()}
+        try:
+            said = read_beside(paths, self.wanted)
+        except InputError as error:
+            if self.wanted.by == "label":
+                raise
+            if value is None:
+                self.corrupt.append(f"{name} is left out: {error}")
+                return
+            said = Said()
+        if value is not None:
+            if said.value is not None and str(said.value).strip() != str(value).strip():
+                self._disputed[name] = f"{source}, {said.source}"
+            said = Said(value, source)
+        self._sample(name, said, self.folder / name)
 
-def _in_tars(tars: Sequence[Path], column: str, kinds: tuple[str, ...]) -> Iterator[Sample | str]:
-    for tar in tars:
+    # --- tars ---------------------------------------------------------------------------------------------------
+
+    def _tar(self, name: str) -> None:
+        tar = self.folder / name
         entries: dict[str, dict[str, tarfile.TarInfo]] = {}
         try:
-            with tarfile.open(tar) as opened:
+            # Compressed, the members' places in the file would not be known.
+            with open_part(tar, name, most=2**63) as file, tarfile.open(fileobj=file, mode="r:") as opened:
                 for member in opened:
-                    if member.isfile():
-                        stem, _, kind = member.name.rpartition("/")[2].partition(".")
-                        where = member.name.rpartition("/")[0]
-                        entries.setdefault(f"{where}/{stem}".lstrip("/"), {})[f".{kind.lower()}"] = member
-        except (tarfile.TarError, OSError, EOFError) as error:
-            yield f"{tar} breaks off: {error}"
+                    self._member(name, member, entries)
+        except (tarfile.TarError, OSError, EOFError, InputError) as error:
+            compressed = "" if entries else "; an uncompressed tar is read"
+            self.corrupt.append(f"{name} breaks off: {error}{compressed}")
         for key, files in sorted(entries.items()):
-            picture = next((files[kind] for kind in kinds if kind in files), None)
-            if picture is None:
+            images = [files[kind] for kind in self.kinds if kind in files]
+            kinds = [kind for kind in files if kind in BESIDE[self.wanted.by]]
+            if not images:
+                self._unread += [f"{name}:{one.name}" for one in files.values()]
                 continue
-            caption: Any = None
+            used = {images[0].name, *(files[kind].name for kind in kinds)}
+            self._unread += [f"{name}:{one.name}" for one in files.values() if one.name not in used]
+            texts = {kind: (f"{name}:{files[kind].name}", _member_reader(tar, name, files[kind])) for kind in kinds}
             try:
-                if ".json" in files:
-                    caption = json.loads(_bytes(tar, files[".json"])).get(column)
-                elif ".cls" in files:
-                    caption = int(_bytes(tar, files[".cls"]))
-                elif ".txt" in files:
-                    caption = _bytes(tar, files[".txt"]).decode().strip()
-            except (ValueError, AttributeError) as error:
-                yield f"{tar}:{key}: what is said of it cannot be read ({error})"
+                said = read_beside(texts, self.wanted)
+            except InputError as error:
+                if self.wanted.by == "label":
+                    raise
+                self.corrupt.append(f"{name}:{key} is left out: {error}")
                 continue
-            yield _sample(f"{tar.name}:{picture.name}", caption, tar, picture.offset_data, picture.size)
+            self._sample(f"{name}:{images[0].name}", said, tar, images[0].offset_data, images[0].size)
+
+    def _member(self, name: str, member: tarfile.TarInfo, entries: dict[str, dict[str, tarfile.TarInfo]]) -> None:
+        where, _, file = member.name.rpartition("/")
+        if member.isdir() or not all(_is_shown(part) for part in member.name.split("/") if part not in ("", ".")):
+            return
+        stem, _, kind = file.partition(".")
+        if not member.isreg() or member.issparse():
+            what = "a link" if member.islnk() or member.issym() else "sparse" if member.issparse() else "no file"
+            self.corrupt.append(f"{name}:{member.name} is {what} in the tar, and is left out")
+            return
+        files = entries.setdefault(f"{where}/{stem}".lstrip("/"), {})
+        if f".{kind.lower()}" in files:
+            self.corrupt.append(f"{name}:{member.name} is in the tar again, and the last one counts")
+        files[f".{kind.lower()}"] = member
+
+    # --- samples ------------------------------------------------------------------------------------------------
+
+    def _sample(self, name: str, said: Said, file: Path, offset: int = 0, length: int = -1) -> None:
+        if self.advance is not None:
+            self.advance(len(self.good) + len(self.corrupt) + 1)
+        try:
+            with open_part(file, name, offset, length) as opened:
+                size = (image_size if self.config.num_frames is None else frame_size)(opened, name)
+        except InputError as error:
+            self.corrupt.append(str(error))
+            return
+        self._note_columns(said.columns)
+        if said.others:
+            self._disputed[name] = ", ".join((said.source, *said.others))
+        if said.source.endswith(" in .json"):
+            self._has_column = True
+        if said.value is not None:
+            self.sources[said.source] += 1
+        self.good.append(Sample(name, said.value, size, file, offset, length))
+
+    def _note_columns(self, columns: Iterable[str]) -> None:
+        for one in columns:
+            if one not in self.columns and len(self.columns) < 16:
+                self.columns.append(one)
 
 
-def _bytes(tar: Path, member: tarfile.TarInfo) -> bytes:
-    with tar.open("rb") as file:
-        file.seek(member.offset_data)
-        return file.read(member.size)
+class _Finder:
+    """Files of a data set by what a listing calls them."""
+
+    def __init__(self, folder: Path, files: list[str], media: list[str]) -> None:
+        self._folder, self._files = folder, set(files)
+        # Names that differ in how accents are composed only; and names without suffix.
+        self._composed = {unicodedata.normalize("NFC", name): name for name in files}
+        self._stems: dict[str, list[str]] = {}
+        for name in media:
+            self._stems.setdefault(os.path.splitext(name)[0], []).append(name)
+
+    def find(self, place: str, file: str) -> str | None:
+        """The name relative to the data set's folder; None: there is no such file.
+
+        Raises:
+            InputError: it is outside of the folder.
+        """
+        tries = [file] if "\\" not in file else [file, file.replace("\\", "/")]
+        for one in tries:
+            if os.path.isabs(one):
+                one = os.path.relpath(one, os.path.abspath(self._folder))
+            else:
+                one = os.path.join(place, one)
+            name = os.path.normpath(one)
+            if name.split(os.sep)[0] == ".." or os.path.isabs(name):
+                raise InputError(f"{file!r} is outside of {str(self._folder)!r}, and is left out")
+            if name in self._files:
+                return name
+            composed = self._composed.get(unicodedata.normalize("NFC", name))
+            if composed is not None:
+                return composed
+            if len(self._stems.get(name, ())) == 1:
+                return self._stems[name][0]
+            if "\0" not in name and os.path.lexists(self._folder / name):
+                return name
+        return None
 
 
-def _sample(name: str, said: Any, file: Path, offset: int = 0, length: int = -1) -> Sample | str:
-    try:
-        with file.open("rb") as opened:
-            opened.seek(offset)
-            content = opened.read(length)
-        # A video's first frame is decoded: containers lie about sizes.
-        known = is_picture(content) or Path(name).suffix.lower() not in SUFFIXES
-        shown = Image.open(io.BytesIO(content)) if known else read_frames(content, name, 1)[0]
-    except Exception as error:
-        return _no_picture(name, error)
-    return Sample(name, said, (shown.height, shown.width), file, offset, length)
+def _reader(path: Path, name: str) -> Callable[[], bytes]:
+    # An empty file is an empty caption.
+    return lambda: b"" if path.is_file() and not path.stat().st_size else read_whole(path, name, MOST_BESIDE)
+
+
+def _member_reader(tar: Path, name: str, member: tarfile.TarInfo) -> Callable[[], bytes]:
+    def read() -> bytes:
+        if not member.size:
+            return b""
+        with open_part(tar, f"{name}:{member.name}", member.offset_data, member.size) as file:
+            return file.read()
+
+    return read
+
+
+def _suffixes(name: str) -> str:
+    """What a file's or a tar member's name ends in, for messages."""
+    file = os.path.basename(name).rpartition(":")[2]
+    return file[file.index(".") :].lower()[-12:] if "." in file else "without suffix"
+
+
+def _is_shown(name: str) -> bool:
+    """Whether a file or folder is not hidden, nor one of those that macOS and network drives add."""
+    return not name.startswith(".") and name not in ("__MACOSX", "@eaDir")
+
+
+def _is_below(name: str, place: str) -> bool:
+    return not place or name.startswith(place + os.sep)
+
+
+def _nothing(said: Any) -> bool:
+    return said is None or (isinstance(said, str) and not said.strip())
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:SOME]) + (f" and {len(names) - SOME} others" if len(names) > SOME else "")
 
 
 def pixels(picture: Image.Image, size: tuple[int, int], flip: bool = False) -> Tensor:
-    """A picture as (3, H, W) in [-1, 1]: scaled to cover ``size`` and cut in its middle."""
+    """An image as (3, H, W) in [-1, 1]: scaled to cover ``size`` and cut in its middle."""
     height, width = size
     factor = max(height / picture.height, width / picture.width)
-    scaled = picture.resize((max(width, round(picture.width * factor)), max(height, round(picture.height * factor))))
+    if picture.height * factor * picture.width * factor > MOST_SPARE * height * width:
+        # Of a very long image only the middle is scaled: all of it would fill the memory.
+        wide, high = min(picture.width, width / factor), min(picture.height, height / factor)
+        left, top = (picture.width - wide) / 2, (picture.height - high) / 2
+        scaled = picture.resize((width, height), box=(left, top, left + wide, top + high))
+    else:
+        scaled = picture.resize(
+            (max(width, round(picture.width * factor)), max(height, round(picture.height * factor)))
+        )
     left, top = (scaled.width - width) // 2, (scaled.height - height) // 2
     array = np.asarray(scaled.crop((left, top, left + width, top + height)))
     values = torch.from_numpy(array.copy()).permute(2, 0, 1).float() / 127.5 - 1
     return values.flip(2) if flip else values
-
-
-def _no_picture(name: str, error: Exception) -> str:
-    if isinstance(error, UnidentifiedImageError):
-        return f"{name} is no picture that can be read"
-    return f"{name} is no picture: {str(error).splitlines()[0] if str(error) else repr(error)}"

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -38,7 +39,9 @@ class GradientSync:
 
     Attributes:
         transformer: what to call in the place of the transformer.
-        is_sum: whether gradients of data ranks are added up, as micro-batches are, and not averaged.
+        is_sum: whether every rank of a sequence has whole gradients, which are added up in a fixed order.
+        share: what a rank's loss is multiplied by. The backward pass adds up what the ranks of a sequence send into
+            their blocks, so that gradients there have one device's size, and float16 overflows where it does there.
 
     Raises:
         ConfigError: the sharding is not for what is trained.
@@ -48,6 +51,7 @@ class GradientSync:
         self._modules, self._mesh, self._slices = modules, mesh, slices
         group = mesh.gradient_group
         self.is_sum = mesh.config.reproducible
+        self.share = 1.0 if self.is_sum else 1.0 / mesh.sequence.size
         self._kind: Sharding = "none" if group is None else sharding
         self.transformer: nn.Module = (
             modules["transformer"] if "transformer" in modules else next(iter(modules.values()))
@@ -98,7 +102,7 @@ class GradientSync:
             self._ordered.take(number, count)
 
     def reduce(self, shares: Sequence[Sequence[int]]) -> None:
-        """Make the gradients of a step those of all ranks. Collective.
+        """Make the gradients of a step the sum over all micro-batches of all ranks. Collective.
 
         Args:
             shares: for every data rank the numbers of its micro-batches.
@@ -111,6 +115,11 @@ class GradientSync:
                     # A rank without micro-batches takes part with nothing.
                     parameter.grad = torch.zeros_like(parameter)
             reduce_gradients(self._modules, self._mesh)
+        gradients = [p.grad for p in self._modules.parameters() if p.grad is not None]
+        group = self._mesh.gradient_group
+        if not self.is_sum and group is not None and gradients:
+            # DDP, FSDP2 and `reduce_gradients` take the mean.
+            cast(Any, torch)._foreach_mul_(gradients, dist.get_world_size(group))
 
     def clip(self, most: float) -> float:
         """Clip the gradients of all ranks together to a norm; 0: only return it. Collective.

@@ -182,7 +182,9 @@ function drawCard(card, replica) {
   figure(card, "Transformer calls", replica.calls.toLocaleString());
   if (replica.synchronous_steps) figure(card, "Synchronous steps", replica.synchronous_steps.toLocaleString());
   if (replica.drift != null) figure(card, "Drift", replica.drift.toPrecision(3));
-  for (const [axis, sent] of Object.entries(replica.bytes)) figure(card, `Sent over ${axis}`, bytes(sent));
+  // Branches of guidance and samples share a link, which is not called as an axis is.
+  const named = (axis) => (axis === "batch" ? "cfg" : axis);
+  for (const [axis, sent] of Object.entries(replica.bytes)) figure(card, `Sent over ${named(axis)}`, bytes(sent));
 }
 
 /** Shows the server's state. */

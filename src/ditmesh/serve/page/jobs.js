@@ -304,7 +304,9 @@ function drawTile(entry, tile) {
     write(tile.meta, [`seed ${image.seed}`, former[job.id]?.verdict?.short].filter(Boolean).join(" · "));
   } else {
     write(tile.text, textOf(entry, tile));
-    write(tile.meta, `seed ${tile.place === "end" ? asked.seed : seedOf(asked, tile.place)}`);
+    const several = tile.place === "end" && asked.n > 1;
+    const first = tile.place === "end" ? 0 : tile.place;
+    write(tile.meta, `seed ${seedOf(asked, first)}${several ? ` to ${seedOf(asked, asked.n - 1)}` : ""}`);
   }
   tile.bar.hidden = image || !one?.steps || ended(entry);
   tile.bar.max = one?.steps ?? 1;

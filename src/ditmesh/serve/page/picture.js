@@ -34,7 +34,7 @@ const ROWS = [
 ];
 
 // Settings that say something by themselves; all of them are in the JSON.
-const USUAL = [null, false, 1, "exact", "auto", "broadcast", "estimated"];
+const USUAL = [null, false, 1, "exact", "auto", "broadcast", "estimated", "whole"];
 const BESIDES = ["warmup", "tiles", "shared_memory", "strict"];
 const telling = ([name, value]) => !USUAL.includes(value) && !BESIDES.includes(name);
 

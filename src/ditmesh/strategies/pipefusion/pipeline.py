@@ -172,7 +172,6 @@ class PipeFusion:
     def _patch_by_patch(self, plan: Plan, buffers: Buffers, args: Any, kwargs: Any) -> Any:
         """A stale step: returns at once what other stages have yet to compute."""
         first, alone = self.link.rank == 0, self.link.size == 1
-        runs = [self._patch_run(plan, buffers, self.patches, patch) for patch in range(self.patches)]
         versions: list[list[Deferred]] = [[] for _ in plan.outputs]
         if first and not alone:
             for patch in range(self.patches):
@@ -180,7 +179,13 @@ class PipeFusion:
         if not first:
             # The values are for the first stage to know; here the shape will do.
             args, kwargs = tree_map(_blank, (args, kwargs))
-        for run in runs:
+        following = self._patch_run(plan, buffers, self.patches, 0)
+        for patch in range(self.patches):
+            run = following
+            if patch + 1 < self.patches:
+                # One patch ahead, and no more: on NCCL the messages of a group share one queue, in which a receive that
+                # is posted long before its message is sent keeps this stage's own sends back.
+                following = self._patch_run(plan, buffers, self.patches, patch + 1)
             known = tree_map(partial(_version, run.patch), (args, kwargs))
             outputs = self._run_patch(run, *known)
             if alone:

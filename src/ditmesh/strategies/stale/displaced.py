@@ -305,5 +305,5 @@ class Displaced(StaleStrategy):
             behind = compute / calls if step.stale else 0.0
             yield step.transfer("keys (displaced)", ("ring",), "all_gather", own * (config.ring - 1), times, behind)
             yield step.pointwise("copies of keys", 2 * keys / step.job.element, times)
-            yield Term("keys kept", "memory", memory=keys * times)
+            yield Term("keys kept", "memory", memory=keys * times, holds="keys")
         yield from gathered(step)

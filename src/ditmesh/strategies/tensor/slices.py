@@ -13,6 +13,7 @@ from typing import Literal
 
 from torch import nn
 
+from ...core.library import library_name
 from ...core.partition import Partition, even_cut
 from ...errors import ConfigError, InputError
 from ...layout import Table, known_tables
@@ -172,7 +173,7 @@ def _cut_attention(made: Plan, path: str, attention: nn.Module, widths: dict[str
                 )
             made.sites.append(Site(_join(path, name), "norm", widths[width]))
     for table in known_tables():
-        if table.kind == type(attention).__name__:
+        if table.kind == library_name(attention):
             made.tables.append((path, table, widths[table.width]))
 
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...comm import Link
 from ...config import ParallelConfig
+from ...core.library import library_name
 from ...core.partition import even_cut
 from ...core.patching import Patch
 from ...errors import UntestedWarning
@@ -136,7 +137,7 @@ class BandedVae(Strategy):
         if not args:
             return original(*args, **kwargs)
         given = whole_of(args[0])
-        reason, tested = _why_whole(vae, given, banded.bands.link), type(vae).__name__ in TESTED
+        reason, tested = _why_whole(vae, given, banded.bands.link), library_name(vae) in TESTED
         if self.context.config.vae == "auto" and (reason or not tested or not self._gains(name, given)):
             return original(*args, **kwargs)
         if reason is None and not tested:

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
+
+from ...config import ParallelConfig, TextEncoderPolicy
+from ...costs.hardware import Hardware
+from ...costs.step import Term
 from ...costs.work import Job
-from ...errors import InputError
+from ...errors import InputError, LayoutError
+from ...generate.memory import components_of, components_of_shape
 from ...generate.model_info import ModelInfo, find_model
-from ...planner.auto import TEXT, batched
+from ...generate.workload import request_of, request_of_shape
+from ...memory.predict import Components, Request, fullest
+from ...planner.auto import batched
 from ...planner.catalogue import shapes
-from ...planner.search import Model
+from ...planner.search import Exactness, Limits, Model
 from ...planner.shipped import derived, model_of
 
+Encoders = Literal["whole", "sharded", "rank0", "freed", "before"]
 # Bytes of an element.
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Denoising steps where only a folder is known.
+STEPS = 28
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,10 @@ class Subject:
         model: on the meta device, with its layout and its work.
         job: what is asked for.
         source: where the sizes are from.
+        components, request: what takes memory, and what is asked of it.
+        encoders: where text encoders are: a policy of `ParallelConfig`, or ``"before"``: a program of its own has
+            encoded the texts, and they are not loaded.
+        offloaded: text encoders and autoencoder are elsewhere while they do not work.
     """
 
     name: str
@@ -36,6 +51,37 @@ class Subject:
     model: Model
     job: Job
     source: str
+    components: Components
+    request: Request
+    encoders: Encoders = "whole"
+    offloaded: bool = False
+
+    def limits(self, hardware: Hardware, exactness: Exactness, memory: float | None, deadline: float | None) -> Limits:
+        """What configurations have to keep to, on some hardware."""
+        part = hardware.device
+        where: Literal["cpu", "cuda"] = "cpu" if part.name == "cpu" else "cuda"
+
+        def needed(config: ParallelConfig) -> list[Term] | None:
+            before = self.encoders == "before"
+            try:
+                phase = fullest(
+                    self.components, config, self.request, self.dtype, part.runtime, where, self.offloaded, before
+                )
+            except LayoutError:
+                return None
+            held = {name: value for name, value in vars(phase).items() if isinstance(value, float) and value}
+            return [Term(f"{name} ({phase.name})", "memory", memory=value) for name, value in held.items()]
+
+        moved = self.offloaded or self.encoders == "before"
+        policy: TextEncoderPolicy = "whole" if self.encoders == "before" else self.encoders
+        # Where encoders come and go the sum of what is held does not say what the fullest phase holds.
+        near = float("inf") if moved else Limits.near
+        return Limits(exactness, memory, deadline, text_encoder=policy, needed=needed, near=near)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return {4: torch.float32, 2: torch.bfloat16}[self.job.element]
 
 
 @dataclass(frozen=True)
@@ -50,6 +96,8 @@ class Asked:
     steps: int | None = None
     dtype: str = "bfloat16"
     beside: float | None = None
+    encoders: Encoders = "whole"
+    offloaded: bool = False
 
 
 def subject(name: str, asked: Asked) -> Subject:
@@ -64,36 +112,48 @@ def subject(name: str, asked: Asked) -> Subject:
         LayoutError: its work cannot be found out on the meta device.
     """
     key, known = name.lower(), shapes()
+    wanted = (asked.size, asked.text, asked.pictures, asked.guidance, asked.frames)
     if key in known and not Path(name).exists():
         shape = known[key]
         transformer, config = shape.transformer, shape.config
-        image = shape.tokens(*(asked.size or shape.size), asked.frames or shape.num_frames)
-        usual, together = (shape.text, shape.branches, shape.steps), shape.batched
-        size, element, source = asked.size or shape.size, DTYPES[asked.dtype], shape.source
-        beside, decode = float(shape.beside * element), float(shape.decode * size[0] * size[1] * element)
-        model = model_of(shape)
+        request = request_of_shape(shape, *wanted)
+        steps, together, element, source = shape.steps, shape.batched, DTYPES[asked.dtype], shape.source
+        beside = float(shape.beside * element)
+        decode = float(shape.decode * request.width * request.height * element)
+        model, components = model_of(shape), components_of_shape(shape)
     else:
         info = _found(name, list(known))
         transformer, config = info.transformer_class, info.transformer
-        size = asked.size or info.default_size or (1024, 1024)
-        info.check_size(*size)
-        image = info.image_tokens(*size) * (asked.frames or 1)
-        usual, together = (TEXT, 1 if config.get("guidance_embeds") else 2, 28), batched(info.pipeline_class)
+        request = request_of(info, *wanted)
+        steps, together = STEPS, batched(info.pipeline_class)
         beside, decode, source = _beside(info), 0.0, "the pipeline's folder"
-        model = derived(transformer, config)
-    text = usual[0] if asked.text is None else asked.text
+        model, components = derived(transformer, config), components_of(info)
+    if asked.offloaded or asked.encoders == "before":
+        # They are nowhere while the transformer runs.
+        beside = 0.0
     job = Job(
-        image,
-        text,
+        request.image,
+        request.text,
         pictures=asked.pictures,
-        branches=usual[1] if asked.guidance is None else 1 + asked.guidance,
+        branches=request.branches,
         batched=together,
-        steps=asked.steps or usual[2],
+        steps=asked.steps or steps,
         element=DTYPES[asked.dtype],
         beside=beside if asked.beside is None else asked.beside,
         decode=decode * asked.pictures,
     )
-    return Subject(name, transformer, config, model, job, source)
+    return Subject(
+        name,
+        transformer,
+        config,
+        model,
+        job,
+        source,
+        components,
+        request,
+        asked.encoders,
+        asked.offloaded,
+    )
 
 
 def _found(name: str, known: list[str]) -> ModelInfo:

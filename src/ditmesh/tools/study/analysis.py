@@ -18,6 +18,8 @@ CAP = 100.0
 RESAMPLES = 200
 # Of fewer pictures such studies show nothing.
 FEWEST = 8
+# Numbers of devices that need a warm-up, without which two parameters are not determined.
+FITTED = 3
 
 # Sampler, strategy, devices, warm-up.
 Combination = tuple[str, str, int, str]
@@ -109,6 +111,11 @@ class Row:
     def bytes_sent(self) -> int | None:
         """Over all axes."""
         return None if self.sent is None else sum(self.sent.values())
+
+    @property
+    def share_synchronous(self) -> float | None:
+        """Share of the steps in which ranks wait for what they receive, in percent; None where there is no log."""
+        return None if self.synchronous.value is None else 100 * self.synchronous.value / self.evaluations
 
     def synchronous_text(self) -> str:
         """Such as ``4 of 12``; empty where there is no log."""
@@ -274,7 +281,8 @@ class Results:
 
         The target is in dB; None: the highest whole number that some warm-up reaches at every N. ``b_interval``: where
         b lies in 95 of 100 studies whose pictures are drawn from these with replacement; None where under three N, or
-        half of those studies, reach the target, and of fewer than `FEWEST` pictures.
+        half of those studies, reach the target, and of fewer than `FEWEST` pictures. ``fit``, ``sqrt``: None where
+        under `FITTED` of the N need any warm-up at all: a power law through zeros is not determined.
         """
         pictures = {
             devices: {warmup: self.psnr_of(at) for warmup, at in fixed.items()}
@@ -289,8 +297,9 @@ class Results:
             target = float(floor(min(max(curve.values()) for curve in curves.values())))
         needed = {devices: first_reaching(curve, target) for devices, curve in curves.items()}
         points = {devices: warmup for devices, warmup in needed.items() if warmup is not None}
-        fit = fit_power(points)
-        base, spread = fit_root(points)
+        needing = sum(warmup > 0 for warmup in points.values())
+        fit = fit_power(points) if needing >= FITTED else None
+        base, spread = fit_root(points) if needing >= FITTED else (None, None)
         interval = None
         if fit is not None and len(points) > 2 and len(chosen) >= FEWEST:
             powers = _resampled_powers(pictures, chosen, target)
@@ -302,6 +311,7 @@ class Results:
             "fit": None if fit is None else {"a": fit[0], "b": fit[1], "residual": fit[2], "b_interval": interval},
             "sqrt": None if base is None else {"base": base, "residual": spread},
             "points": len(points),
+            "points_above_zero": needing,
         }
 
     def root_pairs(self, sampler: str, strategy: str) -> list[dict[str, Any]]:
@@ -447,10 +457,12 @@ def findings(results: Results, rules: Mapping[tuple[str, str], Mapping[str, Any]
     """Sentences made from the figures. A difference under two standard errors is called none."""
     plan = results.plan
     pictures = max((row.pictures for row in results.rows()), default=0)
-    sentences = [
-        f"Every figure is over {_count(pictures)}; ± is the standard error of the mean. PSNR compares with the "
-        "synchronous picture from the same seed."
-    ]
+    over = (
+        f"over {_count(pictures)}; ± is the standard error of the mean"
+        if pictures > 1
+        else "of one picture, and has no standard error"
+    )
+    sentences = [f"Every figure is {over}. PSNR compares with the synchronous picture from the same seed."]
     for sampler, strategy in plan.pairs:
         sentences += _of_strategy(results, sampler, strategy)
         rule = rules.get((sampler, strategy))
@@ -592,9 +604,11 @@ def _rule_text(sampler: str, strategy: str, rule: Mapping[str, Any]) -> str:
     )
     text = f"{strategy}, {sampler}: for {rule['target_psnr']:g} dB the warm-up steps needed are {needed}."
     fit, root = rule["fit"], rule["sqrt"]
-    if rule["points"] < 3 or fit is None:
-        points = "1 point is" if rule["points"] == 1 else f"{rule['points']} points are"
-        return f"{text} {points} too few to fit a rule."
+    if fit is None:
+        return (
+            f"{text} A rule is not determined: {rule['points_above_zero']} of {len(rule['needed'])} numbers of devices "
+            f"need a warm-up above zero and reach the target, and a fit of two parameters takes {FITTED}."
+        )
     interval = fit["b_interval"]
     sure = "" if interval is None else f", 95 of 100 resampled studies from N^{interval[0]:.2f} to N^{interval[1]:.2f}"
     return (

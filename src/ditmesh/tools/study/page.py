@@ -16,9 +16,9 @@ from PIL import Image
 
 from ...core.files import without_folder
 from ...quality.curves import Point, Series, grid
-from ...quality.figures import Chart, amplified, bar_chart, heat_map, line_chart, scatter_chart
+from ...quality.figures import Chart, bar_chart, brightest, coloured, heat_map, line_chart, scatter_chart
 from ...quality.perceptual import HINT, NAME, available
-from ...quality.pictures import eight_bits
+from ...quality.pictures import as_picture, eight_bits
 from ...quality.report import Cell as TableCell
 from ...quality.report import Download, Page, Shown, as_csv, number_text
 from .analysis import (
@@ -38,6 +38,8 @@ from .samplers import scheduler_class
 
 # Pictures of a grid, and lines of a chart, that still can be told apart.
 ROWS, LINES = 8, 6
+# Pictures that have a distribution.
+DISTRIBUTED = 8
 # Pixels of a picture's side, on the page; larger ones are shrunk.
 SIDE = 512
 
@@ -242,6 +244,13 @@ def _costs(page: Page, results: Results) -> None:
         for what, axis, cost, more in (
             ("time", "time of a request, s", _seconds, f" First request, on real ranks.{beside}"),
             ("bytes", "sent by all ranks, MB", _megabytes, " First request; all ranks and axes together."),
+            (
+                "synchronous steps",
+                "steps in which ranks wait, %",
+                _waiting,
+                " Stale steps send as much as synchronous ones, and compute meanwhile: what is sent does not tell "
+                "warm-ups apart, and the share of steps that wait does.",
+            ),
         ):
             points = [
                 Point(
@@ -267,6 +276,10 @@ def _costs(page: Page, results: Results) -> None:
 
 def _seconds(row: Row) -> float | None:
     return row.seconds
+
+
+def _waiting(row: Row) -> float | None:
+    return row.share_synchronous
 
 
 def _megabytes(row: Row) -> float | None:
@@ -312,7 +325,7 @@ def _warmup_charts(page: Page, results: Results, sampler: str, strategy: str, ru
         return
     chart = line_chart(lines, f"PSNR over warm-up, {of}", "warm-up steps", "PSNR, dB")
     charts = [(chart, f"{of}: PSNR against the synchronous picture; bars: standard error.")]
-    if rule is None or rule["points"] < 2 or rule["fit"] is None:
+    if rule is None or rule["fit"] is None:
         page.charts(charts)
         return
     needed = {float(n): warmup for n, warmup in rule["needed"].items() if warmup is not None}
@@ -337,34 +350,92 @@ def _line(name: str, xs: Iterable[float], means: Sequence[Mean]) -> Series:
 
 
 def _pictures(page: Page, results: Results, sampler: str, strategy: str, folder: Path) -> None:
-    """The first picture with every policy and N, and under each how it differs from the synchronous one."""
-    rows = []
-    for warmup in results.plan.warmups[:ROWS]:
-        row, apart = [], []
-        for devices in results.plan.devices:
-            cells = results.by.get((sampler, strategy, devices, warmup))
-            if not cells:
-                continue
-            picture = cells[0]["pictures"][0]
-            exact = results.synchronous[sampler, picture["prompt"], picture["seed"]]
-            if not row:
-                row.append(_shown(_read(folder / exact["file"]), SYNCHRONOUS, picture["prompt"]))
-                apart.append(Shown(None))
-            psnr = CAP + 1 if picture["psnr"] is None else picture["psnr"]
-            ratio = "equal" if picture["equal"] else f"{psnr:.1f} dB" if psnr <= CAP else f"over {CAP:g} dB"
-            name = f"N = {devices}, {warmup}"
-            row.append(_shown(_read(folder / picture["file"]), f"{name}: {ratio}", picture["prompt"]))
-            apart.append(_difference(folder / picture["file"], folder / exact["file"], name))
-        rows += [row, apart] if row else []
-    if rows:
-        hidden = results.plan.warmups[ROWS:]
-        more = f" Not shown: {', '.join(hidden)}." if hidden else ""
+    """One picture with every policy and N, and under each how it differs from the synchronous one: first and worst."""
+    hidden = results.plan.warmups[ROWS:]
+    more = f" Not shown: {', '.join(hidden)}." if hidden else ""
+    first, worst = _first_and_worst(results, sampler, strategy)
+    for which, asked in (("first", first), ("worst", worst)):
+        if asked is None or (which == "worst" and asked == first):
+            continue
+        rows = _rows_of(results, sampler, strategy, folder, asked)
+        what = "the first picture" if which == "first" else "the picture with the lowest PSNR of all"
         page.pictures(
             rows,
-            f"{strategy}, {sampler}: the first picture, left the synchronous one; under each the absolute difference "
-            f"of their 8-bit values, amplified as its caption says: white on the scale is a difference of so much, of "
-            f"values from 0 to 1.{more}",
+            f"{strategy}, {sampler}: {what}, at the top left the synchronous one; under each the largest absolute "
+            "difference of a pixel's 8-bit values, of values from 0 to 1. One scale serves a row: its bright end is "
+            "the 99th percentile of the row's differences. Dashes: where the ranks' shares of the image meet, if they "
+            f"are even.{more}",
         )
+    _distribution(page, results, sampler, strategy)
+
+
+def _first_and_worst(
+    results: Results, sampler: str, strategy: str
+) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
+    """Prompt and seed of the first picture, and of the one with the lowest PSNR of any policy and N."""
+    some = [
+        (picture["prompt"], picture["seed"], picture["psnr"])
+        for at in results.asked()
+        if at[:2] == (sampler, strategy)
+        for cell in results.by[at]
+        for picture in cell["pictures"]
+    ]
+    if not some:
+        return None, None
+    worst = min(some, key=lambda one: CAP + 1 if one[2] is None else one[2])
+    return some[0][:2], worst[:2]
+
+
+def _rows_of(results: Results, sampler: str, strategy: str, folder: Path, asked: tuple[str, int]) -> list[list[Shown]]:
+    """For every policy a row of one picture by N, and a row of their differences; the synchronous one stands once."""
+    exact_file = folder / results.synchronous[(sampler, *asked)]["file"]
+    exact, rows = _read(exact_file), []
+    for warmup in results.plan.warmups[:ROWS]:
+        found: list[tuple[int, str, Image.Image]] = []
+        for devices in results.plan.devices:
+            for cell in results.by.get((sampler, strategy, devices, warmup), ()):
+                for picture in cell["pictures"]:
+                    if (picture["prompt"], picture["seed"]) == asked:
+                        psnr = CAP + 1 if picture["psnr"] is None else picture["psnr"]
+                        over = f"{psnr:.1f} dB" if psnr <= CAP else f"over {CAP:g} dB"
+                        caption = f"N = {devices}, {warmup}: {'equal' if picture['equal'] else over}"
+                        found.append((devices, caption, _read(folder / picture["file"])))
+        if not found:
+            continue
+        begin = Shown(None) if rows else _shown(exact, SYNCHRONOUS, asked[0])
+        apart = [np.abs(as_picture(ours) - as_picture(exact)) for _, _, ours in found]
+        bright = brightest(apart)
+        rows.append([begin, *(_shown(ours, caption, asked[0]) for _, caption, ours in found)])
+        # Frames of a video lie beside one another in its picture: no line says where tokens are in each.
+        still = results.plan.setup.frames is None
+        rows.append(
+            [
+                Shown(None),
+                *(
+                    _difference(one, bright, devices if still else 1, caption.partition(":")[0])
+                    for one, (devices, caption, _) in zip(apart, found, strict=True)
+                ),
+            ]
+        )
+    return rows
+
+
+def _distribution(page: Page, results: Results, sampler: str, strategy: str) -> None:
+    """Share of the pictures up to every PSNR, a line for each policy, at the most devices."""
+    charted = _charted(results, sampler, strategy)
+    if not charted:
+        return
+    devices = max(charted)
+    lines = []
+    for at in charted[devices]:
+        values = sorted(results.psnr_of(at).values())
+        if len(values) >= DISTRIBUTED:
+            shares = tuple(100 * (place + 1) / len(values) for place in range(len(values)))
+            lines.append(Series(at[3], tuple(values), shares))
+    if lines:
+        of = f"{strategy}, {sampler}, {devices} devices"
+        chart = line_chart(lines, f"Pictures up to every PSNR, {of}", "PSNR, dB", "share of the pictures, %")
+        page.chart(chart, f"{of}: share of the pictures whose PSNR is at most so much; farther right is better.")
 
 
 def _frames(page: Page, results: Results, sampler: str, strategy: str) -> None:
@@ -391,18 +462,20 @@ def _read(file: Path) -> Image.Image:
         return image.convert("RGB")
 
 
-def _shown(image: Image.Image, caption: str, prompt: str, white: float | None = None) -> Shown:
+def _shown(image: Image.Image, caption: str, prompt: str, bright: float | None = None) -> Shown:
     if max(image.size) > SIDE:
+        image = image.copy()
         image.thumbnail((SIDE, SIDE))
-    return Shown(image, caption, f"{prompt}, {caption}", white)
+    return Shown(image, caption, f"{prompt}, {caption}", bright)
 
 
-def _difference(file: Path, exact: Path, name: str) -> Shown:
-    apart, factor = amplified(_read(file), _read(exact))
+def _difference(apart: np.ndarray, bright: float, devices: int, name: str) -> Shown:
     if not apart.any():
         return Shown(np.zeros_like(apart), "no difference", f"{name}: no difference from the synchronous picture")
-    caption = f"difference × {factor:,.0f}"
-    return _shown(Image.fromarray(eight_bits(apart)), caption, f"{name} against the synchronous picture", 1 / factor)
+    borders = [rank / devices for rank in range(1, devices)]
+    shades = Image.fromarray(eight_bits(coloured(apart, bright, borders)))
+    caption = f"difference, largest {number_text(float(apart.max()), 2)}"
+    return _shown(shades, caption, f"{name} against the synchronous picture", bright)
 
 
 def _charted(results: Results, sampler: str, strategy: str) -> dict[int, list[Combination]]:

@@ -6,11 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ...config import ParallelConfig
 from ...core.files import without_folder
 from ...generate.job import Job
 from ...quality import curves, figures, perceptual
 from ...quality.curves import Series
+from ...quality.pictures import as_picture
 from ...quality.report import Cell, Download, Page, Shown, as_csv, number_text, plain
 from .runs import Run
 from .verdicts import TOLERANCES, Verdict
@@ -37,7 +40,7 @@ def page_of(
     """
     name = without_folder(job.name)
     page = Page(
-        "Does it draw what one device draws?",
+        "Verification against one device",
         f"{name}, {job.total} {'picture' if job.total == 1 else 'pictures'}, seed {job.seed}",
     )
     ran = [verdict for verdict in verdicts if not verdict.refused]
@@ -100,7 +103,14 @@ def _axes(verdicts: Sequence[Verdict]) -> list[str]:
 def _outcomes(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str | Cell]]]:
     axes = _axes(verdicts)
     header = ["configuration", "verdict", "same bits", "largest", "mean", "PSNR (dB)", "SSIM", perceptual.NAME]
-    header += ["latents", "seconds", "one device (s)", "sent (MB)", *(f"{axis} (MB)" for axis in axes if len(axes) > 1)]
+    header += [
+        "latents",
+        "seconds",
+        "one device (s)",
+        "speed-up",
+        "sent (MB)",
+        *(f"{axis} (MB)" for axis in axes if len(axes) > 1),
+    ]
     rows = []
     for verdict in verdicts:
         row: list[str | Cell] = [verdict.config]
@@ -112,6 +122,7 @@ def _outcomes(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str | C
             row += [psnr if any(one.psnr is not None for one in verdicts) else "", f"{verdict.ssim:.4f}"]
             row += ["" if verdict.perceptual is None else f"{verdict.perceptual:.4f}", number_text(verdict.latents, 2)]
             row += [number_text(verdict.seconds), number_text(verdict.one_device_seconds)]
+            row.append(f"{verdict.one_device_seconds / verdict.seconds:.2f}" if verdict.seconds else "")
             row += [number_text(count / 1e6) for count in sent]
         rows.append(row + [""] * (len(header) - len(row)))
     return header, rows
@@ -179,24 +190,24 @@ def _configuration(page: Page, job: Job, verdict: Verdict, run: Run, alone: Run)
     if each > 1:
         # Of the first video some, evenly spaced.
         first = [round(place * (each - 1) / (SHOWN - 1)) for place in range(SHOWN)]
-    for number in dict.fromkeys(first):
+    shown = dict.fromkeys(first)
+    apart = {number: np.abs(as_picture(pairs[number][0]) - as_picture(pairs[number][1])) for number in shown}
+    # One scale serves all of a configuration's pictures.
+    bright = figures.brightest(list(apart.values()))
+    for number in shown:
         ours, theirs = pairs[number]
-        apart, factor = figures.amplified(ours, theirs)
         what = f"“{job.prompts[number // each // job.images]}”, seed {job.seed + number // each}"
         what += f", frame {number % each + 1}" if each > 1 else ""
-        difference = verdict.pictures[number]
-        caption = "no difference"
-        if apart.any():
-            caption = f"difference × {factor:,.0f}, largest {number_text(difference.largest, 2)}"
-        alt = f"the difference of the two pictures, amplified {factor:,.0f} times"
-        if difference.equal:
-            alt += ": black, they are equal"
+        difference, differs = verdict.pictures[number], bool(apart[number].any())
+        caption = f"difference, largest {number_text(difference.largest, 2)}" if differs else "no difference"
+        alt = "the difference of the two pictures" + (": black, they are equal" if difference.equal else "")
         pair = Shown(theirs, f"{verdict.reference}: {what}"), Shown(ours, f"{verdict.config}: {what}")
-        rows.append([*pair, Shown(apart, caption, alt, 1 / factor if apart.any() else None)])
+        shades = figures.coloured(apart[number], bright)
+        rows.append([*pair, Shown(shades, caption, alt, bright if differs else None)])
     left = len(pairs) - len(rows)
     more = f" {left} more {'frames ' if each > 1 else ''}were generated." if left else ""
-    scale = "amplified: white on its scale is a difference of so much, of values from 0 to 1"
-    page.pictures(rows, f"One device, {verdict.config}, and the absolute difference, {scale}.{more}")
+    scale = "of values from 0 to 1; the bright end of the scale is the 99th percentile of the differences shown"
+    page.pictures(rows, f"One device, {verdict.config}, and the largest absolute difference of a pixel, {scale}.{more}")
     if each > 1:
         steps = tuple(float(frame + 1) for frame in range(each))
         lines = [

@@ -245,8 +245,9 @@ class TraceWriter:
 
     Args:
         folder: an empty folder.
-        budget: bytes that the values may take, about.
-        calls: runs of the transformer to expect, at most.
+        budget: bytes that the values may take. Where more runs come than were expected, every other channel of
+            what was written is given up, as often as needed.
+        calls: runs of the transformer to expect.
 
     Attributes:
         stride: k; None before the first run has ended.
@@ -257,7 +258,7 @@ class TraceWriter:
         self._folder = Path(folder)
         self._budget, self._calls = budget, calls
         self._pending: dict[Spot, _Pending] = {}
-        self._files = 0
+        self._files = self._kept = 0
 
     def take(self, spot: Spot, tensor: Tensor, row: int, dim: int, start: int) -> None:
         """Parts of one tensor may come in any order; the same part twice counts once."""
@@ -284,10 +285,29 @@ class TraceWriter:
             shape = (*values.shape[:-1], pending.width)
             entries.append((astuple(spot), shape, pending.dim, stride, values, pending.joined(1)))
         self._pending.clear()
+        self._kept += self._write(self._folder / f"{self._files:08}.pt", entries)
+        self._files += 1
+        while self._kept > self._budget and self.stride < entries[0][1][-1]:
+            self._thin()
+
+    def _thin(self) -> None:
+        """Keep every other channel of what is there, and of what comes."""
+        self.stride, self._kept = 2 * (self.stride or 1), 0
+        for file in sorted(self._folder.glob("*.pt")):
+            entries = []
+            for spot, shape, dim, stride, values, digests in torch.load(file, weights_only=True):
+                if Spot(*spot).path != SCHEDULER:
+                    stride, values = 2 * stride, values[..., ::2].contiguous()
+                entries.append((spot, (*values.shape[:-1], shape[-1]), dim, stride, values, digests))
+            self._kept += self._write(file, entries)
+
+    @staticmethod
+    def _write(file: Path, entries: list[Any]) -> int:
+        """Write the entries of a run; bytes of values that a larger stride would make fewer."""
         data = io.BytesIO()
         torch.save(entries, data)
-        (self._folder / f"{self._files:08}.pt").write_bytes(data.getbuffer())
-        self._files += 1
+        file.write_bytes(data.getbuffer())
+        return sum(values.nbytes for spot, _, _, _, values, _ in entries if Spot(*spot).path != SCHEDULER)
 
     def _stride_of(self, spot: Spot) -> int:
         return 1 if spot.path == SCHEDULER else self.stride or 1

@@ -1,0 +1,77 @@
+"""What is said of a mistyped command line: one sentence of our own, whichever type an option has."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Any
+
+from ..errors import did_you_mean, what_is_wrong
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether the command line's parser has raised it."""
+    # Its class is typer's or click's, by the version.
+    return hasattr(error, "format_message") and hasattr(error, "exit_code")
+
+
+def said_of_mistake(error: Any) -> str:
+    """The sentence about what the command line's parser has found wrong."""
+    context = getattr(error, "ctx", None)
+    path = "ditmesh" if context is None else context.command_path
+    command, see = path.rpartition(" ")[2], f"; see {path} --help"
+    kind, message = type(error).__name__, " ".join(str(error.message).split())
+    if kind == "NoSuchOption":
+        return f"{command} has no option {error.option_name}{_near(error.option_name, context) or see}"
+    if kind == "BadOptionUsage":
+        way = "has no value; write one behind it" if "requires" in message else "takes no value; leave it out"
+        return f"{error.option_name} {way}"
+    if kind == "MissingParameter":
+        return f"{_name(error.param)} is missing{see}"
+    if kind == "BadParameter" and error.param is not None:
+        return _of_value(error, message)
+    unknown = re.match(r"No such command '(.*?)'", message)
+    if unknown is not None and context is not None:
+        commands = list(context.command.commands)
+        near = did_you_mean(unknown[1], commands) or f"; use one of {', '.join(commands)}"
+        return f"there is no command {unknown[1]!r}{near}"
+    extra = re.match(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", message)
+    if extra is not None:
+        return f"{command} has no use for {extra[1]!r}{see}"
+    return message[:1].lower() + message[1:].rstrip(".") + see
+
+
+def _near(name: str, context: Any) -> str:
+    options = [] if context is None else [one for param in context.command.params for one in _shown(param)]
+    # The dashes are no likeness.
+    plain = {one.strip("-"): one for one in options}
+    near = difflib.get_close_matches(name.strip("-"), list(plain), 1, 0.6)
+    return f"; did you mean {plain[near[0]]!r}?" if near else ""
+
+
+def _shown(param: Any) -> list[str]:
+    """The long names of an option, unless it is hidden."""
+    names = [*param.opts, *getattr(param, "secondary_opts", ())]
+    return [] if getattr(param, "hidden", False) else [name for name in names if name.startswith("--")]
+
+
+def _name(param: Any) -> str:
+    """An option's long name, or what an argument is called in the usage."""
+    return next((one for one in param.opts if one.startswith("--")), param.metavar or str(param.name).upper())
+
+
+def _of_value(error: Any, message: str) -> str:
+    """The sentence about a value that is none of the option's type."""
+    problems = error.__cause__.errors() if hasattr(error.__cause__, "errors") else []
+    quoted = re.match(r"(?:Value error, )?'(.*?)' is not (.*)", message)
+    value = str(problems[0]["input"]) if problems else quoted[1] if quoted is not None else ""
+    words = re.findall(r"'([^']*)'", quoted[2]) if quoted is not None and "one of" in quoted[2] else []
+    if words:
+        why = f"none of {', '.join(words)}{did_you_mean(value, words)}"
+    elif problems:
+        why = what_is_wrong(problems[0])
+    elif quoted is not None:
+        why = "not a whole number" if "integer" in quoted[2] else "not a number" if "float" in quoted[2] else message
+    else:
+        why = message[:1].lower() + message[1:].rstrip(".")
+    return f"{_name(error.param)} {value if value.strip() else repr(value)}: {why}"

@@ -1,0 +1,91 @@
+"""Which class of a library an object is: what was reviewed of a class holds for that very class, not for its name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+# What a subclass may have of its own without changing what the methods of its base compute.
+_OWN = frozenset(("__init__", "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__"))
+# Packages whose layers compute what the layer they replace computes: adapters, quantised weights.
+_LAYERS = frozenset(
+    ("torch", "diffusers", "transformers", "peft", "accelerate", "bitsandbytes", "torchao", "optimum", "ditmesh")
+)
+
+
+@cache
+def library_class(kind: type, library: str = "diffusers") -> type | None:
+    """The class of a library that ``kind`` is: itself, or one whose methods it inherits unchanged; None for any other.
+
+    A fork of the same name, a module that a model's repository brings along (``diffusers_modules``) and a subclass
+    that replaces a method are others.
+    """
+    for number, base in enumerate(kind.__mro__):
+        package = base.__module__.partition(".")[0]
+        if package == library and getattr(sys.modules.get(base.__module__), base.__name__, None) is base:
+            # Classes that torch puts in front (FSDP2's) leave what is computed as it is.
+            before = [one for one in kind.__mro__[:number] if one.__module__.partition(".")[0] != "torch"]
+            own = {name for one in before for name in vars(one)} - _OWN
+            return None if any(_is_code(getattr(base, name, None)) for name in own) else base
+    return None
+
+
+def library_name(value: object, library: str = "diffusers") -> str:
+    """Name of the library's class that an object is, by which tables know it; empty for a class of others."""
+    found = library_class(type(value), library)
+    return "" if found is None else found.__name__
+
+
+def is_published(model: nn.Module, lists: Iterable[str]) -> bool:
+    """Whether a model of diffusers computes what its class does in the library.
+
+    Its forward and its blocks are to be those that the file of its class names, and what is inside the blocks
+    (modules, attention processors, forwards) is to come from libraries of layers: torch, peft, quantisers.
+
+    Args:
+        model: the model.
+        lists: paths of the lists of blocks to look at.
+    """
+    kind = library_class(type(model))
+    if kind is None or not _is_of(_LAYERS, model.forward):
+        return False
+    named = vars(sys.modules[kind.__module__])
+    for path in lists:
+        try:
+            blocks = model.get_submodule(path)
+        except AttributeError:
+            # A layout of another version of the class, which its reader refuses.
+            continue
+        for block in blocks.children():
+            # What torch.compile puts around a block.
+            inner = getattr(block, "_orig_mod", block)
+            found = library_class(type(inner))
+            if found is None or named.get(found.__name__) is not found:
+                return False
+        for module in blocks.modules():
+            processor = getattr(module, "processor", None)
+            if not _is_of(_LAYERS, type(module), module.forward, *([] if processor is None else [type(processor)])):
+                return False
+    return True
+
+
+def _is_of(packages: frozenset[str], *values: Any) -> bool:
+    """Whether classes and functions, without what wraps them, come from one of these packages."""
+    return all(_package(value) in packages for value in values)
+
+
+def _package(value: Any) -> str:
+    value = inspect.unwrap(value)
+    while isinstance(value, functools.partial):
+        value = inspect.unwrap(value.func)
+    return str(getattr(value, "__module__", None) or "").partition(".")[0]
+
+
+def _is_code(value: object) -> bool:
+    return callable(value) or isinstance(value, (property, functools.cached_property))

@@ -1,0 +1,25 @@
+"""Errors of code that only predicts: the work goes on without its answer, and the mistake is said."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+# What a mistake in a prediction raises; what cannot be predicted raises a `ditmesh.errors.DitmeshError`.
+MISTAKES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
+# An environment variable that makes mistakes raise, for tests.
+RAISE = "DITMESH_RAISE_MISTAKES"
+
+
+def unexpected(log: logging.Logger, error: Exception, what: str) -> None:
+    """Log an error of a prediction: one line as a warning, its traceback for debugging.
+
+    Args:
+        log: of the module.
+        error: what was raised; raised again if the environment variable `RAISE` is set.
+        what: what is done in place of the prediction, a whole sentence.
+    """
+    if os.environ.get(RAISE):
+        raise error
+    log.warning("%s (%s: %s)", what, type(error).__name__, (str(error).splitlines() or ["no message"])[0])
+    log.debug("the traceback:", exc_info=error)

@@ -1,0 +1,97 @@
+"""The size of what is made from an image: the image's own shape, unless another size is asked for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import InputError
+from .files import PICTURES, InputFile, open_picture, open_video, pipeline_for
+from .model_info import ModelInfo
+
+# Pixels of an image of a model whose files and pipeline do not say how large it makes them.
+USUAL_PIXELS = 1024 * 1024
+# Inputs that the output is made from, the first that is there decides; a mask goes with its image.
+SHAPING = ("image", "video", "control")
+
+
+def input_size(model: ModelInfo, files: Sequence[InputFile], strength: float | None = None) -> tuple[int, int] | None:
+    """The width and height of what is made from a job's input files, when no size is asked for.
+
+    Args:
+        model: the model's files.
+        files: of the job; images and videos are read.
+        strength: of the job.
+
+    Returns:
+        The input's size as `ModelInfo.size_like` has it; None: there is no input image, and the model's own size is
+        to be used.
+
+    Raises:
+        InputError: a file cannot be read, or the mask has another shape than its image.
+    """
+    inputs = {file.role: file for file in files if file.role in (*SHAPING, "mask")}
+    role = next((role for role in SHAPING if role in inputs), None)
+    if role is None or model.labels:
+        return None
+    file = inputs[role]
+    size = (open_video(file, 1)[0] if role == "video" else open_picture(file)).size
+    if role == "image" and "mask" in inputs:
+        check_mask(size, open_picture(inputs["mask"]).size)
+    return model.size_like(*size, _usual_pixels(model, files, strength))
+
+
+def check_mask(image: tuple[int, int], mask: tuple[int, int]) -> None:
+    """Refuse a mask that does not lie on its image; one of the same shape and another size is scaled to it.
+
+    Args:
+        image, mask: width and height in pixels.
+
+    Raises:
+        InputError: they have two shapes.
+    """
+    if not _alike(mask, image):
+        raise InputError(
+            f"the mask has {mask[0]}x{mask[1]} pixels and the image {image[0]}x{image[1]}, which is another shape; "
+            "give a mask of the image's size"
+        )
+
+
+def stretched(pictures: Mapping[str, Any], size: tuple[int, int], step: int) -> str | None:
+    """A sentence about input images that have another shape than what is made from them; None: they have the same.
+
+    Args:
+        pictures: images, or frames of a video, by the argument of the pipeline's call.
+        size: width and height of what is made.
+        step: sides are multiples of it.
+    """
+    for role in SHAPING:
+        picture = pictures.get(PICTURES[role])
+        picture = picture[0] if isinstance(picture, Sequence) and picture else picture
+        found = getattr(picture, "size", None)
+        if found is not None and abs(found[0] * size[1] / found[1] - size[0]) > step:
+            return (
+                f"--{role} has {found[0]}x{found[1]} pixels, and the size {size[0]}x{size[1]} has another shape: most "
+                "pipelines stretch it; leave --size out to keep its shape"
+            )
+    return None
+
+
+def _alike(small: tuple[int, int], large: tuple[int, int]) -> bool:
+    """Whether two sizes have one shape, within a pixel of the smaller one."""
+    small, large = sorted((small, large))
+    return abs(small[0] * large[1] / large[0] - small[1]) <= 1
+
+
+def _usual_pixels(model: ModelInfo, files: Sequence[InputFile], strength: float | None) -> int:
+    """Pixels of what the model makes when nothing is said of its size."""
+    import diffusers
+
+    if model.default_size is not None:
+        return model.default_size[0] * model.default_size[1]
+    kind = getattr(diffusers, pipeline_for(model.pipeline_class, files, strength), None)
+    parameters = inspect.signature(kind.__call__).parameters if isinstance(kind, type) else {}
+    sides = [getattr(parameters.get(name), "default", None) for name in ("width", "height")]
+    width, height = sides
+    return width * height if isinstance(width, int) and isinstance(height, int) else USUAL_PIXELS

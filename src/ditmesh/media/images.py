@@ -1,0 +1,317 @@
+"""Images as a person sees them: 8-bit sRGB, upright, over white; masks as levels of grey.
+
+What a file has besides its samples decides what is seen, and each is followed here:
+
+* **Upright**: the orientation in EXIF or XMP is applied, also to the size that is read from the file's head alone.
+* **Range**: integers of 16 bits (also 16-bit values that a format keeps in 32) are scaled from 0..65535, of 12 bits
+  from 0..4095; floats from 0..1. Samples of 32 bits outside of these ranges, or that could be of 8 bits, have no range
+  that could be known and are refused.
+* **Transparency**: alpha, palettes with alpha and colour keys are laid over white.
+* **Colour**: an embedded ICC profile is converted to sRGB (ICC.1:2022; by LittleCMS). One that is broken or is of
+  another kind of image is ignored with a warning, as viewers do.
+* **Animation**: the first frame.
+* **Limits**: pixels and bytes are bounded before anything is decoded.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+logger = logging.getLogger(__name__)
+
+# Names that images have. Animated ones are videos as well.
+SUFFIXES = (
+    ".png", ".apng", ".jpg", ".jpeg", ".jfif", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".avif", ".jp2", ".ppm", ".pgm"
+)  # fmt: skip
+# Formats of Pillow that are read. Others of its formats start programs (EPS), or are no images of their own.
+FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "JPEG2000", "PPM")
+# Pixels of an image, at most.
+MOST_PIXELS = 2**27
+
+# Tags of TIFF 6.0, and a value of the second.
+_BITS_PER_SAMPLE, _PHOTOMETRIC, _WHITE_IS_ZERO = 258, 262, 0
+# Of EXIF 2.32.
+_ORIENTATION = 0x0112
+
+# How a file begins that Pillow reads, as far as a video could be taken for it.
+_BEGINNINGS = (b"\x89PNG", b"GIF8", b"\xff\xd8", b"BM", b"II*\0", b"MM\0*", b"P5\n", b"P6\n")
+
+
+def is_image(head: bytes) -> bool:
+    """Whether Pillow reads a file, by its first 12 bytes; else it may be a video."""
+    return head.startswith(_BEGINNINGS) or head[8:12] == b"WEBP" or head[4:12] in (b"ftypavif", b"ftypavis")
+
+
+def read_image(
+    file: BinaryIO, name: str, *, most_pixels: int = MOST_PIXELS, formats: tuple[str, ...] = FORMATS
+) -> Image:
+    """The image in a file as a person sees it: RGB, of an animation the first frame.
+
+    Args:
+        file: opened for reading, seekable.
+        name: of it, for messages.
+        most_pixels: which it may have.
+        formats: of Pillow, which it may be of.
+
+    Raises:
+        InputError: it is none, is corrupt, has more pixels, or samples of a range that cannot be known.
+    """
+    with opened_image(file, name, most_pixels, formats) as image:
+        image.load()
+        return as_seen(image, name)
+
+
+def read_mask(
+    file: BinaryIO, name: str, *, most_pixels: int = MOST_PIXELS, formats: tuple[str, ...] = FORMATS
+) -> Image:
+    """The mask in a file, L: white is what is generated. Arguments and errors as of `read_image`.
+
+    Colours count by their luminance; profiles do not apply to a mask. Of a mask with transparent pixels those that are
+    transparent throughout are white and all others black, whatever their colours: the form of OpenAI's API.
+    """
+    with opened_image(file, name, most_pixels, formats) as image:
+        image.load()
+        return as_mask(image, name)
+
+
+def image_size(file: BinaryIO, name: str, *, most_pixels: int = MOST_PIXELS) -> tuple[int, int]:
+    """(height, width) of an image as `read_image` returns it; only the file's head is read, as far as Pillow can.
+
+    Raises:
+        InputError: it is no image, or has more pixels.
+    """
+    with opened_image(file, name, most_pixels) as image:
+        width, height = image.size
+        # Pillow swaps the sides of a TIFF by itself.
+        if image.format != "TIFF" and _orientation(image, name) >= 5:
+            width, height = height, width
+        return height, width
+
+
+def as_seen(image: Image, name: str) -> Image:
+    """An opened image of any mode as RGB: upright, in sRGB, over white.
+
+    Raises:
+        InputError: its samples have a range that cannot be known.
+    """
+    import PIL.Image
+
+    turned = _upright(image, name)
+    colour, alpha = _parts(_eight_bits(turned, name))
+    colour = _in_srgb(colour, image.info.get("icc_profile"), name)
+    if alpha is None:
+        return colour
+    seen = PIL.Image.merge("RGBA", (*colour.split(), alpha))
+    return PIL.Image.alpha_composite(PIL.Image.new("RGBA", seen.size, "white"), seen).convert("RGB")
+
+
+def as_mask(image: Image, name: str) -> Image:
+    """An opened image of any mode as a mask: see `read_mask`.
+
+    Raises:
+        InputError: its samples have a range that cannot be known, or it is partly transparent only.
+    """
+    colour, alpha = _parts(_eight_bits(_upright(image, name), name))
+    least = 255 if alpha is None else alpha.getextrema()[0]
+    if alpha is None or least == 255:
+        return colour.convert("L") if colour.mode != "LAB" else _in_srgb(colour, None, name).convert("L")
+    if least:
+        raise InputError(
+            f"{name} has pixels that are partly transparent and none that is transparent throughout; save the mask "
+            "without transparency, white where the image is to be generated"
+        )
+    return alpha.point([255] + [0] * 255)
+
+
+# --- opening ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def opened_image(
+    file: BinaryIO, name: str, most_pixels: int = MOST_PIXELS, formats: tuple[str, ...] = FORMATS
+) -> Iterator[Any]:
+    """Pillow's image of which the head is read; what Pillow raises in the block becomes an `InputError`."""
+    from PIL import Image, UnidentifiedImageError
+
+    Image.init()
+    try:
+        # Warnings of Pillow are about large images, corrupt EXIF and palettes, all of which are dealt with here.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(file, formats=[one for one in formats if one in Image.OPEN]) as image:
+                if image.width * image.height > most_pixels:
+                    raise Image.DecompressionBombError
+                yield image
+    except Image.DecompressionBombError:
+        raise InputError(f"{name} has more than {most_pixels} pixels; give a smaller image") from None
+    except UnidentifiedImageError:
+        kinds = ", ".join(one for one in formats if one != "MPO")
+        raise InputError(f"{name} is not an image that can be read; its format is to be one of {kinds}") from None
+    except InputError:
+        raise
+    except Exception as error:
+        # Files of others: what Pillow raises of them can be anything.
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise InputError(f"{name} is corrupt and cannot be decoded ({reason}); save the image again") from None
+
+
+@lru_cache(maxsize=1024)
+def _warn_once(message: str) -> None:
+    """The same file is read in every epoch."""
+    logger.warning("%s", message)
+
+
+def _orientation(image: Image, name: str) -> int:
+    """EXIF's orientation, 1 to 8, from what is read of the file so far."""
+    import PIL.Image
+
+    try:
+        # A PNG's own method would decode all of it, to find EXIF behind the pixels.
+        found = PIL.Image.Image.getexif(image).get(_ORIENTATION, 1)
+    except Exception as error:
+        _warn_once(f"{name}: its EXIF data cannot be read ({error}), so it is taken for upright")
+        return 1
+    return found if isinstance(found, int) and 1 <= found <= 8 else 1
+
+
+def _upright(image: Image, name: str) -> Image:
+    from PIL.Image import Transpose
+
+    # By orientation, from 2 on.
+    ways = (
+        Transpose.FLIP_LEFT_RIGHT,
+        Transpose.ROTATE_180,
+        Transpose.FLIP_TOP_BOTTOM,
+        Transpose.TRANSPOSE,
+        Transpose.ROTATE_270,
+        Transpose.TRANSVERSE,
+        Transpose.ROTATE_90,
+    )
+    number = _orientation(image, name)
+    if number == 1:
+        return image
+    turned = image.transpose(ways[number - 2])
+    turned.info, turned.format = image.info, image.format
+    return turned
+
+
+# --- samples ----------------------------------------------------------------------------------------------------
+
+
+def _eight_bits(image: Image, name: str) -> Image:
+    """The same image with samples of 8 bits; transparency stays, as alpha or a key of 8 bits."""
+    import numpy as np
+    import PIL.Image
+
+    key = image.info.get("transparency")
+    if image.mode == "RGB" and isinstance(key, tuple) and max(key) > 255:
+        # The key of a PNG of 16 bits, whose samples Pillow has cut to their upper 8.
+        image = image.copy()
+        image.info["transparency"] = tuple(value >> 8 for value in key)
+    if not (image.mode.startswith("I") or image.mode == "F"):
+        return image
+    values = np.asarray(image)
+    if image.mode == "F":
+        if not np.isfinite(values).all() or values.min() < 0 or values.max() > 1:
+            raise InputError(
+                f"{name} has float samples from {values.min():g} to {values.max():g}, and 0 to 1 is read; scale them "
+                "and save the image again"
+            )
+        levels = np.floor(values * 255 + 0.5)
+    else:
+        least, most = int(values.min()), int(values.max())
+        # In these formats Pillow's 32 bits hold 16.
+        stated = image.mode != "I" or image.format in ("PNG", "PPM", "JPEG2000")
+        if least < 0 or most > 65535 or (not stated and 0 < most <= 255):
+            raise InputError(
+                f"{name} has integer samples of 32 bits from {least} to {most}, whose range cannot be known (0 to "
+                "65535 is read); save the image with 8 or 16 bits"
+            )
+        tags: Any = getattr(image, "tag_v2", {})
+        top = 4095 if 12 in tags.get(_BITS_PER_SAMPLE, ()) else 65535
+        levels = (values.astype(np.int64) * 255 + top // 2) // top
+        # Pillow inverts samples of 8 bits by itself.
+        levels = 255 - levels if image.mode != "I" and tags.get(_PHOTOMETRIC) == _WHITE_IS_ZERO else levels
+    grey = PIL.Image.fromarray(levels.clip(0, 255).astype(np.uint8))
+    if isinstance(key, int):
+        grey.putalpha(PIL.Image.fromarray(np.where(values == key, 0, 255).astype(np.uint8)))
+    return grey
+
+
+def _parts(image: Image) -> tuple[Image, Image | None]:
+    """Colours (L, RGB, CMYK or LAB) and alpha (L) of an image of 8 bits; None: it is opaque."""
+    if image.has_transparency_data:
+        whole = image.convert("LA" if image.mode in ("1", "L", "LA", "La") else "RGBA")
+        return whole.convert(whole.mode[:-1]), whole.getchannel("A")
+    if image.mode in ("L", "RGB", "CMYK", "LAB"):
+        return image, None
+    return image.convert("L" if image.mode == "1" else "RGB"), None
+
+
+# --- colours ----------------------------------------------------------------------------------------------------
+
+# Spaces of ICC profiles, and the mode of an image that is in one.
+_SPACES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK", "Lab": "LAB"}
+
+
+def _in_srgb(colour: Image, profile: bytes | None, name: str) -> Image:
+    if profile and colour.mode != "LAB":
+        try:
+            mode, transform = _transform(profile)
+            # Grey levels under a profile of RGB are equal parts of it.
+            given = colour.convert("RGB") if (colour.mode, mode) == ("L", "RGB") else colour
+            if given.mode != mode:
+                raise ValueError(f"it is of {mode}, and the image of {colour.mode}")
+            return given.convert("RGB") if transform is None else transform.apply(given)
+        except Exception as error:
+            _warn_once(f"{name}: its colour profile cannot be used ({error}), so it is taken for sRGB")
+    if colour.mode == "LAB":
+        from PIL import ImageCms
+
+        lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+        found = ImageCms.profileToProfile(colour, lab, srgb, outputMode="RGB")
+        assert found is not None
+        return found
+    return colour.convert("RGB")
+
+
+@lru_cache(maxsize=32)
+def _transform(profile: bytes) -> tuple[str, Any]:
+    """The mode of images with this profile, and their transform to sRGB; None: it changes nothing that is seen.
+
+    Raises:
+        ValueError: the profile is broken, or of another space.
+    """
+    import numpy as np
+    from PIL import Image, ImageCms
+
+    try:
+        opened = ImageCms.ImageCmsProfile(BytesIO(profile))
+        parsed: Any = opened.profile
+        space = str(parsed.xcolor_space).strip()
+        mode = _SPACES.get(space)
+        if mode is None:
+            raise ValueError(f"its space is {space}")
+        made = ImageCms.buildTransform(opened, ImageCms.createProfile("sRGB"), mode, "RGB")
+    except (ImageCms.PyCMSError, OSError, TypeError) as error:
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from None
+    if mode in ("RGB", "L"):
+        # Most profiles are sRGB under one name or another: their images keep their values to the last bit.
+        steps = np.arange(0, 256, 15, dtype=np.uint8)
+        cube = np.stack(np.meshgrid(steps, steps, steps), axis=-1).reshape(-1, len(steps), 3)
+        probe = Image.fromarray(cube if mode == "RGB" else cube[..., 0].copy())
+        before = np.asarray(probe.convert("RGB")).astype(int)
+        if np.abs(np.asarray(made.apply(probe)).astype(int) - before).max() <= 2:
+            return mode, None
+    return mode, made

@@ -1,0 +1,69 @@
+"""What the system says of the server's folder, in the server's words: a locked database is no full disk."""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+
+from .backend import NoSpace, StorageError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+RIGHTS = (errno.EACCES, errno.EPERM, errno.EROFS)
+DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
+# SQLite's primary codes, by what they are here; Python before 3.11 has their texts only.
+CODES = {
+    13: "full", 5: "locked", 6: "locked", 11: "broken", 26: "broken", 3: "rights", 8: "rights", 23: "rights",
+    14: "open", 10: "disk", 7: "memory",
+}  # fmt: skip
+TEXTS = {
+    "disk is full": "full", "locked": "locked", "malformed": "broken", "not a database": "broken",
+    "readonly": "rights", "unable to open": "open", "disk I/O": "disk",
+}  # fmt: skip
+WAYS_OUT = {
+    "full": "make room on the disk",
+    "rights": "give the server's user the right to write there",
+    "descriptors": "raise the limit of open files (ulimit -n) or ask again",
+    "disk": "look at the disk",
+    "locked": "end the other process that uses it",
+    "broken": "start the server again, which moves it aside",
+    "open": "give the server's user the right to open it, or raise the limit of open files (ulimit -n)",
+    "memory": "free memory",
+}
+# What may pass by itself in a moment.
+PASSING = ("descriptors", "locked", "memory")
+
+
+def kind_of(error: OSError | sqlite3.Error) -> str | None:
+    """What kind of failure it is, a key of ``WAYS_OUT``; None: it is a mistake in a statement, and none of the system.
+
+    Args:
+        error: of the system or of SQLite.
+    """
+    if isinstance(error, OSError):
+        named = {**dict.fromkeys(FULL, "full"), **dict.fromkeys(RIGHTS, "rights")}
+        return (named | dict.fromkeys(DESCRIPTORS, "descriptors")).get(error.errno or 0, "disk")
+    code = getattr(error, "sqlite_errorcode", None)
+    if code is not None:
+        return CODES.get(code & 0xFF)
+    return next((kind for text, kind in TEXTS.items() if text in str(error)), None)
+
+
+def storage_error(what: str, error: OSError | sqlite3.Error) -> StorageError | None:
+    """The error that clients and the log are told.
+
+    Args:
+        what: that could not be done, such as ``"cannot write /x"``.
+        error: why.
+
+    Returns:
+        None: it is a mistake in a statement.
+    """
+    kind = kind_of(error)
+    if kind is None:
+        return None
+    words = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    message = f"{what} ({words}); {WAYS_OUT[kind]}"
+    if kind == "full":
+        return NoSpace(message)
+    return StorageError(message, passes=kind in PASSING, broken=kind == "broken")

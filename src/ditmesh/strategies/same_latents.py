@@ -1,0 +1,164 @@
+"""The same latents on every rank in every step, and the same result: what callbacks and a user's own code may change.
+
+The ranks' inputs are compared before a request (`inputs`). Between two steps a callback may give each rank other
+latents, and an image that is made of several is that of no device. In every step a few sums of the latents that the
+transformer is called with are kept on the device. When the request is over they are read, and compared once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ..config import ParallelConfig
+from ..core.arguments import MISSING, Arguments, parameter_names
+from ..core.patching import Proceed
+from ..errors import InputError
+from .base import Call, Context, ParallelModel, Strategy
+
+# Sums of a tensor: of every so manyth element, so that shifted, mirrored and permuted values have other sums.
+SUMS = 13
+# Elements of a result that are looked at, at most.
+LOOKED_AT = 1 << 20
+# How far apart sums of ranks may be, relative to the norm of all elements. Ranks need not round alike: their devices
+# may differ, and some kernels of autoencoders add up in any order.
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
+ROUGH = 3e-2
+# Where bits are promised: sums of equal bits, on devices that add up in other orders.
+EXACT = 1e-6
+
+
+def sums_of(values: Tensor) -> Tensor:
+    """Sums of a tensor's elements, in float32, and the norm of all of them last; at most 2 * `SUMS` numbers.
+
+    On the tensor's device, without waiting for it.
+    """
+    flat = values.detach().reshape(-1)
+    rows = flat.numel() // SUMS
+    whole, rest = flat[: rows * SUMS].view(rows, SUMS), flat[rows * SUMS :]
+    norm = torch.linalg.vector_norm(flat, dtype=torch.float32).reshape(1)
+    return torch.cat([whole.sum(0, dtype=torch.float32), rest.to(torch.float32), norm])
+
+
+def apart(here: Tensor, there: Tensor) -> float:
+    """How far the `sums_of` two tensors are apart, relative to the norm; infinite where one is no number, or of a size,
+    that the other is not.
+    """
+    if here.shape != there.shape:
+        return float("inf")
+    same = (here == there) | (here.isnan() & there.isnan())
+    if bool(same.all()):
+        return 0.0
+    odd = ~same
+    if not bool((here[odd].isfinite() & there[odd].isfinite()).all()):
+        return float("inf")
+    difference = torch.where(odd, here - there, 0.0).double()
+    scale = float(here[-1].nan_to_num(posinf=0.0).double()) or float(there[-1].nan_to_num(posinf=0.0).double())
+    return float(torch.linalg.vector_norm(difference)) / scale if scale else float("inf")
+
+
+class SameLatents(Strategy):
+    """Refuses a request whose latents, or whose result, are not the same on all ranks that share it."""
+
+    name = "latents"
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        # Of this request: by step and number of the tensor its sums, and how far apart they may be.
+        self._noted: dict[tuple[int, int], tuple[Tensor, float]] | None = None
+        self._result: list[tuple[Tensor, float]] = []
+
+    @classmethod
+    def wanted(cls, config: ParallelConfig) -> bool:
+        return config.world_size > 1 and config.inputs != "trust"
+
+    def apply(self, undo: ExitStack) -> None:
+        for model in self.context.models:
+            names = parameter_names(type(model.model).forward)
+            undo.callback(model.chain.add(partial(self._around_call, model, names)))
+
+    def arguments(self, pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        # Only in a pipeline's call all ranks are known to come to an end of the request together.
+        self._noted, self._result = {}, []
+        return args, kwargs
+
+    def _around_call(
+        self, model: ParallelModel, names: tuple[str, ...], proceed: Proceed, *args: Any, **kwargs: Any
+    ) -> Any:
+        call = self.context.clock.call
+        if self._noted is not None and call.branch == 0 and names:
+            latents = Arguments(names, args, kwargs).get(names[0])
+            for number, value in enumerate(tree_leaves(latents) if latents is not MISSING else ()):
+                # Patches that are on their way have a type of their own: no rank has all of them.
+                if type(value) is Tensor and value.is_floating_point() and value.numel() and not value.is_meta:
+                    self._noted[call.step, number] = sums_of(value), TOLERANCE.get(value.dtype, ROUGH)
+        return proceed(*args, **kwargs)
+
+    def result(self, value: Any) -> Any:
+        if self._noted is not None:
+            self._result = [(sums_of(one), ROUGH) for one in _images_in(value)]
+        return value
+
+    def end_request(self, failed: bool) -> None:
+        noted, result = self._noted, self._result
+        self._noted, self._result = None, []
+        if failed or noted is None:
+            return
+        link = self.context.mesh.world
+        mine = {**{key: one for key, (one, _) in noted.items()}, **{(-1, n): one for n, (one, _) in enumerate(result)}}
+        limits = {key: limit for key, (_, limit) in noted.items()}
+        every: list[Mapping[tuple[int, int], Tensor]] = link.all_gather_object(_on_the_host(mine))
+        # In the order of the steps; the result comes last.
+        for step, number in sorted(every[0], key=lambda key: (key[0] < 0, key)):
+            bits = self.context.config.reproducible and step >= 0
+            limit = EXACT if bits else limits.get((step, number), ROUGH)
+            odd = [
+                rank
+                for rank, other in zip(link.ranks, every, strict=True)
+                if (step, number) in other and apart(other[step, number], every[0][step, number]) > limit
+            ]
+            if odd:
+                raise InputError(_in_words(step, odd, link.ranks[0]))
+
+
+def _in_words(step: int, odd: list[int], first: int) -> str:
+    ranks = f"rank {odd[0]} has" if len(odd) == 1 else f"ranks {', '.join(map(str, odd))} have"
+    what = "images at the end" if step < 0 else f"latents in step {step + 1}"
+    return (
+        f"{ranks} other {what} than rank {first}, so the image would be none that one device makes: a callback, or "
+        "code that runs between the steps, gives the ranks different values; let it draw from the generator that the "
+        "pipeline is given, or seed it alike on every rank"
+    )
+
+
+def _on_the_host(sums: Mapping[tuple[int, int], Tensor]) -> dict[tuple[int, int], Tensor]:
+    """The sums, in one copy from each device."""
+    found: dict[tuple[int, int], Tensor] = {}
+    for device in {one.device for one in sums.values()}:
+        keys = [key for key, one in sums.items() if one.device == device]
+        parts = torch.cat([sums[key] for key in keys]).cpu().split([len(sums[key]) for key in keys])
+        # Of its own memory: pickle takes all of what a tensor is a view of.
+        found.update({key: part.clone() for key, part in zip(keys, parts, strict=True)})
+    return found
+
+
+def _images_in(value: Any) -> Iterator[Tensor]:
+    """Arrays and images among what a pipeline returns, as tensors; of large ones a part of the elements."""
+    import numpy as np
+    from PIL.Image import Image
+
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Image):
+            leaf = np.asarray(leaf)
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "fui":
+            leaf = torch.from_numpy(np.ascontiguousarray(leaf).astype(np.float32, copy=False))
+        if type(leaf) is Tensor and leaf.numel() and not leaf.is_complex() and not leaf.is_meta:
+            flat = leaf.detach().reshape(-1)
+            step = max(1, flat.numel() // LOOKED_AT)
+            yield flat[:: step + (step + 1) % 2].float()

@@ -1,0 +1,238 @@
+"""The output folder of a run: whose it is, who works in it, and what a run that goes on may change.
+
+A run has an identity, which its checkpoints carry. A run that goes on from an earlier checkpoint than its newest has
+another from there on, so that the later ones of its former course are not taken for its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from ..core.files import lock_of, written_whole
+from ..errors import InputError
+from .config import TrainConfig
+
+RUN, LOCK = "run.json", "run.lock"
+# What a run leaves: with one of these in it, a folder is another run's.
+LEFT = ("checkpoint-*", "pipeline", "lora")
+
+# Neither what is learned from nor how depends on these, or another entry (the data's digest, the batch) says it.
+NO_MATTER = {
+    *("output_dir", "train_data_dir", "cache_dir", "report_to", "from_scratch", "parallel", "data_speeds", "sharding"),
+    *("checkpointing_steps", "checkpoints_total_limit", "checkpointing_async", "gradient_checkpointing"),
+    *("resume_from_checkpoint", "resume_allow_changed", "gradient_accumulation_steps", "global_batch_size"),
+    *("validation_prompts", "validation_steps", "validation_inference_steps", "guidance_scale"),
+}
+# The new value is used from the first step on.
+AT_ONCE = {
+    *("learning_rate", "scale_lr", "lr_scheduler", "lr_warmup_steps", "lr_decay_steps", "lr_num_cycles", "lr_power"),
+    *("adam_beta1", "adam_beta2", "adam_weight_decay", "adam_epsilon", "max_grad_norm", "ema_decay"),
+    *("max_train_steps", "num_train_epochs", "token_share", "token_share_until", "mixed_precision", "reproducible"),
+    "lora.dropout",
+}
+# The checkpoint has states of other weights.
+OTHER_WEIGHTS = {"train_modules", "use_ema", "lora", "lora.rank", "lora.target_modules"}
+
+logger = logging.getLogger(__name__)
+
+
+def occupied(folder: Path) -> Path | None:
+    """What an earlier run has left in a folder and another one would write over; None: nothing."""
+    return next((path for pattern in LEFT for path in sorted(folder.glob(pattern))), None)
+
+
+def check_output(config: TrainConfig) -> None:
+    """Refuse a run whose output folder is another run's, before any rank starts.
+
+    Raises:
+        InputError: another run has left something there, or works there now.
+    """
+    folder = Path(config.output_dir)
+    if not folder.is_dir():
+        return
+    held = _held(folder)
+    held.close()
+    _check_unoccupied(config, folder)
+
+
+def _check_unoccupied(config: TrainConfig, folder: Path) -> None:
+    wanted = config.resume_from_checkpoint
+    found = occupied(folder)
+    if found is None or wanted == "latest" or (wanted is not None and _inside(folder, wanted)):
+        return
+    raise InputError(
+        f"output_dir={config.output_dir!r} has {found.name} of an earlier run; go on with that run with --resume, or "
+        "give another output_dir"
+    )
+
+
+def _inside(folder: Path, wanted: str) -> bool:
+    there = Path(wanted) if Path(wanted).is_dir() else folder / wanted
+    return there.parent.resolve() == folder.resolve()
+
+
+def _held(folder: Path) -> IO[str]:
+    try:
+        held = lock_of(folder / LOCK)
+    except OSError as error:
+        raise InputError(f"output_dir={str(folder)!r} cannot be written to: {error}") from None
+    if held is None:
+        with contextlib.suppress(OSError):
+            who = (folder / LOCK).read_text(encoding="utf-8").strip()
+            raise InputError(
+                f"output_dir={str(folder)!r} is used by another run (process {who or 'unknown'}); wait for its end, or "
+                "give another output_dir"
+            )
+        raise InputError(f"output_dir={str(folder)!r} is used by another run; give another output_dir")
+    return held
+
+
+class RunFolder:
+    """The output folder, held by the process of the first rank.
+
+    Args:
+        config: the run.
+
+    Attributes:
+        runs: whose checkpoints are this run's, oldest first: an identity (None: of a version that had none) and the
+            last step that counts, None for all.
+
+    Raises:
+        InputError: it is another run's.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.path = Path(config.output_dir)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"output_dir={config.output_dir!r} cannot be written to: {error}") from None
+        self._lock = _held(self.path)
+        try:
+            _check_unoccupied(config, self.path)
+            self.runs = self._known() if occupied(self.path) is not None else []
+        except BaseException:
+            self.close()
+            raise
+
+    def _known(self) -> list[tuple[str | None, int | None]]:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found = json.loads((self.path / RUN).read_text(encoding="utf-8"))["runs"]
+            return [(run, until) for run, until in found]
+        # It was deleted, or an earlier version was here: the newest checkpoint says whose they are.
+        newest, its = -1, None
+        for manifest in self.path.glob("checkpoint-*/manifest.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                about = json.loads(manifest.read_text(encoding="utf-8"))
+                if about["step"] > newest:
+                    newest, its = about["step"], about.get("run")
+        return [(its, None)]
+
+    @property
+    def run(self) -> str:
+        """The identity that this run's next checkpoints carry."""
+        run, _ = self.runs[-1]
+        assert run is not None
+        return run
+
+    def begin(self, checkpoint: Path | None, step: int, run: str | None) -> None:
+        """Note that the run begins, or goes on from a checkpoint of ``step`` that ``run`` has written.
+
+        Raises:
+            OSError: the note cannot be written.
+        """
+        if checkpoint is None or not _inside(self.path, str(checkpoint)):
+            self.runs = [(uuid.uuid4().hex[:16], None)]
+        else:
+            later = [
+                path
+                for path in self.path.glob("checkpoint-*")
+                if path.name.removeprefix("checkpoint-").isdigit() and int(path.name.removeprefix("checkpoint-")) > step
+            ]
+            known = [one for one, _ in self.runs]
+            if run is None or run != known[-1] or later:
+                before = self.runs[: known.index(run)] if run in known else []
+                self.runs = [*before, (run, step), (uuid.uuid4().hex[:16], None)]
+                log = self.path / "loss.csv"
+                if later and log.exists():
+                    # Rows of steps that are done again otherwise.
+                    shutil.copy(log, self.path / f"loss-until-{later[-1].name}.csv")
+        with written_whole(self.path / RUN) as part:
+            part.write_text(json.dumps({"runs": self.runs}), encoding="utf-8")
+
+    def close(self) -> None:
+        """Free the folder for other runs."""
+        self._lock.close()
+
+
+def settings_of(config: TrainConfig, data: str) -> dict[str, Any]:
+    """What a checkpoint keeps of a run's settings, as JSON can hold it.
+
+    Args:
+        config: the run.
+        data: a digest of the samples.
+    """
+    return {**config.model_dump(mode="json"), "batch": config.batch, "data": data}
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: tuple[str, ...]) -> list[str]:
+    """What a run that goes on does otherwise than the checkpoint's, a sentence each.
+
+    Args:
+        before, now: as `settings_of` returns them.
+        allowed: names that may differ all the same.
+
+    Raises:
+        InputError: a setting differs that changes which samples are learned from, or which weights there are.
+    """
+    found = []
+    for name, old, new in _differing(before, now):
+        top = name.partition(".")[0]
+        said = f"{name} was {_short(old)} and is {_short(new)}"
+        if name in NO_MATTER or top in NO_MATTER:
+            continue
+        if name in AT_ONCE or top in AT_ONCE:
+            found.append(f"{said} from this step on")
+        elif name in OTHER_WEIGHTS:
+            raise InputError(
+                f"{said}: the checkpoint has states of other weights; set {name} to {_short(old)}, or begin a run in "
+                "another output_dir"
+            )
+        elif not {name, top, *({"global_batch_size"} if name == "batch" else ())} & {*allowed}:
+            if name == "data":
+                said = "train_data_dir has other samples (names, sizes or captions) than in the checkpoint's run"
+            setting = "global_batch_size" if name == "batch" else top
+            back = "restore them" if name == "data" else f"set {setting} to {_short(old)}"
+            raise InputError(
+                f"{said}, which changes what the run learns from; {back}, or allow it with "
+                f"resume_allow_changed: [{setting}]"
+            )
+        else:
+            found.append(f"{said} from this step on (allowed)")
+    return found
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
+    found: list[tuple[str, Any, Any]] = []
+    for name, new in now.items():
+        # A setting that the other version did not have.
+        if name not in before or before[name] == new:
+            continue
+        old = before[name]
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += _differing(old, new, f"{prefix}{name}.")
+        else:
+            found.append((f"{prefix}{name}", old, new))
+    return found
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

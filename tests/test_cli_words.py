@@ -1,0 +1,374 @@
+"""What a newcomer reads: help, mistakes, tables of 80 columns, and nothing that other libraries say."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ditmesh import ConfigError, ParallelConfig
+from ditmesh.cli.main import app, main
+from ditmesh.cli.show import print_table
+from ditmesh.errors import did_you_mean
+from support import processes
+from support.train import importing_tests
+
+EMOJI = Path(__import__("ditmesh").__file__).parent / "zoo" / "emoji-sd3"
+
+
+def said_by(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one sentence with which a command refuses, with exit code 2."""
+    with pytest.raises(SystemExit) as left:
+        main(list(arguments))
+    captured = capsys.readouterr()
+    assert left.value.code == 2, captured.err
+    assert captured.out == ""
+    assert captured.err.startswith("ditmesh: ")
+    assert len(captured.err.strip().splitlines()) == 1
+    return captured.err.removeprefix("ditmesh: ").strip()
+
+
+# ---- mistakes
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr("ditmesh.launch.RankPool.__init__", start)
+    monkeypatch.setattr("ditmesh.launch.pool.start_fork_server", lambda preload: None)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("generate x --ulysses two", "--ulysses two: not a whole number"),
+        ("generate x --steps 2.5", "--steps 2.5: not a whole number"),
+        ("generate x --guidance high", "--guidance high: not a number"),
+        ("generate x --devices=", "--devices '': not a whole number"),
+        ("generate x --vae band", "--vae band: none of auto, bands, whole; did you mean 'bands'?"),
+        ("generate x --exchange displacd", "none of exact, displaced, naive; did you mean 'displaced'?"),
+        ("generate x --ulyses 2", "generate has no option --ulyses; did you mean '--ulysses'?"),
+        ("generate x --nope", "generate has no option --nope; see ditmesh generate --help"),
+        ("generate x --seed", "--seed has no value; write one behind it"),
+        ("generate x --json=3", "--json takes no value; leave it out"),
+        ("generate x --config none.yaml", "'none.yaml' (No such file or directory); give a YAML file"),
+        ("generate x --tensor 9", "tensor=9 is more than the 8 attention heads"),
+        ("generate x --tensor 2 --ulysses 8", "more than the 4 attention heads that tensor=2 leaves a rank"),
+        ("generate x --pipe 7", "pipe=7 is more stages than the 6 blocks"),
+        ("generate x --model emoji-sd4", "did you mean 'emoji-sd3'?"),
+        ("generate x --launcher locl", "there is no launcher 'locl'; use local"),
+        ("verify vae=band", "vae='band' is not possible: none of auto, bands, whole; did you mean 'bands'?"),
+        ("verify ulysses=two", "ulysses='two' is not possible: not a whole number"),
+        ("verify ring=0", "ring=0 is not possible: below 1; use 1 or more"),
+        ("verify speeds=fast", "speeds='fast' is not possible: not a list and none of auto"),
+        ("verify --all two", "--all two: not a whole number"),
+        ("plan flux-dev", "did you mean 'flux.1-dev' or 'flux.2-dev'?"),
+        ("plan wan14b", "did you mean 'wan-14b'?"),
+        ("plan flux.1-dev --hardware h100 --what-if device=2", "did you mean 'devices'?"),
+        ("inspect --memory --model flux-dev", "did you mean 'flux.1-dev'"),
+        ("train", "CONFIG.yaml is missing; see ditmesh train --help"),
+        ("train none.yaml", "cannot read the training configuration 'none.yaml' (No such file or directory)"),
+        ("train a.yaml b.yaml", "train has no use for 'b.yaml'; see ditmesh train --help"),
+        ("genrate x", "there is no command 'genrate'; did you mean 'generate'?"),
+        ("help genrate", "there is no command 'genrate'"),
+        ("serve --port 99999", "--port 99999: above 65535; use 65535 or less"),
+    ],
+)
+def test_a_mistake_is_one_sentence_of_ours(line: str, says: str, nothing_starts: Path, capsys: Any) -> None:
+    said = said_by(capsys, *line.split())
+    assert says in said
+    assert not re.search(r"Input should|Value error|Errno|valid integer", said)
+
+
+def test_a_mistake_does_not_wait_for_torch() -> None:
+    code = "import sys\nfrom ditmesh.cli.main import main\n"
+    lines = ["train none.yaml", "plan nosuch", "generate x --config none.yaml", "inspect nosuch", "verify ulyses=2"]
+    lines += ["generate x --tensor 99", "generate x --out /proc/none"]
+    code += f"for line in {lines}:\n try:\n  main(line.split())\n except SystemExit as left:\n  assert left.code == 2\n"
+    code += "print(sorted({'torch', 'diffusers', 'transformers'} & set(sys.modules)))"
+    environment = importing_tests()
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+    assert len(done.stderr.strip().splitlines()) == len(lines)
+
+
+def test_words_that_are_alike_are_all_offered() -> None:
+    assert (
+        did_you_mean("flux-dev", ["flux.2-dev", "flux.1-dev", "wan"]) == "; did you mean 'flux.1-dev' or 'flux.2-dev'?"
+    )
+    assert did_you_mean("bnads", ["bands", "whole"]) == "; did you mean 'bands'?"
+    assert did_you_mean("x", ["bands"]) == ""
+    with pytest.raises(
+        ConfigError, match=r"^stages='fast' is not possible: not a list and none of estimated, measured$"
+    ):
+        ParallelConfig(stages="fast")  # type: ignore[arg-type]
+
+
+# ---- training, before ranks start
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("--set train_data_dir=none", "train_data_dir='none' is no folder"),
+        ("--set train_data_dir=run.yaml", "train_data_dir='run.yaml' is a file"),
+        ("--set train_data_dir=empty", "train_data_dir='empty' is empty"),
+        ("--set output_dir=run.yaml", "choose another one with output_dir"),
+        ("--set cache_dir=run.yaml", "choose another one with cache_dir"),
+        ("--set pretrained_model_name_or_path=./none", "no such folder"),
+        ("--set pretrained_model_name_or_path=strange", "LatteTransformer3DModel is called in training"),
+        ("--cfg 2", "cfg=2 is not for training"),
+        ("--pipe 2", "pipe=2 is not for training"),
+        ("--shard 2 --data 2", "shard=2 is not for training"),
+        ("--vae bands", "vae=bands is not for training"),
+        ("--compile inductor", "compile=inductor is not for training"),
+        ("--set parallel.text_encoder=rank0", "text_encoder=rank0 is not for training"),
+        ("--ring 2 --exchange displaced", "exchange=displaced is not for training"),
+        ("--tensor 9", "tensor=9 is more than the 8 attention heads"),
+        ("--tensor 2 --set lora.rank=4", "tensor=2 cuts weights, and not the adapters of lora"),
+        ("--set lora.target_modules=[to_q,to_qq]", "no linear layer 'to_qq'; did you mean 'to_q'?; it has "),
+        ("--set lora.ranks=4", "'lora.ranks' is no training setting; did you mean 'rank'?"),
+        ("--set pretrained_model_name_or_path=fashion-dit --set lora.rank=4", "DiTPipeline has no LoRA"),
+        ("--set train_modules=[text_encodr]", "has no module 'text_encodr'; did you mean 'text_encoder"),
+        ("--set learning_rate=fast", "learning_rate='fast': not a number"),
+        ("--set lr_scheduler=cosin", "did you mean 'cosine'?"),
+    ],
+)
+def test_training_is_refused_before_ranks_start(more: str, says: str, nothing_starts: Path, capsys: Any) -> None:
+    run = {"pretrained_model_name_or_path": str(EMOJI), "train_data_dir": "data", "output_dir": "out", "resolution": 64}
+    Path("run.yaml").write_text(json.dumps(run))
+    for folder in ("data", "empty", "strange/transformer"):
+        Path(folder).mkdir(parents=True)
+    Path("data/0.png").write_bytes(b"")
+    index = {"_class_name": "LattePipeline", "transformer": ["diffusers", "LatteTransformer3DModel"]}
+    Path("strange/model_index.json").write_text(json.dumps(index))
+    Path("strange/transformer/config.json").write_text(json.dumps({"_class_name": "LatteTransformer3DModel"}))
+    assert says in said_by(capsys, "train", "run.yaml", "--device", "cpu", *more.split())
+
+
+# ---- help
+
+
+def test_help_is_a_command_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for arguments in (["help"], ["--help"], [], ["help", "plan"], ["plan", "-h"]):
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        assert left.value.code == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] == said[2]
+    assert said[3] == said[4] != said[0]
+
+
+def options_of(command: str) -> list[Any]:
+    import typer
+
+    return [one for one in typer.main.get_command(app).commands[command].params if not getattr(one, "hidden", False)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", ["generate", "train", "verify", "study", "replay", "plan", "inspect", "doctor"])
+def test_every_option_has_a_sentence(command: str) -> None:
+    for option in options_of(command):
+        text = option.help or ""
+        # An imperative and a full stop; no leftover such as "Of a prompt."
+        assert re.match(r"[A-Z][\w-]+ \w", text), (option.name, text)
+        assert not re.match(r"(Of|For|With|Without|The|A|An|What|Which|How|Whether|Where|More|Such) ", text), text
+        assert text.endswith((".", "…")), (option.name, text)
+
+
+def test_common_options_come_first_and_training_has_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    panels: dict[str, list[str]] = {}
+    for option in options_of("generate"):
+        if option.name != "help" and option.param_type_name == "option":
+            panels.setdefault(option.rich_help_panel, []).append(option.name)
+    assert next(iter(panels)) == "Common options"
+    assert {"model", "devices", "steps", "size", "seed", "out"} <= set(panels["Common options"])
+    assert None not in panels
+    training = {option.name for option in options_of("train")}
+    assert {"data", "ulysses", "ring", "tensor", "reproducible"} <= training
+    refused = {"cfg", "pipe", "patches", "stages", "exchange", "warmup", "compress", "compile", "vae", "text_encoder"}
+    assert not training & refused
+
+
+# ---- tables
+
+
+WORDY = ParallelConfig(ring=8, exchange="displaced", warmup="adaptive(0.05, 6)", compress="int8")
+
+
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], say: Any) -> str:
+    monkeypatch.setenv("COLUMNS", "80")
+    say()
+    return capsys.readouterr().out
+
+
+def is_whole(text: str, words: list[str]) -> None:
+    """No line of a table is too long, and no word is cut."""
+    assert "…" not in text
+    found = text.split()
+    for cell in words:
+        for word in cell.split():
+            assert word in found, (word, text)
+
+
+def test_a_table_of_80_columns_cuts_no_word() -> None:
+    names = ["1 device", "ulysses=2 ring=2 exchange=displaced warmup=first_last(2, 1)", "text_encoder=sharded " * 3]
+    header = ["configuration", *(f"column {n}" for n in range(9))]
+    for count in range(2, 11):
+        rows = [[name, *(f"{n}.25e-{n}" for n in range(count - 1))] for name in names]
+        for width in (40, 60, 80):
+            stream = io.StringIO()
+            print_table(Console(file=stream, width=width), header[:count], rows, title="a title of two words")
+            said = stream.getvalue()
+            is_whole(said, [*header[:count], *(cell for row in rows for cell in row), "a title of two words"])
+    long = [["w" * 60, "12345", "67890"]]
+    stream = io.StringIO()
+    print_table(Console(file=stream, width=40), ("name", "first", "second"), long)
+    assert f"1: {'w' * 60}" in stream.getvalue()
+
+
+def test_the_table_of_verify(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from ditmesh.cli.verify import _say
+
+    one: dict[str, Any] = {"largest": None, "psnr": 143.2, "ssim": 0.9999, "latents": 1.2e-5, "seconds": 1234.56}
+    one |= {"config": WORDY.describe(), "outcome": "not judged", "judged": False, "passed": True, "refused": ""}
+    one |= {"bytes_sent": {"ring": 123456789012}, "first_bit": None, "overlap": {}, "repeats": True, "seen": 1.0}
+    result = {"prompts": ["a"], "dtype": "float32", "device": "cpu", "threads": 1, "configs": [one, one]}
+    result |= {"one_device": [{"config": "one device", "seconds": 1.0, "repeats": True, "channel_stride": 1}]}
+    said = printed(monkeypatch, capsys, lambda: _say(result))
+    is_whole(said, [WORDY.describe(), "not judged", "infinite", "143.2", "1234.56", "123456.79", "PSNR dB", "sent MB"])
+
+
+def test_the_table_of_plan_has_a_line_for_why(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as left:
+        main(["plan", "flux.1-dev", "--hardware", "h100", "-n", "8", "--stale"])
+    said = capsys.readouterr().out
+    assert left.value.code == 0
+    is_whole(said, ["configuration", "devices", "denoising s", "ms a step", "GB a rank"])
+    # One line for every configuration, and it is not one of the table.
+    assert re.search(r"^1 device: [\d.]+ x the best: computes on 1 of 8 devices$", said, re.MULTILINE)
+    assert re.search(r"^1 device +1 +[\d.]+ +\d+ +[\d.]+ *$", said, re.MULTILINE)
+
+
+def test_the_tables_of_study_and_inspect(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from ditmesh.cli import inspect, study
+
+    mean = {"value": 40.123, "error": 2.5, "count": 8}
+    row = {"sampler": "own", "strategy": "displaced-int8", "devices": 16, "warmup": "first_last(2, 1)", "psnr": mean}
+    row |= {
+        "evaluations": 100,
+        "ssim": mean,
+        "perceptual": mean,
+        "right": mean,
+        "seconds": 1234.5,
+        "sent": {"ring": 1e9},
+    }
+    row |= {"synchronous": mean, "right_synchronous": mean}
+    result = {"table": [row], "findings": [], "report": "report.html"}
+    said = printed(monkeypatch, capsys, lambda: study._say(result))
+    is_whole(said, ["first_last(2, 1)", "40.1 of 100", "synchronous", "nearest", "PSNR dB", "sent MB"])
+    phase = {"weights": 123e9, "activations": 123e9, "kept": 1e9, "shared": 1e9, "process": 1e9, "total": 456e9}
+    rank = {"stage": 0, "ranks": 1, "phases": {"denoise": phase}, "peak": "denoise", "peak_bytes": 1}
+    memory = {"model": "m", "config": "c", "size": [8, 8], "dtype": "bfloat16", "ranks": [rank]}
+    said = printed(monkeypatch, capsys, lambda: inspect._show_memory(memory))
+    is_whole(said, ["activations", "process", "denoise", "456"])
+    with pytest.raises(SystemExit):
+        main(["inspect"])
+    is_whole(
+        capsys.readouterr().out,
+        ["joint_attention_kwargs.attention_mask", "encoder_hidden_states", "transformer_blocks"],
+    )
+
+
+def test_rounding_is_named_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    from ditmesh.cli.generate import _say
+
+    result: dict[str, Any] = {"pictures": [], "out": "out", "devices": 2, "device": "cpu", "threads": 1, "seconds": 1.0}
+    result |= {"load_seconds": 1.0, "start_seconds": 2.5, "total_seconds": 4.5}
+    for config, most, words in (
+        ({"cfg": 2}, 0, "the same pixels"),
+        ({"cfg": 2}, 1, "the same pixels but for rounding (by at most 1 of 255; --reproducible gives the same bits)"),
+        ({"cfg": 2}, 9, "pixels differ by at most 9 of 255"),
+        ({"ring": 2, "exchange": "naive"}, 1, "pixels differ by at most 1 of 255"),
+    ):
+        facts = {"one_device_seconds": 2.0, "ratio": 2.0, "largest_difference": most}
+        _say({**result, "config": config, "compare": facts})
+        said = capsys.readouterr().out
+        assert said.strip().endswith(words)
+        assert "2.5 s to start, 1.0 s to load, 4.5 s in all" in said
+
+
+# ---- what other libraries say
+
+
+def test_chatter_is_left_out_and_warnings_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    from ditmesh.launch.chatter import CHATTER, ChatterFilter, chatter_off
+
+    before = {name: list(logging.getLogger(name).filters) for name in CHATTER}
+    try:
+        chatter_off()
+        chatter_off()
+        for name in CHATTER:
+            assert sum(isinstance(one, ChatterFilter) for one in logging.getLogger(name).filters) == 1
+        for name, left_out, kept in (
+            ("torchao", "Failed to load /x/_C_mxfp8.so: Could not load this library", "Failed to quantise"),
+            ("torch.utils._pytree", "%s is an Enum subclass and is now", "another"),
+            ("diffusers.loaders.peft", "No LoRA keys associated to CLIPTextModel found with", "Unexpected keys: x"),
+            ("diffusers.loaders.peft", "", "No LoRA keys associated to FluxTransformer2DModel found with the prefix"),
+            (
+                "transformers.utils.import_utils",
+                "`CLIPImageProcessor` requires torchvision (not installed); falling back",
+                "x",
+            ),
+        ):
+            caplog.clear()
+            logger = logging.getLogger(name)
+            with caplog.at_level(logging.WARNING, name):
+                logger.addHandler(caplog.handler)
+                for text in filter(None, (left_out, kept)):
+                    logger.warning(text)
+                logger.removeHandler(caplog.handler)
+            assert {record.msg for record in caplog.records} == {kept}
+    finally:
+        for name, filters in before.items():
+            logging.getLogger(name).filters[:] = filters
+
+
+def test_importing_ditmesh_leaves_logging_as_it_is() -> None:
+    code = "import logging, ditmesh.launch, ditmesh.cli.options, ditmesh.generate.run, ditmesh.train\n"
+    code += "from ditmesh.launch.chatter import CHATTER\n"
+    code += "assert not any(logging.getLogger(name).filters for name in CHATTER)\nassert not logging.root.handlers"
+    subprocess.run([sys.executable, "-c", code], env=importing_tests(), check=True, timeout=100)
+
+
+def test_a_fresh_command_says_nothing_that_is_not_ours(tmp_path: Path) -> None:
+    """Two ranks that are forked, with torchao's and transformers' imports; and one device to compare with."""
+    mark, environment = processes.marked(importing_tests())
+    command = [sys.executable, "-m", "ditmesh", "generate", "a red fox", "--devices", "2", "--steps", "1"]
+    command += ["--threads", "1", "--device", "cpu", "--out", str(tmp_path), "--compare"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    ours = r"(loading|generating|one device)\W.*steps.*"
+    assert [line for line in done.stderr.splitlines() if line.strip() and not re.match(ours, line)] == []
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3
+    assert lines[0].endswith("0000-a-red-fox-seed0.png")
+    assert re.match(r"1 picture in .* s to start, .* s to load, .* s in all", lines[1])
+    assert lines[2].startswith("one device (1 thread): ")
+    assert processes.wait_until_gone(mark, 10) == []

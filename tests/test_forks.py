@@ -1,0 +1,248 @@
+"""A class of a user's own that has the name of one of diffusers', and parts of a diffusers model that were replaced."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+
+import diffusers
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.models.transformers.transformer_ltx import LTXAttention
+from torch import nn
+
+import ditmesh
+from ditmesh.core.library import is_published, library_class, library_name
+from ditmesh.layout import known_tables, layout_of
+from ditmesh.strategies import support
+from ditmesh.strategies.tensor.slices import plan
+from ditmesh.strategies.token_mixers import linear_attention
+from ditmesh.strategies.vae.tested import TESTED
+from ditmesh.train.families import family_of
+from ditmesh.train.objective import _tables
+from support.models import RAGGED, inputs, relative_error, run, tiny
+
+
+class Mixing(nn.Module):
+    """Self-attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.norm = heads, nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        batch, tokens, width = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, width))
+
+
+class TwiceOverTheImage(nn.Module):
+    """Attends to the image where diffusers' block of PixArt attends to the text the second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far = Mixing(32, 4), Mixing(32, 4)
+
+    def forward(self, hidden_states):
+        hidden_states = hidden_states + self.near(hidden_states)
+        return hidden_states + self.far(hidden_states)
+
+
+class PixArtTransformer2DModel(nn.Module):
+    """A fork."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 32)
+        self.transformer_blocks = nn.ModuleList(TwiceOverTheImage() for _ in range(2))
+
+    def forward(self, hidden_states, timestep):
+        x = self.first(hidden_states) + timestep[:, None, None]
+        for block in self.transformer_blocks:
+            x = block(x)
+        return x
+
+
+class OverTheImage(nn.Module):
+    """Stands in for a block of diffusers' Flux: its own attention over the image, no text."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mixing = Mixing(width, 4)
+
+    def forward(self, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, joint_attention_kwargs=None):
+        return encoder_hidden_states, hidden_states + self.mixing(hidden_states) * 0.3
+
+
+class ToTheImage:
+    """A processor that attends to the image where diffusers' attends to the text."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, **_):
+        batch, tokens, width = hidden_states.shape
+        q, k, v = (
+            made(hidden_states).view(batch, tokens, attn.heads, -1).transpose(1, 2)
+            for made in (attn.to_q, attn.to_q, attn.to_q)
+        )
+        return attn.to_out[0](F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, width))
+
+
+def fork():
+    torch.manual_seed(0)
+    return PixArtTransformer2DModel().eval(), {
+        "hidden_states": torch.randn(1, 16, 8),
+        "timestep": torch.tensor([0.5]),
+    }
+
+
+def other_blocks():
+    """All blocks of a diffusers model are another class."""
+    model, call = copy.deepcopy(tiny("Flux")), inputs("Flux", RAGGED)
+    torch.manual_seed(0)
+    width = model.inner_dim
+    model.transformer_blocks = nn.ModuleList(OverTheImage(width) for _ in range(2))
+    return model, call
+
+
+def other_processors():
+    """The second attention of a diffusers model computes something else."""
+    model, call = copy.deepcopy(tiny("PixArt")), inputs("PixArt", RAGGED)
+    for block in model.transformer_blocks:
+        block.attn2.processor = ToTheImage()
+    return model, call
+
+
+def drawn(make, config):
+    """Relative error against one device and the layout's source; or the sentence of a refusal."""
+    model, call = globals()[make]()
+    truth = run(model, call) if make != "fork" else forward(model, call)
+    try:
+        with ditmesh.parallelized(model, config):
+            found = run(model, call) if make != "fork" else forward(model, call)
+            return relative_error(found, truth), ditmesh.engine_of(model).models[0].layout.source
+    except ditmesh.DitmeshError as error:
+        return str(error)
+
+
+def forward(model, call):
+    with torch.no_grad():
+        return model(**call)
+
+
+@pytest.mark.parametrize("config", [{"ulysses": 2}, {"ring": 2}], ids=str)
+@pytest.mark.parametrize("make", ["fork", "other_blocks", "other_processors"])
+def test_what_only_has_the_name_is_looked_at(ranks, make, config):
+    for error, source in ranks(2).run(drawn, make, config):
+        assert error < 1e-5
+        assert source != "reviewed"
+
+
+def test_a_fork_is_none_of_the_library():
+    model, _ = fork()
+    assert layout_of(model) is None
+    assert library_name(model) == ""
+    with pytest.warns(ditmesh.errors.UntestedWarning, match="PixArtTransformer2DModel with ulysses=2 .*: none"):
+        support.check(type(model).__name__, ditmesh.ParallelConfig(ulysses=2), published=layout_of(model) is not None)
+
+
+def test_a_file_that_a_model_brings_along_is_none_of_the_library(monkeypatch):
+    module = types.ModuleType("diffusers_modules.local.transformer")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    kind = type("FluxTransformer2DModel", (nn.Module,), {"__module__": module.__name__})
+    module.FluxTransformer2DModel = kind
+    assert library_class(kind) is None
+
+
+def test_a_class_that_claims_the_module_is_none_of_the_library():
+    original = diffusers.FluxTransformer2DModel
+    kind = type(original.__name__, (nn.Module,), {"__module__": original.__module__})
+    assert library_class(kind) is None
+
+
+def test_a_subclass_counts_while_it_replaces_no_method():
+    original = diffusers.FluxTransformer2DModel
+    same = type("Mine", (original,), {"__init__": lambda self: None, "note": 1})
+    other = type("FluxTransformer2DModel", (original,), {"forward": lambda self: None})
+    assert library_class(same) is original
+    assert library_class(other) is None
+
+
+@pytest.mark.parametrize("what", ["forward", "class forward", "block", "block forward", "inner", "processor"])
+def test_what_was_replaced_in_a_model_of_diffusers_is_seen(what, monkeypatch):
+    model = copy.deepcopy(tiny("PixArt"))
+    block = model.transformer_blocks[1]
+    assert layout_of(model) is not None
+    if what == "forward":
+        model.forward = lambda *args, **kwargs: None
+    elif what == "class forward":
+        monkeypatch.setattr(type(model), "forward", lambda self, hidden_states: None)
+    elif what == "block":
+        model.transformer_blocks[1] = TwiceOverTheImage()
+    elif what == "block forward":
+        block.forward = lambda *args, **kwargs: None
+    elif what == "inner":
+        block.ff = Mixing(32, 4)
+    else:
+        block.attn1.processor = ToTheImage()
+    assert layout_of(model) is None
+    assert not is_published(model, ["transformer_blocks"])
+
+
+def test_what_leaves_a_model_as_it_is_does_not_count(ranks):
+    """Adapters, offloading, compiled blocks and the hooks of `parallelize` itself."""
+    from accelerate.hooks import ModelHook, add_hook_to_module
+    from peft import LoraConfig
+
+    model = copy.deepcopy(tiny("Flux"))
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
+    assert layout_of(model) is not None
+    add_hook_to_module(model, ModelHook())
+    add_hook_to_module(model.transformer_blocks[0], ModelHook())
+    model.transformer_blocks[1] = torch.compile(model.transformer_blocks[1], backend="eager")
+    assert layout_of(model) is not None
+    assert all(ranks(2).run(seen_while_parallel))
+
+
+def seen_while_parallel():
+    model = copy.deepcopy(tiny("Flux"))
+    with ditmesh.parallelized(model, {"ulysses": 2}):
+        return layout_of(model) is not None
+
+
+class ForkedAttention(LTXAttention):
+    def forward(self, hidden_states, **_):
+        return hidden_states
+
+
+def test_tables_and_processors_go_by_class():
+    model = copy.deepcopy(tiny("LTX"))
+    assert len(plan(model, 2).tables) == 2 * len(model.transformer_blocks)
+    ForkedAttention.__name__ = "LTXAttention"
+    assert any(table.kind == "LTXAttention" for table in known_tables())
+    for module in list(model.modules()):
+        if type(module) is LTXAttention:
+            module.__class__ = ForkedAttention
+    assert not plan(model, 2).tables
+    name = "SanaLinearAttnProcessor2_0"
+    attention = nn.Module()
+    attention.processor = type(name, (), {})()
+    with pytest.raises(ditmesh.LayoutError, match="stands in for Sana"):
+        linear_attention(attention, None, "attn1", name)
+
+
+def test_autoencoders_go_by_class():
+    original = diffusers.AutoencoderTiny
+    kind = type("AutoencoderTiny", (original,), {"decode": lambda self, latents: latents})
+    assert library_name(kind()) not in TESTED
+    assert library_name(original()) in TESTED
+
+
+def test_training_goes_by_class():
+    with pytest.raises(ditmesh.ConfigError, match=r"how its test_forks\.PixArtTransformer2DModel is called"):
+        family_of(types.SimpleNamespace(transformer=fork()[0]))
+    assert family_of(types.SimpleNamespace(transformer=tiny("PixArt"))) is not None
+    kind = type("DDPMScheduler", (diffusers.DDPMScheduler,), {"add_noise": lambda self, *_: None})
+    with pytest.raises(ditmesh.ConfigError, match="no scheduler of diffusers"):
+        _tables(kind())

@@ -1,0 +1,121 @@
+"""Mixed precision over ranks: one verdict on overflow, one loss scale; and numbers that are not finite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+
+from ditmesh.train import TrainConfig
+from ditmesh.train.logs import read_log
+from ditmesh.train.trainer import Trainer
+from support.train import folder_of, save_pipeline, settings
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A FLUX whose second half of feed-forward units has large values, so that only one slice of it overflows."""
+    folder = tmp_path_factory.mktemp("model")
+    pipe = diffusers.DiffusionPipeline.from_pretrained(save_pipeline("flux", folder))
+    with torch.no_grad():
+        for block in pipe.transformer.transformer_blocks:
+            weight = block.ff.net[0].proj.weight
+            weight[weight.shape[0] // 2 :] *= 40
+            block.ff.net[2].weight[:, weight.shape[0] // 2 :] *= 0.02
+    pipe.save_pretrained(folder / "outliers")
+    return folder / "outliers"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return folder_of(tmp_path_factory.mktemp("data"), 6, 32)
+
+
+def given(model, data, out, **more):
+    """Steps in which AdamW's epsilon is large: a weight moves in proportion to its gradient, and rounding does not
+    decide its direction."""
+    short = settings(data, out, pretrained_model_name_or_path=str(model), resolution=32, mixed_precision="fp16")
+    short |= {"train_batch_size": 1, "global_batch_size": 4, "max_train_steps": 7, "checkpointing_steps": 9}
+    return {**short, "learning_rate": 3e-4, "adam_epsilon": 1e-2, **more}
+
+
+def scaled(given, scale, growth=2):
+    """Losses, steps that were skipped, scales after every step, and the trained weights in the end."""
+    config = TrainConfig.read(given)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
+    pipe.set_progress_bar_config(disable=True)
+    scales = []
+    with Trainer(config, pipe, timeout=60.0) as trainer:
+        trainer.scaler._init_scale = scale
+        trainer.scaler.set_growth_interval(growth)
+        outcome = trainer.run(report=lambda now: scales.append((trainer.scaler.get_scale(), now.overflowed)))
+        weights = trainer.weights()
+    return list(outcome.losses.values()), outcome.overflowed, scales, weights
+
+
+SETTINGS = {
+    "clipped": {},
+    "unclipped": {"max_grad_norm": 0.0},
+    "lora": {"lora": {"rank": 2, "target_modules": ["to_q", "ff.net.2"]}},
+}
+
+
+@pytest.fixture(scope="module")
+def alone(model, data, tmp_path_factory):
+    found = {}
+
+    def of(name):
+        if name not in found:
+            out = tmp_path_factory.mktemp(name)
+            found[name] = scaled(given(model, data, out, **SETTINGS[name]), SCALE)
+            rows = read_log(out / "loss.csv")
+            assert [int(row["step"]) for row in rows if row["overflowed"]] == found[name][1]
+            assert [row["loss_scale"] for row in rows] == [scale for scale, _ in found[name][2]]
+        return found[name]
+
+    return of
+
+
+SCALE = 2.0**18
+MESHES = [
+    ({"tensor": 2}, "none"),
+    ({"tensor": 2, "ulysses": 2}, "ddp"),
+    ({"tensor": 2, "data": 2}, "fsdp"),
+    ({"tensor": 2, "ring": 2}, "none"),
+    ({"data": 2}, "none"),
+    ({"data": 2}, "ddp"),
+    ({"data": 2}, "fsdp"),
+    ({"ulysses": 2}, "fsdp"),
+    ({"ring": 2}, "ddp"),
+    ({"ulysses": 2, "data": 2}, "none"),
+    ({"ring": 2, "data": 2}, "fsdp"),
+    ({"ulysses": 2, "ring": 2}, "none"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel", "sharding"),
+    [
+        *(("clipped", parallel, sharding) for parallel, sharding in MESHES),
+        ("unclipped", {"tensor": 2}, "none"),
+        ("unclipped", {"data": 2}, "fsdp"),
+        ("lora", {"ulysses": 2}, "none"),
+        ("lora", {"data": 2}, "fsdp"),
+    ],
+    ids=str,
+)
+def test_ranks_skip_the_steps_that_one_device_skips(ranks, model, data, alone, tmp_path, name, parallel, sharding):
+    losses, skipped, scales, weights = alone(name)
+    assert 0 < len(skipped) < len(losses)
+    on = given(model, data, tmp_path, parallel=parallel, sharding=sharding, **SETTINGS[name])
+    world = torch.Size(parallel.values()).numel()
+    found = ranks(world).run(scaled, on, SCALE)
+    for its_losses, its_skipped, its_scales, _ in found:
+        assert its_skipped == skipped
+        assert its_scales == scales
+        assert its_losses == pytest.approx(losses, rel=5e-3)
+    trained = found[0][3]
+    assert trained.keys() == weights.keys()
+    assert max(float((trained[key] - value).abs().max()) for key, value in weights.items()) <= 1e-5

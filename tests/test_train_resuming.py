@@ -1,0 +1,384 @@
+"""Resuming: what may differ from the checkpoint's run, whose folder it is, and strangers' checkpoints."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import ditmesh
+from ditmesh.comm.mesh import Mesh
+from ditmesh.core.files import digest_of_file, folder_written_whole, lock_of
+from ditmesh.train import TrainConfig
+from ditmesh.train.checkpoint import MANIFEST, Checkpoints
+from ditmesh.train.export import check_room
+from ditmesh.train.folder import check_output
+from ditmesh.train.logs import read_log
+from ditmesh.train.run import train
+from ditmesh.train.trainer import Trainer
+from support.train import folder_of, save_pipeline, settings
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return save_pipeline("flux", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return folder_of(tmp_path_factory.mktemp("data"), 6, 32)
+
+
+def run(given, until=None):
+    """Losses by step, rates, AdamW's settings, and what was said to be changed."""
+    config = TrainConfig.read(given)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
+    pipe.set_progress_bar_config(disable=True)
+    rates = {}
+    with Trainer(config, pipe, timeout=60.0) as trainer:
+        outcome = trainer.run(until=until, report=lambda now: rates.__setitem__(now.step - 1, now.lr))
+        group = trainer.optimizer.param_groups[0]
+    return outcome.losses, rates, (group["betas"], group["weight_decay"], group["eps"]), outcome.changed
+
+
+@pytest.fixture(scope="module")
+def begun(model, data, tmp_path_factory):
+    """A run of four steps that has stopped after two; each test has a copy of its folder."""
+    out = tmp_path_factory.mktemp("begun")
+    given = settings(data, out, pretrained_model_name_or_path=str(model), resolution=32, learning_rate=1e-4)
+    given |= {"lora": {"rank": 2}, "train_batch_size": 1, "global_batch_size": 2, "checkpointing_steps": 1}
+    run(given, 2)
+    return given
+
+
+@pytest.fixture
+def stopped(begun, tmp_path):
+    shutil.copytree(begun["output_dir"], tmp_path / "out")
+    return {**begun, "output_dir": str(tmp_path / "out"), "resume_from_checkpoint": "latest"}
+
+
+def test_new_rates_and_decays_are_used_at_once(stopped):
+    losses, rates, adam, changed = run(
+        {**stopped, "learning_rate": 1e-5, "adam_weight_decay": 0.5, "adam_beta1": 0.5, "adam_epsilon": 1e-6}
+    )
+    assert list(losses) == [2, 3]
+    assert list(rates.values()) == [1e-5, 1e-5]
+    assert adam == ((0.5, 0.999), 0.5, 1e-6)
+    assert [one.split()[0] for one in changed] == [
+        "learning_rate", "adam_beta1", "adam_weight_decay", "adam_epsilon"
+    ]  # fmt: skip
+    assert "learning_rate was 0.0001 and is 1e-05" in changed[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seed": 1}, "seed was 0 and is 1, .* allow it with resume_allow_changed: .seed."),
+        ({"global_batch_size": 4}, "batch was 2 and is 4, .*set global_batch_size to 2"),
+        ({"global_batch_size": None}, "batch was 2 and is 1"),
+        ({"weighting_scheme": "none"}, "weighting_scheme was .logit_normal. and is .none."),
+        ({"proportion_empty_prompts": 0.5}, "proportion_empty_prompts was 0.0 and is 0.5"),
+        ({"aspect_ratio_buckets": "32,32;16,64"}, "aspect_ratio_buckets was null and is"),
+        ({"lora": {"rank": 2, "target_modules": ["to_q"]}}, "lora.target_modules was .*states of other weights"),
+        ({"lora": {"rank": 2, "alpha": 8.0}}, "lora.alpha was null and is 8.0"),
+        ({"lora": {"rank": 4}}, "lora.rank was 2 and is 4"),
+        ({"use_ema": True}, "use_ema was false and is true"),
+        ({"resume_allow_changed": ["sede"]}, "'sede' is no training setting.*seed"),
+    ],
+    ids=str,
+)
+def test_what_would_change_the_samples_or_weights_is_refused(stopped, change, said):
+    with pytest.raises(ditmesh.InputError, match=said):
+        run({**stopped, **change})
+
+
+def test_other_samples_are_refused_unless_allowed(stopped, data, tmp_path):
+    other = folder_of(tmp_path / "other", 5, 32)
+    with pytest.raises(ditmesh.InputError, match=r"other samples .*resume_allow_changed: .data."):
+        run({**stopped, "train_data_dir": str(other)})
+    moved = shutil.copytree(data, tmp_path / "moved")
+    assert run({**stopped, "train_data_dir": str(moved)}, 3)[3] == []
+    changed = run({**stopped, "train_data_dir": str(other), "resume_allow_changed": ["data", "seed"], "seed": 3})[3]
+    assert sorted(one.split()[0] for one in changed) == ["data", "seed"]
+
+
+def test_adapters_that_an_old_checkpoint_has_more_of_are_named(stopped):
+    """Also where the checkpoint holds no settings: those of earlier versions."""
+    manifest = Path(stopped["output_dir"]) / "checkpoint-2" / MANIFEST
+    about = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({name: about[name] for name in ("step", "files")}))
+    (manifest.parents[1] / "run.json").unlink()
+    with pytest.raises(ditmesh.InputError, match=r"of its weights are not trained by this run \(transformer"):
+        run({**stopped, "lora": {"rank": 2, "target_modules": ["to_q"]}})
+    assert list(run(stopped)[0]) == [2, 3]
+
+
+def test_a_folder_of_another_run_is_refused_and_stays(stopped):
+    out = Path(stopped["output_dir"])
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    new = {**stopped, "resume_from_checkpoint": None, "seed": 1}
+    for attempt in (check_output, run):
+        with pytest.raises(ditmesh.InputError, match="has checkpoint-1 of an earlier run; go on with that run"):
+            attempt(TrainConfig.read(new))
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != "run.lock"} == {
+        path: content for path, content in before.items() if path.name != "run.lock"
+    }
+
+
+def test_two_runs_at_once_are_refused(stopped):
+    held = lock_of(Path(stopped["output_dir"]) / "run.lock")
+    assert held is not None
+    for attempt in (check_output, run):
+        with pytest.raises(ditmesh.InputError, match=r"is used by another run \(process \d+\)"):
+            attempt(TrainConfig.read(stopped))
+    held.close()
+    assert list(run(stopped, 3)[0]) == [2]
+
+
+def test_latest_is_this_runs(stopped, caplog):
+    """After going on from an earlier checkpoint, the later ones of the former course are none of the run's."""
+    out = Path(stopped["output_dir"])
+    run(stopped)
+    assert sorted(path.name for path in out.glob("checkpoint-*"))[-1] == "checkpoint-4"
+    again = {**stopped, "learning_rate": 1e-3}
+    assert list(run({**again, "resume_from_checkpoint": "checkpoint-1"}, 2)[0]) == [1]
+    assert len(read_log(next(out.glob("loss-until-*.csv")))) == 4
+    assert list(run(again)[0]) == [2, 3]
+    assert "checkpoint-4 is left aside: another run has written it" in caplog.text
+    assert [int(row["step"]) for row in read_log(out / "loss.csv")] == [0, 1, 2, 3]
+
+
+# --- checkpoints of strangers ------------------------------------------------------------------------------------
+
+
+class Evil:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (Path(self.marker),)
+
+
+def sealed(folder):
+    files = {path.name: digest_of_file(path) for path in folder.iterdir() if path.name != MANIFEST}
+    (folder / MANIFEST).write_text(json.dumps({"step": 1, "files": files}))
+    return folder
+
+
+def former(folder, state):
+    """A checkpoint as earlier versions wrote it."""
+    save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    return sealed(folder)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path):
+    tensors = {"a.w": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
+    scaler = {"scale": 65536.0, "_growth_tracker": 3}
+    folder = former(tmp_path / "checkpoint-1", {"model": tensors, "scaler": scaler, "groups": [{"betas": (0.9, 0.99)}]})
+    state = {
+        "model": {name: torch.zeros_like(value) for name, value in tensors.items()},
+        "scaler": dict.fromkeys(scaler),
+    }
+    checkpoints = Checkpoints(tmp_path, Mesh(ditmesh.ParallelConfig()))
+    assert checkpoints.find("latest") == folder
+    assert {"model.a.w", "scaler.scale"} <= checkpoints.names(folder)
+    assert checkpoints.load(folder, state) == 1
+    assert state["scaler"] == scaler
+    assert all(torch.equal(state["model"][name], value) for name, value in tensors.items())
+
+
+@pytest.mark.parametrize("where", ["index", "bytes", "file"])
+def test_a_checkpoint_of_a_stranger_runs_nothing(tmp_path, where):
+    marker, folder = tmp_path / "ran", tmp_path / "checkpoint-1"
+    if where == "index":
+        folder.mkdir()
+        (folder / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
+    elif where == "bytes":
+        # What is no tensor is pickled.
+        former(folder, {"model": {"w": Evil(marker)}})
+    else:
+        former(folder, {"model": {"w": torch.zeros(3)}})
+        (folder / "__0_0.distcp").write_bytes(pickle.dumps(Evil(marker)))
+    sealed(folder)
+    checkpoints = Checkpoints(tmp_path, Mesh(ditmesh.ParallelConfig()))
+    assert checkpoints.find("checkpoint-1") == folder
+    if where == "index":
+        with pytest.raises(ditmesh.InputError, match=r"checkpoint-1.*no index of a checkpoint"):
+            checkpoints.names(folder)
+    with pytest.raises(ditmesh.InputError, match="checkpoint-1"):
+        checkpoints.load(folder, {"model": {"w": torch.zeros(3)}})
+    assert not marker.exists()
+
+
+def test_a_checkpoint_is_safetensors_and_json(begun):
+    folder = Path(begun["output_dir"]) / "checkpoint-2"
+    assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}
+
+
+# --- numbers that are not finite -----------------------------------------------------------------------------------
+
+
+def broken_at(given, step, parameter, until=None):
+    """A run in which one parameter's gradient is infinite in one step; what it ended with."""
+    config = TrainConfig.read(given)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
+    with pytest.MonkeyPatch.context() as patch, Trainer(config, pipe, timeout=60.0) as trainer:
+        name, found = list(trainer.trained.named_parameters())[parameter]
+        if config.lora is not None:
+            name, found = next((n, p) for n, p in trainer.trained.named_parameters() if p.requires_grad)
+        reduce = trainer.sync.reduce
+
+        def reduced(shares):
+            reduce(shares)
+            if trainer.step == step and trainer.mesh.rank == trainer.mesh.world.size - 1:
+                found.grad.view(-1)[0] = float("inf")
+
+        patch.setattr(trainer.sync, "reduce", reduced)
+        with pytest.raises(FloatingPointError) as error:
+            trainer.run(until=until)
+        return str(error.value), name
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_gradient_that_is_not_finite_changes_and_saves_nothing(stopped, precision):
+    said, name = broken_at({**stopped, "mixed_precision": precision}, 3, 0)
+    assert f"the norm of the gradient of step 4 is inf (in {name})" in said
+    assert "the last checkpoint" in said
+    assert sorted(path.name for path in Path(stopped["output_dir"]).glob("checkpoint-*"))[-1] == "checkpoint-3"
+    assert list(run(stopped)[0]) == [3]
+
+
+def test_weights_that_are_not_finite_are_not_saved(stopped):
+    config = TrainConfig.read(stopped)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
+    with Trainer(config, pipe, timeout=60.0) as trainer:
+        trainer.optimizer.register_step_post_hook(lambda *_: trainer.parameters[0].data.view(-1)[0].fill_(float("nan")))
+        with pytest.raises(FloatingPointError, match=r"lora_A.* is not finite after step 3: no checkpoint"):
+            trainer.run()
+    assert not (Path(stopped["output_dir"]) / "checkpoint-3").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"learning_rate": 1e38}, "learning_rate=1e.38: AdamW changes each weight .*use at most 1 "),
+        ({"learning_rate": 0.5, "scale_lr": "linear", "global_batch_size": 4}, "use at most 0.25"),
+        ({"learning_rate": float("nan")}, "learning_rate"),
+        ({"adam_beta2": 1.0}, "adam_beta2=1.0: .*less than 1"),
+        ({"lora": {"dropout": 1.0}}, "dropout=1.0: .*less than 1"),
+        ({"adam_weight_decay": float("inf")}, "adam_weight_decay=inf: .*finite"),
+    ],
+    ids=str,
+)
+def test_rates_that_no_run_survives_are_refused(begun, change, said):
+    with pytest.raises(ditmesh.ConfigError, match=said):
+        TrainConfig.read({**begun, **change})
+
+
+def test_dropout_of_a_part_of_the_tokens_is_refused(ranks, begun, tmp_path):
+    given = {**begun, "output_dir": str(tmp_path), "lora": {"rank": 2, "dropout": 0.5}, "parallel": {"ulysses": 2}}
+    with pytest.raises(ditmesh.DitmeshError, match=r"lora.dropout=0.5, and ranks of ulysses, ring and tensor"):
+        ranks(2).run(run, given)
+
+
+def test_a_caption_that_cannot_be_encoded_is_named(stopped, tmp_path):
+    config = TrainConfig.read({**stopped, "output_dir": str(tmp_path / "new"), "resume_from_checkpoint": None})
+    pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
+    with Trainer(config, pipe, timeout=60.0) as trainer:
+        encode = trainer.family.encode
+        wrong = trainer.samples[3].said
+
+        def encoded(pipe, said, length):
+            if wrong in said:
+                raise TypeError("TextEncodeInput must be Union[...]")
+            return encode(pipe, said, length)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(trainer.family, "encode", encoded)
+            with pytest.raises(ditmesh.InputError, match=r"sample '003.png' cannot be encoded \(TypeError: TextEncode"):
+                trainer.run()
+
+
+def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
+    for content, fails in (("one", False), ("two", True), ("three", False)):
+        try:
+            with folder_written_whole(tmp_path / "pipeline") as part:
+                (part / "file").write_text(content)
+                if fails:
+                    raise OSError(28, "No space left on device")
+        except OSError:
+            assert fails
+        assert (tmp_path / "pipeline" / "file").read_text() == ("three" if content == "three" else "one")
+        assert [path.name for path in tmp_path.iterdir()] == ["pipeline"]
+
+
+# --- exports -----------------------------------------------------------------------------------------------------
+
+
+def exported(given, loads=None):
+    """A whole run by `train`; ``loads`` gathers how often a pipeline is loaded."""
+    load = diffusers.DiffusionPipeline.from_pretrained
+    with pytest.MonkeyPatch.context() as patch:
+
+        def counted(*arguments, **options):
+            if loads is not None:
+                loads.append(arguments)
+            return load(*arguments, **options)
+
+        patch.setattr(diffusers.DiffusionPipeline, "from_pretrained", counted)
+        return train(given, timeout=60.0)
+
+
+@pytest.mark.parametrize("lora", [{"lora": {"rank": 2}}, {"lora": None}], ids=["lora", "whole"])
+def test_an_export_that_fails_leaves_the_older_one_and_the_weights(begun, tmp_path, monkeypatch, lora):
+    given = {**begun, **lora, "output_dir": str(tmp_path / "out"), "max_train_steps": 2, "use_ema": True}
+    given["checkpointing_steps"] = 2
+    loads = []
+    done = exported({**given, "max_train_steps": 1}, loads)
+    # Neither a second pipeline is loaded at the end, nor is the folder still held.
+    assert len(loads) == 1
+    folder, before = Path(done["pipeline"]), {}
+    if not given["lora"]:
+        diffusers.DiffusionPipeline.from_pretrained(folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    again = {**given, "resume_from_checkpoint": "latest"}
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ditmesh.train.export._card", full)
+        with pytest.raises(ditmesh.InputError, match=r"No space left .*weights of step 2 are in .*checkpoint-2: "):
+            exported(again)
+        # Neither the last checkpoint can be written.
+        shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+        patch.setattr(Checkpoints, "_finished", lambda *_: "No space left on device")
+        with pytest.raises(ditmesh.InputError, match=r"weights of step 2 are in .*out-step-2.safetensors") as said:
+            exported(again)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    kept = load_file(str(said.value).partition("step 2 are in ")[2].partition(",")[0])
+    assert any("lora" in name for name in kept) == bool(given["lora"])
+    assert sorted(path.name for path in tmp_path.glob("out/*") if path.is_dir()) == ["checkpoint-1", folder.name]
+    assert exported(again)["step"] == 2
+    assert (folder / "README.md").read_text() != before[folder / "README.md"].decode()
+
+
+def test_a_disk_that_is_too_small_is_said_before_the_first_step(begun, tmp_path, monkeypatch, caplog):
+    given = {**begun, "output_dir": str(tmp_path), "max_train_steps": 4}
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(ditmesh.InputError, match=r"has 1 kB left, and the end of the run needs .* for a checkpoint"):
+        run(given)
+    config = TrainConfig.read({**given, "checkpointing_steps": 1})
+    check_room(config, 100, 600, 0, 4)
+    assert not caplog.text
+    check_room(config, 100, 601, 0, 4)
+    assert "4 checkpoints of 100 bytes and the export of 601 bytes need more than the 1 kB left" in caplog.text

@@ -1,0 +1,337 @@
+"""Tokens and frames of a request: counted once, as the transformer is called."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from PIL import Image
+
+from ditmesh import ParallelConfig
+from ditmesh.core.unexpected import RAISE
+from ditmesh.costs.hardware import machine
+from ditmesh.errors import InputError, LayoutError
+from ditmesh.generate import memory, run
+from ditmesh.generate.job import Job, check_config, check_content, check_output
+from ditmesh.generate.memory import check_memory, components_of, components_of_shape
+from ditmesh.generate.model_info import ModelInfo, find_model
+from ditmesh.generate.run import call_parameters, check_call, check_options, made_of
+from ditmesh.generate.workload import request_of, request_of_shape, usual_frames, usual_size
+from ditmesh.layout import known_models
+from ditmesh.memory.available import free_memory
+from ditmesh.memory.predict import fullest
+from ditmesh.planner import auto
+from ditmesh.planner.catalogue import shapes
+from ditmesh.planner.search import search
+from ditmesh.tools.planning.subject import Asked, subject
+from support.more_pipelines import FAMILIES, draw
+
+# Autoencoders' configurations as published, as far as they say how many pixels and frames a latent is.
+WAN = {"_class_name": "AutoencoderKLWan", "z_dim": 16, "temperal_downsample": [False, True, True]}
+COG = {"_class_name": "AutoencoderKLCogVideoX", "temporal_compression_ratio": 4, "block_out_channels": [1, 2, 3, 4]}
+HUNYUAN = {
+    "_class_name": "AutoencoderKLHunyuanVideo",
+    "spatial_compression_ratio": 8,
+    "temporal_compression_ratio": 4,
+}
+LTX = {
+    "_class_name": "AutoencoderKLLTXVideo",
+    "spatio_temporal_scaling": [True, True, True, False],
+    "patch_size": 4,
+    "patch_size_t": 1,
+}
+MOCHI = {
+    "_class_name": "AutoencoderKLMochi",
+    "temporal_expansions": [1, 2, 3],
+    "encoder_block_out_channels": [64, 128, 256, 384],
+}
+VIDEOS = {"wan": WAN, "ltx": LTX, "mochi": MOCHI, "hunyuan_video": HUNYUAN, "cogvideox": COG}
+
+
+def saved(folder: Path, name: str) -> tuple[Any, dict[str, Any]]:
+    """A tiny pipeline, whose configuration files are written, and the sizes of its call."""
+    pipe = FAMILIES[name].make()
+    files: dict[str, Any] = {
+        "model_index.json": {
+            "_class_name": type(pipe).__name__,
+            "transformer": ["diffusers", type(pipe.transformer).__name__],
+            "vae": ["diffusers", VIDEOS[name]["_class_name"]],
+        },
+        "transformer/config.json": {**pipe.transformer.config, "_class_name": type(pipe.transformer).__name__},
+        "vae/config.json": VIDEOS[name],
+    }
+    for path, content in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(json.dumps(content))
+    return pipe, FAMILIES[name].call([1])
+
+
+def seen_tokens(pipe: Any, name: str) -> int:
+    """Image tokens that the transformer's first block is called with."""
+    transformer = pipe.transformer
+    blocks = next(getattr(transformer, one) for one in ("transformer_blocks", "blocks") if hasattr(transformer, one))
+    seen: list[int] = []
+
+    def look(_: Any, args: Any, kwargs: Any) -> None:
+        seen.append((args[0] if args else kwargs["hidden_states"]).shape[1])
+
+    handle = blocks[0].register_forward_pre_hook(look, with_kwargs=True)
+    draw(name, pipe, [1], steps=2)
+    handle.remove()
+    return seen[0]
+
+
+def inspected(capsys: pytest.CaptureFixture[str], words: list[str]) -> dict[str, Any]:
+    from ditmesh.cli.main import main
+
+    with pytest.raises(SystemExit) as left:
+        main(["inspect", *words, "--json"])
+    assert left.value.code == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", VIDEOS)
+def test_all_count_what_the_transformer_is_called_with(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    pipe, call = saved(tmp_path, name)
+    size, frames = (call["width"], call["height"]), call["num_frames"]
+    there = seen_tokens(pipe, name)
+    info = find_model(tmp_path)
+    assert info.image_tokens(*size, frames) == there
+    assert subject(str(tmp_path), Asked(size, frames)).job.image == there
+    words = [str(tmp_path), "--size", f"{size[0]}x{size[1]}", "--frames", str(frames)]
+    assert inspected(capsys, words)["image_tokens"] == there
+    checked: list[Any] = []
+    monkeypatch.setattr(memory, "check_memory", lambda *args, **_: checked.append(args[4]))
+    job = Job(model=str(tmp_path), name="tiny", pipeline_class=info.pipeline_class, prompts=("a",), out=".")
+    run._check_memory(replace(job, size=size, frames=frames), torch.device("cpu"))
+    assert checked[0].image == there
+    # Of one more latent frame there are as many tokens more as a frame has.
+    grid, more = info.token_grid(*size, frames), info.token_grid(*size, frames + (info.frame_step or 1))
+    assert (more[0], more[1:]) == (grid[0] + 1, grid[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "frames"),
+    [
+        ("wan", "wan-14b", 81),
+        ("ltx", "ltx-video", 161),
+        ("mochi", "mochi-1", 19),
+        ("hunyuan_video", "hunyuan-video", 129),
+        ("cogvideox", "cogvideox-5b", 49),
+    ],
+)
+def test_a_folder_is_planned_as_the_shipped_model(name: str, known: str, frames: int, tmp_path: Path):
+    shape = shapes()[known]
+    saved(tmp_path, name)
+    # The published transformer in the folder of the tiny one.
+    defaults = inspect.signature(getattr(diffusers, shape.transformer).__init__).parameters.items()
+    config = {key: one.default for key, one in defaults if key != "self"} | shape.config
+    config["_class_name"] = shape.transformer
+    (tmp_path / "transformer/config.json").write_text(json.dumps(config))
+    info = find_model(tmp_path)
+    of_folder = request_of(info, shape.size, frames=frames)
+    of_shape = request_of_shape(shape, frames=frames)
+    assert (of_folder.frames, of_folder.rows, of_folder.cols) == (of_shape.frames, of_shape.rows, of_shape.cols)
+    assert usual_frames(info) == shape.num_frames
+
+
+def test_usual_sizes_are_those_of_the_pipeline(tmp_path: Path):
+    saved(tmp_path, "wan")
+    assert usual_size(find_model(tmp_path)) == (832, 480)
+    saved(tmp_path, "cogvideox")
+    config = json.loads((tmp_path / "transformer/config.json").read_text())
+    config |= {"sample_width": 90, "sample_height": 60, "sample_frames": 49}
+    (tmp_path / "transformer/config.json").write_text(json.dumps(config))
+    info = find_model(tmp_path)
+    assert (usual_size(info), usual_frames(info)) == ((720, 480), 49)
+
+
+def test_patches_along_time_round_latent_frames_up():
+    info = ModelInfo("x", Path(), True, {}, {"patch_size": 2, "patch_size_t": 2}, COG)
+    assert info.latent_frames(81) == 22
+    assert info.token_grid(160, 96, 81) == (11, 6, 10)
+
+
+@pytest.mark.parametrize(("model", "frames"), [("flux.1-dev", 9), ("wan-14b", 80), ("emoji-sd3", 9)])
+def test_frames_that_a_model_does_not_make_are_refused(model: str, frames: int):
+    with pytest.raises(InputError, match="frames"):
+        subject(model, Asked(frames=frames))
+
+
+def test_sequence_ranks_share_what_there_is(tmp_path: Path):
+    saved(tmp_path, "ltx")
+    # 16 tokens a latent frame, of which 9 frames make two.
+    check_config(ParallelConfig(ring=32), find_model(tmp_path), 32, (128, 128), 9)
+    with pytest.raises(InputError, match="32 image tokens"):
+        check_config(ParallelConfig(ring=33), find_model(tmp_path), 33, (128, 128), 9)
+
+
+@pytest.mark.parametrize("share", [0.98, 1.02])
+def test_plan_and_memory_check_agree_on_what_fits(share: float, monkeypatch: pytest.MonkeyPatch):
+    # What would fit instead is another test's.
+    monkeypatch.setattr(memory._Fit, "_smallest", lambda *_: None)
+    encoders: Any = "freed"
+    info = find_model("emoji-sd3")
+    about = subject("emoji-sd3", Asked(dtype="float32", encoders=encoders))
+    hardware, components = machine("cpu", 1), components_of(info)
+    alone = ParallelConfig(text_encoder=encoders)
+    needed = fullest(
+        components,
+        alone,
+        request_of(info),
+        torch.float32,
+        hardware.device.runtime,
+    ).total
+    room = share * needed
+    try:
+        found = search(about.model, about.job, hardware, about.limits(hardware, "exact", room, None))
+        fits = True
+        assert found.best[0].memory == pytest.approx(needed)
+    except InputError:
+        fits = False
+    assert fits == (share > 1)
+    try:
+        limit = room - hardware.device.runtime
+        check_memory(info, alone, torch.float32, torch.device("cpu"), request_of(info), limit)
+    except InputError:
+        assert not fits
+    else:
+        assert fits
+
+
+def test_encoding_before_takes_encoders_out_of_what_follows():
+    shape = shapes()["pixart-sigma"]
+    request, parts = request_of_shape(shape), components_of_shape(shape)
+    beside = fullest(parts, ParallelConfig(), request, torch.bfloat16, device="cuda")
+    before = fullest(parts, ParallelConfig(), request, torch.bfloat16, device="cuda", encoded_before=True)
+    # T5 alone is 4.76 billion parameters, the transformer 0.6.
+    assert (beside.name, before.name) == ("decode", "encode")
+    assert 9.5e9 < before.total < 10.2e9 < beside.total
+
+
+def test_what_the_allocator_keeps_of_freed_tensors_is_free(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10_000, 24_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 9_000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2_000)
+    assert free_memory(torch.device("cuda", 0)) == 17_000
+
+
+def folder_of(folder: Path, pipeline: str, **vae: Any) -> ModelInfo:
+    """A folder that says of which class its pipeline is."""
+    kind = getattr(diffusers, pipeline)
+    index = {"_class_name": pipeline, "transformer": ["diffusers", "X"], "vae": ["diffusers", vae.get("_class_name")]}
+    parts = {"model_index.json": index, "transformer/config.json": {"_class_name": "X"}, "vae/config.json": vae}
+    for path, content in parts.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(json.dumps(content))
+    assert isinstance(kind, type)
+    return find_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "vae", "says"),
+    [
+        ("StableAudioPipeline", "AutoencoderOobleck", "makes audio"),
+        ("AceStepPipeline", "AutoencoderOobleck", "makes audio"),
+        ("QwenImageLayeredPipeline", "AutoencoderKLQwenImage", "makes the layers of an image"),
+        ("LTX2Pipeline", "AutoencoderKLLTX2Video", "makes sound too"),
+    ],
+)
+def test_what_is_neither_image_nor_video_is_refused_before_it_is_computed(
+    pipeline: str, vae: str, says: str, tmp_path: Path
+):
+    info = folder_of(tmp_path, pipeline, _class_name=vae)
+    index = info.index | ({"audio_vae": ["diffusers", "X"]} if pipeline == "LTX2Pipeline" else {})
+    job = Job(model=str(tmp_path), name="odd", pipeline_class=pipeline, prompts=("a",), out=".")
+    with pytest.raises(InputError, match=says):
+        check_content(job, replace(info, index=index), 1)
+    # The ranks, which know the class.
+    with pytest.raises(InputError, match=says):
+        check_call(job, pipeline, call_parameters(getattr(diffusers, pipeline)))
+
+
+def test_images_and_videos_are_not_taken_for_something_else():
+    kinds = {type(family.make()) for name, family in FAMILIES.items() if name in ("wan", "pixart", "flux2", "latte")}
+    for kind in kinds:
+        check_output(kind.__name__, call_parameters(kind))
+
+
+def test_layers_are_no_video():
+    layers = [[Image.new("RGBA", (8, 8))] * 3]
+    with pytest.raises(InputError, match="neither images nor videos"):
+        made_of(SimpleNamespace(images=layers))
+    with pytest.raises(InputError, match="neither images nor videos"):
+        made_of(SimpleNamespace(audios=torch.zeros(1, 2, 8)))
+    assert made_of(SimpleNamespace(images=layers[0])) == layers[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["study", "fox", "--model", "emoji-dit-s", "--size", "128x128"], "has one size only, 64x64"),
+        (["study", "a fox", "--frames", "9"], "makes pictures"),
+        (["plan", "emoji-dit-s", "--size", "128x128"], "has one size only, 64x64"),
+        (["inspect", "emoji-dit-s", "--size", "128x128"], "has one size only, 64x64"),
+        (["plan", "flux.1-dev", "--frames", "9", "--hardware", "h100"], "makes images"),
+        (["inspect", "--memory", "--model", "emoji-sd3", "--frames", "9"], "makes images"),
+    ],
+)
+def test_sizes_that_are_not_used_are_refused(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    from ditmesh.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 2
+    assert says in " ".join(capfd.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"negative": "blue"}, "takes no negative_prompt"),
+        ({"guidance": 3.0}, "takes no guidance_scale"),
+        ({"size": (64, 64)}, "has one size only"),
+    ],
+)
+def test_options_that_a_call_does_not_accept_are_refused(given: dict[str, Any], says: str):
+    with pytest.raises(InputError, match=says):
+        check_options("Pipeline", {"prompt": None}, **given)
+
+
+def test_a_mistake_in_a_prediction_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    layout = known_models()["SD3Transformer2DModel"]
+    config = find_model("emoji-sd3").transformer
+
+    def mistaken(*_: Any) -> Any:
+        raise TypeError("a mistake")
+
+    monkeypatch.setattr(auto, "work_of", mistaken)
+    # Tests see it.
+    with pytest.raises(TypeError, match="a mistake"):
+        auto.chosen("SD3Transformer2DModel", config, layout, 4, auto.Call(), 2)
+    monkeypatch.delenv(RAISE)
+    with caplog.at_level("DEBUG"):
+        assert auto.chosen("SD3Transformer2DModel", config, layout, 4, auto.Call(), 2).world_size == 2
+    said = [(one.levelname, one.exc_info is not None) for one in caplog.records if one.name == auto.__name__]
+    assert said == [("WARNING", False), ("DEBUG", True)]
+
+    # What cannot be predicted is no mistake.
+    def unknown(*_: Any) -> Any:
+        raise LayoutError("not known")
+
+    caplog.clear()
+    monkeypatch.setattr(auto, "work_of", unknown)
+    assert auto.chosen("SD3Transformer2DModel", config, layout, 4, auto.Call(), 2).world_size == 2
+    assert not [one for one in caplog.records if one.levelname == "WARNING"]
