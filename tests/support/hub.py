@@ -67,13 +67,8 @@ def _flux() -> Any:
     )
 
 
-def _sd3() -> Any:
-    return diffusers.DiffusionPipeline.from_pretrained(zoo.path())
-
-
 STAND_INS: dict[str, Callable[[], Any]] = {
     "black-forest-labs/FLUX.1-dev": _flux,
-    "stabilityai/stable-diffusion-3.5-large": _sd3,
 }
 
 
