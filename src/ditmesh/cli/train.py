@@ -46,6 +46,7 @@ def train(
     from ..config import AXES, ParallelConfig
     from ..launch import launcher, resolve_device, torchrun_rank
     from ..train.config import TrainConfig
+    from ..train.folder import check_output
     from ..train.run import train as train_on_ranks
 
     there = torchrun_rank()
@@ -64,6 +65,9 @@ def train(
     chosen = TrainConfig.read(run)
     world_size = devices or chosen.parallel.world_size
     ParallelConfig.check_world_size(chosen.parallel, world_size)
+    if there is None:
+        # Ranks of torchrun do it together.
+        check_output(chosen)
     kind = resolve_device(device, world_size if there is None else there.local_size)
     with bar(shown=there is None or there.rank == 0) as progress:
         task = progress.add_task("loading", total=None)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import heapq
 import json
-import os
 import sqlite3
 import threading
 import time
@@ -20,16 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..core.files import free_names
+from ..core.files import free_names, lock_of
 from ..errors import ConfigError, InputError
 from .backend import KeyReused, NoSpace, Once, QueueFull, UnknownJob
 from .results import INPUTS, RESULTS
 from .types import Job, JobError, JobImage, JobRequest, Status
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None
 
 FILE, LOCK = "queue.sqlite", "lock"
 # Of the file's tables and the JSON in them; and what says that the file is ours: "dmsh".
@@ -635,18 +629,11 @@ def _broken(error: sqlite3.DatabaseError) -> bool:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold a folder for this process, however that ends."""
-    with (folder / LOCK).open("a+", encoding="utf-8") as file:
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                raise ConfigError(
-                    f"folder {str(folder)!r} is used by another server (process {file.read(20).strip() or 'unknown'}); "
-                    "end that, or give another folder"
-                ) from None
-        file.seek(0)
-        file.truncate()
-        file.write(str(os.getpid()))
-        file.flush()
+    file = lock_of(folder / LOCK)
+    if file is None:
+        who = (folder / LOCK).read_text(encoding="utf-8")[:20].strip() or "unknown"
+        raise ConfigError(
+            f"folder {str(folder)!r} is used by another server (process {who}); end that, or give another folder"
+        )
+    with file:
         yield
