@@ -8,6 +8,7 @@ import diffusers
 import pytest
 import torch
 
+import ditmesh
 from ditmesh.train import TrainConfig
 from ditmesh.train.logs import read_log
 from ditmesh.train.trainer import Trainer
@@ -119,3 +120,44 @@ def test_ranks_skip_the_steps_that_one_device_skips(ranks, model, data, alone, t
     trained = found[0][3]
     assert trained.keys() == weights.keys()
     assert max(float((trained[key] - value).abs().max()) for key, value in weights.items()) <= 1e-5
+
+
+# --- dropout -----------------------------------------------------------------------------------------------------
+
+
+def trained(given):
+    """Losses and trained weights."""
+    config = TrainConfig.read(given)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
+    with Trainer(config, pipe, timeout=60.0) as trainer:
+        return list(trainer.run().losses.values()), trainer.weights()
+
+
+@pytest.mark.parametrize("parallel", [{"ulysses": 2}, {"ring": 2}, {"data": 2}], ids=str)
+@pytest.mark.parametrize("recomputed", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_dropout_leaves_out_what_one_device_leaves_out(ranks, model, data, tmp_path, parallel, recomputed):
+    lora = {
+        "rank": 2,
+        "dropout": 0.5,
+        "target_modules": ["to_q", "to_v", "add_q_proj", "proj_mlp", "proj_out", "ff.net.2"],
+    }
+    on = given(model, data, tmp_path / "1", mixed_precision="no", lora=lora, max_train_steps=3, learning_rate=1e-2)
+    on |= {"gradient_checkpointing": recomputed, "train_batch_size": 2}
+    losses, weights = trained(on)
+    plain, _ = trained({**on, "lora": {**lora, "dropout": 0.0}, "output_dir": str(tmp_path / "2")})
+    assert abs(plain[-1] / losses[-1] - 1) > 1e-4
+    (found, its), *_ = ranks(2).run(trained, {**on, "parallel": parallel, "output_dir": str(tmp_path / "3")})
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert max(float((its[name] - value).abs().max()) for name, value in weights.items()) <= 1e-5
+
+
+def dropped(given):
+    config = TrainConfig.read(given)
+    pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
+    pipe.transformer.transformer_blocks[0].ff.net[1].p = 0.5
+    Trainer(config, pipe, timeout=60.0)
+
+
+def test_dropout_of_a_part_of_the_features_is_refused(ranks, model, data, tmp_path):
+    with pytest.raises(ditmesh.DitmeshError, match=r"ff.net.1 has dropout p=0.5, and tensor ranks would draw"):
+        ranks(2).run(dropped, given(model, data, tmp_path, parallel={"tensor": 2}))

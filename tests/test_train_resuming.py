@@ -283,12 +283,6 @@ def test_rates_that_no_run_survives_are_refused(begun, change, said):
         TrainConfig.read({**begun, **change})
 
 
-def test_dropout_of_a_part_of_the_tokens_is_refused(ranks, begun, tmp_path):
-    given = {**begun, "output_dir": str(tmp_path), "lora": {"rank": 2, "dropout": 0.5}, "parallel": {"ulysses": 2}}
-    with pytest.raises(ditmesh.DitmeshError, match=r"lora.dropout=0.5, and ranks of ulysses, ring and tensor"):
-        ranks(2).run(run, given)
-
-
 def test_a_caption_that_cannot_be_encoded_is_named(stopped, tmp_path):
     config = TrainConfig.read({**stopped, "output_dir": str(tmp_path / "new"), "resume_from_checkpoint": None})
     pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)

@@ -53,6 +53,8 @@ def values(schema: dict[str, Any]) -> str:
         return "list"
     least, most, above = (schema.get(key) for key in ("minimum", "maximum", "exclusiveMinimum"))
     limits = f" {least:g} to {most:g}" if least is not None and most is not None else ""
+    if schema["type"] == "number" and (below := schema.get("exclusiveMaximum")) is not None:
+        limits = f" {least:g} to below {below:g}"
     if not limits and schema.get("exclusiveMaximum") is None and (least is not None or above is not None):
         limits = f", at least {least:g}" if least is not None else f" above {above:g}"
     return kind[schema["type"]] + limits

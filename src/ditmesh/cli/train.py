@@ -54,6 +54,7 @@ def train(
     from ..generate.run import PRELOAD
     from ..launch import begin_local_ranks, launcher, resolve_device, torchrun_rank
     from ..train.config import TrainConfig
+    from ..train.folder import check_output
     from ..train.preflight import check_run, check_settings
 
     there = torchrun_rank()
@@ -73,6 +74,9 @@ def train(
     check_settings(chosen)
     world_size = devices or chosen.parallel.world_size
     chosen.parallel.check_world_size(world_size)
+    if there is None:
+        # Ranks of torchrun do it together.
+        check_output(chosen)
     info = find_model(chosen.pretrained_model_name_or_path)
     begin_local_ranks(device, (*PRELOAD, "ditmesh.train.run"))
     check_run(chosen, info)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import heapq
 import json
-import os
 import sqlite3
 import threading
 import time
@@ -23,17 +22,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..core.files import free_names
+from ..core.files import free_names, lock_of
 from ..errors import ConfigError, InputError
 from .backend import KeyReused, Once, QueueFull, UnknownJob
 from .results import INPUTS, RESULTS
 from .storage import kind_of, storage_error
 from .types import Job, JobError, JobImage, JobRequest, Status
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None
 
 FILE, LOCK = "queue.sqlite", "lock"
 # Of the file's tables and the JSON in them: raised when an older server must not touch them. A field of a request that
@@ -677,18 +671,11 @@ def _give_back(db: sqlite3.Connection, which: str) -> int:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold a folder for this process, however that ends."""
-    with (folder / LOCK).open("a+", encoding="utf-8") as file:
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                raise ConfigError(
-                    f"folder {str(folder)!r} is used by another server (process {file.read(20).strip() or 'unknown'}); "
-                    "end that, or give another folder"
-                ) from None
-        file.seek(0)
-        file.truncate()
-        file.write(str(os.getpid()))
-        file.flush()
+    file = lock_of(folder / LOCK)
+    if file is None:
+        who = (folder / LOCK).read_text(encoding="utf-8")[:20].strip() or "unknown"
+        raise ConfigError(
+            f"folder {str(folder)!r} is used by another server (process {who}); end that, or give another folder"
+        )
+    with file:
         yield

@@ -38,7 +38,8 @@ class MeshGradScaler(torch.amp.GradScaler):
         gradients = [_local(p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         # A rank of a sequence adds up a weight's gradient over its own tokens. Float16 has held the parts; whether it
         # can hold the sum is what one device has found.
-        largest = torch.stack([*(g.abs().max() for g in gradients if g.numel()), torch.zeros((), device=device)]).max()
+        norms = cast(Any, torch)._foreach_norm([g for g in gradients if g.numel()], float("inf"))
+        largest = torch.stack([*norms, torch.zeros((), device=device)]).max()
         super().unscale_(optimizer)
         found = self._found(optimizer)
         flags = [flag.to(device, torch.float32).reshape(1) for flag in found.values()]

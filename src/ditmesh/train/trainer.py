@@ -39,6 +39,7 @@ from ..strategies.determinism import deterministic
 from .agreement import agreed_samples
 from .checkpoint import Checkpoints, facts_of
 from .config import LoraConfig, TrainConfig
+from .dropout import TokenDropout, dropping, refusal
 from .encoded import Batch, EncodedSamples
 from .export import bytes_of, check_room
 from .families import family_of
@@ -242,12 +243,16 @@ class Trainer:
         self.subset = TokenSubset(self.model, layout_of(self.model)) if config.token_share < 1 else None
         if self.subset is not None:
             self._undo.callback(self.subset.close)
-        self._check_dropout()
+        problem = refusal(self.model, self.mesh)
+        if problem is not None:
+            raise ConfigError(problem)
         room = bytes_of(pipe, config)
         self.slices = TensorSlicesOf(self.model, self.mesh, "transformer.")
         if self.mesh.world_size > 1 or config.in_order:
             parallelize(self.model, self.mesh.config, mesh=self.mesh)
             self._undo.callback(self._restore)
+        if self.mesh.sequence.size > 1 and dropping(self.model):
+            self._undo.callback(TokenDropout(self.model, self.mesh).close)
         self.sync = GradientSync(self.trained, self.mesh, config.sharding, self.slices)
         # FSDP2 puts others in the place of the parameters.
         self.slices.follow(self.trained.named_parameters())
@@ -283,26 +288,6 @@ class Trainer:
         if (count - 1) % step:
             less = count - (count - 1) % step
             raise ConfigError(f"num_frames={count}: {name} takes {step}k + 1 frames; use {less} or {less + step}")
-
-    def _check_dropout(self) -> None:
-        """Masks are drawn for the tokens and features that a rank has: those of one device only if it has all."""
-        mesh = self.mesh
-        if mesh.sequence.size * mesh.tensor.size == 1:
-            return
-        drops = (nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-        found = [(name, one) for name, one in self.model.named_modules() if isinstance(one, drops) and one.p > 0]
-        if not found:
-            return
-        lora = self.config.lora
-        what = (
-            f"{found[0][0]} has dropout p={found[0][1].p:g}"
-            if lora is None or not lora.dropout
-            else (f"lora.dropout={lora.dropout:g}")
-        )
-        raise ConfigError(
-            f"{what}, and ranks of ulysses, ring and tensor, which have a part of the tokens or features each, would "
-            "draw other masks than one device; use data ranks alone, or no dropout"
-        )
 
     def _schedule(self) -> LambdaLR:
         config = self.config
