@@ -160,7 +160,7 @@ def test_what_one_rank_cannot_read_is_known_to_all(ranks, data, tmp_path):
         found = ranks(2).run(run, one_epoch(other, tmp_path / "out", **more))
         assert found[0]["skipped"] == found[1]["skipped"]
         (sentence,) = found[0]["skipped"]
-        assert sentence.startswith("005.png is no picture")
+        assert sentence.startswith("005.png is corrupt")
         assert sentence.endswith("; another sample took its place once")
         replaced = [pair for one in found for pair in one["seen"] if pair[0] != pair[1]]
         assert replaced == [("005.png", "006.png")]

@@ -136,13 +136,14 @@ def input_picture(image: torch.Tensor | None, what: str) -> InputPicture | None:
         InputError: there are several.
     """
     from ditmesh import InputError
+    from ditmesh.media.images import as_seen
 
     if image is None:
         return None
     if image.shape[0] != 1:
         raise InputError(f"{what} holds {image.shape[0]} pictures; give one, such as by ImageFromBatch")
     picture, file = as_picture(image[0]), io.BytesIO()
-    picture = picture.convert("L" if image.ndim == 3 else "RGB")
+    picture = picture.convert("L") if image.ndim == 3 else as_seen(picture, what)
     picture.save(file, "PNG")
     return InputPicture(file.getvalue(), picture)
 

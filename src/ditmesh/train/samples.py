@@ -237,7 +237,7 @@ class _Search:
         files = self._walk()
         tars = [name for name in files if name.lower().endswith(".tar")]
         if tars:
-            self._unread += [name for name in files if name not in set(tars)]
+            self._unread += [name for name in files if not name.lower().endswith(".tar")]
             for name in tars:
                 self._tar(name)
         else:
@@ -325,7 +325,8 @@ class _Search:
             used.update(texts.values())
             for value, source in listed.get(name, [(None, "")]):
                 self._add(name, value, source, texts)
-        self._unread += [name for name in files if name not in {*media, *listed, *listings} and name not in used]
+        used.update(media, listed, listings)
+        self._unread += [name for name in files if name not in used]
 
     def _listing(
         self, name: str, place: str, finder: _Finder, listed: dict[str, list[tuple[str | int | None, str]]]
