@@ -21,9 +21,9 @@ def test_honest_clients_are_served_while_others_attack(tmp_path: Path):
     module = importlib.util.module_from_spec(loaded)
     sys.modules[name] = module
     loaded.loader.exec_module(module)
-    size = module.Size(requests=24, clients=4, silent=300, headers=300, bodies=4, megabytes=4, descriptors=256)
+    size = module.Size(requests=16, clients=4, silent=300, headers=300, bodies=4, megabytes=4, descriptors=256)
     found = module.attacked(size, tmp_path)
-    assert found["honest"] == {"asked": 24, "right": 24, "wrong": []}
+    assert found["honest"] == {"asked": 16, "right": 16, "wrong": []}
     assert found["healthz"]["failed"] == 0
     # Of a machine that does nothing else it is some hundredths.
     assert found["healthz"]["p99"] < 5.0
