@@ -15,6 +15,7 @@ from typing import Any, Literal
 from ..config import ParallelConfig
 from ..errors import ConfigError, InputError
 from ..strategies import support
+from ..strategies.heads import check_heads
 from .files import MOST_VIDEO_PIXELS, PICTURES, InputFile, check_encoder, check_roles, open_video, pipeline_for
 from .model_info import ModelInfo
 from .receipt import LONGEST_PROMPT, MOST_PIXELS, MOST_STEPS, MOST_TOGETHER, Dtype, Offload, Receipt
@@ -375,12 +376,7 @@ def check_config(
             f"inputs='per-data-rank' is for data={config.data} ranks with prompts of their own, but here all have "
             "the same; leave inputs out"
         )
-    heads = model.heads
-    if heads is not None and config.ulysses > heads:
-        raise ConfigError(
-            f"ulysses={config.ulysses} is more than the {heads} attention heads of {model.transformer_class}; "
-            f"use ulysses={heads} at most and ring for the rest"
-        )
+    check_heads(config, model.heads, model.transformer_class)
     size = size or model.default_size
     if size is not None:
         tokens = model.image_tokens(*size, frames)
