@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor
 
+from ditmesh.comm import PeerError
 from ditmesh.core.own_tokens import OwnTokens, settled
 from ditmesh.core.partition import Partition
 
@@ -144,3 +145,12 @@ def test_outputs_are_settled_wherever_they_are():
     assert type(output.sample) is Tensor
     assert type(settled(([ranks.lazy],))[0][0]) is Tensor
     assert ranks.gathered == 1
+
+
+def test_a_rank_that_asks_alone_is_told_what_it_asked_for():
+    def nobody_comes(_):
+        raise PeerError("rank 1 has not come")
+
+    own = OwnTokens.of(torch.zeros(1, 2, 4), 1, Partition(((2, 2),)), 0, nobody_comes)
+    with pytest.raises(PeerError, match=r"rank 1 has not come \('max' behind the last block wants"):
+        own.max()

@@ -400,3 +400,19 @@ def test_not_reproducible():
 def test_settings_are_shown():
     assert ParallelConfig(ring=2, vae="bands").describe() == "ring=2 vae=bands"
     assert ParallelConfig(ring=2).describe() == "ring=2"
+
+
+def test_verify_encodes_with_channels_first():
+    from types import SimpleNamespace
+
+    from ditmesh.tools.verify.runs import channels_first
+
+    seen = []
+    vae = SimpleNamespace(encode=lambda x: seen.append(x.is_contiguous()))
+    image = torch.zeros(1, 3, 8, 8).to(memory_format=torch.channels_last)
+    with channels_first(SimpleNamespace(vae=vae)):
+        vae.encode(image)
+    vae.encode(image)
+    with channels_first(SimpleNamespace()):
+        pass
+    assert seen == [True, False]

@@ -692,7 +692,9 @@ def parallelized(target: T, config: ConfigLike = "auto", **options: Any) -> Iter
     try:
         yield target
     finally:
-        restore(target)
+        # What could not be put in place in the first call has taken itself off.
+        if getattr(target, ENGINE, None) is not None:
+            restore(target)
 
 
 def engine_of(target: Any) -> Engine:

@@ -22,10 +22,15 @@ from .layout.derive import bare, derive, derive_rows
 from .layout.forms import form_of
 from .layout.types import CallForm
 from .strategies.checked import check_same, difference
+from .strategies.inputs import default_states, set_default_states
 from .strategies.tokens import KnownForms
 
 # What one device returned, by transformer (its `id`) and form of call.
 Alone = dict[int, dict[CallForm, Any]]
+
+
+# Arguments of diffusers' pipelines that are told of every step.
+CALLBACKS = ("callback_on_step_end", "callback")
 
 
 class _Derived(BaseException):
@@ -112,10 +117,11 @@ class FirstCall:
 
     def _around_pipeline(self, pipe: Any, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
         states = [(generator, generator.get_state()) for generator in _generators([*args, *kwargs.values()])]
-        default = torch.get_rng_state()
+        default = default_states(self.mesh.device)
         self._inside = True
         try:
-            return proceed(*args, **kwargs)
+            # Steps that are made before all layouts are known are made again, and told of then.
+            return proceed(*args, **{name: value for name, value in kwargs.items() if name not in CALLBACKS})
         except _Derived as derived:
             layouts = derived.layouts
         finally:
@@ -123,7 +129,7 @@ class FirstCall:
         self._begin(layouts)
         for generator, state in states:
             generator.set_state(state)
-        torch.set_rng_state(default)
+        set_default_states(self.mesh.device, default)
         return pipe(*args, **kwargs)
 
     def _around_call(self, model: nn.Module, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:

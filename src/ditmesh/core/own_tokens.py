@@ -148,7 +148,8 @@ class OwnTokens(Tensor):
             found = mine._by_token(func, args, kwargs)
             if found is not None:
                 return found
-        args, kwargs = settled((args, kwargs))
+        name = getattr(func, "__name__", "") or str(func)
+        args, kwargs = settled((args, kwargs), name)
         return func(*args, **kwargs)
 
     @classmethod
@@ -161,9 +162,25 @@ class OwnTokens(Tensor):
         return f"OwnTokens({tuple(self.own.shape)} of {tuple(self.shape)}, {self.dtype})"
 
 
-def settled(value: Any) -> Any:
-    """A value, such as a model's output, with the whole tensors of those that hold a rank's own tokens."""
-    return tree_map(lambda one: one.whole() if isinstance(one, OwnTokens) else one, value)
+def settled(value: Any, wanted_by: str = "") -> Any:
+    """A value, such as a model's output, with the whole tensors of those that hold a rank's own tokens.
+
+    Args:
+        value: any.
+        wanted_by: the operation that wants them, for the error of ranks that do not come.
+
+    Raises:
+        DistError: as the gathering does; names the operation.
+    """
+    try:
+        return tree_map(lambda one: one.whole() if isinstance(one, OwnTokens) else one, value)
+    except torch.distributed.DistError as error:
+        if not wanted_by:
+            raise
+        raise type(error)(
+            f"{error} ({wanted_by!r} behind the last block wants the tokens of all ranks: where a hook or a debug "
+            "print on one rank calls it, let every rank call it)"
+        ) from error
 
 
 def _plain(value: Tensor) -> bool:

@@ -8,13 +8,15 @@ it since, their wrapper stays and the patch under it does nothing from then on b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
+
+from ..errors import InputError
 
 _MISSING = object()
 
@@ -90,6 +92,31 @@ def refuse_saving(model: nn.Module, error: Exception) -> Callable[[], None]:
         if hasattr(model, name):
             undo.callback(Patch(model, name, partial(_refuse, error)))
     return undo.close
+
+
+def refuse_loading(model: nn.Module, cut: Callable[[], Collection[int]], held: str) -> Callable[[], None]:
+    """Let a model refuse a state that has whole weights where it has parts of them; returns what undoes this.
+
+    Args:
+        model: of which this rank has parts.
+        cut: ids of the parameters that are parts.
+        held: what they are, in words.
+    """
+
+    def load_state_dict(state: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        parts, own = cut(), dict(model.named_parameters())
+        # Of adapters, which are loaded in this way too, only those that are there in another size.
+        known = [name for name in state if name in own and id(own[name]) in parts]
+        wrong = [name for name in known if "lora_" not in name or own[name].shape != state[name].shape]
+        if wrong:
+            raise InputError(
+                f"load_state_dict(...) was given {wrong[0]!r} whole, and this model holds {held} of it; call "
+                "ditmesh.restore(...) first, load the weights, and parallelize again"
+            )
+        return patch.original(state, *args, **kwargs)
+
+    patch = Patch(model, "load_state_dict", load_state_dict)
+    return patch
 
 
 def refuse_calls(model: nn.Module, error: Exception) -> Callable[[], None]:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 
 from ..comm import Link
-from ..errors import warn_renamed
 
 # How often a block is run to time it, after one run that does not count.
 RUNS = 3
@@ -46,12 +45,6 @@ class Balance:
         self._shares = link.size if shares is None else shares
         self._share = link.rank if share is None else share
         self.forget()
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """The former name of ``speeds``."""
-        warn_renamed("weights", "speeds")
-        return self.speeds
 
     def forget(self) -> None:
         """Forget what was measured, on all ranks alike: the next call measures anew."""

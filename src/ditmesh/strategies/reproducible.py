@@ -139,7 +139,7 @@ class TiledSequence(SequenceParallel):
     def _main_shares(self, region: Region, tokens: int) -> tuple[int, ...]:
         super()._main_shares(region, tokens)
         tiles = Partition((self._tile_lengths(tokens),))
-        shares = weighted_cut(tiles.parts, self.balance.weights)
+        shares = weighted_cut(tiles.parts, self.balance.speeds)
         return tiles.regroup([range(a, a + n) for a, n in zip(offsets(shares), shares, strict=True)]).lengths
 
     def _tile_lengths(self, tokens: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from ..comm.state import Spec
 from ..config import ParallelConfig
 from ..core.alignment import ALIGNMENT, memory, offset_of
 from ..core.alive import PLAIN
-from ..core.patching import CallChain, Patch, Proceed, refuse_saving
+from ..core.patching import CallChain, Patch, Proceed, refuse_loading, refuse_saving
 from ..costs.step import SHARD, Step, Term
 from ..errors import ConfigError, InputError
 from ..layout import TokenLayout
@@ -365,6 +365,7 @@ class ShardedWeights:
         """Methods of the model that need whole weights."""
         error = InputError("saving would write empty weights, which ranks share in pieces; call ditmesh.restore(...)")
         self._undo.callback(refuse_saving(self.model, error))
+        self._undo.callback(refuse_loading(self.model, self.spread, "this rank's piece"))
         for name in ("fuse_lora", "unfuse_lora"):
             if hasattr(self.model, name):
                 patch = Patch(self.model, name, getattr(self.model, name))

@@ -149,6 +149,9 @@ class TextlessRun(Run):
                 arguments.set(path, tokens.take(value, dim % value.dim(), self.patch).contiguous())
         try:
             output = forward(*arguments.args, **arguments.kwargs)
+        except (torch.OutOfMemoryError, torch.distributed.DistError):
+            # What says nothing of the text: memory that is full, a rank that is lost.
+            raise
         except Exception:
             return False
         for stream in region.streams:

@@ -7,6 +7,7 @@ tensors, so adapters, other axes and every backend work as they do on one device
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,7 +24,7 @@ from ...comm.autograd import enter_slices, gather_features, leave_slices, sum_of
 from ...config import ParallelConfig
 from ...core.arguments import Arguments, covers, parameter_names
 from ...core.partition import Partition
-from ...core.patching import Patch, refuse_saving
+from ...core.patching import Patch, refuse_loading, refuse_saving
 from ...costs.step import Share, Step, Term
 from ...costs.work import Job, Linear, Work
 from ...errors import ConfigError, InputError
@@ -31,7 +32,10 @@ from ...layout import Table, TokenLayout
 from ..base import Strategy
 from ..heads import check_heads, heads_of
 from ..pipefusion.stages import shape_of, whole_or_refused
-from .slices import Plan, Site, base_of, norm_width, plan
+from .slices import Plan, Site, base_of, norm_width, plan, share_cut
+
+# Of the parameters in a model's blocks: less cut than this is refused, less than that is said.
+LEAST_SHARE, USUAL_SHARE = 0.1, 0.4
 
 
 class TensorParallel:
@@ -55,6 +59,9 @@ class TensorParallel:
         self.model = model
         self.link = link
         self.plan: Plan = plan(model, link.size)
+        self._check_share()
+        # Whether query, key and value projections were fused since: the fused ones have a rank's width.
+        self._fused = False
         self._undo = ExitStack()
         self._places = [
             (site, model.get_submodule(parent), name)
@@ -105,6 +112,25 @@ class TensorParallel:
             self.gather_adapters()
             for site in self.plan.sites:
                 self._gather(site, _base_parameters(site, self._base(site)))
+
+    def _check_share(self) -> None:
+        """Refuse a model of which next to nothing is cut, and say how much it is where that is little.
+
+        Raises:
+            ConfigError: less than `LEAST_SHARE` of the parameters are cut.
+        """
+        share, name = share_cut(self.model, self.plan), type(self.model).__name__
+        said = f"tensor={self.link.size} cuts {share:.0%} of the parameters in the blocks of {name}"
+        if share < LEAST_SHARE:
+            raise ConfigError(
+                f"{said}, because its linear layers are not named as in the models that ditmesh has rules for, so that "
+                "it would share out neither memory nor work; use shard for memory, and ulysses, ring, cfg or data"
+            )
+        if share < USUAL_SHARE and self.link.rank == 0:
+            warnings.warn(
+                f"{said}; the rest is whole on every rank, which computes it again. Use shard to share out memory",
+                stacklevel=2,
+            )
 
     # --- weights -----------------------------------------------------------------------------------------
 
@@ -163,9 +189,22 @@ class TensorParallel:
 
             fuse = Patch(model, "fuse_lora", fuse_lora)
             self._undo.callback(fuse)
+        self._undo.callback(refuse_loading(model, self.spread, "this rank's slices"))
+        for name in ("fuse_qkv_projections", "unfuse_qkv_projections"):
+            if hasattr(model, name):
+                self._undo.callback(self._note_fused(name))
+        if hasattr(model, "add_adapter"):
+
+            def add_adapter(*args: Any, **kwargs: Any) -> Any:
+                self._check_fused()
+                return add.original(*args, **kwargs)
+
+            add = Patch(model, "add_adapter", add_adapter)
+            self._undo.callback(add)
         if hasattr(model, "load_lora_adapter"):
 
             def load_lora_adapter(*args: Any, **kwargs: Any) -> Any:
+                self._check_fused()
                 # A hot-swap copies into the tensors that are there: they must have their whole size.
                 if kwargs.get("hotswap"):
                     self.gather_adapters()
@@ -173,6 +212,28 @@ class TensorParallel:
 
             load = Patch(model, "load_lora_adapter", load_lora_adapter)
             self._undo.callback(load)
+
+    def _note_fused(self, name: str) -> Patch:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            result = patch.original(*args, **kwargs)
+            self._fused = name.startswith("fuse")
+            return result
+
+        patch = Patch(self.model, name, noted)
+        return patch
+
+    def _check_fused(self) -> None:
+        """Refuse adapters of projections that were fused since the weights were cut.
+
+        Raises:
+            InputError: they were.
+        """
+        if self._fused:
+            raise InputError(
+                f"fuse_qkv_projections() was called after parallelize with tensor={self.link.size}, so that the fused "
+                "projections have this rank's width, which no adapter has; call unfuse_qkv_projections(), or "
+                "ditmesh.restore(...), fuse, and parallelize again"
+            )
 
     def _check_processors(self) -> None:
         """Refuse attention processors with weights (an IP-Adapter's): they would meet a part of the heads."""

@@ -142,6 +142,7 @@ def _apply(made: Plan, rule: Rule, path: str, module: nn.Module, degree: int, cl
     if attention is None:
         made.unknown += _whole_parameters(made, path, module)
     else:
+        _refuse_unknown(rule, module, attention_path, attention, widths["queries"].total)
         _cut_attention(made, attention_path, attention, widths)
         claimed.add(attention_path)
         for name in _whole_parameters(made, attention_path, attention):
@@ -153,6 +154,39 @@ def _apply(made: Plan, rule: Rule, path: str, module: nn.Module, degree: int, cl
             value = vars(holder).get(name)
             if width in widths and type(value) is int and value == widths[width].total:
                 made.attributes.append((holder_path, name, widths[width].lengths))
+
+
+def _refuse_unknown(rule: Rule, module: nn.Module, path: str, attention: nn.Module, queries: int) -> None:
+    """Refuse an attention with projections of all heads that the rule does not cut: they would meet a rank's heads.
+
+    Raises:
+        ConfigError: naming the projection.
+    """
+    known = {id(_linear_at(module, name)) for name in (*rule.column, *rule.row)}
+    for name, child in attention.named_modules():
+        linear = base_of(child)
+        if not isinstance(linear, nn.Linear) or id(linear) in known or _inside_adapter(_join(path, name)):
+            continue
+        if queries in (linear.out_features, linear.in_features) and "." not in name.removesuffix(".0"):
+            raise ConfigError(
+                f"tensor parallelism cuts the heads of {path} ({type(attention).__name__}), but has no rule for "
+                f"{_join(path, name)}, which has all of them; use ulysses, ring, cfg or data for this model"
+            )
+
+
+def share_cut(model: nn.Module, made: Plan) -> float:
+    """The share of the parameters in a model's lists of blocks, from 0 to 1, that a plan cuts.
+
+    The rest of them is whole on every rank.
+    """
+    numbers = {
+        id(base.weight): base.in_features * base.out_features
+        for site in made.sites
+        if isinstance(base := base_of(model.get_submodule(site.path)), nn.Linear)
+    }
+    inside = {id(p): p for blocks in model.modules() if isinstance(blocks, nn.ModuleList) for p in blocks.parameters()}
+    cut = sum(number for key, number in numbers.items() if key in inside)
+    return cut / max(1, cut + sum(p.numel() for key, p in inside.items() if key not in numbers))
 
 
 def _whole_parameters(made: Plan, path: str, module: nn.Module) -> list[str]:

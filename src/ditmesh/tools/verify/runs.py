@@ -10,8 +10,8 @@ import gc
 import shutil
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from errno import ENOSPC
 from itertools import product
@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from ...comm import Link, Traffic
 from ...config import ParallelConfig
+from ...core.patching import Patch
 from ...errors import ConfigError, InputError, LayoutError, UntestedWarning
 from ...generate.job import Job, check_config
 from ...generate.model_info import find_model
@@ -252,7 +254,7 @@ def _run(job: Job, pipe: Any, task: Task, rank: int) -> Run:
     else:
         sink = TraceComparer(Trace(task.trace), rank)
     try:
-        with Recorder(pipe, sink) as recorder:
+        with Recorder(pipe, sink) as recorder, channels_first(pipe):
             recorded = [_generate(job, pipe, number, recorder) for number in range(job.calls)]
     except OSError as error:
         if error.errno != ENOSPC:
@@ -268,14 +270,16 @@ def _run(job: Job, pipe: Any, task: Task, rank: int) -> Run:
         dist.barrier()
     started = time.perf_counter()
     timeline = None
-    if task.timeline:
-        models = [(model, [one.blocks for one in find_layout(model).regions]) for model in denoisers(pipe)]
-        with TimelineRecorder(pipe, models, traffic if task.config is not None else None, task.writes) as recorder:
+    with channels_first(pipe):
+        if task.timeline:
+            models = [(model, [one.blocks for one in find_layout(model).regions]) for model in denoisers(pipe)]
+            own = traffic if task.config is not None else None
+            with TimelineRecorder(pipe, models, own, task.writes) as recorder:
+                pictures = [_generate(job, pipe, 0)]
+            timeline = recorder.result()
+        else:
             pictures = [_generate(job, pipe, 0)]
-        timeline = recorder.result()
-    else:
-        pictures = [_generate(job, pipe, 0)]
-    pictures += [_generate(job, pipe, number) for number in range(1, job.calls)]
+        pictures += [_generate(job, pipe, number) for number in range(1, job.calls)]
     seconds = time.perf_counter() - started
     digests = tuple(map(digest, pictures))
     return Run(
@@ -289,6 +293,29 @@ def _run(job: Job, pipe: Any, task: Task, rank: int) -> Run:
         stride=(sink.stride or 1) if task.writes else 1,
         timeline=timeline,
     )
+
+
+@contextmanager
+def channels_first(pipe: Any) -> Iterator[None]:
+    """Encode images whose channels come first in memory, on one device and on ranks alike.
+
+    Of images whose channels come last, as diffusers' processors make them, torch's group norm on a CPU sums squares in
+    float32 over all pixels, which is far off where they are nearly of one colour.
+    """
+    vae = getattr(pipe, "vae", None)
+    if not hasattr(vae, "encode"):
+        yield
+        return
+
+    def encode(x: Any, *args: Any, **kwargs: Any) -> Any:
+        on_cpu = isinstance(x, torch.Tensor) and x.device.type == "cpu"
+        return patch.original(x.contiguous() if on_cpu else x, *args, **kwargs)
+
+    patch = Patch(vae, "encode", encode)
+    try:
+        yield
+    finally:
+        patch.undo()
 
 
 def _generate(job: Job, pipe: Any, number: int, recorder: Recorder | None = None) -> np.ndarray:

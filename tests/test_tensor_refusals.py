@@ -1,0 +1,109 @@
+"""What tensor parallelism cannot cut, or could not load into what it has cut, is said before anything is wrong."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig
+
+import ditmesh
+from ditmesh.strategies.tensor.slices import plan, share_cut
+from support.classes import images, videos
+from support.models import RAGGED, inputs, relative_error, run, tiny
+
+
+def test_heads_that_no_rule_cuts_are_refused():
+    """HiDream's attention has a second set of projections, of the text."""
+    with pytest.raises(ditmesh.ConfigError, match=r"no rule for double_stream_blocks\.0\.block\.attn1\.to_q_t"):
+        plan(images.CASES["HiDreamImageTransformer2DModel"].make(), 2)
+
+
+@pytest.mark.parametrize(("name", "least", "most"), [("Flux", 0.9, 1.0), ("Sana", 0.4, 0.6)])
+def test_the_share_that_is_cut(name, least, most):
+    assert least <= share_cut(tiny(name), plan(tiny(name), 2)) <= most
+
+
+def parallel(name: str) -> tuple[str, list[str]]:
+    model = videos.CASES[name].make()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with ditmesh.parallelized(model, {"tensor": 2}):
+                said = ""
+                call = next(iter(videos.CASES[name].calls.values()))()
+                with torch.no_grad():
+                    model(**call)
+        except ditmesh.ConfigError as error:
+            said = str(error)
+    return said, [str(one.message) for one in caught if "of the parameters" in str(one.message)]
+
+
+def test_a_model_of_which_next_to_nothing_is_cut_is_refused(ranks):
+    for said, _ in ranks(2).run(parallel, "Kandinsky5Transformer3DModel"):
+        assert "tensor=2 cuts 0% of the parameters in the blocks of Kandinsky5Transformer3DModel" in said
+
+
+def test_a_model_of_which_little_is_cut_is_named(ranks):
+    (said, first), (_, second) = ranks(2).run(parallel, "Kandinsky6SRTransformer3DModel")
+    assert (said, second) == ("", [])
+    assert any("cuts 26% of the parameters in the blocks of Kandinsky6SRTransformer3DModel" in one for one in first)
+
+
+def loaded(order: str) -> str:
+    """The relative error of a fused model with an adapter against one device, or the sentence of a refusal."""
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["to_qkv", "to_added_qkv"], init_lora_weights=False)
+
+    def adapt(model):
+        torch.manual_seed(5)
+        model.add_adapter(config)
+
+    alone, model = copy.deepcopy(tiny("Flux")), copy.deepcopy(tiny("Flux"))
+    alone.fuse_qkv_projections()
+    adapt(alone)
+    truth = run(alone, inputs("Flux", RAGGED))
+    steps = {
+        "fuse": lambda: model.fuse_qkv_projections(),
+        "unfuse": lambda: model.unfuse_qkv_projections(),
+        "parallelize": lambda: ditmesh.parallelize(model, {"tensor": 2}),
+        "call": lambda: run(model, inputs("Flux", RAGGED)),
+        "adapt": lambda: adapt(model),
+    }
+    try:
+        for step in order.split():
+            steps[step]()
+        return f"off by {relative_error(run(model, inputs('Flux', RAGGED)), truth)}"
+    except ditmesh.InputError as error:
+        return str(error)
+
+
+def test_adapters_of_projections_that_were_fused_as_slices_are_refused(ranks):
+    for order in ("parallelize fuse adapt", "parallelize fuse call adapt"):
+        for said in ranks(2).run(loaded, order):
+            assert "fuse_qkv_projections() was called after parallelize with tensor=2" in said
+    for said in ranks(2).run(loaded, "fuse parallelize adapt"):
+        assert float(said.removeprefix("off by ")) < 1e-5
+
+
+def other_weights(config) -> tuple[str, float]:
+    """The sentence that refuses whole weights, and the error of what is drawn afterwards, with the weights before."""
+    model, call = copy.deepcopy(tiny("Flux")), inputs("Flux", RAGGED)
+    truth, state = run(model, call), {name: value * 1.5 for name, value in tiny("Flux").state_dict().items()}
+    with ditmesh.parallelized(model, config):
+        try:
+            model.load_state_dict(state)
+            said = ""
+        except ditmesh.InputError as error:
+            said = str(error)
+        found = relative_error(run(model, call), truth)
+    model.load_state_dict(state)
+    return said, found
+
+
+@pytest.mark.parametrize("config", [{"tensor": 2}, {"ulysses": 2, "shard": 2}], ids=str)
+def test_whole_weights_are_not_loaded_into_parts(ranks, config):
+    for said, error in ranks(2).run(other_weights, config):
+        assert "call ditmesh.restore(...) first" in said
+        assert error < 1e-5
