@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,7 +100,7 @@ class Reader(ast.NodeVisitor):
             self.found.append((".".join(self.place), name))
         self.generic_visit(node)
 
-    def _bad(self, name: str, module: str, last: str, said: dict[str | None, object]) -> bool:
+    def _bad(self, name: str, module: str, last: str, said: dict[Any, Any]) -> bool:
         return (
             (module in MODULES and last in READS)
             or (name == "torch.load" and said.get("weights_only") is not True)

@@ -335,3 +335,11 @@ def test_a_mistake_in_a_prediction_is_said(monkeypatch: pytest.MonkeyPatch, capl
     monkeypatch.setattr(auto, "work_of", unknown)
     assert auto.chosen("SD3Transformer2DModel", config, layout, 4, auto.Call(), 2).world_size == 2
     assert not [one for one in caplog.records if one.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("model", ["emoji-sd3", "emoji-flux"])
+def test_auto_and_plan_count_the_same_text(model: str):
+    """What plan --measure has kept is found by it."""
+    info = find_model(model)
+    call = auto.Call(getattr(diffusers, info.pipeline_class))
+    assert auto.job_of(info.transformer, call).text == subject(model, Asked()).job.text

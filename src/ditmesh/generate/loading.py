@@ -66,7 +66,8 @@ def load(
         path_or_id: folder of a saved pipeline, or its name on a model hub.
         config: as for `parallelize`.
         mesh: as for `parallelize`.
-        dtype: dtype of the weights, or one per component (``{"transformer": ..., "default": ...}``); default: float32.
+        dtype: dtype of the weights, or one per component (``{"transformer": ..., "default": ...}``); default:
+            bfloat16 on GPUs and float32 on CPUs, as of the command line.
         torch_dtype: the former name of ``dtype``.
         variant: read the files of a variant, such as ``"fp16"``.
         timeout: deadline of every collective, in seconds, when the mesh is made here.
@@ -103,6 +104,8 @@ def load(
         if mesh is None:
             mesh = Mesh(config, timeout=timeout)
             undo.callback(mesh.close)
+        if dtype is None:
+            dtype = usual_dtype(mesh.device)
         if check_memory:
             kind = dtype.get("transformer", dtype.get("default")) if isinstance(dtype, Mapping) else dtype
             given = {name for name in components if name in info.index}
@@ -115,6 +118,11 @@ def load(
             engine_of(pipe).own_mesh()
         undo.pop_all()
     return pipe
+
+
+def usual_dtype(device: torch.device) -> torch.dtype:
+    """Type of the weights where the user names none: bfloat16 on a GPU, float32 on a CPU."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def configuration_before(info: ModelInfo) -> ParallelConfig:

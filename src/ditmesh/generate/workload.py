@@ -7,13 +7,13 @@ from typing import Any
 
 from ..errors import InputError
 from ..memory.predict import Request
-from ..planner.auto import TEXT
+from ..planner.auto import usual_text
 from ..planner.catalogue import Shape
 from .job import makes_videos
 from .model_info import ModelInfo
 
-# What a pipeline's call takes the number of text tokens as, and that of frames.
-LENGTH, FRAMES = "max_sequence_length", ("num_frames", "video_length")
+# What a pipeline's call takes the number of frames as.
+FRAMES = ("num_frames", "video_length")
 
 
 def request_of(
@@ -46,7 +46,7 @@ def request_of(
     cells, rows, cols = info.token_grid(width, height, video)
     distilled = bool(info.transformer.get("guidance_embeds"))
     branches = 2 - distilled if guidance is None else 1 + guidance
-    length = usual_text(info) if text is None else text
+    length = usual_text(_class(info)) if text is None else text
     return Request(width, height, rows, cols, cells, length, pictures, branches, info.latent_frames(video))
 
 
@@ -107,16 +107,17 @@ def usual_frames(info: ModelInfo) -> int:
     return info.default_frames or _defaults(info, FRAMES) or (own if isinstance(own, int) else 1)
 
 
-def usual_text(info: ModelInfo) -> int:
-    """Text tokens that a pipeline takes when it is not told."""
-    return _defaults(info, (LENGTH,)) or TEXT
-
-
 def _defaults(info: ModelInfo, names: tuple[str, ...]) -> int | None:
     """The first of these arguments that the pipeline's call has a number for."""
-    import diffusers
-
-    kind: Any = getattr(diffusers, info.pipeline_class, None)
-    given = inspect.signature(kind.__call__).parameters if isinstance(kind, type) else {}
+    kind = _class(info)
+    given = {} if kind is None else inspect.signature(kind.__call__).parameters
     defaults = (given[name].default for name in names if name in given)
     return next((value for value in defaults if isinstance(value, int)), None)
+
+
+def _class(info: ModelInfo) -> type[Any] | None:
+    """The pipeline's class; None: it is none of diffusers."""
+    import diffusers
+
+    kind = getattr(diffusers, info.pipeline_class, None)
+    return kind if isinstance(kind, type) else None

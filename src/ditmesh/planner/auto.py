@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 AXES = ("cfg", "ring", "ulysses")
 # Tokens of a picture and of its text where nobody has said how many.
 IMAGE, TEXT = 4096, 256
+# What a pipeline's call takes the number of text tokens as.
+LENGTH = "max_sequence_length"
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,13 @@ def guided(pipeline: type | None, config: Mapping[str, Any]) -> bool:
     return isinstance(default, (int, float)) and default > 1
 
 
+def usual_text(pipeline: type | None) -> int:
+    """Text tokens that a class of pipelines takes when it is not told; None: there is none."""
+    given = {} if pipeline is None else inspect.signature(pipeline.__call__).parameters
+    default = given[LENGTH].default if LENGTH in given else None
+    return default if isinstance(default, int) else TEXT
+
+
 def batched(pipeline: str | None) -> bool:
     """Whether a pipeline puts both branches of guidance into one call of its transformer, as its code says.
 
@@ -138,6 +147,6 @@ def job_of(config: Mapping[str, Any], call: Call) -> Job:
     size, patch = config.get("sample_size"), config.get("patch_size")
     side = size // patch if isinstance(size, int) and isinstance(patch, int) and patch > 0 else None
     usual = side * side if side else IMAGE
-    image, text = call.image or usual, TEXT if call.text is None else call.text
+    image, text = call.image or usual, usual_text(call.pipeline) if call.text is None else call.text
     together = not branches or batched(call.pipeline and call.pipeline.__name__)
     return Job(image, text, branches=1 + branches, batched=together, element=call.element)
