@@ -157,7 +157,7 @@ def test_what_one_rank_cannot_read_is_known_to_all(ranks, data, tmp_path):
     # Its header is whole, so that only decoding finds out, on the rank that trains it.
     (other / "005.png").write_bytes(whole[: len(whole) // 2])
     for more in ({}, {"cache_dir": str(tmp_path / "cache")}):
-        found = ranks(2).run(run, one_epoch(other, tmp_path / "out", **more))
+        found = ranks(2).run(run, one_epoch(other, tmp_path / f"out-{len(more)}", **more))
         assert found[0]["skipped"] == found[1]["skipped"]
         (sentence,) = found[0]["skipped"]
         assert sentence.startswith("005.png is corrupt")
@@ -180,7 +180,8 @@ def test_a_rank_that_is_late_leaves_no_holes(ranks, data, tmp_path):
 def test_a_cache_of_each_hosts_own(ranks, data, tmp_path):
     given = one_epoch(data, tmp_path / "out", cache_dir=str(tmp_path / "shared"))
     own = {rank: {"cache_dir": str(tmp_path / f"cache-{rank}")} for rank in range(2)}
-    shared, apart = ranks(2).run(run, given), ranks(2).run(run, given, own)
+    shared = ranks(2).run(run, given)
+    apart = ranks(2).run(run, {**given, "output_dir": str(tmp_path / "apart")}, own)
     assert all(asked == got for one in apart for asked, got in one["seen"])
     assert sorted(asked for one in apart for asked, _ in one["seen"]) == [f"{n:03}.png" for n in range(COUNT)]
     assert [one["losses"] for one in apart] == [one["losses"] for one in shared]
@@ -202,12 +203,12 @@ def test_a_damaged_file_is_encoded_again(data, tmp_path):
     with safe_open(files[3], "pt") as opened:
         wrong, about = {name: opened.get_tensor(name) + 1 for name in opened.keys()}, opened.metadata()  # noqa: SIM118
     save_file(wrong, files[3], metadata=about)
-    again = run(given)
+    again = run({**given, "output_dir": str(tmp_path / "again")})
     assert again["losses"] == whole["losses"]
     assert again["skipped"] == []
     assert len(again["notes"]) == 4
     assert all("is damaged (" in one and one.endswith("; the sample was encoded again") for one in again["notes"])
-    assert run(given, until=1)["notes"] == []
+    assert run({**given, "output_dir": str(tmp_path / "third")}, until=1)["notes"] == []
 
 
 def encoded_of(given, change=None):
