@@ -24,9 +24,10 @@ from torch import nn
 from ditmesh.config import ParallelConfig
 from ditmesh.costs.hardware import device
 from ditmesh.generate.memory import components_of_shape
+from ditmesh.generate.workload import request_of_shape
 from ditmesh.layout import layout_of
 from ditmesh.memory import predict
-from ditmesh.memory.predict import Request, needs
+from ditmesh.memory.predict import needs
 from ditmesh.planner.catalogue import shapes
 from ditmesh.strategies.pipefusion.stages import elsewhere, first_cut
 from ditmesh.strategies.tensor.slices import plan
@@ -190,19 +191,14 @@ def weights_table() -> str:
 def predicted(name: str, config: dict[str, int], size: tuple[int, int] | None) -> tuple[str, float, str, float]:
     """What is asked for, GB of encoding alone, and then the phase that needs most with its GB, of the fullest rank."""
     shape = shapes()[name]
-    shape = replace(shape, size=size or shape.size)
-    width, height = shape.size
-    frames = (shape.num_frames - 1) // shape.frames + 1
-    request = Request(
-        width, height, height // shape.pixels, width // shape.pixels, frames, shape.text, 1, shape.branches
-    )
+    request = request_of_shape(shape, size)
     components, process = components_of_shape(shape), device("4090").runtime
     found = needs(replace(components, encoders={}), ParallelConfig(**config), request, torch.bfloat16, process, "cuda")
     peak = max((one.peak for one in found), key=lambda phase: phase.total)
     # Of plain diffusers, with nothing else on the device.
     text = predict._encoding(components, ParallelConfig(), request, predict._How(torch.bfloat16, False, None))
     encoding = text.encoding + text.activations + process
-    asked = f"{width} x {height}" + (f", {shape.num_frames} frames" if shape.num_frames > 1 else "")
+    asked = f"{request.width} x {request.height}" + (f", {shape.num_frames} frames" if shape.num_frames > 1 else "")
     return asked, encoding / 1e9, peak.name, peak.total / 1e9
 
 
