@@ -15,7 +15,7 @@ import pytest
 from PIL import Image, ImageCms
 
 from ditmesh.errors import InputError
-from ditmesh.generate.files import InputFile
+from ditmesh.generate.files import input_picture
 from ditmesh.generate.job import check_content, job_for
 from ditmesh.generate.model_info import find_model
 from ditmesh.media.files import open_part
@@ -448,7 +448,7 @@ def test_long_images_do_not_fill_the_memory():
 def test_a_mask_that_the_transformer_cannot_use_is_refused(tmp_path):
     info = find_model("emoji-sd3")
     Image.new("RGB", (64, 64)).save(tmp_path / "image.png")
-    files = tuple(InputFile(role, str(tmp_path / "image.png"), "0" * 64) for role in ("image", "mask"))
+    files = tuple(input_picture(role, tmp_path / "image.png") for role in ("image", "mask"))
     with pytest.raises(InputError, match=r"--mask: .* of 16 or 33 input channels, and this model's has 8"):
         check_content(job_for(info, ["a red fox"], tmp_path, files=files), info, 1)
     check_content(job_for(info, ["a red fox"], tmp_path, files=files[:1]), info, 1)
