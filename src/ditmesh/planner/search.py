@@ -84,7 +84,7 @@ class Limits:
     shared_memory: bool = True
     text_encoder: TextEncoderPolicy = "whole"
     needed: Callable[[ParallelConfig], Sequence[Term] | None] | None = None
-    near: float = 0.3
+    near: float = 0.15
 
 
 @dataclass

@@ -27,6 +27,8 @@ Encoders = Literal["whole", "sharded", "rank0", "freed", "before"]
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Denoising steps where only a folder is known.
 STEPS = 28
+# How far from a device's memory a video's prediction counts as near, as of `Limits.near`.
+VIDEOS = 0.4
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class Subject:
         moved = self.offloaded or self.encoders == "before"
         policy: TextEncoderPolicy = "whole" if self.encoders == "before" else self.encoders
         # Where encoders come and go the sum of what is held does not say what the fullest phase holds.
-        near = float("inf") if moved else Limits.near
+        # Of decoding videos the sum knows nothing.
+        near = float("inf") if moved else VIDEOS if self.request.frames > 1 else Limits.near
         return Limits(exactness, memory, deadline, text_encoder=policy, needed=needed, near=near)
 
     @property
