@@ -15,13 +15,20 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.utils._pytree import tree_flatten_with_path
 
 from ..errors import InputError
+
+try:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+except ImportError:
+    raise InputError(
+        f"torch {torch.__version__} cannot write checkpoints as safetensors, as training does; install a later one "
+        "(2.13 is tested)"
+    ) from None
 
 # The index of a checkpoint of an earlier version.
 INDEX = ".metadata"
