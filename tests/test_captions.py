@@ -558,4 +558,4 @@ def test_a_run_begins_with_what_it_is_trained_on(tmp_path):
     assert len(result["skipped"]) == 2
     (data / "a.caption").unlink()
     with pytest.raises(InputError, match="none of 2 samples"):
-        train(given)
+        train({**given, "output_dir": str(tmp_path / "other")})
