@@ -33,12 +33,16 @@ def _option(*flags: str, panel: str, **more: Any) -> Any:
 class ListenOptions:
     """Where the server listens."""
 
-    host: Annotated[str, _option(panel="Network", help="Address to listen at; 0.0.0.0: all of this machine's.")] = (
-        "127.0.0.1"
-    )
-    port: Annotated[int, _option("--port", "-p", panel="Network", help="0: any that is free.", min=0, max=65535)] = 8000
+    host: Annotated[
+        str, _option(panel="Network", help="Listen at this address; 0.0.0.0 means all of this machine's.")
+    ] = "127.0.0.1"
+    port: Annotated[
+        int,
+        _option("--port", "-p", panel="Network", help="Listen at this port; 0 means any free one.", min=0, max=65535),
+    ] = 8000
     new_key: Annotated[
-        str | None, _option(panel="Network", metavar="NAME", help="Add a key to --keys, print it and leave.")
+        str | None,
+        _option(panel="Network", metavar="NAME", help="Add a key of this name to --keys, print it and leave."),
     ] = None
 
 
@@ -51,20 +55,24 @@ class ClientOptions:
         _option(
             panel="Network",
             metavar="NAME",
-            help="A name that clients call the server by; may be given again.",
+            help="Answer requests for this host name; may be given again.",
             show_default="this machine's at 127.0.0.1, any elsewhere",
         ),
     ] = None
     cors_origin: Annotated[
         list[str] | None,
-        _option(panel="Network", metavar="URL", help="Another site whose pages may use the API; may be given again."),
+        _option(panel="Network", metavar="URL", help="Let pages of this site use the API; may be given again."),
     ] = None
     keys: Annotated[
-        Path | None, _option(panel="Network", metavar="FILE", help="Answer only who has a key of this file.")
+        Path | None, _option(panel="Network", metavar="FILE", help="Answer only clients that have a key of this file.")
     ] = None
     rate: Annotated[
         float,
-        _option(panel="Network", help="Jobs a minute of each key (or address); 0: any number.", callback=at_least(0)),
+        _option(
+            panel="Network",
+            help="Accept so many jobs a minute of each key (or address); 0 means any number.",
+            callback=at_least(0),
+        ),
     ] = 0.0
 
 
@@ -72,38 +80,48 @@ class ClientOptions:
 class LimitOptions:
     """What a client may ask for, and how much is kept."""
 
-    max_pixels: Annotated[int, _option(panel="Limits", help="Pixels of a picture.", callback=at_least(1))] = 2048**2
-    max_steps: Annotated[int, _option(panel="Limits", help="Steps of a picture.", callback=at_least(1))] = 200
-    max_images: Annotated[int, _option(panel="Limits", help="Pictures of a job.", callback=at_least(1))] = 16
-    max_frames: Annotated[int, _option(panel="Limits", help="Frames of a video.", callback=at_least(1))] = 257
-    max_prompt: Annotated[int, _option(panel="Limits", help="Characters of a prompt.", callback=at_least(1))] = 10_000
+    max_pixels: Annotated[int, _option(panel="Limits", help="Limit the pixels of an image.", callback=at_least(1))] = (
+        2048**2
+    )
+    max_steps: Annotated[int, _option(panel="Limits", help="Limit the steps of an image.", callback=at_least(1))] = 200
+    max_images: Annotated[int, _option(panel="Limits", help="Limit the images of a job.", callback=at_least(1))] = 16
+    max_frames: Annotated[int, _option(panel="Limits", help="Limit the frames of a video.", callback=at_least(1))] = 257
+    max_prompt: Annotated[
+        int, _option(panel="Limits", help="Limit the characters of a prompt.", callback=at_least(1))
+    ] = 10_000
     max_body: Annotated[
-        int, _option(panel="Limits", metavar="MIB", help="Size of a request.", callback=at_least(1))
+        int, _option(panel="Limits", metavar="MIB", help="Limit the size of a request.", callback=at_least(1))
     ] = 32
     max_connections: Annotated[
-        int, _option(panel="Limits", help="Connections of all clients, at a time.", callback=at_least(8))
+        int, _option(panel="Limits", help="Limit the connections of all clients together.", callback=at_least(8))
     ] = 1024
-    max_queue: Annotated[int, _option(panel="Limits", help="Pictures that may wait.", callback=at_least(1))] = 1000
+    max_queue: Annotated[int, _option(panel="Limits", help="Limit the images that wait.", callback=at_least(1))] = 1000
     max_batch: Annotated[
-        int, _option(panel="Limits", help="Pictures whose steps run as one call.", callback=at_least(1))
+        int, _option(panel="Limits", help="Limit the images whose steps run as one call.", callback=at_least(1))
     ] = 8
     max_loaded: Annotated[
-        int, _option(panel="Limits", help="Models that a replica holds at a time.", callback=at_least(1))
+        int, _option(panel="Limits", help="Limit the models that a replica holds at a time.", callback=at_least(1))
     ] = 1
     keep: Annotated[
-        float, _option(panel="Limits", metavar="HOURS", help="For which results are kept.", callback=at_least(0.001))
+        float, _option(panel="Limits", metavar="HOURS", help="Keep results for so long.", callback=at_least(0.001))
     ] = 24.0
     max_disk: Annotated[
-        float, _option(panel="Limits", metavar="GIB", help="Of results and inputs.", callback=at_least(0.001))
+        float,
+        _option(
+            panel="Limits",
+            metavar="GIB",
+            help="Limit the space of results and inputs on the disk.",
+            callback=at_least(0.001),
+        ),
     ] = 10.0
     stall: Annotated[
         float,
-        _option(panel="Limits", metavar="SECONDS", help="Without a step, after which ranks are started again.",
+        _option(panel="Limits", metavar="SECONDS", help="Start ranks again after so long without a step.",
                 callback=at_least(1)),
     ] = 60.0  # fmt: skip
     grace: Annotated[
         float,
-        _option(panel="Limits", metavar="SECONDS", help="For which a server that stops lets pictures end.",
+        _option(panel="Limits", metavar="SECONDS", help="Let images under way end for so long when the server stops.",
                 callback=at_least(0)),
     ] = 30.0  # fmt: skip
 
@@ -114,10 +132,21 @@ class LogOptions:
 
     log_format: Annotated[
         str,
-        _option(panel="Logs", metavar="|".join(LOG_FORMATS), help="Form of a line.", callback=one_of(LOG_FORMATS, {})),
+        _option(
+            panel="Logs",
+            metavar="|".join(LOG_FORMATS),
+            help="Write lines of the log in this form.",
+            callback=one_of(LOG_FORMATS, {}),
+        ),
     ] = "text"
     log_level: Annotated[
-        str, _option(panel="Logs", metavar="|".join(LOG_LEVELS), help="What is said.", callback=one_of(LOG_LEVELS, {}))
+        str,
+        _option(
+            panel="Logs",
+            metavar="|".join(LOG_LEVELS),
+            help="Write messages of this level and above.",
+            callback=one_of(LOG_LEVELS, {}),
+        ),
     ] = "info"
     log_prompts: Annotated[bool, _option("--log-prompts", panel="Logs", help="Write prompts into the log.")] = False
     otel: Annotated[
@@ -135,7 +164,7 @@ class ModelOptions:
             "--model",
             "-m",
             metavar="[NAME=]MODEL",
-            help="Folder or hub id of a diffusers pipeline, or an embedded model; may be given again.",
+            help="Serve this model: a folder, a hub id, or an embedded one; may be given again.",
             show_default="emoji-sd3",
         ),
     ] = None
@@ -143,32 +172,36 @@ class ModelOptions:
         list[str] | None,
         typer.Option(
             metavar="ALIAS=NAME",
-            help="Another name of a model, such as dall-e-3, for front ends that ask for that; may be given again.",
+            help="Give a model another name, such as dall-e-3 for front ends that ask for it; may be given again.",
         ),
     ] = None
     lora: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=FILE", help="A LoRA that clients may ask for by name; may be given again."),
+        typer.Option(metavar="NAME=FILE", help="Offer a LoRA that clients ask for by name; may be given again."),
     ] = None
-    variant: Annotated[str | None, typer.Option(help="Variant of the weights' files, such as fp16.")] = None
+    variant: Annotated[str | None, typer.Option(help="Read this variant of the weights' files, such as fp16.")] = None
     offload: Annotated[
         str,
         typer.Option(
             metavar="|".join(OFFLOADS),
-            help="On GPUs: keep text encoders and VAE in the host's memory while they do not work.",
+            help="Keep text encoders and VAE in the host's memory while they do not work (on GPUs).",
             callback=one_of(OFFLOADS, {}),
         ),
     ] = "none"
     devices: Devices = None
     replicas: Annotated[
-        int, typer.Option(help="Groups of --devices ranks, each with all models.", callback=at_least(1))
+        int, typer.Option(help="Start so many groups of --devices ranks, each with all models.", callback=at_least(1))
     ] = 1
     config: Annotated[
-        Path | None, typer.Option("--config", "-c", metavar="FILE.yaml", help="The configuration, as YAML.")
+        Path | None, typer.Option("--config", "-c", metavar="FILE.yaml", help="Read the configuration from this file.")
     ] = None
     folder: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="For the queue and the results.", show_default="~/.local/state/ditmesh/serve"),
+        typer.Option(
+            metavar="DIR",
+            help="Keep the queue and the results in this folder.",
+            show_default="~/.local/state/ditmesh/serve",
+        ),
     ] = None
 
 
@@ -268,7 +301,7 @@ def serve(
     logs: LogOptions,
     models: ModelOptions,
 ) -> None:
-    """Serve pictures over HTTP: an API as OpenAI's, jobs with progress, and a page, from one parallel engine.
+    """Serve images over HTTP: an API as OpenAI's, jobs with progress, and a page, from one parallel engine.
 
     Ctrl-C or SIGTERM lets what is under way end; what waits is done when the server is started again.
 

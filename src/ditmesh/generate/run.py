@@ -67,7 +67,7 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
     from ..comm.mesh import Mesh
     from ..core.digests import sampled_fingerprint
     from ..engine import DENOISERS, configuration_for, denoisers, engine_of, parallelize
-    from .files import pictures_of
+    from .files import partial_fit, pictures_of
     from .journal import Journal
     from .memory import Peaks
     from .offload import offload
@@ -86,6 +86,9 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
     if why is not None:
         say(Noted(f"every rank loads the whole transformer before it is cut: {why}"))
     pipe = load(job, device, share)
+    for number, file in enumerate(one for one in job.files if one.role == "lora"):
+        if (text := partial_fit(pipe, file.path, f"lora{number}")) is not None:
+            say(Noted(text))
     facts = facts_of(job.config, pipe, device, share, rank)
     sampled = sampled_fingerprint(pipe) if job.sampled and rank == 0 else None
     if job.offload != "none":
