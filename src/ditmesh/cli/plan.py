@@ -117,7 +117,7 @@ def plan(
         str,
         typer.Option(
             metavar="|".join(ENCODERS),
-            help="Where text encoders are, as for generate; before: a program of its own has encoded the prompt.",
+            help="Place text encoders as generate does; before: another program has encoded the prompt.",
             callback=one_of(ENCODERS, {}),
             rich_help_panel=JOB,
         ),
@@ -126,7 +126,7 @@ def plan(
         str,
         typer.Option(
             metavar="|".join(OFFLOADS),
-            help="Text encoders and VAE are in the host's memory while they do not work, as for generate.",
+            help="Keep text encoders and VAE in the host's memory while they do not work, as generate does.",
             callback=one_of(OFFLOADS, {}),
             rich_help_panel=JOB,
         ),
