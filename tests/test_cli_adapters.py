@@ -12,11 +12,13 @@ import numpy
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from ditmesh import zoo
 from ditmesh.cli.main import main
 from ditmesh.generate.receipt import read_receipt
 from support.adapters import save_flux_ip_adapter, save_sd3_controlnet, save_sd3_ip_adapter
+from support.batching import save_lora
 from support.exam.images import FLUX
 
 FOX, STEPS, SEED, SCALE = "a red fox", 4, 3, 0.7
@@ -217,3 +219,15 @@ def test_refused_in_one_sentence_before_ranks_start(arguments, says, folder, tmp
     assert said.startswith("ditmesh: ")
     assert says in said
     assert len(said.strip().splitlines()) == 1
+
+
+def test_a_lora_that_fits_in_part_is_named(tmp_path, capsys):
+    path = save_lora(tmp_path / "half", 1)
+    tensors = load_file(path)
+    other = {
+        name.replace("transformer_blocks.0", "transformer_blocks.77"): one.clone() for name, one in tensors.items()
+    }
+    save_file(tensors | other, path)
+    assert run("generate", FOX, "--lora", path, "--steps", 1, "--out", tmp_path / "out") == 0
+    assert "layers of" in (said := " ".join(capsys.readouterr().err.split()))
+    assert "are none of StableDiffusion3Pipeline's" in said
