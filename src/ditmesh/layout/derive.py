@@ -594,8 +594,11 @@ def _row_holds(
     except Exception as error:
         why(error)
         return False
-    pairs = list(zip(_row(output, number), _row(alone, 0), strict=False))
-    return all(a.shape == b.shape and off_by(b, a) <= tolerance(a) for a, b in pairs)
+    mine, its = _row(output, number), _row(alone, 0)
+    # A result without such a row (a list of fewer items) shows nothing.
+    if not mine or len(mine) != len(its):
+        return False
+    return all(a.shape == b.shape and off_by(b, a) <= tolerance(a) for a, b in zip(mine, its, strict=True))
 
 
 def _row(output: Any, number: int) -> list[Tensor]:
