@@ -104,7 +104,7 @@ def test_sums_tell_what_is_other(size, dtype):
     assert len(sums) <= 2 * SUMS
     assert apart(sums, sums_of(values.clone())) == 0
     assert apart(sums, sums_of(values * 1.2)) > ROUGH
-    assert apart(sums, sums_of(torch.cat([values, values]))) == float("inf")
+    assert apart(sums, sums_of(torch.cat([values, values]))) > ROUGH
     holed = values.clone()
     holed[-1] = torch.nan
     assert apart(sums, sums_of(holed)) == apart(sums_of(holed), sums) == float("inf")

@@ -220,7 +220,7 @@ def test_kinds():
         ({"pipe": 2, "stages": (1, 2, 3)}, r"stages=\[1, 2, 3\] are not the blocks of pipe=2"),
         ({"pipe": 2, "stages": (4, 0)}, "one number from 1 up"),
         ({"stages": (4,), "speeds": (1,)}, "leave speeds"),
-        ({"pipe": 2, "stages": "guessed"}, "'estimated' or 'measured'"),
+        ({"pipe": 2, "stages": "guessed"}, "estimated, measured"),
         ({"pipe": 2, "speeds": (1, 2, 3)}, "the 2 stages; give one speed for each"),
         ({"pipe": 2, "ulysses": 2, "speeds": (1, 1, 2, 2)}, "sequence ranks of a stage share evenly"),
         ({"patches": 2, "ulysses": 2, "speeds": (1, 2)}, "use pipe=2 or more, or leave speeds out"),

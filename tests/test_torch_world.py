@@ -19,7 +19,7 @@ import json
 import torch.distributed as dist
 
 dist.init_process_group()
-
+import ditmesh
 from ditmesh.comm.mesh import Mesh
 
 mesh = Mesh(ditmesh.ParallelConfig(ulysses=2, shared_memory=False))
