@@ -117,7 +117,7 @@ class Scripted(FakeBackend):
                     return
             await asyncio.sleep(0.02)
 
-    def state(self) -> ServerState:
+    def state(self, owner: str | None = None) -> ServerState:
         return self.server
 
     # --- what a test says

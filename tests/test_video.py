@@ -198,7 +198,7 @@ def test_a_picture_or_a_video_to_begin_with(
         (["--frames", "5", "--image", "in.png"], "takes no image"),
         (["--frames", "9", "--video", "in.webp"], "has 7 frames, fewer than --frames 9"),
         (["--video", "in.webp"], "makes 4k + 1; use 5 or 9, as --frames"),
-        (["--video", "in.webp", "--image", "in.png"], "leave one out"),
+        (["--video", "in.webp", "--image", "in.png"], "leave --image out"),
         (["--frames", "5", "--video", "in.png2"], "is not there"),
     ],
 )
@@ -317,7 +317,7 @@ def test_videos_are_trained_on(model: Path, tmp_path: Path):
         ({"validation_prompts": ["to the left"]}, "leave them out"),
     ):
         with pytest.raises(ConfigError, match=said):
-            Trainer(TrainConfig.read(given | changed), pipe)
+            Trainer(TrainConfig.read(given | changed | {"output_dir": str(tmp_path / "other")}), pipe)
 
 
 def test_a_study_of_videos_says_how_far_every_frame_is(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
