@@ -84,12 +84,15 @@ MESHES = [
     ({"tensor": 2}, "none"),
     ({"tensor": 2, "ulysses": 2}, "ddp"),
     ({"tensor": 2, "data": 2}, "fsdp"),
-    ({"tensor": 2, "ring": 2}, "none"),
     ({"data": 2}, "none"),
     ({"data": 2}, "ddp"),
     ({"data": 2}, "fsdp"),
     ({"ulysses": 2}, "fsdp"),
     ({"ring": 2}, "ddp"),
+]
+# Of four ranks each.
+MORE = [
+    ({"tensor": 2, "ring": 2}, "none"),
     ({"ulysses": 2, "data": 2}, "none"),
     ({"ring": 2, "data": 2}, "fsdp"),
     ({"ulysses": 2, "ring": 2}, "none"),
@@ -100,6 +103,7 @@ MESHES = [
     ("name", "parallel", "sharding"),
     [
         *(("clipped", parallel, sharding) for parallel, sharding in MESHES),
+        *(pytest.param("clipped", parallel, sharding, marks=pytest.mark.matrix) for parallel, sharding in MORE),
         ("unclipped", {"tensor": 2}, "none"),
         ("unclipped", {"data": 2}, "fsdp"),
         ("lora", {"ulysses": 2}, "none"),
