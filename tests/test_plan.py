@@ -514,7 +514,18 @@ def test_plan_as_json_and_page(capfd, tmp_path):
 
 def test_plan_in_words(capfd):
     code, out, err = plan(
-        capfd, "wan-14b", "--hardware", "h100", "-n", "16", "--hosts", "2", "--between", "25Gb/s", "--objective", "cost"
+        capfd,
+        "flux.1-dev",
+        "--hardware",
+        "h100",
+        "-n",
+        "8",
+        "--hosts",
+        "2",
+        "--between",
+        "25Gb/s",
+        "--objective",
+        "cost",
     )
     assert code == 0, err
     assert "all figures are predicted" in out
