@@ -73,7 +73,7 @@ def as_table(cells: dict[str, dict[str, str]]) -> str:
 
 KINDS = [(shared, inputs) for shared in (True, False) for inputs in ("broadcast", "trust")]
 # An exception at each of their operations takes long: the matrix has it.
-LONG = ("ulysses + ring", "reproducible", "ulysses + cfg")
+LONG = ("ulysses + ring", "reproducible", "ulysses + cfg", "ulysses + shard")
 CASES = [
     pytest.param(
         strategy,

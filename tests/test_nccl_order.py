@@ -144,7 +144,7 @@ def test_every_operation_has_its_match_and_no_order_waits_for_ever(ranks, name, 
     ("stages", "patches"),
     [
         (2, 4),
-        (3, 3),
+        pytest.param(3, 3, marks=pytest.mark.matrix),
         (4, 4),
         pytest.param(4, 8, marks=pytest.mark.matrix),
         pytest.param(8, 8, marks=pytest.mark.matrix),

@@ -98,7 +98,7 @@ def test_close_to_the_plain_pipeline(ranks, family):
     assert error <= 1e-4
 
 
-@pytest.mark.parametrize(("name", "head_dim"), sampled(CLASSES, [None, 72, 128, 64], of=4), ids=str)
+@pytest.mark.parametrize(("name", "head_dim"), sampled(CLASSES, [None, 72, 128, 64], of=8), ids=str)
 def test_odd_lengths_and_head_sizes(ranks, name, head_dim):
     """49 image and 13 text tokens, and B=2 with ragged masks; 3 heads where the size of heads is given."""
     configs = {1: [{}], 2: [{"ulysses": 2}, {"ring": 2, "speeds": (2, 1)}], 3: [{"ulysses": 3}], 4: [{"ring": 4}]}

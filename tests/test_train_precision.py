@@ -105,7 +105,7 @@ MORE = [
         *(("clipped", parallel, sharding) for parallel, sharding in MESHES),
         *(pytest.param("clipped", parallel, sharding, marks=pytest.mark.matrix) for parallel, sharding in MORE),
         ("unclipped", {"tensor": 2}, "none"),
-        ("unclipped", {"data": 2}, "fsdp"),
+        pytest.param("unclipped", {"data": 2}, "fsdp", marks=pytest.mark.matrix),
         ("lora", {"ulysses": 2}, "none"),
         ("lora", {"data": 2}, "fsdp"),
     ],

@@ -175,7 +175,7 @@ def test_sequence_ranks_share_what_there_is(tmp_path: Path):
         check_config(ParallelConfig(ring=33), find_model(tmp_path), 33, (128, 128), 9)
 
 
-@pytest.mark.parametrize("share", [0.98, 1.02])
+@pytest.mark.parametrize("share", [0.98, pytest.param(1.02, marks=pytest.mark.matrix)])
 def test_plan_and_memory_check_agree_on_what_fits(share: float, monkeypatch: pytest.MonkeyPatch):
     # What would fit instead is another test's.
     monkeypatch.setattr(memory._Fit, "_smallest", lambda *_: None)
