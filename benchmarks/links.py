@@ -379,11 +379,11 @@ MODEL, DEVICE, PREDICTED = "flux.1-dev", "h100", (25, 100, 400)
 def predict() -> None:
     """The table of a known GPU on faster links, by the planner's cost model: milliseconds a step after the warm-up."""
     from ditmesh import ParallelConfig
-    from ditmesh.costs.hardware import Hardware, device, link
-    from ditmesh.costs.work import Job
-    from ditmesh.planner import predict as costs
-    from ditmesh.planner.catalogue import shape
-    from ditmesh.planner.shipped import model_of
+    from ditmesh.forecast import prediction as costs
+    from ditmesh.forecast.catalogue import shape
+    from ditmesh.forecast.costs.hardware import Hardware, device, link
+    from ditmesh.forecast.costs.work import Job
+    from ditmesh.forecast.shipped import model_of
 
     known = shape(MODEL)
     work = model_of(known).work

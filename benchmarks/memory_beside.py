@@ -12,9 +12,9 @@ import json
 
 import torch
 
-from ditmesh.generate.memory import components_of_shape
-from ditmesh.memory.predict import Request, around
-from ditmesh.planner.catalogue import CONFIGS, shapes
+from ditmesh.forecast.catalogue import CONFIGS, shapes
+from ditmesh.forecast.memory.check import components_of_shape
+from ditmesh.forecast.memory.phases import Request, around
 
 # Of a picture; activations grow with its pixels.
 SIDE = 512

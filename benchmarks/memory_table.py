@@ -16,11 +16,11 @@ from dataclasses import replace
 import torch
 
 from ditmesh import ParallelConfig
-from ditmesh.costs.hardware import device
 from ditmesh.errors import DitmeshError
-from ditmesh.generate.memory import components_of_shape
-from ditmesh.memory.predict import Request, needs
-from ditmesh.planner.catalogue import Shape, shapes
+from ditmesh.forecast.catalogue import Shape, shapes
+from ditmesh.forecast.costs.hardware import device
+from ditmesh.forecast.memory.check import components_of_shape
+from ditmesh.forecast.memory.phases import Request, needs
 
 MODELS = (
     *("pixart-sigma", "sd3.5-medium", "sd3.5-large", "z-image", "flux.1-dev", "qwen-image", "flux.2-dev"),

@@ -199,8 +199,8 @@ def measure(out: Path, minutes: float, count: int) -> None:
         minutes: at least one round, and new ones for so long.
         count: turns in a round of the cases with most tokens; those with fewer have more.
     """
+    from ditmesh.forecast.plan.profile import profile
     from ditmesh.launch import RankPool
-    from ditmesh.launch.profile import profile
 
     data = json.loads(out.read_text()) if out.exists() else {"profiles": [], "cases": []}
     found = data["cases"] or [{**case, "rounds": []} for case in cases()]
@@ -244,9 +244,9 @@ def times_of(samples: dict[str, list[list[float]]], shown: tuple[float, float]) 
 @cache
 def works() -> dict[str, Any]:
     """Every model's work."""
+    from ditmesh.forecast.model_work import work_of
     from ditmesh.layout import known_models
     from ditmesh.layout.describe import on_meta
-    from ditmesh.planner.model import work_of
 
     return {name: work_of(on_meta(kind, config), known_models()[kind]) for name, (kind, _, config) in MODELS.items()}
 
@@ -254,8 +254,8 @@ def works() -> dict[str, Any]:
 def prediction(case: dict[str, Any], name: str, hardware: dict[str, Any]) -> Any:
     """What is predicted for a configuration of a case."""
     from ditmesh import ParallelConfig
-    from ditmesh.costs.work import Job
-    from ditmesh.planner.predict import predict
+    from ditmesh.forecast.costs.work import Job
+    from ditmesh.forecast.prediction import predict
 
     config = configurations(case["branches"])[name]
     job = Job(case["side"] ** 2, TEXT, branches=case["branches"], steps=10, element=4)
@@ -270,7 +270,7 @@ def report(path: Path, clock: str) -> dict[str, Any]:
         path: what `measure` has written.
         clock: "seconds" of the wall, or of the "processor", which a busy machine leaves alone.
     """
-    from ditmesh.costs.hardware import Hardware
+    from ditmesh.forecast.costs.hardware import Hardware
 
     data = json.loads(path.read_text())
     which = ["seconds", "processor"].index(clock)
@@ -318,7 +318,7 @@ def fastest(profiles: Sequence[Sequence[Any]]) -> list[Any]:
 
 def refit(plain: dict[str, Any], some: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Profiles with factors that fit some cases, those of each transport by themselves."""
-    from ditmesh.planner.fit import fitted
+    from ditmesh.forecast.fit import fitted
 
     made = {}
     for transport, hardware in plain.items():
@@ -400,11 +400,11 @@ TABLES = Path(__file__).with_name("published")
 def published() -> dict[str, Any]:
     """Predictions beside published tables: errors, rank correlation, winners. Nothing is fitted to them."""
     from ditmesh import ParallelConfig
-    from ditmesh.costs.hardware import Hardware, device, link
-    from ditmesh.costs.work import Job
-    from ditmesh.planner.catalogue import shape
-    from ditmesh.planner.predict import predict
-    from ditmesh.planner.shipped import model_of
+    from ditmesh.forecast.catalogue import shape
+    from ditmesh.forecast.costs.hardware import Hardware, device, link
+    from ditmesh.forecast.costs.work import Job
+    from ditmesh.forecast.prediction import predict
+    from ditmesh.forecast.shipped import model_of
 
     result: dict[str, Any] = {}
     for path in sorted(TABLES.glob("*.yaml")):
@@ -444,8 +444,8 @@ def published() -> dict[str, Any]:
 
 def write_works() -> None:
     """The work of every model of the catalogue, beside the sizes that ship."""
-    from ditmesh.planner.catalogue import shapes
-    from ditmesh.planner.shipped import WORKS, to_ship
+    from ditmesh.forecast.catalogue import shapes
+    from ditmesh.forecast.shipped import WORKS, to_ship
 
     WORKS.mkdir(exist_ok=True)
     for name, one in shapes().items():
@@ -459,16 +459,16 @@ def memory() -> dict[str, Any]:
 
     import memory_model
     from ditmesh import ParallelConfig
-    from ditmesh.costs.hardware import machine
-    from ditmesh.costs.work import Job
-    from ditmesh.generate.memory import components_of
+    from ditmesh.forecast.auto import batched
+    from ditmesh.forecast.costs.hardware import machine
+    from ditmesh.forecast.costs.work import Job
+    from ditmesh.forecast.memory.check import components_of
+    from ditmesh.forecast.memory.phases import around, needs
+    from ditmesh.forecast.prediction import predict
+    from ditmesh.forecast.shipped import derived
+    from ditmesh.forecast.workload import request_of
     from ditmesh.generate.model_info import find_model
-    from ditmesh.generate.workload import request_of
     from ditmesh.launch import RankPool
-    from ditmesh.memory.predict import around, needs
-    from ditmesh.planner.auto import batched
-    from ditmesh.planner.predict import predict
-    from ditmesh.planner.shipped import derived
 
     result: dict[str, Any] = {"machine": describe_machine()["text"]}
     with tempfile.TemporaryDirectory() as temporary:

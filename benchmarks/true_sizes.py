@@ -8,7 +8,7 @@ of them (`ditmesh.generate.loading.load_transformer`), every form in processes o
 
 Of every form: the largest difference from one rank's output over that output's largest magnitude, which must be 1e-4 at
 most in float32; seconds of the step and processor seconds of all ranks; of the worst rank the bytes of tensors and of
-the process, each with what is predicted (`ditmesh.memory`, as in memory_model.py). Ranks trust that inputs are alike:
+the process, each with what is predicted (`ditmesh.forecast.memory`, as in memory_model.py). Ranks trust their inputs:
 comparing digests of the weights, once before the first step, is not what is measured.
 
     python benchmarks/true_sizes.py --json figures.json
@@ -82,7 +82,7 @@ SIZES = {"pixart-sigma": (1024, 1024, 1), "wan-1.3b": (832, 480, 17)}
 
 def case_of(name: str, scale: float, blocks: int | None) -> Case:
     """A model of the catalogue, with sides of the picture scaled, and some of its blocks or all (None)."""
-    from ditmesh.planner.catalogue import shape
+    from ditmesh.forecast.catalogue import shape
 
     known, (width, height, frames) = shape(name), SIZES[name]
     rows, cols = (max(1, round(side * scale / known.pixels)) for side in (height, width))
@@ -201,7 +201,7 @@ def config_of_form(form: str) -> Any:
 
 def predicted(case: Case, form: str, dtype: torch.dtype, start: float) -> dict[str, float]:
     """Bytes of the process when it has loaded and in the step, and of tensors."""
-    from ditmesh.memory.predict import Components, Part, Request, needs
+    from ditmesh.forecast.memory.phases import Components, Part, Request, needs
 
     components = Components(case.name, (Part(case.transformer, case.settings),))
     request = Request(*case.pixels, case.rows, case.cols, case.frames, case.text, branches=1)

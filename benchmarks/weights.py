@@ -22,13 +22,13 @@ from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Tr
 from torch import nn
 
 from ditmesh.config import ParallelConfig
-from ditmesh.costs.hardware import device
-from ditmesh.generate.memory import components_of_shape
-from ditmesh.generate.workload import request_of_shape
+from ditmesh.forecast.catalogue import shapes
+from ditmesh.forecast.costs.hardware import device
+from ditmesh.forecast.memory import phases as predict
+from ditmesh.forecast.memory.check import components_of_shape
+from ditmesh.forecast.memory.phases import needs
+from ditmesh.forecast.workload import request_of_shape
 from ditmesh.layout import layout_of
-from ditmesh.memory import predict
-from ditmesh.memory.predict import needs
-from ditmesh.planner.catalogue import shapes
 from ditmesh.strategies.pipefusion.stages import elsewhere, first_cut
 from ditmesh.strategies.tensor.slices import plan
 

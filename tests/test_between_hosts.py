@@ -10,13 +10,13 @@ import pytest
 
 from ditmesh.cli.main import main
 from ditmesh.config import AXES, ParallelConfig
-from ditmesh.costs.between import across, bytes_across, host_numbers
-from ditmesh.costs.step import Term
 from ditmesh.errors import ConfigError
+from ditmesh.forecast.auto import Call
+from ditmesh.forecast.costs.between_hosts import across, bytes_across, host_numbers
+from ditmesh.forecast.costs.step import Term
+from ditmesh.forecast.hosts import advice
 from ditmesh.launch.nccl import nccl_settings, watch_nccl
 from ditmesh.layout import layout_of
-from ditmesh.planner.across import advice
-from ditmesh.planner.auto import Call
 from support.models import tiny
 
 ROOT = Path(__file__).parents[1]

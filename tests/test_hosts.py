@@ -166,13 +166,13 @@ def hash_on_one_device(name: str) -> str:
 
 def predicted(name: str, config: dict[str, Any], numbers: list[int]) -> float:
     """Bytes that go between hosts in an exact step, by the formulas."""
-    from ditmesh.costs.hardware import machine
-    from ditmesh.costs.work import Job
+    from ditmesh.forecast.costs.hardware import machine
+    from ditmesh.forecast.costs.work import Job
+    from ditmesh.forecast.hosts import between_hosts
+    from ditmesh.forecast.model_work import work_of
+    from ditmesh.forecast.search import Model
     from ditmesh.layout import layout_of
     from ditmesh.layout.describe import on_meta
-    from ditmesh.planner.across import between_hosts
-    from ditmesh.planner.model import work_of
-    from ditmesh.planner.search import Model
     from support.host_ranks import SIZE
     from support.models import tiny
 

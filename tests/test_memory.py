@@ -15,14 +15,14 @@ import ditmesh
 from ditmesh import ParallelConfig, zoo
 from ditmesh.core.alive import Alive
 from ditmesh.errors import InputError, RankFailed
-from ditmesh.generate.memory import check_memory, components_of
+from ditmesh.forecast.auto import batched
+from ditmesh.forecast.catalogue import shapes
+from ditmesh.forecast.memory.available import _left, free_memory
+from ditmesh.forecast.memory.check import check_memory, components_of
+from ditmesh.forecast.memory.phases import RankNeeds, needs
+from ditmesh.forecast.workload import request_of
 from ditmesh.generate.model_info import find_model
-from ditmesh.generate.workload import request_of
 from ditmesh.launch import RankPool
-from ditmesh.memory.available import _left, free_memory
-from ditmesh.memory.predict import RankNeeds, needs
-from ditmesh.planner.auto import batched
-from ditmesh.planner.catalogue import shapes
 from ditmesh.strategies.sharded import ShardedWeights
 from ditmesh.strategies.text_encoders import TextEncoders
 from support.sample import sampled

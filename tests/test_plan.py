@@ -22,23 +22,23 @@ import ditmesh
 from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
 from ditmesh.core.clock import timestep_of
-from ditmesh.costs.hardware import Hardware, Link, device, known_devices, known_links, link, machine
-from ditmesh.costs.step import Term
-from ditmesh.costs.work import Job, Work, as_data, from_data
 from ditmesh.errors import InputError
-from ditmesh.launch import profile
+from ditmesh.forecast import auto
+from ditmesh.forecast import measurements as kept
+from ditmesh.forecast import shipped as planner_shipped
+from ditmesh.forecast.catalogue import shape, shapes
+from ditmesh.forecast.costs.hardware import Hardware, Link, device, known_devices, known_links, link, machine
+from ditmesh.forecast.costs.step import Term
+from ditmesh.forecast.costs.work import Job, Work, as_data, from_data
+from ditmesh.forecast.fit import fitted
+from ditmesh.forecast.model_work import work_of
+from ditmesh.forecast.plan import profile
+from ditmesh.forecast.prediction import predict, synchronous_steps
+from ditmesh.forecast.search import Limits, Model, candidates, refusal, search
+from ditmesh.forecast.shipped import WORKS, derived, model_of, to_ship
 from ditmesh.layout import layout_of
 from ditmesh.layout.conventions import Size
 from ditmesh.layout.describe import on_meta
-from ditmesh.planner import auto
-from ditmesh.planner import cache as kept
-from ditmesh.planner import shipped as planner_shipped
-from ditmesh.planner.catalogue import shape, shapes
-from ditmesh.planner.fit import fitted
-from ditmesh.planner.model import work_of
-from ditmesh.planner.predict import predict, synchronous_steps
-from ditmesh.planner.search import Limits, Model, candidates, refusal, search
-from ditmesh.planner.shipped import WORKS, derived, model_of, to_ship
 from support.models import inputs, run, tiny
 from support.pipelines import arguments, draw, sd3
 from support.tiny import save_tiny_sd3

@@ -46,7 +46,7 @@ COLLECTIVES = {
     "engine.py",
     "first_call.py",
     "generate/loading.py",
-    "generate/memory.py",
+    "forecast/memory/check.py",
     "launch/torchrun.py",
     "strategies/checked.py",
     "strategies/inputs.py",

@@ -16,21 +16,22 @@ from PIL import Image
 
 from ditmesh import ParallelConfig
 from ditmesh.core.unexpected import RAISE
-from ditmesh.costs.hardware import machine
 from ditmesh.errors import InputError, LayoutError
-from ditmesh.generate import memory, run
+from ditmesh.forecast import auto
+from ditmesh.forecast.catalogue import shapes
+from ditmesh.forecast.costs.hardware import machine
+from ditmesh.forecast.memory import check as memory
+from ditmesh.forecast.memory.available import free_memory
+from ditmesh.forecast.memory.check import check_memory, components_of, components_of_shape
+from ditmesh.forecast.memory.phases import fullest
+from ditmesh.forecast.plan.subject import Asked, subject
+from ditmesh.forecast.search import search
+from ditmesh.forecast.workload import request_of, request_of_shape, usual_frames, usual_size
+from ditmesh.generate import run
 from ditmesh.generate.job import Job, check_config, check_content, check_output
-from ditmesh.generate.memory import check_memory, components_of, components_of_shape
 from ditmesh.generate.model_info import ModelInfo, find_model
 from ditmesh.generate.run import call_parameters, check_call, check_options, made_of
-from ditmesh.generate.workload import request_of, request_of_shape, usual_frames, usual_size
 from ditmesh.layout import known_models
-from ditmesh.memory.available import free_memory
-from ditmesh.memory.predict import fullest
-from ditmesh.planner import auto
-from ditmesh.planner.catalogue import shapes
-from ditmesh.planner.search import search
-from ditmesh.tools.planning.subject import Asked, subject
 from support.more_pipelines import FAMILIES, draw
 
 # Autoencoders' configurations as published, as far as they say how many pixels and frames a latent is.

@@ -25,12 +25,12 @@ from .core.patching import Proceed
 from .core.request import PipelineCall, RequestLeft
 from .errors import ConfigError, HostsWarning, InputError, LayoutError
 from .first_call import Alone, FirstCall, FirstControl
+from .forecast.auto import Call, chosen
+from .forecast.hosts import advice
 from .layout import TokenLayout, layout_of
 from .layout.derive import block_lists
 from .layout.probe import probe
 from .layout.types import GIVEN
-from .planner.across import advice
-from .planner.auto import Call, chosen
 from .recipe import RECIPE, Recipe, check, wanted
 from .staleness.control import StalenessLog, WarmupControl
 from .staleness.policy import WarmupPolicy
@@ -468,7 +468,7 @@ def _usual_call(target: Any, model: nn.Module, guidance: bool | None = None, ima
 def configuration_for(target: Any, *, guidance: bool | None = None, image: int | None = None) -> ParallelConfig:
     """What ``"auto"`` stands for: the fastest exact configuration for all ranks of the default process group.
 
-    Predicted from the model's shapes (`ditmesh.planner`), unless ``ditmesh plan --measure`` has measured it on this
+    Predicted from the model's shapes (`ditmesh.forecast`), unless ``ditmesh plan --measure`` has measured it on this
     machine; on rank 0, whose choice counts for all. A collective call.
 
     Args:

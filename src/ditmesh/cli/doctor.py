@@ -57,7 +57,7 @@ def doctor(
 
 def _saved(pool: Launcher, path: Path) -> list[str]:
     """Measure the profile and write it; where ranks share memory, a second one for their process group beside it."""
-    from ..launch.profile import profile
+    from ..forecast.plan.profile import profile
 
     fastest, other = profile(pool)
     fastest.save(path)

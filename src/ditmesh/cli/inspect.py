@@ -28,9 +28,9 @@ from .values import check_planned, config_of, parallel_config, parse_size
 
 if TYPE_CHECKING:
     from ..config import ParallelConfig
+    from ..forecast.memory.phases import Components, Request
+    from ..forecast.plan.subject import Asked
     from ..layout import TokenLayout
-    from ..memory.predict import Components, Request
-    from ..tools.planning.subject import Asked
 
 
 layout_option = functools.partial(typer.Option, rich_help_panel="Layout")
@@ -126,7 +126,7 @@ def inspect(
             "a configuration is for --memory, or with --hosts for what travels between them; give both or neither"
         )
     info = find_model(model or zoo.path())
-    from ..generate.workload import request_of
+    from ..forecast.workload import request_of
     from ..layout import known_models
     from ..layout.describe import as_data, checked, on_meta
     from ..strategies.sharded import parameters_in_pieces
@@ -157,7 +157,7 @@ def inspect(
     if hosts is not None:
         count, chosen = _config_of(config, devices, settings, info.heads)
         chosen = chosen or ParallelConfig.auto(count, info.heads or 1)
-        from ..tools.planning.subject import Asked
+        from ..forecast.plan.subject import Asked
 
         step = Asked((request.width, request.height), frames, tokens, pictures, guidance, dtype=dtype)
         facts["between_hosts"] = _between(str(model or zoo.path()), step, chosen, hosts)
@@ -183,11 +183,11 @@ def _config_of(
 
 def _between(model: str, wanted: Asked, config: ParallelConfig, hosts: str) -> dict[str, Any]:
     """What a configuration sends between hosts, as plain data."""
-    from ..costs.between import host_numbers
-    from ..costs.hardware import machine
-    from ..planner.across import better, between_hosts
-    from ..planner.search import Limits, refusal
-    from ..tools.planning.subject import subject
+    from ..forecast.costs.between_hosts import host_numbers
+    from ..forecast.costs.hardware import machine
+    from ..forecast.hosts import better, between_hosts
+    from ..forecast.plan.subject import subject
+    from ..forecast.search import Limits, refusal
 
     numbers = host_numbers(hosts, config.world_size)
     asked = subject(model, wanted)
@@ -212,8 +212,8 @@ def _show_between(between: dict[str, Any]) -> None:
     """Lines about what goes between hosts."""
     from rich.console import Console
 
-    from ..costs.between import BUSY
-    from ..planner.across import describe_bytes
+    from ..forecast.costs.between_hosts import BUSY
+    from ..forecast.hosts import describe_bytes
 
     def say(text: str) -> None:
         Console().print(text, highlight=False, soft_wrap=True)
@@ -285,10 +285,10 @@ def _asked(
 ) -> tuple[Components, Request, int | None]:
     """What takes memory, what is asked for, and the heads of the transformer."""
     from .. import zoo
-    from ..generate.memory import components_of, components_of_shape
+    from ..forecast.catalogue import shapes
+    from ..forecast.memory.check import components_of, components_of_shape
+    from ..forecast.workload import request_of, request_of_shape
     from ..generate.model_info import find_model
-    from ..generate.workload import request_of, request_of_shape
-    from ..planner.catalogue import shapes
 
     shape = shapes().get(model.lower())
     if shape is None or Path(model).exists():
@@ -311,8 +311,8 @@ def _needed(
     import torch
 
     from ..config import ParallelConfig
-    from ..costs.hardware import Hardware, device
-    from ..memory.predict import needs
+    from ..forecast.costs.hardware import Hardware, device
+    from ..forecast.memory.phases import needs
 
     profile = Path(hardware).suffix in (".yaml", ".yml") or Path(hardware).is_file()
     part = Hardware.read(hardware).device if profile else device(hardware, dtype)

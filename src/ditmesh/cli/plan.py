@@ -30,10 +30,10 @@ from .show import emit, print_table
 from .values import check_planned, parse_size
 
 if TYPE_CHECKING:
-    from ..costs.hardware import Hardware
-    from ..planner.explain import Line
-    from ..planner.search import Found
-    from ..tools.planning.subject import Asked, Subject
+    from ..forecast.costs.hardware import Hardware
+    from ..forecast.explain import Line
+    from ..forecast.plan.subject import Asked, Subject
+    from ..forecast.search import Found
 
 ENCODERS = ("whole", "sharded", "rank0", "freed", "before")
 OBJECTIVES = ("latency", "throughput", "cost")
@@ -179,7 +179,7 @@ def plan(
 
     ditmesh plan wan-14b --hardware 4090 --devices 4 --stale --what-if link=nvlink4
     """
-    from ..planner import cache
+    from ..forecast import measurements as cache
 
     if forget:
         count = cache.forget()
@@ -193,7 +193,7 @@ def plan(
     exactness = "reproducible" if reproducible else "stale" if stale else "exact"
     check_planned(model)
     changes = [(text, _changed(text)) for text in what_if or []]
-    from ..tools.planning.subject import Asked
+    from ..forecast.plan.subject import Asked
 
     started = time.perf_counter()
     where: Any = text_encoder
@@ -223,7 +223,7 @@ def plan(
     result["seconds"] = time.perf_counter() - started
     emit(result, as_json, partial(_show, made=made))
     if html is not None:
-        from ..tools.planning.page import page_of
+        from ..forecast.plan.page import page_of
 
         page_of(made.subject, made.hardware, made.found, made.lines, result).write(html)
 
@@ -236,7 +236,7 @@ class _Planned:
 
     def data(self) -> dict[str, Any]:
         """As JSON can hold it."""
-        from ..planner.explain import as_data
+        from ..forecast.explain import as_data
 
         job = self.subject.job
         return {
@@ -260,8 +260,8 @@ class _Planned:
 
     def measure(self, exactness: str, device: str, most: int = 3) -> list[dict[str, Any]]:
         """Measure the best few that use all ranks, keep the fastest."""
+        from ..forecast.plan.measured import keep, measured
         from ..launch import launcher
-        from ..tools.planning.measured import keep, measured
 
         world = self.hardware.world_size
         some = [one for one in self.found.best if one.config.world_size == world and one.config.pipe == 1][:most]
@@ -279,9 +279,9 @@ class _Planned:
 def _planned(
     model: str, asked: Asked, settings: dict[str, Any], exactness: Any, deadline: float | None, objective: Any
 ) -> _Planned:
-    from ..planner.explain import table
-    from ..planner.search import search
-    from ..tools.planning.subject import subject
+    from ..forecast.explain import table
+    from ..forecast.plan.subject import subject
+    from ..forecast.search import search
 
     chosen = _hardware(settings)
     dtype = chosen.device.dtype if settings["hardware"] is None else settings["dtype"]
@@ -301,9 +301,9 @@ def _hardware(settings: dict[str, Any]) -> Hardware:
     """Devices and links as the options say."""
     import torch
 
-    from ..costs.hardware import Hardware, machine
-    from ..costs.hardware import link as link_of
-    from ..planner.auto import hardware_here
+    from ..forecast.auto import hardware_here
+    from ..forecast.costs.hardware import Hardware, machine
+    from ..forecast.costs.hardware import link as link_of
 
     name, hosts = settings["hardware"], settings["hosts"]
     if name is None:
@@ -345,7 +345,7 @@ def _changed(text: str) -> dict[str, Any]:
 
 
 def _kept() -> list[dict[str, Any]]:
-    from ..planner import cache
+    from ..forecast import measurements as cache
 
     names = ("model", "image", "text", "branches", "device", "devices", "exactness", "step_seconds")
     return [
@@ -388,7 +388,7 @@ def _show(result: dict[str, Any], made: _Planned) -> None:
 def _show_plan(console: Any, result: dict[str, Any]) -> None:
     from rich.markup import escape
 
-    from ..planner.explain import number
+    from ..forecast.explain import number
 
     console.print(
         f"{escape(result['model'])} on {escape(result['hardware'])}: {result['image_tokens']:,} image and "

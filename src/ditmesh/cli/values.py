@@ -176,8 +176,8 @@ def check_planned(model: str) -> None:
         InputError: naming those that ship.
     """
     from .. import zoo
+    from ..forecast.catalogue import shapes
     from ..generate.model_info import is_hub_id
-    from ..planner.catalogue import shapes
 
     known = [*shapes(), *zoo.EMBEDDED]
     if not model:

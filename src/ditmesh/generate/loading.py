@@ -27,14 +27,14 @@ from ..core.digests import digest, digest_of_parts, tensor_digest, weights_of
 from ..core.partition import Partition
 from ..engine import DENOISERS, ENGINE, ConfigLike, agreed, denoisers, engine_of, parallelize
 from ..errors import InputError
+from ..forecast.auto import Call, chosen
+from ..forecast.memory.check import check_memory as check_fits
 from ..layout import layout_of
 from ..layout.table import known_models
-from ..planner.auto import Call, chosen
 from ..strategies.pipefusion.stages import ABSENT, IN_PIECES, elsewhere, first_cut, is_away, shape_of
 from ..strategies.sharded import UNITS, Group, Packed, ShardedWeights, Unit, arranged, gathered, groups_of
 from ..strategies.tensor.parallel import already_cut
 from ..strategies.tensor.slices import base_of, plan
-from .memory import check_memory as check_fits
 from .model_info import ModelInfo, find_model
 
 log = logging.getLogger(__name__)

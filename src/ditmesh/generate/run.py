@@ -67,9 +67,9 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
     from ..comm.mesh import Mesh
     from ..core.digests import sampled_fingerprint
     from ..engine import DENOISERS, configuration_for, denoisers, engine_of, parallelize
+    from ..forecast.memory.check import Peaks
     from .files import partial_fit, pictures_of
     from .journal import Journal
-    from .memory import Peaks
     from .offload import offload
 
     grouped = dist.is_available() and dist.is_initialized()
@@ -156,9 +156,9 @@ def _check_memory(job: Job, device: torch.device) -> None:
     """Refuse a job that does not fit, before anything is read."""
     import torch
 
+    from ..forecast.memory.check import check_memory
+    from ..forecast.workload import request_of
     from .loading import configuration_before
-    from .memory import check_memory
-    from .workload import request_of
 
     quieten()
     info = find_model(job.model)

@@ -17,9 +17,9 @@ from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.clock import CallClock
 from ..core.patching import CallChain
-from ..costs.step import Share, Step, Term
-from ..costs.work import Job, Work
 from ..errors import ConfigError
+from ..forecast.costs.step import Share, Step, Term
+from ..forecast.costs.work import Job, Work
 from ..layout import TokenLayout
 
 T = TypeVar("T")

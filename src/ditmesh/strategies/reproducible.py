@@ -32,9 +32,9 @@ from ..core.arguments import Arguments, parameter_names
 from ..core.partition import Partition, even_cut, offsets, weighted_cut
 from ..core.patching import Patch
 from ..core.values import tracked
-from ..costs.step import Share
-from ..costs.work import Job, Work
 from ..errors import ConfigError, LayoutError
+from ..forecast.costs.step import Share
+from ..forecast.costs.work import Job, Work
 from ..layout import Region, Stream, TokenLayout
 from . import tiled_gradients as tiled
 from .hooks import BlockSite, requires_grad

@@ -29,9 +29,9 @@ from ..core.clock import Call, CallClock, timestep_of
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch, Proceed
 from ..core.values import Seen, seen, tracked
-from ..costs.step import Share, Step, Term
-from ..costs.work import Job, Work
 from ..errors import ConfigError, InputError, LayoutError
+from ..forecast.costs.step import Share, Step, Term
+from ..forecast.costs.work import Job, Work
 from ..layout import TokenLayout
 from ..layout.forms import holds_tensors, kind_of
 from .base import Context, ParallelModel, Request, Strategy

@@ -28,9 +28,9 @@ from ..core.partition import Partition, weighted_cut
 from ..core.patching import Patch
 from ..core.shared_tensor import PerToken
 from ..core.values import tracked
-from ..costs.step import Share, Step, Term
-from ..costs.work import Gather, Job, Work
 from ..errors import ConfigError, LayoutError
+from ..forecast.costs.step import Share, Step, Term
+from ..forecast.costs.work import Gather, Job, Work
 from ..layout import Attention, Count, Grid, Leaf, Region, Stream, TokenLayout
 from ..layout.forms import dtype_class
 from . import token_mixers as leaves

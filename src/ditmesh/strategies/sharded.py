@@ -27,8 +27,8 @@ from ..config import ParallelConfig
 from ..core.alignment import ALIGNMENT, memory, offset_of
 from ..core.alive import PLAIN
 from ..core.patching import CallChain, Patch, Proceed, refuse_loading, refuse_saving
-from ..costs.step import SHARD, Step, Term
 from ..errors import ConfigError, InputError
+from ..forecast.costs.step import SHARD, Step, Term
 from ..layout import TokenLayout
 from .base import Strategy
 from .caches import diffusers_hooks

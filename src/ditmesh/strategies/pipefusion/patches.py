@@ -24,9 +24,9 @@ from ...core.alignment import aligned
 from ...core.arguments import Arguments, parameter_names
 from ...core.partition import Partition, even_cut
 from ...core.patching import Patch
-from ...costs.step import Share, Step, Term
-from ...costs.work import Job, Work
 from ...errors import ConfigError, LayoutError
+from ...forecast.costs.step import Share, Step, Term
+from ...forecast.costs.work import Job, Work
 from ...layout import Region, Stream, TokenLayout
 from ...staleness.control import WarmupControl
 from ...staleness.drift import DriftMonitor

@@ -33,9 +33,9 @@ from ...core.arguments import Arguments, parameter_names
 from ...core.partition import Partition, even_cut
 from ...core.patching import Proceed
 from ...core.values import seen
-from ...costs.step import Share, Step, Term
-from ...costs.work import Job, Work
 from ...errors import ConfigError, LayoutError
+from ...forecast.costs.step import Share, Step, Term
+from ...forecast.costs.work import Job, Work
 from ...layout import Region
 from ...staleness.control import PATIENCE, WarmupControl
 from ..base import ParallelModel, Request

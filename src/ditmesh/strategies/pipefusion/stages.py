@@ -20,9 +20,9 @@ from ...comm import Link, PeerError
 from ...comm.mesh import Mesh
 from ...config import ParallelConfig
 from ...core.patching import refuse_calls, refuse_saving
-from ...costs.step import Share
-from ...costs.work import Job, Linear, Work
 from ...errors import ConfigError, InputError
+from ...forecast.costs.step import Share
+from ...forecast.costs.work import Job, Linear, Work
 from ...layout import Stream, TokenLayout
 from ..balance import Balance, mixed
 from ..base import Strategy

@@ -25,8 +25,8 @@ from ...comm import Codec, Link, Transfer, codec
 from ...comm.mesh import Mesh
 from ...config import ParallelConfig
 from ...core.partition import Partition
-from ...costs.step import Share, Step, Term
-from ...costs.work import Job, Work
+from ...forecast.costs.step import Share, Step, Term
+from ...forecast.costs.work import Job, Work
 from ...staleness.control import WarmupControl
 from ..base import ParallelModel, Request
 from ..hooks import Handler

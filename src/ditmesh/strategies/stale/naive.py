@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...attention.mixer import AttentionCall
 from ...config import ParallelConfig
-from ...costs.step import Share, Step, Term
-from ...costs.work import Job, Work
+from ...forecast.costs.step import Share, Step, Term
+from ...forecast.costs.work import Job, Work
 from ..sequence import ExactSequence, SequenceParallel, gathered
 from .displaced import Key, StaleSequence, StaleStrategy
 

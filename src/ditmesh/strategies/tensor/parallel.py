@@ -25,9 +25,9 @@ from ...config import ParallelConfig
 from ...core.arguments import Arguments, covers, parameter_names
 from ...core.partition import Partition
 from ...core.patching import Patch, refuse_loading, refuse_saving
-from ...costs.step import Share, Step, Term
-from ...costs.work import Job, Linear, Work
 from ...errors import ConfigError, InputError
+from ...forecast.costs.step import Share, Step, Term
+from ...forecast.costs.work import Job, Linear, Work
 from ...layout import Table, TokenLayout
 from ..base import Strategy
 from ..heads import check_heads, heads_of

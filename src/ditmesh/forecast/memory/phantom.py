@@ -11,11 +11,11 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from ..comm import Link, Traffic, Transfer
-from ..comm.mesh import LINKS, Mesh
-from ..comm.shared import Spec, message_bytes
-from ..config import ParallelConfig
-from ..core.alive import Alive
+from ...comm import Link, Traffic, Transfer
+from ...comm.mesh import LINKS, Mesh
+from ...comm.shared import Spec, message_bytes
+from ...config import ParallelConfig
+from ...core.alive import Alive
 
 # Messages that nobody answers which may be under way.
 _UNDER_WAY = 2

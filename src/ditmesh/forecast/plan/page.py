@@ -6,13 +6,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ...costs.hardware import Hardware
-from ...planner.explain import Line, number
-from ...planner.predict import Prediction
-from ...planner.search import Found
 from ...quality import figures
 from ...quality.curves import Point
 from ...quality.report import Cell, Download, Page
+from ..costs.hardware import Hardware
+from ..explain import Line, number
+from ..prediction import Prediction
+from ..search import Found
 from .subject import Subject
 
 # Configurations of a chart: more are a cloud.

@@ -26,7 +26,6 @@ from torch.utils.flop_counter import flop_registry
 from ..core.alive import Alive
 from ..core.own_tokens import OwnTokens, settled
 from ..core.partition import Partition, even_cut
-from ..costs.work import Attention, Block, Cut, Gather, Linear, Operation, Pointwise, Tokens, Work
 from ..errors import DitmeshError, LayoutError
 from ..layout import Region, Stream, TokenLayout
 from ..layout.conventions import Conventions, Size, Way, ways
@@ -35,6 +34,7 @@ from ..strategies.pipefusion.stages import blocks_of, kinds_of
 from ..strategies.sequence import result_of, with_result
 from ..strategies.sharded import parameters_outside
 from ..strategies.tensor.slices import plan
+from .costs.work import Attention, Block, Cut, Gather, Linear, Operation, Pointwise, Tokens, Work
 
 # Rows of the picture and text tokens. Some models want squares and multiples of 32 tokens.
 SIDE, TEXT = 32, 32

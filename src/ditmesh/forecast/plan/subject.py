@@ -9,18 +9,18 @@ from typing import Any, Literal
 import torch
 
 from ...config import ParallelConfig, TextEncoderPolicy
-from ...costs.hardware import Hardware
-from ...costs.step import Term
-from ...costs.work import Job
 from ...errors import InputError, LayoutError
-from ...generate.memory import components_of, components_of_shape
 from ...generate.model_info import ModelInfo, find_model
-from ...generate.workload import request_of, request_of_shape
-from ...memory.predict import Components, Request, fullest
-from ...planner.auto import batched
-from ...planner.catalogue import shapes
-from ...planner.search import Exactness, Limits, Model
-from ...planner.shipped import derived, model_of
+from ..auto import batched
+from ..catalogue import shapes
+from ..costs.hardware import Hardware
+from ..costs.step import Term
+from ..costs.work import Job
+from ..memory.check import components_of, components_of_shape
+from ..memory.phases import Components, Request, fullest
+from ..search import Exactness, Limits, Model
+from ..shipped import derived, model_of
+from ..workload import request_of, request_of_shape
 
 Encoders = Literal["whole", "sharded", "rank0", "freed", "before"]
 # Bytes of an element.
@@ -107,7 +107,7 @@ def subject(name: str, asked: Asked) -> Subject:
     """The model of a name.
 
     Args:
-        name: of the catalogue (`ditmesh.planner.catalogue`), else a folder, a hub id or an embedded model.
+        name: of the catalogue (`ditmesh.forecast.catalogue`), else a folder, a hub id or an embedded model.
         asked: what is asked of it.
 
     Raises:

@@ -12,7 +12,7 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
-from ..config import AXES, ParallelConfig
+from ...config import AXES, ParallelConfig
 from .hardware import Collective, Hardware
 from .work import Attention, Block, Job, Linear, Pointwise, Work
 

@@ -11,16 +11,16 @@ from typing import Literal
 from torch import nn
 
 from ..config import AXES, ParallelConfig, TextEncoderPolicy
-from ..costs.hardware import Hardware
-from ..costs.step import Term
-from ..costs.work import Job, Work
 from ..errors import ConfigError, DitmeshError, InputError
 from ..layout import TokenLayout
 from ..recipe import RECIPE, check
 from ..strategies import support
 from ..strategies.tensor.slices import plan as tensor_plan
-from .model import one_of_a_kind
-from .predict import Prediction, predict
+from .costs.hardware import Hardware
+from .costs.step import Term
+from .costs.work import Job, Work
+from .model_work import one_of_a_kind
+from .prediction import Prediction, predict
 
 Objective = Literal["latency", "throughput", "cost"]
 Exactness = Literal["exact", "reproducible", "stale"]

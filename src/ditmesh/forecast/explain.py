@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import AXES
-from ..costs.hardware import Hardware
-from ..costs.step import Term
-from .predict import Prediction
+from .costs.hardware import Hardware
+from .costs.step import Term
+from .prediction import Prediction
 from .search import Found, Objective, score
 
 # Configurations that a table shows besides the obvious ones that lose.

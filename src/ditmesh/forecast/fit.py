@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..costs.hardware import Hardware
-from ..costs.step import CLASSES, Term
+from .costs.hardware import Hardware
+from .costs.step import CLASSES, Term
 
 # How firmly a factor stays at what the profile says, while few steps speak against it.
 TRUST = 0.0005

@@ -12,15 +12,15 @@ import torch
 
 from ..config import ParallelConfig
 from ..core.unexpected import MISTAKES, unexpected
-from ..costs.between import BUSY, across, bytes_across
-from ..costs.hardware import Hardware
-from ..costs.work import Job
 from ..errors import ConfigError, DitmeshError
 from ..layout import TokenLayout
 from ..layout.describe import on_meta
 from .auto import Call, hardware_here, job_of
-from .model import work_of
-from .predict import predict
+from .costs.between_hosts import BUSY, across, bytes_across
+from .costs.hardware import Hardware
+from .costs.work import Job
+from .model_work import work_of
+from .prediction import predict
 from .search import Limits, Model, refusal
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def advice(
     """What is to be said of a configuration whose Ulysses or tensor ranks are on several hosts; None: nothing.
 
     Args:
-        transformer, config, layout, call, device: as of `ditmesh.planner.auto.chosen`.
+        transformer, config, layout, call, device: as of `ditmesh.forecast.auto.chosen`.
         chosen: the configuration.
         hosts: for every rank the number of its host.
     """

@@ -6,11 +6,11 @@ import inspect
 from typing import Any
 
 from ..errors import InputError
-from ..memory.predict import Request
-from ..planner.auto import usual_text
-from ..planner.catalogue import Shape
-from .job import makes_videos
-from .model_info import ModelInfo
+from ..generate.job import makes_videos
+from ..generate.model_info import ModelInfo
+from .auto import usual_text
+from .catalogue import Shape
+from .memory.phases import Request
 
 # What a pipeline's call takes the number of frames as.
 FRAMES = ("num_frames", "video_length")

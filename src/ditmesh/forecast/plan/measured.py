@@ -8,11 +8,11 @@ from functools import cache
 from typing import Any
 
 from ...config import ParallelConfig
-from ...costs.hardware import Hardware
 from ...launch import Launcher
-from ...planner import cache as kept
-from ...planner.fit import fitted
-from ...planner.predict import Prediction, predict
+from .. import measurements as kept
+from ..costs.hardware import Hardware
+from ..fit import fitted
+from ..prediction import Prediction, predict
 from .subject import Subject
 
 # Steps of each configuration, of which the first two do not count.

@@ -22,20 +22,20 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..config import ParallelConfig
-from ..core.alive import Alive
-from ..engine import Engine
-from ..errors import DitmeshError, LayoutError
-from ..layout import TokenLayout
-from ..layout.conventions import Conventions, Size, ways
-from ..layout.describe import on_meta
-from ..planner.model import WithoutValues, kept_blocks
-from ..strategies.base import Context, Request, Strategy
-from ..strategies.pipefusion.stages import blocks_of, kinds_of
-from ..strategies.rows import DecodedRows
-from ..strategies.sharded import ShardedWeights, Unit
-from ..strategies.text_encoders import in_pieces
-from ..strategies.vae.parallel import BandedVae
+from ...config import ParallelConfig
+from ...core.alive import Alive
+from ...engine import Engine
+from ...errors import DitmeshError, LayoutError
+from ...layout import TokenLayout
+from ...layout.conventions import Conventions, Size, ways
+from ...layout.describe import on_meta
+from ...strategies.base import Context, Request, Strategy
+from ...strategies.pipefusion.stages import blocks_of, kinds_of
+from ...strategies.rows import DecodedRows
+from ...strategies.sharded import ShardedWeights, Unit
+from ...strategies.text_encoders import in_pieces
+from ...strategies.vae.parallel import BandedVae
+from ..model_work import WithoutValues, kept_blocks
 from .phantom import SharedPools, phantom_mesh
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")

@@ -1,7 +1,7 @@
 """This machine as a cost model sees it: speeds of a device and of the links between ranks, measured.
 
 Every rank measures at once, as ranks compute at once; of repeats the fastest counts. A figure is the least-squares fit,
-in relative terms, of the line that `ditmesh.costs.hardware` draws through it.
+in relative terms, of the line that `ditmesh.forecast.costs.hardware` draws through it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from ...launch import Launcher
 from ..costs.hardware import Device, Hardware, Link, Speed
-from . import Launcher
 
 if TYPE_CHECKING:
     import torch
 
-    from ..comm.mesh import Mesh
+    from ...comm.mesh import Mesh
 
 REPEATS = 7
 # Rows, inputs and outputs of a block's matrix products.
@@ -56,8 +56,8 @@ def measure() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from ..comm.mesh import Mesh
-    from ..config import ParallelConfig
+    from ...comm.mesh import Mesh
+    from ...config import ParallelConfig
 
     links: list[dict[str, Any]] = []
     world = dist.get_world_size() if dist.is_initialized() else 1

@@ -11,8 +11,8 @@ from typing import Any
 
 from .._version import library_versions
 from ..config import ParallelConfig
-from ..costs.work import Job, Work, as_data
 from ..errors import InputError
+from .costs.work import Job, Work, as_data
 
 LIBRARIES = ("torch", "diffusers")
 

@@ -17,12 +17,12 @@ from torch import nn
 
 from .._version import library_versions
 from ..core.clock import timestep_of
-from ..costs.work import Work, as_data, from_data
 from ..errors import InputError
 from ..layout import known_models
 from ..layout.describe import on_meta
 from .catalogue import Shape
-from .model import work_of
+from .costs.work import Work, as_data, from_data
+from .model_work import work_of
 from .search import Model
 
 WORKS = Path(__file__).with_name("works")

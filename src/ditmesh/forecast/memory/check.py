@@ -13,23 +13,23 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from ..config import ParallelConfig
-from ..core.patching import Patch, Proceed
-from ..core.unexpected import MISTAKES, unexpected
+from ...config import ParallelConfig
+from ...core.patching import Patch, Proceed
+from ...core.unexpected import MISTAKES, unexpected
+from ...engine import DENOISERS, Engine, engine_of
+from ...errors import DitmeshError, InputError
+from ...generate.model_info import ModelInfo
+from ...layout import known_models
+from ...layout.describe import on_meta
+from ..auto import batched
+from ..catalogue import Shape
 from ..costs.hardware import machine
 from ..costs.work import Job
-from ..engine import DENOISERS, Engine, engine_of
-from ..errors import DitmeshError, InputError
-from ..layout import known_models
-from ..layout.describe import on_meta
-from ..memory.available import free_memory
-from ..memory.predict import Components, Part, Request, fullest, needs
-from ..planner.auto import batched
-from ..planner.catalogue import Shape
-from ..planner.model import work_of
-from ..planner.search import Limits, Model, search
-from .model_info import ModelInfo
-from .workload import request_of
+from ..model_work import work_of
+from ..search import Limits, Model, search
+from ..workload import request_of
+from .available import free_memory
+from .phases import Components, Part, Request, fullest, needs
 
 log = logging.getLogger(__name__)
 

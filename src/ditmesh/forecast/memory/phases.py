@@ -9,16 +9,16 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ..config import ParallelConfig
+from ...config import ParallelConfig
+from ...errors import InputError
+from ...layout import known_models
+from ...layout.describe import on_meta
+from ...strategies.pipefusion.stages import first_cut, kinds_of, stage_of
+from ..auto import batched
 from ..costs.hardware import machine
 from ..costs.work import Job
-from ..errors import InputError
-from ..layout import known_models
-from ..layout.describe import on_meta
-from ..planner.auto import batched
-from ..planner.model import work_of
-from ..planner.predict import predict
-from ..strategies.pipefusion.stages import first_cut, kinds_of, stage_of
+from ..model_work import work_of
+from ..prediction import predict
 from .walk import Call, Needs, Workspace, cpu_workspace, decode, denoise, encode
 
 PhaseName = Literal["load", "encode", "denoise", "decode"]

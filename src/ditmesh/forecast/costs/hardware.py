@@ -14,7 +14,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from ..errors import InputError, did_you_mean, what_is_wrong
+from ...errors import InputError, did_you_mean, what_is_wrong
 
 PARTS = Path(__file__).with_name("parts.yaml")
 Collective = Literal["all_to_all", "all_gather", "all_reduce", "shift", "broadcast"]

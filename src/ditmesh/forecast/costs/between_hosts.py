@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..config import AXES, ParallelConfig
-from ..errors import ConfigError
+from ...config import AXES, ParallelConfig
+from ...errors import ConfigError
 from .step import SHARD, Route, Term
 
 # Axes whose ranks exchange something at every layer, and wait for it.

@@ -13,13 +13,13 @@ import torch
 
 from ..config import ParallelConfig
 from ..core.unexpected import MISTAKES, unexpected
-from ..costs.hardware import Hardware, known_devices, machine
-from ..costs.work import Job
 from ..errors import DitmeshError, InputError
 from ..layout import TokenLayout
 from ..layout.describe import on_meta
-from . import cache
-from .model import work_of
+from . import measurements as cache
+from .costs.hardware import Hardware, known_devices, machine
+from .costs.work import Job
+from .model_work import work_of
 from .search import Limits, Model, search
 
 log = logging.getLogger(__name__)

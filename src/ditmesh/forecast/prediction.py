@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..config import ParallelConfig
-from ..costs.hardware import Hardware
-from ..costs.step import Share, Step, Term, launched_ahead
-from ..costs.work import Job, Work
 from ..recipe import RECIPE, Recipe, wanted
 from ..staleness.policy import Outlook, parse
 from ..strategies.stale.warmup import StaleSteps
+from .costs.hardware import Hardware
+from .costs.step import Share, Step, Term, launched_ahead
+from .costs.work import Job, Work
 
 
 @dataclass(frozen=True)
