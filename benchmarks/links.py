@@ -382,13 +382,13 @@ def predict() -> None:
     from ditmesh.forecast import prediction as costs
     from ditmesh.forecast.catalogue import shape
     from ditmesh.forecast.costs.hardware import Hardware, device, link
-    from ditmesh.forecast.costs.work import Job
+    from ditmesh.forecast.costs.work import Workload
     from ditmesh.forecast.shipped import model_of
 
     known = shape(MODEL)
     work = model_of(known).work
     asked = {"branches": known.branches, "batched": known.batched, "steps": known.steps}
-    job = Job(known.tokens(*known.size, 1), known.text, **asked)
+    job = Workload.of_tokens(known.tokens(*known.size, 1), known.text, **asked)
     table = Table(title=f"PREDICTED: {MODEL}, {known.size[0]} px, two hosts of one {DEVICE}: milliseconds a step")
     table.add_column("")
     table.add_column("MB a rank sends", justify="right")

@@ -13,8 +13,9 @@ import json
 import torch
 
 from ditmesh.forecast.catalogue import CONFIGS, shapes
+from ditmesh.forecast.costs.work import Workload
 from ditmesh.forecast.memory.check import components_of_shape
-from ditmesh.forecast.memory.phases import Request, around
+from ditmesh.forecast.memory.phases import around
 
 # Of a picture; activations grow with its pixels.
 SIDE = 512
@@ -24,7 +25,7 @@ def main() -> None:
     for name, shape in shapes().items():
         if shape.vae is None:
             continue
-        weights, _, decode = around(components_of_shape(shape), Request(SIDE, SIDE, 1, 1), torch.bfloat16)
+        weights, _, decode = around(components_of_shape(shape), Workload(1, 1, width=SIDE, height=SIDE), torch.bfloat16)
         path = CONFIGS / f"{name}.json"
         kept = [line for line in path.read_text().splitlines() if not line.startswith((' "beside"', ' "decode"'))]
         figures = {"beside": round(weights / 2), "decode": 0 if shape.num_frames > 1 else round(decode / 2 / SIDE**2)}

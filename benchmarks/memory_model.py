@@ -320,12 +320,12 @@ def compared(
     from ditmesh.forecast.memory.check import components_of
     from ditmesh.forecast.memory.phases import needs
     from ditmesh.forecast.memory.walk import cpu_workspace
-    from ditmesh.forecast.workload import request_of
+    from ditmesh.forecast.workload import workload_of
     from ditmesh.generate.model_info import find_model
 
     info, parallel = find_model(folder), ParallelConfig(**config)
     guided = info.pipeline_class != "FluxPipeline"
-    request = request_of(info, (side, side), TEXT, guidance=guided, frames=frames if frames > 1 else None)
+    request = workload_of(info, (side, side), TEXT, guidance=guided, frames=frames if frames > 1 else None)
     worst = {what: {k: max(one[what][k] for one in ranks) for k in ranks[0][what]} for what in ("process", "tensors")}
     start = max(one["start"] for one in ranks)
     result: dict[str, Any] = {"process": {}, "tensors": {}}

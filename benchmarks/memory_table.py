@@ -20,7 +20,8 @@ from ditmesh.errors import DitmeshError
 from ditmesh.forecast.catalogue import Shape, shapes
 from ditmesh.forecast.costs.hardware import device
 from ditmesh.forecast.memory.check import components_of_shape
-from ditmesh.forecast.memory.phases import Request, needs
+from ditmesh.forecast.memory.phases import needs
+from ditmesh.forecast.workload import workload_of
 
 MODELS = (
     *("pixart-sigma", "sd3.5-medium", "sd3.5-large", "z-image", "flux.1-dev", "qwen-image", "flux.2-dev"),
@@ -37,20 +38,12 @@ BEFORE = "`ulysses=4 shard=4`, texts encoded before"
 CARDS = (24, 48, 80)
 
 
-def request(shape: Shape) -> Request:
-    """What a model is usually asked for."""
-    width, height = shape.size
-    rows, cols = height // shape.pixels, width // shape.pixels
-    frames = (shape.num_frames - 1) // shape.frames + 1
-    return Request(width, height, rows, cols, frames, shape.text, 1, shape.branches)
-
-
 def cell(shape: Shape, config: ParallelConfig, encoders: bool = True) -> tuple[str, float]:
     """The peak in GB and its phase; infinite where the configuration is not for the model."""
     components = components_of_shape(shape)
     components = components if encoders else replace(components, encoders={})
     try:
-        found = needs(components, config, request(shape), torch.bfloat16, device("4090").runtime, "cuda")
+        found = needs(components, config, workload_of(shape), torch.bfloat16, device("4090").runtime, "cuda")
     except DitmeshError:
         return "–", float("inf")
     peak = max((one.peak for one in found), key=lambda phase: phase.total)

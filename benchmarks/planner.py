@@ -22,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -254,11 +255,11 @@ def works() -> dict[str, Any]:
 def prediction(case: dict[str, Any], name: str, hardware: dict[str, Any]) -> Any:
     """What is predicted for a configuration of a case."""
     from ditmesh import ParallelConfig
-    from ditmesh.forecast.costs.work import Job
+    from ditmesh.forecast.costs.work import Workload
     from ditmesh.forecast.prediction import predict
 
     config = configurations(case["branches"])[name]
-    job = Job(case["side"] ** 2, TEXT, branches=case["branches"], steps=10, element=4)
+    job = Workload.of_tokens(case["side"] ** 2, TEXT, branches=case["branches"], steps=10, element=4)
     chosen = hardware["gloo" if "gloo" in name else "shared"]
     return predict(ParallelConfig(**config), works()[case["model"]], job, chosen)
 
@@ -280,7 +281,7 @@ def report(path: Path, clock: str) -> dict[str, Any]:
     shared, *others = fastest([[Hardware(**each) for each in one] for one in data["profiles"]])
     if clock == "processor":
         # Which does not see what the other rank takes.
-        alone = shared.device.model_copy(update={"crowded": 1.0})
+        alone = shared.device.model_copy(update={"contention_factor": 1.0})
         shared, *others = (one.model_copy(update={"device": alone}) for one in (shared, *others))
     plain = {"shared": shared, "gloo": others[0] if others else shared}
     result: dict[str, Any] = {"machine": data["machine"]["text"]}
@@ -302,7 +303,7 @@ def report(path: Path, clock: str) -> dict[str, Any]:
 def fastest(profiles: Sequence[Sequence[Any]]) -> list[Any]:
     """Of several profiles of one machine the fastest device and the fastest of every collective: the best counts."""
     device = max((one[0].device for one in profiles), key=lambda device: device.matmul)
-    device = device.model_copy(update={"crowded": min(one[0].device.crowded for one in profiles)})
+    device = device.model_copy(update={"contention_factor": min(one[0].device.contention_factor for one in profiles)})
     made = []
     for at, first in enumerate(profiles[0]):
         links = [one[at].link for one in profiles]
@@ -386,7 +387,7 @@ def judged(some: Sequence[dict[str, Any]], hardware: dict[str, Any]) -> dict[str
             for name, each in errors.items()
         },
         "factors": {
-            name: each.scale | {"crowded": each.device.crowded, "seconds apart": each.link.apart}
+            name: each.scale | {"crowded": each.device.contention_factor, "seconds apart": each.link.sync_wait_seconds}
             for name, each in hardware.items()
         },
         "picked fastest or within 5 %": _share(picks),
@@ -402,7 +403,7 @@ def published() -> dict[str, Any]:
     from ditmesh import ParallelConfig
     from ditmesh.forecast.catalogue import shape
     from ditmesh.forecast.costs.hardware import Hardware, device, link
-    from ditmesh.forecast.costs.work import Job
+    from ditmesh.forecast.costs.work import Workload
     from ditmesh.forecast.prediction import predict
     from ditmesh.forecast.shipped import model_of
 
@@ -413,7 +414,7 @@ def published() -> dict[str, Any]:
         work = model_of(known).work
         image = known.tokens(*table["size"], table.get("frames", 1))
         asked = {"branches": table["branches"], "batched": known.batched, "steps": table["steps"]}
-        job = Job(image, table.get("text", known.text), **asked)
+        job = Workload.of_tokens(image, table.get("text", known.text), **asked)
         hardware = Hardware(device=device(table["device"]), link=link(table["link"]), devices=table["devices"])
         rows = [(row["config"], row["seconds"]) for row in table["rows"]]
         predicted = [predict(ParallelConfig(**config), work, job, hardware).latency for config, _ in rows]
@@ -459,14 +460,12 @@ def memory() -> dict[str, Any]:
 
     import memory_model
     from ditmesh import ParallelConfig
-    from ditmesh.forecast.auto import batched
     from ditmesh.forecast.costs.hardware import machine
-    from ditmesh.forecast.costs.work import Job
     from ditmesh.forecast.memory.check import components_of
     from ditmesh.forecast.memory.phases import around, needs
     from ditmesh.forecast.prediction import predict
     from ditmesh.forecast.shipped import derived
-    from ditmesh.forecast.workload import request_of
+    from ditmesh.forecast.workload import workload_of
     from ditmesh.generate.model_info import find_model
     from ditmesh.launch import RankPool
 
@@ -484,16 +483,14 @@ def memory() -> dict[str, Any]:
             info = find_model(folder)
             guided = info.pipeline_class != "FluxPipeline"
             size = {"text": memory_model.TEXT, "guidance": guided, "frames": frames if frames > 1 else None}
-            asked, components = request_of(info, (side, side), **size), components_of(info)
+            asked, components = workload_of(info, (side, side), **size, steps=3, element=4), components_of(info)
             beside, _, decoding = around(components, asked, torch.float32)
-            tokens = asked.rows * asked.cols * asked.frames
-            together = batched(components.pipeline)
-            job = Job(tokens, asked.text, 1, asked.branches, together, 3, 4, beside=beside, decode=decoding)
+            asked = replace(asked, beside=beside, decode=decoding)
             here = machine("cpu", config.world_size)
             here = here.model_copy(update={"device": here.device.model_copy(update={"runtime": before})})
             work = derived(info.transformer_class, info.transformer).work
             found = {
-                "plan": predict(config, work, job, here).memory,
+                "plan": predict(config, work, asked, here).memory,
                 "walk": max(one.peak.total for one in needs(components, config, asked, torch.float32, before)),
             }
             most = max(measured.values())

@@ -201,10 +201,12 @@ def config_of_form(form: str) -> Any:
 
 def predicted(case: Case, form: str, dtype: torch.dtype, start: float) -> dict[str, float]:
     """Bytes of the process when it has loaded and in the step, and of tensors."""
-    from ditmesh.forecast.memory.phases import Components, Part, Request, needs
+    from ditmesh.forecast.costs.work import Workload
+    from ditmesh.forecast.memory.phases import Component, Components, needs
 
-    components = Components(case.name, (Part(case.transformer, case.settings),))
-    request = Request(*case.pixels, case.rows, case.cols, case.frames, case.text, branches=1)
+    components = Components(case.name, (Component(case.transformer, case.settings),))
+    width, height = case.pixels
+    request = Workload(case.rows, case.cols, case.frames, case.text, width=width, height=height)
     (whole,) = needs(components, config_of_form(form), request, dtype, start)
     (tensors,) = needs(components, config_of_form(form), request, dtype, workspace=None)
     load, step = whole.phases

@@ -27,7 +27,7 @@ from ditmesh.forecast.costs.hardware import device
 from ditmesh.forecast.memory import phases as predict
 from ditmesh.forecast.memory.check import components_of_shape
 from ditmesh.forecast.memory.phases import needs
-from ditmesh.forecast.workload import request_of_shape
+from ditmesh.forecast.workload import workload_of
 from ditmesh.layout import layout_of
 from ditmesh.strategies.pipefusion.stages import elsewhere, first_cut
 from ditmesh.strategies.tensor.slices import plan
@@ -191,7 +191,7 @@ def weights_table() -> str:
 def predicted(name: str, config: dict[str, int], size: tuple[int, int] | None) -> tuple[str, float, str, float]:
     """What is asked for, GB of encoding alone, and then the phase that needs most with its GB, of the fullest rank."""
     shape = shapes()[name]
-    request = request_of_shape(shape, size)
+    request = workload_of(shape, size)
     components, process = components_of_shape(shape), device("4090").runtime
     found = needs(replace(components, encoders={}), ParallelConfig(**config), request, torch.bfloat16, process, "cuda")
     peak = max((one.peak for one in found), key=lambda phase: phase.total)

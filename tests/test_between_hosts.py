@@ -11,10 +11,9 @@ import pytest
 from ditmesh.cli.main import main
 from ditmesh.config import AXES, ParallelConfig
 from ditmesh.errors import ConfigError
-from ditmesh.forecast.auto import Call
-from ditmesh.forecast.costs.between_hosts import across, bytes_across, host_numbers
+from ditmesh.forecast.auto import UsualCall
 from ditmesh.forecast.costs.step import Term
-from ditmesh.forecast.hosts import advice
+from ditmesh.forecast.hosts import across, advice, bytes_across, host_numbers
 from ditmesh.launch.nccl import nccl_settings, watch_nccl
 from ditmesh.layout import layout_of
 from support.models import tiny
@@ -99,7 +98,7 @@ def test_advice_has_the_figure_and_the_better_configuration():
     model = tiny("SD3")
 
     def said(config: dict[str, int], hosts: tuple[int, ...], guidance: bool = True) -> str | None:
-        call = Call(guidance=guidance, image=64, text=32)
+        call = UsualCall(guidance=guidance, image=64, text=32)
         return advice(type(model).__name__, model.config, layout_of(model), call, ParallelConfig(**config), hosts)
 
     assert said({"cfg": 2, "ulysses": 2}, (0, 0, 1, 1)) is None

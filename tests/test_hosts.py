@@ -167,7 +167,7 @@ def hash_on_one_device(name: str) -> str:
 def predicted(name: str, config: dict[str, Any], numbers: list[int]) -> float:
     """Bytes that go between hosts in an exact step, by the formulas."""
     from ditmesh.forecast.costs.hardware import machine
-    from ditmesh.forecast.costs.work import Job
+    from ditmesh.forecast.costs.work import Workload
     from ditmesh.forecast.hosts import between_hosts
     from ditmesh.forecast.model_work import work_of
     from ditmesh.forecast.search import Model
@@ -181,7 +181,7 @@ def predicted(name: str, config: dict[str, Any], numbers: list[int]) -> float:
     assert layout
     chosen = ParallelConfig(**config)
     rows = {"branches": 2, "pictures": 2} if chosen.cfg > 1 else {"pictures": 4}
-    job = Job(SIZE.rows * SIZE.cols, SIZE.text, element=4, **rows)
+    job = Workload.of_tokens(SIZE.rows * SIZE.cols, SIZE.text, element=4, **rows)
     one = between_hosts(chosen, Model(module, layout, work_of(module, layout)), job, machine("cpu", 4), numbers)
     return sum(one.synchronous.values())
 

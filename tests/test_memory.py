@@ -20,7 +20,7 @@ from ditmesh.forecast.catalogue import shapes
 from ditmesh.forecast.memory.available import _left, free_memory
 from ditmesh.forecast.memory.check import check_memory, components_of
 from ditmesh.forecast.memory.phases import RankNeeds, needs
-from ditmesh.forecast.workload import request_of
+from ditmesh.forecast.workload import workload_of
 from ditmesh.generate.model_info import find_model
 from ditmesh.launch import RankPool
 from ditmesh.strategies.sharded import ShardedWeights
@@ -42,7 +42,7 @@ CONFIGS: list[dict[str, Any]] = [
 
 def predicted(config: dict[str, Any], **options: Any) -> list[RankNeeds]:
     info = find_model(MODEL)
-    request = request_of(info, (64, 64), 16)
+    request = workload_of(info, (64, 64), 16)
     return needs(components_of(info), ParallelConfig(**config), request, torch.float32, **options)
 
 
@@ -74,7 +74,7 @@ def taken(config: dict[str, Any]) -> float:
 @pytest.mark.parametrize("config", sampled(CONFIGS, of=4), ids=str)
 def test_activations_of_a_step_are_those_that_are_alive(ranks: Callable[[int], RankPool], config: dict[str, Any]):
     info = find_model(MODEL)
-    request = request_of(info, (64, 64), 16)
+    request = workload_of(info, (64, 64), 16)
     size = ParallelConfig(**config).world_size
     found = max(ranks(size).run(taken, config))
     guess = needs(
@@ -186,7 +186,7 @@ def test_models_that_ship_batch_guidance_as_their_pipelines_do():
 def refused(limit: float | None) -> str:
     info = find_model(MODEL)
     try:
-        request = request_of(info, (64, 64), 16)
+        request = workload_of(info, (64, 64), 16)
         check_memory(info, ParallelConfig(ulysses=2), torch.float32, torch.device("cpu"), request, limit)
     except InputError as error:
         return str(error)

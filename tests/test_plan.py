@@ -27,14 +27,14 @@ from ditmesh.forecast import auto
 from ditmesh.forecast import measurements as kept
 from ditmesh.forecast import shipped as planner_shipped
 from ditmesh.forecast.catalogue import shape, shapes
-from ditmesh.forecast.costs.hardware import Hardware, Link, device, known_devices, known_links, link, machine
+from ditmesh.forecast.costs.hardware import Hardware, LinkSpeed, device, known_devices, known_links, link, machine
 from ditmesh.forecast.costs.step import Term
-from ditmesh.forecast.costs.work import Job, Work, as_data, from_data
+from ditmesh.forecast.costs.work import Work, Workload, as_data, from_data
 from ditmesh.forecast.fit import fitted
 from ditmesh.forecast.model_work import work_of
 from ditmesh.forecast.plan import profile
 from ditmesh.forecast.prediction import predict, synchronous_steps
-from ditmesh.forecast.search import Limits, Model, candidates, refusal, search
+from ditmesh.forecast.search import Model, SearchLimits, candidates, refusal, search
 from ditmesh.forecast.shipped import WORKS, derived, model_of, to_ship
 from ditmesh.layout import layout_of
 from ditmesh.layout.conventions import Size
@@ -45,7 +45,7 @@ from support.tiny import save_tiny_sd3
 
 # Even everywhere: nothing is rounded.
 EVEN = Size(rows=8, cols=8, text=32, batch=1)
-JOB = Job(image=64, text=32, steps=10, element=4)
+JOB = Workload.of_tokens(64, 32, steps=10, element=4)
 
 
 def meta(name: str) -> Any:
@@ -130,9 +130,12 @@ def test_shipped_work_is_that_of_the_class(name):
     assert json.loads((WORKS / f"{name}.json").read_text()) == json.loads(json.dumps(to_ship(known)))
     shipped, whole = model_of(known), derived(known.transformer, known.config)
     assert shipped.work == whole.work
-    job, most = Job(4096, 512, pictures=2, branches=2), hardware(8, hosts=8, between=link("infiniband-ndr"))
+    job, most = (
+        Workload.of_tokens(4096, 512, pictures=2, branches=2),
+        hardware(8, hosts=8, between=link("infiniband-ndr")),
+    )
     for exactness in ("exact", "reproducible", "stale"):
-        limits = Limits(exactness)
+        limits = SearchLimits(exactness)
         for config in candidates(whole, job, most.world_size, limits):
             assert refusal(config, shipped, limits) == refusal(config, whole, limits), config.describe()
 
@@ -231,7 +234,7 @@ def test_a_slower_link_never_helps(config):
 @pytest.mark.parametrize("config", [{}, {"ulysses": 2}, {"ring": 2, "exchange": "displaced"}, {"pipe": 2}], ids=str)
 def test_a_device_computes_while_the_host_launches(config):
     """A step takes as long as the slower of the two; where kernels do not wait in a queue, as long as both."""
-    job = replace(JOB, image=16384, element=2)
+    job = replace(JOB, cols=16384, element=2)
 
     def step(launch: float, ahead: bool) -> tuple[float, float]:
         chosen = device("h100").model_copy(update={"launch": launch, "ahead": ahead})
@@ -248,7 +251,7 @@ def test_a_device_computes_while_the_host_launches(config):
 
 
 def test_links_between_hosts_are_shared_by_their_devices():
-    slow = Link(name="slow", latency=0, bandwidth=1e9)
+    slow = LinkSpeed(name="slow", latency=0, bandwidth=1e9)
     far = hardware(4, hosts=2, between=slow)
     inside = far.transfer("all_to_all", 1e6, 4)[0]
     outside, _, name = far.transfer("all_to_all", 1e6, 8)
@@ -308,8 +311,8 @@ def test_fit_finds_the_factors():
         measured.append((terms, ranks, computed + 0.003 * meetings))
     found = fitted(hardware(), measured)
     assert all(found.scale[name] == pytest.approx(factor, rel=0.2) for name, factor in true.items())
-    assert found.device.crowded == pytest.approx(1.25 * hardware().device.crowded, rel=0.05)
-    assert found.link.apart == pytest.approx(0.003, rel=0.1)
+    assert found.device.contention_factor == pytest.approx(1.25 * hardware().device.contention_factor, rel=0.05)
+    assert found.link.sync_wait_seconds == pytest.approx(0.003, rel=0.1)
     assert fitted(hardware(), []) == hardware()
 
 
@@ -317,9 +320,11 @@ def test_fit_finds_the_factors():
 
 
 def test_exactness_bounds_the_search():
-    job = Job(4096, 512, branches=2, steps=20)
+    job = Workload.of_tokens(4096, 512, branches=2, steps=20)
     found = {
-        which: {one.config.describe() for one in search(planned("qwen-image"), job, hardware(4), Limits(which)).best}
+        which: {
+            one.config.describe() for one in search(planned("qwen-image"), job, hardware(4), SearchLimits(which)).best
+        }
         for which in ("exact", "reproducible", "stale")
     }
     assert not any("pipe" in name or "displaced" in name for name in found["exact"])
@@ -330,7 +335,9 @@ def test_exactness_bounds_the_search():
 
 def test_guidance_goes_to_two_ranks_first():
     """One exchange a step against several a block."""
-    best = search(planned("sd3.5-medium"), Job(4096, 333, branches=2), hardware(2), Limits()).best[0]
+    best = search(planned("sd3.5-medium"), Workload.of_tokens(4096, 333, branches=2), hardware(2), SearchLimits()).best[
+        0
+    ]
     assert best.config == ParallelConfig(cfg=2)
 
 
@@ -357,18 +364,18 @@ def test_a_large_model_on_many_devices_in_two_seconds():
     module = on_meta(known.transformer, known.config)
     layout = layout_of(module)
     assert layout is not None
-    job = Job(known.tokens(1280, 720, 81), 512, branches=2, steps=50)
+    job = Workload.of_tokens(known.tokens(1280, 720, 81), 512, branches=2, steps=50)
     far = hardware(8, hosts=8, between=link("infiniband-ndr"))
-    found = search(Model(module, layout, work_of(module, layout)), job, far, Limits())
+    found = search(Model(module, layout, work_of(module, layout)), job, far, SearchLimits())
     assert time.process_time() - started < 2
     assert found.best[0].config.world_size == 64
 
 
 def test_nothing_fits():
     with pytest.raises(InputError, match=r"fits on no device of 2 GB: the smallest, .*, needs .* GB .*use devices"):
-        search(planned("flux.1-dev"), Job(4096, 512), hardware(2), Limits(memory=2e9))
+        search(planned("flux.1-dev"), Workload.of_tokens(4096, 512), hardware(2), SearchLimits(memory=2e9))
     with pytest.raises(InputError, match=r"no configuration .* is done in 0.001 s; the fastest, .*, is predicted"):
-        search(planned("flux.1-dev"), Job(4096, 512), hardware(2), Limits(deadline=0.001))
+        search(planned("flux.1-dev"), Workload.of_tokens(4096, 512), hardware(2), SearchLimits(deadline=0.001))
 
 
 @pytest.mark.parametrize(
@@ -448,12 +455,14 @@ def test_auto_takes_exact_strategies_only():
     model = tiny("Flux")
     layout, config = layout_of(model), dict(model.config)
     for size in (2, 3, 4, 6, 8):
-        found = auto.chosen("FluxTransformer2DModel", config, layout, 8, auto.Call(guidance=True), size)
+        found = auto.chosen("FluxTransformer2DModel", config, layout, 8, auto.UsualCall(guidance=True), size)
         assert found.world_size == size
         assert found.exchange == "exact"
         assert found.pipe == found.tensor == 1
-    assert auto.chosen("Unknown", {}, layout, 8, auto.Call(), 4) == ParallelConfig(ulysses=4)
-    assert auto.chosen("FluxTransformer2DModel", config, None, 6, auto.Call(), 4) == ParallelConfig(ulysses=2, ring=2)
+    assert auto.chosen("Unknown", {}, layout, 8, auto.UsualCall(), 4) == ParallelConfig(ulysses=4)
+    assert auto.chosen("FluxTransformer2DModel", config, None, 6, auto.UsualCall(), 4) == ParallelConfig(
+        ulysses=2, ring=2
+    )
 
 
 def test_whether_pipelines_are_guided():
@@ -471,7 +480,7 @@ def test_what_was_measured_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     model = tiny("Flux")
     layout, config = layout_of(model), dict(model.config)
-    call = auto.Call(image=64, text=32)
+    call = auto.UsualCall(image=64, text=32)
     here = auto.chosen("FluxTransformer2DModel", config, layout, 8, call, 2)
     other = ParallelConfig(ring=2) if here != ParallelConfig(ring=2) else ParallelConfig(ulysses=2)
     key = kept.key_of(work("Flux"), replace(JOB, steps=28), auto.hardware_here(2).device.name, 2)

@@ -24,9 +24,9 @@ from ditmesh.forecast.memory import check as memory
 from ditmesh.forecast.memory.available import free_memory
 from ditmesh.forecast.memory.check import check_memory, components_of, components_of_shape
 from ditmesh.forecast.memory.phases import fullest
-from ditmesh.forecast.plan.subject import Asked, subject
+from ditmesh.forecast.plan.subject import subject
 from ditmesh.forecast.search import search
-from ditmesh.forecast.workload import request_of, request_of_shape, usual_frames, usual_size
+from ditmesh.forecast.workload import usual_frames, usual_size, workload_of
 from ditmesh.generate import run
 from ditmesh.generate.job import Job, check_config, check_content, check_output
 from ditmesh.generate.model_info import ModelInfo, find_model
@@ -107,7 +107,7 @@ def test_all_count_what_the_transformer_is_called_with(
     there = seen_tokens(pipe, name)
     info = find_model(tmp_path)
     assert info.image_tokens(*size, frames) == there
-    assert subject(str(tmp_path), Asked(size, frames)).job.image == there
+    assert subject(str(tmp_path), size=size, frames=frames).workload.image == there
     words = [str(tmp_path), "--size", f"{size[0]}x{size[1]}", "--frames", str(frames)]
     assert inspected(capsys, words)["image_tokens"] == there
     checked: list[Any] = []
@@ -139,8 +139,8 @@ def test_a_folder_is_planned_as_the_shipped_model(name: str, known: str, frames:
     config["_class_name"] = shape.transformer
     (tmp_path / "transformer/config.json").write_text(json.dumps(config))
     info = find_model(tmp_path)
-    of_folder = request_of(info, shape.size, frames=frames)
-    of_shape = request_of_shape(shape, frames=frames)
+    of_folder = workload_of(info, shape.size, frames=frames)
+    of_shape = workload_of(shape, frames=frames)
     assert (of_folder.frames, of_folder.rows, of_folder.cols) == (of_shape.frames, of_shape.rows, of_shape.cols)
     assert usual_frames(info) == shape.num_frames
 
@@ -165,7 +165,7 @@ def test_patches_along_time_round_latent_frames_up():
 @pytest.mark.parametrize(("model", "frames"), [("flux.1-dev", 9), ("wan-14b", 80), ("emoji-sd3", 9)])
 def test_frames_that_a_model_does_not_make_are_refused(model: str, frames: int):
     with pytest.raises(InputError, match="frames"):
-        subject(model, Asked(frames=frames))
+        subject(model, frames=frames)
 
 
 def test_sequence_ranks_share_what_there_is(tmp_path: Path):
@@ -179,22 +179,22 @@ def test_sequence_ranks_share_what_there_is(tmp_path: Path):
 @pytest.mark.parametrize("share", [0.98, pytest.param(1.02, marks=pytest.mark.matrix)])
 def test_plan_and_memory_check_agree_on_what_fits(share: float, monkeypatch: pytest.MonkeyPatch):
     # What would fit instead is another test's.
-    monkeypatch.setattr(memory._Fit, "_smallest", lambda *_: None)
+    monkeypatch.setattr(memory._MemoryFit, "_smallest", lambda *_: None)
     encoders: Any = "freed"
     info = find_model("emoji-sd3")
-    about = subject("emoji-sd3", Asked(dtype="float32", encoders=encoders))
+    about = subject("emoji-sd3", dtype="float32", encoders=encoders)
     hardware, components = machine("cpu", 1), components_of(info)
     alone = ParallelConfig(text_encoder=encoders)
     needed = fullest(
         components,
         alone,
-        request_of(info),
+        workload_of(info),
         torch.float32,
         hardware.device.runtime,
     ).total
     room = share * needed
     try:
-        found = search(about.model, about.job, hardware, about.limits(hardware, "exact", room, None))
+        found = search(about.model, about.workload, hardware, about.limits(hardware, "exact", room, None))
         fits = True
         assert found.best[0].memory == pytest.approx(needed)
     except InputError:
@@ -202,7 +202,7 @@ def test_plan_and_memory_check_agree_on_what_fits(share: float, monkeypatch: pyt
     assert fits == (share > 1)
     try:
         limit = room - hardware.device.runtime
-        check_memory(info, alone, torch.float32, torch.device("cpu"), request_of(info), limit)
+        check_memory(info, alone, torch.float32, torch.device("cpu"), workload_of(info), limit)
     except InputError:
         assert not fits
     else:
@@ -211,7 +211,7 @@ def test_plan_and_memory_check_agree_on_what_fits(share: float, monkeypatch: pyt
 
 def test_encoding_before_takes_encoders_out_of_what_follows():
     shape = shapes()["pixart-sigma"]
-    request, parts = request_of_shape(shape), components_of_shape(shape)
+    request, parts = workload_of(shape), components_of_shape(shape)
     beside = fullest(parts, ParallelConfig(), request, torch.bfloat16, device="cuda")
     before = fullest(parts, ParallelConfig(), request, torch.bfloat16, device="cuda", encoded_before=True)
     # T5 alone is 4.76 billion parameters, the transformer 0.6.
@@ -321,10 +321,10 @@ def test_a_mistake_in_a_prediction_is_said(monkeypatch: pytest.MonkeyPatch, capl
     monkeypatch.setattr(auto, "work_of", mistaken)
     # Tests see it.
     with pytest.raises(TypeError, match="a mistake"):
-        auto.chosen("SD3Transformer2DModel", config, layout, 4, auto.Call(), 2)
+        auto.chosen("SD3Transformer2DModel", config, layout, 4, auto.UsualCall(), 2)
     monkeypatch.delenv(RAISE)
     with caplog.at_level("DEBUG"):
-        assert auto.chosen("SD3Transformer2DModel", config, layout, 4, auto.Call(), 2).world_size == 2
+        assert auto.chosen("SD3Transformer2DModel", config, layout, 4, auto.UsualCall(), 2).world_size == 2
     said = [(one.levelname, one.exc_info is not None) for one in caplog.records if one.name == auto.__name__]
     assert said == [("WARNING", False), ("DEBUG", True)]
 
@@ -334,7 +334,7 @@ def test_a_mistake_in_a_prediction_is_said(monkeypatch: pytest.MonkeyPatch, capl
 
     caplog.clear()
     monkeypatch.setattr(auto, "work_of", unknown)
-    assert auto.chosen("SD3Transformer2DModel", config, layout, 4, auto.Call(), 2).world_size == 2
+    assert auto.chosen("SD3Transformer2DModel", config, layout, 4, auto.UsualCall(), 2).world_size == 2
     assert not [one for one in caplog.records if one.levelname == "WARNING"]
 
 
@@ -342,5 +342,5 @@ def test_a_mistake_in_a_prediction_is_said(monkeypatch: pytest.MonkeyPatch, capl
 def test_auto_and_plan_count_the_same_text(model: str):
     """What plan --measure has kept is found by it."""
     info = find_model(model)
-    call = auto.Call(getattr(diffusers, info.pipeline_class))
-    assert auto.job_of(info.transformer, call).text == subject(model, Asked()).job.text
+    call = auto.UsualCall(getattr(diffusers, info.pipeline_class))
+    assert auto.usual_workload(info.transformer, call).text == subject(model).workload.text

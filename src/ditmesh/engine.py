@@ -25,7 +25,7 @@ from .core.patching import Proceed
 from .core.request import PipelineCall, RequestLeft
 from .errors import ConfigError, HostsWarning, InputError, LayoutError
 from .first_call import Alone, FirstCall, FirstControl
-from .forecast.auto import Call, chosen
+from .forecast.auto import UsualCall, chosen
 from .forecast.hosts import advice
 from .layout import TokenLayout, layout_of
 from .layout.derive import block_lists
@@ -459,10 +459,10 @@ def _warn_of_hosts(target: Any, model: nn.Module, mesh: Mesh) -> None:
             warnings.warn(said, HostsWarning, stacklevel=3)
 
 
-def _usual_call(target: Any, model: nn.Module, guidance: bool | None = None, image: int | None = None) -> Call:
+def _usual_call(target: Any, model: nn.Module, guidance: bool | None = None, image: int | None = None) -> UsualCall:
     """What is known of the calls that a pipeline, or a bare transformer, will get."""
     element = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
-    return Call(None if isinstance(target, nn.Module) else type(target), guidance, image, element=element)
+    return UsualCall(None if isinstance(target, nn.Module) else type(target), guidance, image, element=element)
 
 
 def configuration_for(target: Any, *, guidance: bool | None = None, image: int | None = None) -> ParallelConfig:

@@ -28,8 +28,8 @@ from .values import check_planned, config_of, parallel_config, parse_size
 
 if TYPE_CHECKING:
     from ..config import ParallelConfig
-    from ..forecast.memory.phases import Components, Request
-    from ..forecast.plan.subject import Asked
+    from ..forecast.costs.work import Workload
+    from ..forecast.memory.phases import Components
     from ..layout import TokenLayout
 
 
@@ -116,9 +116,9 @@ def inspect(
         raise InputError("--config says the whole configuration; leave degrees and --devices out")
     if memory:
         check_planned(model or "emoji-sd3")
-        components, request, heads = _asked(model, wanted, frames, tokens, pictures, guidance)
+        components, workload, heads = _asked(model, wanted, frames, tokens, pictures, guidance)
         count, chosen = _config_of(config, devices, settings, heads)
-        emit(_needed(components, request, count, chosen, heads, dtype, hardware), as_json, _show_memory)
+        emit(_needed(components, workload, count, chosen, heads, dtype, hardware), as_json, _show_memory)
         return
     asked = bool(settings) or devices is not None or config is not None
     if asked != (hosts is not None):
@@ -126,7 +126,7 @@ def inspect(
             "a configuration is for --memory, or with --hosts for what travels between them; give both or neither"
         )
     info = find_model(model or zoo.path())
-    from ..forecast.workload import request_of
+    from ..forecast.workload import workload_of
     from ..layout import known_models
     from ..layout.describe import as_data, checked, on_meta
     from ..strategies.sharded import parameters_in_pieces
@@ -138,7 +138,7 @@ def inspect(
     assert layout is not None
     module = on_meta(name, sizes)
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    request = request_of(info, wanted, tokens, pictures, guidance, frames)
+    workload = workload_of(info, wanted, tokens, pictures, guidance, frames)
     facts: dict[str, Any] = {
         "model": info.name,
         "pipeline": info.pipeline_class,
@@ -146,8 +146,8 @@ def inspect(
         "parameters": parameters,
         "shared_by_shard": parameters_in_pieces(module, layout),
         "heads": info.heads,
-        "size": [request.width, request.height],
-        "image_tokens": request.image,
+        "size": [workload.width, workload.height],
+        "image_tokens": workload.image,
         "size_multiple": info.size_multiple,
         "layout": as_data(layout),
     }
@@ -157,9 +157,9 @@ def inspect(
     if hosts is not None:
         count, chosen = _config_of(config, devices, settings, info.heads)
         chosen = chosen or ParallelConfig.auto(count, info.heads or 1)
-        from ..forecast.plan.subject import Asked
 
-        step = Asked((request.width, request.height), frames, tokens, pictures, guidance, dtype=dtype)
+        step = {"frames": frames, "text": tokens, "pictures": pictures, "guidance": guidance, "dtype": dtype}
+        step["size"] = (workload.width, workload.height)
         facts["between_hosts"] = _between(str(model or zoo.path()), step, chosen, hosts)
     if save is not None:
         try:
@@ -181,26 +181,25 @@ def _config_of(
     return chosen.world_size, chosen
 
 
-def _between(model: str, wanted: Asked, config: ParallelConfig, hosts: str) -> dict[str, Any]:
+def _between(model: str, wanted: dict[str, Any], config: ParallelConfig, hosts: str) -> dict[str, Any]:
     """What a configuration sends between hosts, as plain data."""
-    from ..forecast.costs.between_hosts import host_numbers
     from ..forecast.costs.hardware import machine
-    from ..forecast.hosts import better, between_hosts
+    from ..forecast.hosts import better, between_hosts, host_numbers
     from ..forecast.plan.subject import subject
-    from ..forecast.search import Limits, refusal
+    from ..forecast.search import SearchLimits, refusal
 
     numbers = host_numbers(hosts, config.world_size)
-    asked = subject(model, wanted)
-    if reason := refusal(config, asked.model, Limits(tested=False)):
+    asked = subject(model, **wanted)
+    if reason := refusal(config, asked.model, SearchLimits(tested=False)):
         raise ConfigError(reason)
     hardware = machine("h100", config.world_size)
-    one = between_hosts(config, asked.model, asked.job, hardware, numbers)
-    other = better(one, asked.model, asked.job, hardware, numbers) if one.busy else None
+    one = between_hosts(config, asked.model, asked.workload, hardware, numbers)
+    other = better(one, asked.model, asked.workload, hardware, numbers) if one.busy else None
     return {
         "config": config.describe(),
         "hosts": [numbers.count(host) for host in range(max(numbers) + 1)],
-        "element_bytes": asked.job.element,
-        "branches": asked.job.branches,
+        "element_bytes": asked.workload.element,
+        "branches": asked.workload.branches,
         "axes": list(one.axes),
         "bytes_a_step": one.sent,
         "bytes_a_synchronous_step": one.synchronous,
@@ -212,8 +211,7 @@ def _show_between(between: dict[str, Any]) -> None:
     """Lines about what goes between hosts."""
     from rich.console import Console
 
-    from ..forecast.costs.between_hosts import BUSY
-    from ..forecast.hosts import describe_bytes
+    from ..forecast.hosts import BUSY, describe_bytes
 
     def say(text: str) -> None:
         Console().print(text, highlight=False, soft_wrap=True)
@@ -282,25 +280,25 @@ def _asked(
     text: int | None,
     pictures: int,
     guidance: bool | None,
-) -> tuple[Components, Request, int | None]:
+) -> tuple[Components, Workload, int | None]:
     """What takes memory, what is asked for, and the heads of the transformer."""
     from .. import zoo
     from ..forecast.catalogue import shapes
     from ..forecast.memory.check import components_of, components_of_shape
-    from ..forecast.workload import request_of, request_of_shape
+    from ..forecast.workload import workload_of
     from ..generate.model_info import find_model
 
     shape = shapes().get(model.lower())
     if shape is None or Path(model).exists():
         info = find_model(model or zoo.path())
-        return components_of(info), request_of(info, size, text, pictures, guidance, frames), info.heads
-    request = request_of_shape(shape, size, text, pictures, guidance, frames)
-    return components_of_shape(shape), request, shape.config.get("num_attention_heads")
+        return components_of(info), workload_of(info, size, text, pictures, guidance, frames), info.heads
+    workload = workload_of(shape, size, text, pictures, guidance, frames)
+    return components_of_shape(shape), workload, shape.config.get("num_attention_heads")
 
 
 def _needed(
     components: Components,
-    request: Request,
+    workload: Workload,
     count: int,
     config: Any,
     heads: int | None,
@@ -319,12 +317,12 @@ def _needed(
     config = config or ParallelConfig.auto(count, heads or 1)
     # A profile that was measured on a CPU has float32 figures.
     where = "cpu" if part.name == "cpu" or (profile and part.dtype == "float32") else "cuda"
-    found = needs(components, config, request, getattr(torch, dtype), part.runtime, where)
+    found = needs(components, config, workload, getattr(torch, dtype), part.runtime, where)
     return {
         "model": components.name,
         "config": config.describe(),
         "devices": config.world_size,
-        "size": [request.width, request.height],
+        "size": [workload.width, workload.height],
         "dtype": dtype,
         "predicted": True,
         "ranks": [

@@ -32,7 +32,7 @@ from .values import check_planned, parse_size
 if TYPE_CHECKING:
     from ..forecast.costs.hardware import Hardware
     from ..forecast.explain import Line
-    from ..forecast.plan.subject import Asked, Subject
+    from ..forecast.plan.subject import PlanSubject
     from ..forecast.search import Found
 
 ENCODERS = ("whole", "sharded", "rank0", "freed", "before")
@@ -193,12 +193,17 @@ def plan(
     exactness = "reproducible" if reproducible else "stale" if stale else "exact"
     check_planned(model)
     changes = [(text, _changed(text)) for text in what_if or []]
-    from ..forecast.plan.subject import Asked
-
     started = time.perf_counter()
-    where: Any = text_encoder
-    moved = offload != "none"
-    asked = Asked(parse_size(size), frames, text, pictures, guidance, steps, dtype, None, where, moved)
+    asked: dict[str, Any] = {
+        "size": parse_size(size),
+        "frames": frames,
+        "text": text,
+        "pictures": pictures,
+        "guidance": guidance,
+        "steps": steps,
+        "encoders": text_encoder,
+        "offloaded": offload != "none",
+    }
     settings: dict[str, Any] = {
         "hardware": hardware,
         "devices": devices,
@@ -231,25 +236,27 @@ def plan(
 class _Planned:
     """A plan: what for, on what, and all predictions."""
 
-    def __init__(self, subject: Subject, hardware: Hardware, found: Found, lines: list[Line]) -> None:
+    def __init__(self, subject: PlanSubject, hardware: Hardware, found: Found, lines: list[Line]) -> None:
         self.subject, self.hardware, self.found, self.lines = subject, hardware, found, lines
 
     def data(self) -> dict[str, Any]:
         """As JSON can hold it."""
         from ..forecast.explain import as_data
 
-        job = self.subject.job
+        workload, work = self.subject.workload, self.subject.model.work
         return {
             "model": self.subject.name,
             "hardware": self.hardware.describe(),
             "predicted": True,
-            "image_tokens": job.image,
-            "text_tokens": job.text,
-            "branches": job.branches,
-            "pictures": job.pictures,
-            "steps": job.steps,
-            "parameters": self.subject.model.work.parameters,
-            "flops_of_a_step": self.subject.model.work.flops(job.image, job.text) * job.branches * job.pictures,
+            "image_tokens": workload.image,
+            "text_tokens": workload.text,
+            "branches": workload.branches,
+            "pictures": workload.pictures,
+            "steps": workload.steps,
+            "parameters": work.parameters,
+            "flops_of_a_step": self.subject.model.work.flops(workload.image, workload.text)
+            * workload.branches
+            * workload.pictures,
             "valid": len(self.found.best),
             "too_large": len(self.found.too_large),
             "configurations": [
@@ -277,7 +284,7 @@ class _Planned:
 
 
 def _planned(
-    model: str, asked: Asked, settings: dict[str, Any], exactness: Any, deadline: float | None, objective: Any
+    model: str, asked: dict[str, Any], settings: dict[str, Any], exactness: Any, deadline: float | None, objective: Any
 ) -> _Planned:
     from ..forecast.explain import table
     from ..forecast.plan.subject import subject
@@ -285,16 +292,10 @@ def _planned(
 
     chosen = _hardware(settings)
     dtype = chosen.device.dtype if settings["hardware"] is None else settings["dtype"]
-    about = subject(model, asked if asked.dtype == dtype else _with_dtype(asked, dtype))
+    about = subject(model, dtype=dtype, **asked)
     room = None if settings["memory"] is None else settings["memory"] * 1e9
-    found = search(about.model, about.job, chosen, about.limits(chosen, exactness, room, deadline), objective)
+    found = search(about.model, about.workload, chosen, about.limits(chosen, exactness, room, deadline), objective)
     return _Planned(about, chosen, found, table(found, chosen, objective))
-
-
-def _with_dtype(asked: Asked, dtype: str) -> Asked:
-    from dataclasses import replace
-
-    return replace(asked, dtype=dtype)
 
 
 def _hardware(settings: dict[str, Any]) -> Hardware:

@@ -18,9 +18,9 @@ from ..layout import TokenLayout
 from ..layout.describe import on_meta
 from . import measurements as cache
 from .costs.hardware import Hardware, known_devices, machine
-from .costs.work import Job
+from .costs.work import Workload
 from .model_work import work_of
-from .search import Limits, Model, search
+from .search import Model, SearchLimits, search
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ LENGTH = "max_sequence_length"
 
 
 @dataclass(frozen=True)
-class Call:
+class UsualCall:
     """What is known of the calls that a pipeline will get; None: its usual ones.
 
     Attributes:
@@ -55,7 +55,7 @@ def chosen(
     config: Mapping[str, Any],
     layout: TokenLayout | None,
     heads: int,
-    call: Call,
+    call: UsualCall,
     world_size: int,
     device: torch.device | None = None,
 ) -> ParallelConfig:
@@ -76,12 +76,12 @@ def chosen(
         return simple
     try:
         twin = on_meta(transformer, dict(config))
-        work, job = work_of(twin, layout), job_of(config, call)
+        work, workload = work_of(twin, layout), usual_workload(config, call)
         hardware = hardware_here(world_size, device)
-        measured = cache.entries().get(cache.key_of(work, job, hardware.device.name, world_size))
+        measured = cache.entries().get(cache.key_of(work, workload, hardware.device.name, world_size))
         if measured is not None and measured.get("exactness") == "exact":
             return measured["config"]
-        found = search(Model(twin, layout, work), job, hardware, Limits(memory=float("inf"), axes=AXES))
+        found = search(Model(twin, layout, work), workload, hardware, SearchLimits(memory=float("inf"), axes=AXES))
     except DitmeshError:
         # A model that cannot be looked at is parallelised all the same.
         return simple
@@ -141,7 +141,7 @@ def batched(pipeline: str | None) -> bool:
     return re.search(joined + r"|latent_model_input = \w+\.repeat\(2\b", code) is not None
 
 
-def job_of(config: Mapping[str, Any], call: Call) -> Job:
+def usual_workload(config: Mapping[str, Any], call: UsualCall) -> Workload:
     """What a transformer of this configuration is asked for by such calls."""
     branches = guided(call.pipeline, config) if call.guidance is None else call.guidance
     size, patch = config.get("sample_size"), config.get("patch_size")
@@ -149,4 +149,4 @@ def job_of(config: Mapping[str, Any], call: Call) -> Job:
     usual = side * side if side else IMAGE
     image, text = call.image or usual, usual_text(call.pipeline) if call.text is None else call.text
     together = not branches or batched(call.pipeline and call.pipeline.__name__)
-    return Job(image, text, branches=1 + branches, batched=together, element=call.element)
+    return Workload.of_tokens(image, text, branches=1 + branches, batched=together, element=call.element)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,22 @@ class Shape:
     beside: int = 0
     decode: int = 0
 
-    def tokens(self, width: int, height: int, frames: int) -> int:
-        """Image tokens of a picture or video.
+    def check_frames(self, frames: int) -> None:
+        """Refuse frames of a model of pictures, and a number that its autoencoder rounds to another one.
+
+        Raises:
+            InputError: naming the option, or the nearest possible numbers.
+        """
+        if self.num_frames == 1:
+            raise InputError(f"--frames {frames}: {self.name} makes images; leave --frames out")
+        if (frames - 1) % self.frames:
+            less = frames - (frames - 1) % self.frames
+            raise InputError(
+                f"frames {frames}: {self.name} makes {self.frames}k + 1; use {less} or {less + self.frames}"
+            )
+
+    def token_grid(self, width: int, height: int, frames: int) -> tuple[int, int, int]:
+        """Image tokens of a picture or video along time, height and width.
 
         Raises:
             InputError: the size is no multiple of what a token covers.
@@ -68,7 +83,11 @@ class Shape:
                 f"size {width}x{height}: {self.name} needs multiples of {self.pixels}; use "
                 f"{max(1, width // self.pixels) * self.pixels}x{max(1, height // self.pixels) * self.pixels}"
             )
-        return (width // self.pixels) * (height // self.pixels) * ((frames - 1) // self.frames + 1)
+        return (frames - 1) // self.frames + 1, height // self.pixels, width // self.pixels
+
+    def tokens(self, width: int, height: int, frames: int) -> int:
+        """Image tokens of a picture or video: see `token_grid`."""
+        return prod(self.token_grid(width, height, frames))
 
 
 @cache

@@ -71,8 +71,8 @@ def against(one: Prediction, best: Prediction, hardware: Hardware, objective: Ob
     if one.config.world_size < best.config.world_size:
         return f"{lead}computes on {one.config.world_size} of {hardware.world_size} devices"
     exact = one.exact_steps * (one.first_step - one.step)
-    if one.exact_steps < one.job.steps and exact > one.latency / 4:
-        return f"{lead}{one.exact_steps} of {one.job.steps} steps are synchronous, {_ms(one.first_step)} each"
+    if one.exact_steps < one.workload.steps and exact > one.latency / 4:
+        return f"{lead}{one.exact_steps} of {one.workload.steps} steps are synchronous, {_ms(one.first_step)} each"
     ours, theirs = {term.name: term.seconds for term in best.stale}, one.stale
     timed = [term for term in theirs if term.kind != "request"]
     more = max(timed, key=lambda term: term.seconds - ours.get(term.name, 0.0))

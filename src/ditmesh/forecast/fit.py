@@ -12,7 +12,7 @@ from .costs.step import CLASSES, Term
 TRUST = 0.0005
 # Seconds that the wait for the last rank is counted in, so that it is drawn to none as factors are to 1.
 MOMENT = 1e-2
-# Turns of fitting the factors and how crowded a host is, each with the other as it was found.
+# Turns of fitting the factors and the contention, each with the other as it was found.
 ROUNDS = 20
 
 
@@ -31,17 +31,19 @@ def fitted(hardware: Hardware, measured: Sequence[tuple[Sequence[Term], int, flo
 
     if not measured:
         return hardware
-    known, most = hardware.device.crowded, max(1, hardware.devices - 1)
+    known, most = hardware.device.contention_factor, max(1, hardware.devices - 1)
     rows, rest, beside, meetings = [], [], [], []
     for terms, ranks, seconds in measured:
         parts = dict.fromkeys((*CLASSES, "idle"), 0.0)
         met = 0.0
         for term in terms:
             if term.kind in parts:
-                parts[term.kind] += (term.seconds - term.meetings * hardware.named(term.through).apart) / seconds
+                parts[term.kind] += (
+                    term.seconds - term.meetings * hardware.named(term.through).sync_wait_seconds
+                ) / seconds
             met += term.meetings * MOMENT / seconds
         among = min(1.0, (ranks - 1) / most)
-        # Without the others beside them.
+        # The time of the same work with only one rank running.
         alone = {name: 1.0 if name in ("transfer", "idle") else 1 + (known - 1) * among for name in parts}
         rows.append([parts[name] / alone[name] for name in CLASSES])
         rest.append(parts["idle"])
@@ -52,21 +54,21 @@ def fitted(hardware: Hardware, measured: Sequence[tuple[Sequence[Term], int, flo
     # Each factor is drawn to 1, and the wait to none.
     firm, several = np.sqrt(TRUST * len(rows)), len(CLASSES)
     drawn = np.append(np.full(several, firm), 0.0)
-    crowded, factors, apart = known, np.ones(several), 0.0
+    contention, factors, wait = known, np.ones(several), 0.0
     for _ in range(ROUNDS):
-        columns = np.column_stack([base * (1 + (crowded - 1) * shared), waits])
+        columns = np.column_stack([base * (1 + (contention - 1) * shared), waits])
         found = _least_squares(np.vstack([columns, firm * np.eye(several + 1)]), np.concatenate([target, drawn]))
-        factors, apart = found[:-1], found[-1]
+        factors, wait = found[:-1], found[-1]
         longer = (base * shared) @ factors
         if longer.any():
-            even = base @ factors + apart * waits
-            crowded = float(np.clip(1 + longer @ (target - even) / (longer @ longer), 1.0, 8.0))
+            even = base @ factors + wait * waits
+            contention = float(np.clip(1 + longer @ (target - even) / (longer @ longer), 1.0, 8.0))
     scale = {
         name: round(float(hardware.scale.get(name, 1.0) * max(factor, 0.05)), 4)
         for name, factor in zip(CLASSES, factors, strict=True)
     }
-    device = hardware.device.model_copy(update={"crowded": round(crowded, 4)})
-    link = hardware.link.model_copy(update={"apart": round(float(apart) * MOMENT, 8)})
+    device = hardware.device.model_copy(update={"contention_factor": round(contention, 4)})
+    link = hardware.link.model_copy(update={"sync_wait_seconds": round(float(wait) * MOMENT, 8)})
     return hardware.model_copy(update={"scale": scale, "device": device, "link": link})
 
 

@@ -3,27 +3,108 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
 
-from ..config import ParallelConfig
+from ..config import AXES, ParallelConfig
 from ..core.unexpected import MISTAKES, unexpected
 from ..errors import ConfigError, DitmeshError
 from ..layout import TokenLayout
 from ..layout.describe import on_meta
-from .auto import Call, hardware_here, job_of
-from .costs.between_hosts import BUSY, across, bytes_across
+from .auto import UsualCall, hardware_here, usual_workload
 from .costs.hardware import Hardware
-from .costs.work import Job
+from .costs.step import SHARD, Route, Term
+from .costs.work import Workload
 from .model_work import work_of
 from .prediction import predict
-from .search import Limits, Model, refusal
+from .search import Model, SearchLimits, refusal
 
 log = logging.getLogger(__name__)
+
+# Axes whose ranks exchange something at every layer, and wait for it.
+BUSY = ("ulysses", "tensor")
+
+
+def host_numbers(text: str, world_size: int) -> tuple[int, ...]:
+    """For every rank the number of its host, from the number of hosts, ``"2"``, or the ranks of each, ``"3,1"``.
+
+    Raises:
+        ConfigError: the ranks cannot be shared out so.
+    """
+    words = text.split(",")
+    if not all(word.strip().isascii() and word.strip().isdigit() and int(word) > 0 for word in words):
+        raise ConfigError(f"hosts {text!r} are no number of hosts; use 2, or the ranks of each such as 3,1")
+    counts = [int(word) for word in words]
+    if len(counts) == 1:
+        if world_size % counts[0]:
+            raise ConfigError(
+                f"{counts[0]} hosts do not share {world_size} ranks evenly; say how many each has, such as "
+                f"{world_size - 1},1"
+            )
+        counts = [world_size // counts[0]] * counts[0]
+    if sum(counts) != world_size:
+        raise ConfigError(f"hosts {text} have {sum(counts)} ranks, and the configuration {world_size}; use as many")
+    return tuple(host for host, count in enumerate(counts) for _ in range(count))
+
+
+def across(config: ParallelConfig, hosts: Sequence[int]) -> list[str]:
+    """Axes of which a group has ranks on several hosts, the busiest last.
+
+    Args:
+        config: degrees of the axes.
+        hosts: for every rank the number of its host.
+    """
+    return [
+        axis
+        for axis in AXES
+        if any(len({hosts[rank] for rank in group}) > 1 for group in config.groups((axis,)) if len(group) > 1)
+    ]
+
+
+def bytes_across(terms: Iterable[Term], config: ParallelConfig, hosts: Sequence[int]) -> dict[str, float]:
+    """Bytes of a step that all ranks together send to other hosts, by axis.
+
+    ``"sequence"`` is ring and ulysses at once, ``"shard"`` the ranks that share weights.
+
+    Args:
+        terms: of the step, for that configuration.
+        config, hosts: as of `across`.
+    """
+    found: dict[str, float] = defaultdict(float)
+    for term in terms:
+        if term.route:
+            name = term.axes[0] if len(term.axes) == 1 else "sequence"
+            for group in config.shard_groups() if name == SHARD else config.groups(term.axes):
+                here = [hosts[rank] for rank in group]
+                found[name] += term.sent * (
+                    _once_to_each(term.route, here)
+                    if term.route in ("same to all", "from last")
+                    else sum(share for a, b, share in _pairs(term.route, len(here)) if here[a] != here[b])
+                )
+    return {name: sent for name, sent in found.items() if sent}
+
+
+def _once_to_each(route: Route, hosts: Sequence[int]) -> float:
+    """Share of what a rank sends that all ranks of a group send to other hosts, where each has everything once."""
+    senders = 1.0 if route == "from last" else len(hosts) / max(1, len(hosts) - 1)
+    return senders * (len(set(hosts)) - 1)
+
+
+def _pairs(route: Route, size: int) -> Iterator[tuple[int, int, float]]:
+    """Places in a group, and the share of what a rank sends that goes from the first to the second."""
+    if route == "all":
+        yield from ((a, b, 1 / (size - 1)) for a in range(size) for b in range(size) if a != b)
+    elif route == "ring":
+        yield from ((a, (a + 1) % size, 1.0) for a in range(size))
+    elif route == "back":
+        yield size - 1, 0, 1.0
+    else:
+        yield from ((a, a + 1, 1.0 if route == "chain" else 1 / (size - 1)) for a in range(size - 1))
 
 
 @dataclass(frozen=True)
@@ -53,42 +134,44 @@ class Across:
         return tuple(axis for axis in self.axes if axis in BUSY)
 
 
-def between_hosts(config: ParallelConfig, model: Model, job: Job, hardware: Hardware, hosts: Sequence[int]) -> Across:
+def between_hosts(
+    config: ParallelConfig, model: Model, workload: Workload, hardware: Hardware, hosts: Sequence[int]
+) -> Across:
     """Predict what a configuration sends between hosts.
 
     Args:
         config: a valid configuration for the model.
-        model, job, hardware: what is computed, how much of it, on what.
+        model, workload, hardware: what is computed, how much of it, on what.
         hosts: for every rank the number of its host.
     """
-    prediction = predict(config, model.work, job, hardware)
+    prediction = predict(config, model.work, workload, hardware)
     sent = [bytes_across(terms, config, hosts) for terms in (prediction.stale, prediction.synchronous)]
     return Across(config, tuple(across(config, hosts)), *sent)
 
 
-def better(one: Across, model: Model, job: Job, hardware: Hardware, hosts: Sequence[int]) -> Across | None:
+def better(one: Across, model: Model, workload: Workload, hardware: Hardware, hosts: Sequence[int]) -> Across | None:
     """The configuration for as many ranks that sends least between hosts, of those that draw the same picture.
 
     Only guidance, ring, Ulysses and tensor degrees are others. None: none sends less, or none keeps tensor and Ulysses
     inside of the hosts.
     """
     found = [
-        between_hosts(config, model, job, hardware, hosts)
-        for config in _others(one.config, job)
-        if refusal(config, model, Limits(tested=False)) is None
+        between_hosts(config, model, workload, hardware, hosts)
+        for config in _others(one.config, workload)
+        if refusal(config, model, SearchLimits(tested=False)) is None
     ]
     found = [other for other in found if not other.busy and other.total < one.total]
     # Weights that are shared out may have to be.
     return min(found, key=lambda other: (-other.config.tensor, other.total), default=None)
 
 
-def _others(config: ParallelConfig, job: Job) -> Iterator[ParallelConfig]:
+def _others(config: ParallelConfig, workload: Workload) -> Iterator[ParallelConfig]:
     """The same ranks on other axes; no rank without work."""
     axes = ("cfg", "ring", "ulysses", "tensor")
     ranks = config.size_of(axes)
     divisors = [degree for degree in range(1, ranks + 1) if ranks % degree == 0]
     for cfg, ring, ulysses in product(divisors, repeat=3):
-        if ranks % (cfg * ring * ulysses) or cfg > max(job.branches, config.cfg):
+        if ranks % (cfg * ring * ulysses) or cfg > max(workload.branches, config.cfg):
             continue
         degrees = {"cfg": cfg, "ring": ring, "ulysses": ulysses, "tensor": ranks // (cfg * ring * ulysses)}
         # Whole weights need not be cut; how many ranks share stale keys decides the picture.
@@ -104,7 +187,7 @@ def advice(
     transformer: str,
     config: Mapping[str, Any],
     layout: TokenLayout | None,
-    call: Call,
+    call: UsualCall,
     chosen: ParallelConfig,
     hosts: Sequence[int],
     device: torch.device | None = None,
@@ -126,17 +209,18 @@ def advice(
         return f"{reaches}, where its ranks exchange something in every layer; {inside}"
     try:
         twin = on_meta(transformer, dict(config))
-        model, job = Model(twin, layout, work_of(twin, layout)), job_of(config, call)
+        model, workload = Model(twin, layout, work_of(twin, layout)), usual_workload(config, call)
         hardware = hardware_here(chosen.world_size, device)
-        one = between_hosts(chosen, model, job, hardware, hosts)
-        other = better(one, model, job, hardware, hosts)
+        one = between_hosts(chosen, model, workload, hardware, hosts)
+        other = better(one, model, workload, hardware, hosts)
     except DitmeshError:
         # A model that cannot be looked at is parallelised all the same.
         return f"{reaches}, where its ranks exchange something in every layer; {inside}"
     except MISTAKES as error:
         unexpected(log, error, f"What {transformer} sends between hosts cannot be predicted")
         return f"{reaches}, where its ranks exchange something in every layer; {inside}"
-    figure = f"{reaches}: {describe_bytes(one.total)} a step go between them ({job.image:,} image tokens, predicted)"
+    sent = f"{describe_bytes(one.total)} a step go between them ({workload.image:,} image tokens, predicted)"
+    figure = f"{reaches}: {sent}"
     if other is None:
         return f"{figure}; {inside}"
     return f"{figure}; {other.config.describe()} sends {describe_bytes(other.total)}"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from .._version import library_versions
 from ..config import ParallelConfig
 from ..errors import InputError
-from .costs.work import Job, Work, as_data
+from .costs.work import Work, Workload, as_data
 
 LIBRARIES = ("torch", "diffusers")
 
@@ -23,9 +22,14 @@ def folder() -> Path:
     return Path(base) / "ditmesh" / "plans"
 
 
-def key_of(work: Work, job: Job, device: str, devices: int) -> str:
-    """Of a model's shapes, a request's size, the hardware and the versions; another number of steps changes nothing."""
-    parts = [as_data(work), asdict(replace(job, steps=1, beside=0.0, decode=0.0)), device, devices]
+def key_of(work: Work, workload: Workload, device: str, devices: int) -> str:
+    """Key of model shapes, request size, hardware and library versions; the step count is left out on purpose.
+
+    Where only the number of image tokens is known, as before the first call, it has the key of any grid of so many.
+    """
+    sizes = (workload.image, workload.text, workload.pictures, workload.branches, workload.element)
+    together = workload.batched or workload.branches == 1
+    parts: list[Any] = [as_data(work), sizes, together, device, devices]
     parts.append(dict(sorted(library_versions(LIBRARIES).items())))
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 

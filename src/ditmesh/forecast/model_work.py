@@ -34,14 +34,14 @@ from ..strategies.pipefusion.stages import blocks_of, kinds_of
 from ..strategies.sequence import result_of, with_result
 from ..strategies.sharded import parameters_outside
 from ..strategies.tensor.slices import plan
-from .costs.work import Attention, Block, Cut, Gather, Linear, Operation, Pointwise, Tokens, Work
+from .costs.work import AttentionWork, BlockWork, Cut, Gather, Linear, Operation, Pointwise, TokenCount, Work
 
 # Rows of the picture and text tokens. Some models want squares and multiples of 32 tokens.
 SIDE, TEXT = 32, 32
 
 
 @dataclass
-class _Record:
+class _OperationRecord:
     """One operation as it ran: rows of a product, queries and keys, or elements and FLOPs."""
 
     kind: str
@@ -86,7 +86,7 @@ class _Recorder(Alive):
         super().__init__()
         self._blocks, self._names = blocks, {module: name for name, module in model.named_modules()}
         self._inside: list[nn.Module] = []
-        self.records: list[_Record] = []
+        self.records: list[_OperationRecord] = []
         self.peaks: dict[int | None, float] = {}
 
     @property
@@ -114,7 +114,7 @@ class _Recorder(Alive):
 
     def _note(self, kind: str, amounts: tuple[float, ...], widths: tuple[int, ...] = ()) -> None:
         path = self._names.get(self._inside[-1], "") if self._inside else ""
-        self.records.append(_Record(kind, self.block, path, amounts, widths))
+        self.records.append(_OperationRecord(kind, self.block, path, amounts, widths))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.reset()
@@ -157,12 +157,12 @@ def work_of(model: nn.Module, layout: TokenLayout) -> Work:
         cuts, sliced = _cuts(model, numbers)
     tokens = [run.tokens for run in runs]
     solved = _solved(runs)
-    kinds: list[Block] = []
+    kinds: list[BlockWork] = []
     for block, kind in numbers.items():
         region = next(region for region in layout.regions if region.blocks == lists[kind])
         texts = [stream for stream in region.streams if stream.name == "text"]
         kinds.append(
-            Block(
+            BlockWork(
                 name=lists[kind],
                 count=order.count(kind),
                 operations=_operations(solved, kind, cuts, names=sliced[kind][1]),
@@ -175,7 +175,7 @@ def work_of(model: nn.Module, layout: TokenLayout) -> Work:
             )
         )
     total = sum(parameter.numel() for parameter in model.parameters())
-    rest = Block(
+    rest = BlockWork(
         name="",
         count=1,
         operations=_operations(solved, None, {}, names=set()),
@@ -244,7 +244,7 @@ class _Run:
     """What one run of a size has shown."""
 
     tokens: tuple[float, float]
-    records: list[_Record]
+    records: list[_OperationRecord]
     peaks: dict[int | None, float]
     widths: dict[int, int]
     output: float
@@ -414,16 +414,16 @@ def _cuts(model: nn.Module, numbers: dict[nn.Module, int]) -> tuple[dict[str, Cu
     return cuts, sliced
 
 
-def _solve(values: list[float], tokens: list[tuple[float, float]]) -> Tokens:
+def _solve(values: list[float], tokens: list[tuple[float, float]]) -> TokenCount:
     """How an amount grows with tokens, from its values for three numbers of them."""
     (image, text), (more_image, _), (_, more_text) = tokens
     first, wider, longer = values
     per_image = (wider - first) / (more_image - image) if more_image != image else 0.0
     per_text = (longer - first) / (more_text - text) if more_text != text else 0.0
-    return Tokens(first - per_image * image - per_text * text, per_image, per_text)
+    return TokenCount(first - per_image * image - per_text * text, per_image, per_text)
 
 
-def _solved(runs: list[_Run]) -> list[tuple[_Record, list[Tokens]]]:
+def _solved(runs: list[_Run]) -> list[tuple[_OperationRecord, list[TokenCount]]]:
     """Every operation of the runs, with how its amounts grow."""
     tokens = [run.tokens for run in runs]
     solved = []
@@ -442,7 +442,7 @@ def _solved(runs: list[_Run]) -> list[tuple[_Record, list[Tokens]]]:
     return solved
 
 
-def _some(records: list[_Record], wanted: Counter[Any]) -> list[_Record]:
+def _some(records: list[_OperationRecord], wanted: Counter[Any]) -> list[_OperationRecord]:
     """So many of every form, those of one form side by side."""
     kept = []
     for record in sorted(records, key=lambda one: (one.kind, one.path, one.widths)):
@@ -454,11 +454,11 @@ def _some(records: list[_Record], wanted: Counter[Any]) -> list[_Record]:
 
 
 def _operations(
-    solved: list[tuple[_Record, list[Tokens]]], kind: int | None, cuts: dict[str, Cut], names: set[str]
+    solved: list[tuple[_OperationRecord, list[TokenCount]]], kind: int | None, cuts: dict[str, Cut], names: set[str]
 ) -> tuple[Operation, ...]:
     """The operations of one kind of block, equal ones counted, what is elementwise added up."""
     counted: Counter[Operation] = Counter()
-    rest = {True: [Tokens(), Tokens(), 0], False: [Tokens(), Tokens(), 0]}
+    rest = {True: [TokenCount(), TokenCount(), 0], False: [TokenCount(), TokenCount(), 0]}
     for record, amounts in solved:
         if record.block != kind:
             continue
@@ -466,7 +466,7 @@ def _operations(
             counted[Linear(amounts[0], *record.widths, cut=cuts.get(record.path, ""))] += 1
         elif record.kind == "attention":
             local = not amounts[1].image
-            counted[Attention(amounts[0], amounts[1], *record.widths, local=local)] += 1
+            counted[AttentionWork(amounts[0], amounts[1], *record.widths, local=local)] += 1
         else:
             part = rest[any(f"{record.path}.".startswith(f"{name}.") for name in names)]
             part[0], part[1] = _sum(part[0], amounts[0]), _sum(part[1], amounts[1])
@@ -476,5 +476,5 @@ def _operations(
     return tuple(merged)
 
 
-def _sum(one: Tokens, other: Tokens) -> Tokens:
-    return Tokens(*(a + b for a, b in zip(one, other, strict=True)))
+def _sum(one: TokenCount, other: TokenCount) -> TokenCount:
+    return TokenCount(*(a + b for a, b in zip(one, other, strict=True)))

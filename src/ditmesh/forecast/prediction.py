@@ -11,8 +11,8 @@ from ..recipe import RECIPE, Recipe, wanted
 from ..staleness.policy import Outlook, parse
 from ..strategies.stale.warmup import StaleSteps
 from .costs.hardware import Hardware
-from .costs.step import Share, Step, Term, launched_ahead
-from .costs.work import Job, Work
+from .costs.step import Share, StepForecast, Term, launched_ahead
+from .costs.work import Work, Workload
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Prediction:
 
     Attributes:
         config: the configuration.
-        job: what is asked for.
+        workload: what is asked for.
         synchronous: terms of an exact step.
         stale: terms of one that reuses keys; as ``synchronous`` where none does.
         exact_steps: how many steps are synchronous.
@@ -29,7 +29,7 @@ class Prediction:
     """
 
     config: ParallelConfig
-    job: Job
+    workload: Workload
     synchronous: tuple[Term, ...]
     stale: tuple[Term, ...]
     exact_steps: int
@@ -48,7 +48,7 @@ class Prediction:
     @cached_property
     def latency(self) -> float:
         """Seconds of all denoising steps of a request."""
-        late = self.job.steps - self.exact_steps
+        late = self.workload.steps - self.exact_steps
         once = sum(term.seconds for term in self.stale if term.kind == "request") if late else 0.0
         return self.exact_steps * self.first_step + late * self.step + once
 
@@ -64,39 +64,41 @@ class Prediction:
 
     def throughput(self, devices: int) -> float:
         """Pictures per hour of so many devices, which run as many of these side by side as they can."""
-        return 3600 * self.job.pictures * (devices // self.config.world_size) / self.latency
+        return 3600 * self.workload.pictures * (devices // self.config.world_size) / self.latency
 
     @property
     def device_seconds(self) -> float:
         """Device-seconds of a picture."""
-        return self.latency * self.config.world_size / self.job.pictures
+        return self.latency * self.config.world_size / self.workload.pictures
 
 
 def _seconds(terms: Sequence[Term]) -> float:
     return sum(term.seconds for term in terms if term.kind != "request")
 
 
-def predict(config: ParallelConfig, work: Work, job: Job, hardware: Hardware, recipe: Recipe = RECIPE) -> Prediction:
+def predict(
+    config: ParallelConfig, work: Work, workload: Workload, hardware: Hardware, recipe: Recipe = RECIPE
+) -> Prediction:
     """Predict what a configuration costs.
 
     Args:
         config: a valid configuration for the model.
         work: of the transformer.
-        job: what is asked for.
+        workload: what is asked for.
         hardware: devices and links.
         recipe: its strategies say what they share out and exchange.
     """
     strategies = wanted(recipe, config)
     late = StaleSteps in strategies
-    exact = synchronous_steps(config, job.steps) if late else job.steps
+    exact = synchronous_steps(config, workload.steps) if late else workload.steps
     steps, terms = [], []
     for stale in (False, True) if late else (False,):
         blocks = tuple(block.count for block in work.blocks)
-        rows, calls = job.calls(job.pictures, job.branches)
+        rows, calls = workload.calls(workload.pictures, workload.branches)
         share = Share(rows=rows, calls=calls, blocks=blocks)
         for strategy in strategies:
-            share = strategy.share(config, work, job, share, stale)
-        step = Step(config, work, job, hardware, share, stale)
+            share = strategy.share(config, work, workload, share, stale)
+        step = StepForecast(config, work, workload, hardware, share, stale)
         steps.append(step)
         terms.append([*step.compute(), *(term for strategy in strategies for term in strategy.terms(step))])
     # A stage holds its own blocks only, in every step.
@@ -105,7 +107,7 @@ def predict(config: ParallelConfig, work: Work, job: Job, hardware: Hardware, re
     if hardware.device.ahead:
         # The queue is long enough for what ranks wait for, too.
         timed = [_merged(launched_ahead(some)) for some in timed]
-    return Prediction(config, job, timed[0], timed[-1], min(exact, job.steps), _merged(memory))
+    return Prediction(config, workload, timed[0], timed[-1], min(exact, workload.steps), _merged(memory))
 
 
 def synchronous_steps(config: ParallelConfig, steps: int) -> int:

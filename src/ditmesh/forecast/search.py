@@ -18,7 +18,7 @@ from ..strategies import support
 from ..strategies.tensor.slices import plan as tensor_plan
 from .costs.hardware import Hardware
 from .costs.step import Term
-from .costs.work import Job, Work
+from .costs.work import Work, Workload
 from .model_work import one_of_a_kind
 from .prediction import Prediction, predict
 
@@ -58,7 +58,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Limits:
+class SearchLimits:
     """What a configuration has to keep to.
 
     Attributes:
@@ -103,7 +103,9 @@ class Found:
     refused: Counter[str] = field(default_factory=Counter)
 
 
-def search(model: Model, job: Job, hardware: Hardware, limits: Limits, objective: Objective = "latency") -> Found:
+def search(
+    model: Model, workload: Workload, hardware: Hardware, limits: SearchLimits, objective: Objective = "latency"
+) -> Found:
     """Predict every valid configuration for the hardware's devices, or for some of them.
 
     Raises:
@@ -111,12 +113,12 @@ def search(model: Model, job: Job, hardware: Hardware, limits: Limits, objective
     """
     found, predictions = Found(), list[Prediction]()
     room = hardware.device.memory if limits.memory is None else limits.memory
-    for config in candidates(model, job, hardware.world_size, limits):
+    for config in candidates(model, workload, hardware.world_size, limits):
         reason = refusal(config, model, limits)
         if reason is not None:
             found.refused[reason] += 1
             continue
-        prediction = predict(config, model.work, job, hardware)
+        prediction = predict(config, model.work, workload, hardware)
         if limits.deadline is not None and prediction.latency > limits.deadline:
             found.too_slow.append(prediction)
         else:
@@ -133,7 +135,7 @@ def search(model: Model, job: Job, hardware: Hardware, limits: Limits, objective
     return found
 
 
-def _looked_at(predictions: list[Prediction], room: float, limits: Limits) -> Iterator[Prediction]:
+def _looked_at(predictions: list[Prediction], room: float, limits: SearchLimits) -> Iterator[Prediction]:
     """The predictions, with what ``limits.needed`` says of the memory of the first that may fit or may not."""
     fitting = looks = 0
     for prediction in predictions:
@@ -156,11 +158,11 @@ def score(objective: Objective, devices: int) -> Callable[[Prediction], float]:
     return lambda one: -one.throughput(devices)
 
 
-def candidates(model: Model, job: Job, devices: int, limits: Limits) -> Iterator[ParallelConfig]:
+def candidates(model: Model, workload: Workload, devices: int, limits: SearchLimits) -> Iterator[ParallelConfig]:
     """Configurations for all of the devices, and for divisors of their number, that contradict nothing."""
     most = {axis: devices if axis in limits.axes else 1 for axis in AXES}
-    most["data"] = min(most["data"], job.pictures)
-    most["cfg"] = min(most["cfg"], job.branches)
+    most["data"] = min(most["data"], workload.pictures)
+    most["cfg"] = min(most["cfg"], workload.branches)
     most["tensor"] = min(most["tensor"], model.work.heads)
     most["ulysses"] = min(most["ulysses"], model.work.heads)
     most["pipe"] = min(most["pipe"], len(model.work.order))
@@ -175,16 +177,16 @@ def candidates(model: Model, job: Job, devices: int, limits: Limits) -> Iterator
             world *= degree
         if devices % world:
             continue
-        yield from _settings(chosen, job, limits)
+        yield from _settings(chosen, workload, limits)
 
 
-def _settings(degrees: dict[str, int], job: Job, limits: Limits) -> Iterator[ParallelConfig]:
+def _settings(degrees: dict[str, int], workload: Workload, limits: SearchLimits) -> Iterator[ParallelConfig]:
     """The configurations of some degrees."""
     more: list[dict[str, object]] = [{}]
     if limits.exactness == "reproducible":
         more = [{"reproducible": True}]
     elif degrees["pipe"] > 1:
-        more = [{"patches": degrees["pipe"] * times} for times in PATCHES if degrees["pipe"] * times <= job.image]
+        more = [{"patches": degrees["pipe"] * times} for times in PATCHES if degrees["pipe"] * times <= workload.image]
     elif limits.exactness == "stale" and degrees["ring"] > 1:
         more.append({"exchange": "displaced"})
     for settings in more:
@@ -197,7 +199,7 @@ def _settings(degrees: dict[str, int], job: Job, limits: Limits) -> Iterator[Par
             continue
 
 
-def refusal(config: ParallelConfig, model: Model, limits: Limits) -> str | None:
+def refusal(config: ParallelConfig, model: Model, limits: SearchLimits) -> str | None:
     """Why a configuration is not for a model, as the engine would say; None: it is."""
     # A model that ships is an outline of its class, and a user's class may only have the name of a tested one: the
     # reviewed layout is given to neither by mistake.
@@ -217,7 +219,7 @@ def refusal(config: ParallelConfig, model: Model, limits: Limits) -> str | None:
     return model.why_not_cut(config.tensor) if config.tensor > 1 else None
 
 
-def _nothing(found: Found, hardware: Hardware, room: float, limits: Limits) -> str:
+def _nothing(found: Found, hardware: Hardware, room: float, limits: SearchLimits) -> str:
     """Why nothing is left, and what would fit."""
     if found.too_slow:
         return (

@@ -6,79 +6,67 @@ import inspect
 from typing import Any
 
 from ..errors import InputError
-from ..generate.job import makes_videos
 from ..generate.model_info import ModelInfo
-from .auto import usual_text
+from .auto import batched, usual_text
 from .catalogue import Shape
-from .memory.phases import Request
+from .costs.work import Workload
 
 # What a pipeline's call takes the number of frames as.
 FRAMES = ("num_frames", "video_length")
 
 
-def request_of(
-    info: ModelInfo,
+def workload_of(
+    model: ModelInfo | Shape,
     size: tuple[int, int] | None = None,
     text: int | None = None,
     pictures: int = 1,
     guidance: bool | None = None,
     frames: int | None = None,
-) -> Request:
-    """A request of the pipeline in a folder; what is None is as usual.
+    **more: Any,
+) -> Workload:
+    """What is asked of a model; what is None is as usual.
 
     Args:
-        info: the pipeline.
+        model: the pipeline in a folder, or one whose sizes ship.
         size: width and height in pixels.
         text: text tokens.
         pictures: of one call.
         guidance: whether it has two branches; None: unless the transformer has guidance distilled in.
         frames: of a video, as the pipeline's call counts them; not those of the latents.
+        more: other fields of `Workload`.
 
     Raises:
         InputError: the model cannot make that size or that number of frames.
     """
-    if size is not None:
-        info.check_size(*size)
-    if frames is not None:
-        check_frames(info, frames)
-    width, height = size or usual_size(info)
-    video = frames or usual_frames(info)
-    cells, rows, cols = info.token_grid(width, height, video)
-    distilled = bool(info.transformer.get("guidance_embeds"))
-    branches = 2 - distilled if guidance is None else 1 + guidance
-    length = usual_text(_class(info)) if text is None else text
-    return Request(width, height, rows, cols, cells, length, pictures, branches, info.latent_frames(video))
-
-
-def request_of_shape(
-    shape: Shape,
-    size: tuple[int, int] | None = None,
-    text: int | None = None,
-    pictures: int = 1,
-    guidance: bool | None = None,
-    frames: int | None = None,
-) -> Request:
-    """The same of a model whose sizes ship."""
-    if frames is not None:
-        if shape.num_frames == 1:
-            raise InputError(f"--frames {frames}: {shape.name} makes images; leave --frames out")
-        if (frames - 1) % shape.frames:
-            less = frames - (frames - 1) % shape.frames
-            raise InputError(
-                f"frames {frames}: {shape.name} makes {shape.frames}k + 1; use {less} or {less + shape.frames}"
-            )
-    width, height = size or shape.size
-    video = frames or shape.num_frames
-    shape.tokens(width, height, video)
-    return Request(
-        width,
-        height,
-        height // shape.pixels,
-        width // shape.pixels,
-        (video - 1) // shape.frames + 1,
-        shape.text if text is None else text,
+    if isinstance(model, Shape):
+        if frames is not None:
+            model.check_frames(frames)
+        width, height = size or model.size
+        cells, rows, cols = model.token_grid(width, height, frames or model.num_frames)
+        branches, usual, latent_frames, together = model.branches, model.text, 0, model.batched
+    else:
+        if size is not None:
+            model.check_size(*size)
+        if frames is not None:
+            check_frames(model, frames)
+        width, height = size or usual_size(model)
+        video = frames or usual_frames(model)
+        cells, rows, cols = model.token_grid(width, height, video)
+        branches = 2 - bool(model.transformer.get("guidance_embeds"))
+        usual, latent_frames = usual_text(_class(model)), model.latent_frames(video)
+        together = batched(model.pipeline_class)
+    return Workload(
+        rows,
+        cols,
+        cells,
+        usual if text is None else text,
         pictures,
-        shape.branches if guidance is None else 1 + guidance,
+        branches if guidance is None else 1 + guidance,
+        together,
+        width=width,
+        height=height,
+        latent_frames=latent_frames,
+        **more,
     )
 
 
@@ -88,7 +76,7 @@ def check_frames(info: ModelInfo, frames: int) -> None:
     Raises:
         InputError: naming the option, or the nearest possible numbers.
     """
-    if makes_videos(info.pipeline_class) is False and not _defaults(info, FRAMES):
+    if (kind := _class(info)) and not {*FRAMES, "video"} & {*inspect.signature(kind.__call__).parameters}:
         raise InputError(f"--frames {frames}: {info.pipeline_class} makes images; leave --frames out")
     info.check_frames(frames)
 

@@ -27,7 +27,7 @@ from ..core.digests import digest, digest_of_parts, tensor_digest, weights_of
 from ..core.partition import Partition
 from ..engine import DENOISERS, ENGINE, ConfigLike, agreed, denoisers, engine_of, parallelize
 from ..errors import InputError
-from ..forecast.auto import Call, chosen
+from ..forecast.auto import UsualCall, chosen
 from ..forecast.memory.check import check_memory as check_fits
 from ..layout import layout_of
 from ..layout.table import known_models
@@ -130,7 +130,7 @@ def configuration_before(info: ModelInfo) -> ParallelConfig:
     import diffusers
 
     name, layout = info.transformer_class, known_models().get(info.transformer_class)
-    call = Call(getattr(diffusers, info.pipeline_class, None))
+    call = UsualCall(getattr(diffusers, info.pipeline_class, None))
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
     return agreed(lambda size: chosen(name, info.transformer, layout, info.heads or 1, call, size, device))
 

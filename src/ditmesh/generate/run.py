@@ -157,17 +157,17 @@ def _check_memory(job: Job, device: torch.device) -> None:
     import torch
 
     from ..forecast.memory.check import check_memory
-    from ..forecast.workload import request_of
+    from ..forecast.workload import workload_of
     from .loading import configuration_before
 
     quieten()
     info = find_model(job.model)
     guided = None if job.guidance is None or job.guidance > 1 else False
     pictures = max(job.call(number).images for number in range(job.calls))
-    request = request_of(info, job.size, job.max_sequence_length, pictures, guided, job.frames)
+    workload = workload_of(info, job.size, job.max_sequence_length, pictures, guided, job.frames)
     config = job.config if not isinstance(job.config, str) else lambda: configuration_before(info)
     dtype, limit = getattr(torch, job.dtype), job.memory_limit
-    check_memory(info, config, dtype, device, request, limit, offloaded=job.offload != "none")
+    check_memory(info, config, dtype, device, workload, limit, offloaded=job.offload != "none")
 
 
 def _share(job: Job, mesh: Mesh | None) -> tuple[Mesh | None, str | None]:

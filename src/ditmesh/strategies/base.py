@@ -18,8 +18,8 @@ from ..config import ParallelConfig
 from ..core.clock import CallClock
 from ..core.patching import CallChain
 from ..errors import ConfigError
-from ..forecast.costs.step import Share, Step, Term
-from ..forecast.costs.work import Job, Work
+from ..forecast.costs.step import Share, StepForecast, Term
+from ..forecast.costs.work import Work, Workload
 from ..layout import TokenLayout
 
 T = TypeVar("T")
@@ -136,18 +136,18 @@ class Strategy:
         """
 
     @classmethod
-    def share(cls, config: ParallelConfig, work: Work, job: Job, share: Share, stale: bool) -> Share:
+    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
         """What a rank computes of a step, from what it computes without this strategy.
 
         Args:
-            config, work, job: who computes what.
+            config, work, workload: who computes what.
             share: as the strategies before this one in the recipe left it.
             stale: whether the step reuses keys of the one before.
         """
         return share
 
     @classmethod
-    def terms(cls, step: Step) -> Iterator[Term]:
+    def terms(cls, step: StepForecast) -> Iterator[Term]:
         """What it adds to a step: what ranks exchange, wait for, copy and keep. Figures only; nothing runs."""
         return iter(())
 

@@ -34,7 +34,7 @@ from ..core.patching import Patch
 from ..core.values import tracked
 from ..errors import ConfigError, LayoutError
 from ..forecast.costs.step import Share
-from ..forecast.costs.work import Job, Work
+from ..forecast.costs.work import Work, Workload
 from ..layout import Region, Stream, TokenLayout
 from . import tiled_gradients as tiled
 from .hooks import BlockSite, requires_grad
@@ -593,9 +593,9 @@ class ReproducibleSequence(ExactSequence):
         check_tiles(layout)
 
     @classmethod
-    def share(cls, config: ParallelConfig, work: Work, job: Job, share: Share, stale: bool) -> Share:
+    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
         # Every block runs once for each of a rank's tiles.
-        share = super().share(config, work, job, share, stale)
+        share = super().share(config, work, workload, share, stale)
         return replace(share, pieces=-(-config.tiles // config.sequence))
 
     def before_training(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -30,8 +30,8 @@ from ..core.partition import Partition, even_cut
 from ..core.patching import Patch, Proceed
 from ..core.values import Seen, seen, tracked
 from ..errors import ConfigError, InputError, LayoutError
-from ..forecast.costs.step import Share, Step, Term
-from ..forecast.costs.work import Job, Work
+from ..forecast.costs.step import Share, StepForecast, Term
+from ..forecast.costs.work import Work, Workload
 from ..layout import TokenLayout
 from ..layout.forms import holds_tensors, kind_of
 from .base import Context, ParallelModel, Request, Strategy
@@ -447,18 +447,18 @@ class Rows(Strategy):
         return config.data * config.cfg > 1 or config.reproducible
 
     @classmethod
-    def share(cls, config: ParallelConfig, work: Work, job: Job, share: Share, stale: bool) -> Share:
-        rows, calls = job.calls(-(-job.pictures // config.data), -(-job.branches // config.cfg))
+    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
+        rows, calls = workload.calls(-(-workload.pictures // config.data), -(-workload.branches // config.cfg))
         if config.reproducible:
             # One by one.
             rows, calls = 1, rows * calls
         return replace(share, rows=rows, calls=calls)
 
     @classmethod
-    def terms(cls, step: Step) -> Iterator[Term]:
+    def terms(cls, step: StepForecast) -> Iterator[Term]:
         """The predictions of all rows, once a step."""
-        config, job = step.config, step.job
-        own = step.share.rows * step.share.calls * step.work.output.of(job.image, job.text) * job.element
+        config, workload = step.config, step.workload
+        own = step.share.rows * step.share.calls * step.work.output.of(workload.image, workload.text) * workload.element
         for axis in ("data", "cfg"):
             if (size := config.degrees[axis]) > 1:
                 yield step.transfer(f"predictions ({axis})", (axis,), "all_gather", own * (size - 1), 1)

@@ -29,8 +29,8 @@ from ..core.patching import Patch
 from ..core.shared_tensor import PerToken
 from ..core.values import tracked
 from ..errors import ConfigError, LayoutError
-from ..forecast.costs.step import Share, Step, Term
-from ..forecast.costs.work import Gather, Job, Work
+from ..forecast.costs.step import Share, StepForecast, Term
+from ..forecast.costs.work import Gather, Work, Workload
 from ..layout import Attention, Count, Grid, Leaf, Region, Stream, TokenLayout
 from ..layout.forms import dtype_class
 from . import token_mixers as leaves
@@ -607,8 +607,10 @@ class ExactSequence(TokenStrategy):
         return self.kind(self.context.config, self.context.mesh)
 
     @classmethod
-    def share(cls, config: ParallelConfig, work: Work, job: Job, share: Share, stale: bool) -> Share:
-        short = config.text == "replicate" or (config.text == "auto" and job.text < MIN_TEXT_TOKENS * config.sequence)
+    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
+        short = config.text == "replicate" or (
+            config.text == "auto" and workload.text < MIN_TEXT_TOKENS * config.sequence
+        )
         return replace(
             share,
             image=config.sequence,
@@ -619,7 +621,7 @@ class ExactSequence(TokenStrategy):
         )
 
     @classmethod
-    def terms(cls, step: Step) -> Iterator[Term]:
+    def terms(cls, step: StepForecast) -> Iterator[Term]:
         """Tokens against heads and back, keys round the ring, and the streams at the end of a list of blocks.
 
         A rank trades (N - 1) / N of its queries, keys, values and results with its Ulysses group (arXiv:2309.14509),
@@ -637,12 +639,12 @@ class ExactSequence(TokenStrategy):
                 continue
             behind = step.attention_seconds(one) / config.ring
             yield step.transfer("keys (ring)", ("ring",), "shift", sent, times * (config.ring - 1), behind)
-            results = step.size_of(one, queries=1, keys=0) / config.sequence / step.job.element
+            results = step.size_of(one, queries=1, keys=0) / config.sequence / step.workload.element
             yield step.pointwise("merging (ring)", 6 * results, times * (config.ring - 1))
         yield from gathered(step)
 
 
-def traded(step: Step, pieces: int = 1) -> Iterator[Term]:
+def traded(step: StepForecast, pieces: int = 1) -> Iterator[Term]:
     """Tokens against heads and back at every attention that runs once for each of so many pieces.
 
     Of ``chunks`` the first one's way there and the last one's way back have no attention beside them. Text that every
@@ -664,13 +666,13 @@ def traded(step: Step, pieces: int = 1) -> Iterator[Term]:
                 yield step.transfer(name, ("ulysses",), "all_to_all", sent, calls * (chunks - 1), beside)
 
 
-def gathered(step: Step) -> Iterator[Term]:
+def gathered(step: StepForecast) -> Iterator[Term]:
     """Tokens of all sequence ranks, where a list of blocks ends.
 
     What is sent is what the model makes of every token by itself before it needs them all, of most models the
     prediction; in reproducible mode and of patches the tokens as the blocks return them.
     """
-    config, share, work, image, text = step.config, step.share, step.work, step.job.image, step.job.text
+    config, share, work, image, text = step.config, step.share, step.work, step.workload.image, step.workload.text
     if config.sequence == 1:
         return
     if config.stages_or_patches:
@@ -678,7 +680,7 @@ def gathered(step: Step) -> Iterator[Term]:
     else:
         held = [one.tokens if config.reproducible else one.results for one in work.gathers if not _whole(one, share)]
         elements = sum(one.of(image, text) for one in held)
-    own = share.rows * elements / config.sequence * step.job.element
+    own = share.rows * elements / config.sequence * step.workload.element
     yield step.transfer("tokens gathered", ("ring", "ulysses"), "all_gather", own * (config.sequence - 1), share.calls)
 
 

@@ -20,7 +20,7 @@ PARTS = Path(__file__).with_name("parts.yaml")
 Collective = Literal["all_to_all", "all_gather", "all_reduce", "shift", "broadcast"]
 
 
-class _Data(BaseModel):
+class _Profile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     @field_validator("*")
@@ -31,7 +31,7 @@ class _Data(BaseModel):
         return value
 
 
-class Speed(_Data):
+class TransferSpeed(_Profile):
     """Of a transfer of n bytes: ``latency + n / bandwidth``.
 
     Attributes:
@@ -47,29 +47,29 @@ class Speed(_Data):
         return self.latency + sent / self.bandwidth
 
 
-class Link(Speed):
+class LinkSpeed(TransferSpeed):
     """What connects devices.
 
     Attributes:
         name: of the part, or how it was measured.
         collectives: those of which the speed is known by itself.
         hidden: share of a transfer that runs beside computation when the strategy lets it.
-        apart: seconds that ranks wait for the last of them where they meet for a transfer that nothing runs beside.
+        sync_wait_seconds: seconds that ranks wait for the last of them, where nothing runs beside the transfer.
         source: where the figures are from.
     """
 
     name: str
-    collectives: dict[Collective, Speed] = {}
+    collectives: dict[Collective, TransferSpeed] = {}
     hidden: float = Field(default=1.0, ge=0, le=1)
-    apart: float = Field(default=0.0, ge=0)
+    sync_wait_seconds: float = Field(default=0.0, ge=0)
     source: str = ""
 
-    def speed(self, collective: Collective) -> Speed:
+    def speed(self, collective: Collective) -> TransferSpeed:
         """Of one collective."""
         return self.collectives.get(collective, self)
 
 
-class Device(_Data):
+class Device(_Profile):
     """One device.
 
     A product of (m, k) by (k, n) takes ``launch + 2 (m + rows) k (n + columns) / matmul`` seconds: thin matrices use a
@@ -86,7 +86,7 @@ class Device(_Data):
         launch: seconds that the host takes for one kernel.
         ahead: whether kernels wait in a queue, as those of a GPU do, so that the host launches while others run.
         rows, columns, queries: at so many of them half the speed is reached.
-        crowded: how much longer all that takes while every device of the host computes.
+        contention_factor: how much longer all that takes while every device of the host computes.
         runtime: bytes that a process has before it holds a model.
         dtype: in which the speeds hold.
         source: where the figures are from.
@@ -102,13 +102,13 @@ class Device(_Data):
     rows: float = Field(default=0.0, ge=0)
     columns: float = Field(default=0.0, ge=0)
     queries: float = Field(default=0.0, ge=0)
-    crowded: float = Field(default=1.0, ge=0.5, le=8)
+    contention_factor: float = Field(default=1.0, ge=0.5, le=8)
     runtime: float = Field(default=0.0, ge=0)
     dtype: str = "bfloat16"
     source: str = ""
 
 
-class Hardware(_Data):
+class Hardware(_Profile):
     """Devices, and what connects them.
 
     Attributes:
@@ -123,10 +123,10 @@ class Hardware(_Data):
     """
 
     device: Device
-    link: Link
+    link: LinkSpeed
     devices: int = Field(default=1, ge=1, le=4096)
     hosts: int = Field(default=1, ge=1, le=4096)
-    between: Link | None = None
+    between: LinkSpeed | None = None
     scale: dict[str, float] = {}
     error: float | None = Field(default=None, ge=0)
 
@@ -141,7 +141,7 @@ class Hardware(_Data):
         between = f", {self.between.name} between hosts" if self.hosts > 1 and self.between else ""
         return f"{hosts}{self.devices} x {self.device.name} over {self.link.name}{between}"
 
-    def named(self, name: str) -> Link:
+    def named(self, name: str) -> LinkSpeed:
         """The link of a term."""
         return self.between if self.between is not None and self.between.name == name else self.link
 
@@ -183,7 +183,7 @@ class Hardware(_Data):
 
     @staticmethod
     def read(path: str | Path) -> Hardware:
-        """A profile that ``ditmesh doctor --save`` has written, or somebody by hand.
+        """A profile that ``ditmesh doctor --save`` has written, or that was written by hand.
 
         Raises:
             InputError: the file cannot be read, or an entry is missing or impossible; says which.
@@ -294,7 +294,7 @@ def machine(name: str, devices: int, dtype: str = "bfloat16") -> Hardware:
     return Hardware(device=one, link=link(table["devices"][one.name]["link"]), devices=devices, error=error)
 
 
-def link(name: str) -> Link:
+def link(name: str) -> LinkSpeed:
     """A link of the table, or one of so many ``GB/s`` or ``Gb/s``.
 
     Raises:
@@ -304,7 +304,7 @@ def link(name: str) -> Link:
     if key in table:
         entry = dict(table[key])
         share = 1.0 if entry.pop("measured", False) else _parts()["shares"]["link"]
-        return Link(**{**entry, "name": key, "bandwidth": entry["bandwidth"] * share})
+        return LinkSpeed(**{**entry, "name": key, "bandwidth": entry["bandwidth"] * share})
     for unit, factor in (("GB/s", 1e9), ("Gb/s", 1e9 / 8)):
         if name.strip().endswith(unit):
             try:
@@ -313,7 +313,7 @@ def link(name: str) -> Link:
                 break
             if not (isfinite(number) and number > 0):
                 break
-            return Link(
+            return LinkSpeed(
                 name=name.strip(),
                 bandwidth=number * factor,
                 latency=_parts()["shares"]["latency"],

@@ -14,15 +14,19 @@ from typing import Literal
 
 from ...config import AXES, ParallelConfig
 from .hardware import Collective, Hardware
-from .work import Attention, Block, Job, Linear, Pointwise, Work
+from .work import AttentionWork, BlockWork, Linear, Pointwise, Work, Workload
 
 # Classes of terms that are fitted to measured steps, each by a factor.
 CLASSES = ("linear", "attention", "pointwise", "launch", "transfer")
 
-# From whom to whom the bytes of a transfer go that each rank of a group sends: evenly to all others; the same to all
-# others, and so to each other host once; to the next one, from the last to the first, too; from the last one to every
-# other, and so to each other host once; only to the next one; the same, one rank after the other, so that the bytes are
-# those of all of them; from the last one to the first.
+# Who sends to whom in a group of N ranks, and what of it goes to other hosts:
+#   "all"          each rank, an equal part to each other rank       the parts for ranks of other hosts
+#   "same to all"  each rank, the same to all others                 once to each other host
+#   "ring"         each rank to the next, the last to the first      where neighbours are on two hosts
+#   "from last"    the last rank, the same to all others             once to each other host
+#   "chain"        each rank to the next, the last to none           where neighbours are on two hosts
+#   "in turn"      as "chain", one after the other: `Term.sent` is the sum over ranks
+#   "back"         the last rank to the first                        all of it, if they are on two hosts
 Route = Literal["all", "same to all", "ring", "from last", "chain", "in turn", "back"]
 ROUTES: dict[Collective, Route] = {
     "all_to_all": "all",
@@ -112,45 +116,51 @@ def launched_ahead(terms: Iterable[Term]) -> list[Term]:
     return made
 
 
-class Step:
+class StepForecast:
     """One step of a request under a configuration.
 
     Args:
         config: degrees and settings.
-        work, job, hardware: what is computed, how much of it, on what.
+        work, workload, hardware: what is computed, how much of it, on what.
         share: what a rank has of it.
         stale: whether it is one that reuses keys of the step before.
     """
 
     def __init__(
-        self, config: ParallelConfig, work: Work, job: Job, hardware: Hardware, share: Share, stale: bool = False
+        self,
+        config: ParallelConfig,
+        work: Work,
+        workload: Workload,
+        hardware: Hardware,
+        share: Share,
+        stale: bool = False,
     ) -> None:
-        self.config, self.work, self.job, self.hardware = config, work, job, hardware
+        self.config, self.work, self.workload, self.hardware = config, work, workload, hardware
         self.share, self.stale = share, stale
 
-    def kinds(self) -> Iterator[tuple[Block, int]]:
+    def kinds(self) -> Iterator[tuple[BlockWork, int]]:
         """Kinds of blocks that run here, with how often one forward runs each."""
         yield from zip(self.work.blocks, self.share.blocks, strict=True)
 
-    def attentions(self) -> Iterator[tuple[Block, int, Attention]]:
+    def attentions(self) -> Iterator[tuple[BlockWork, int, AttentionWork]]:
         """Attention over tokens of all sequence ranks, with its block and how often a step makes it."""
         for block, count in self.kinds():
             for one in block.operations:
-                if isinstance(one, Attention) and not one.local:
+                if isinstance(one, AttentionWork) and not one.local:
                     yield block, round(count * one.count * self.share.calls), one
 
-    def replicates_text(self, block: Block) -> bool:
+    def replicates_text(self, block: BlockWork) -> bool:
         """Whether every sequence rank has all text tokens of the block, and its own of the image."""
         return self.share.image > 1 and (block.whole_text or (block.text and self.share.text == 1))
 
-    def size_of(self, one: Attention, queries: int = 1, keys: int = 2, texts: int = 1) -> float:
+    def size_of(self, one: AttentionWork, queries: int = 1, keys: int = 2, texts: int = 1) -> float:
         """Bytes of so many tensors of all queries, and of all keys, of one attention call, of this rank's heads.
 
         ``texts``: how often the text's tokens count.
         """
-        image, text = self.job.image, self.job.text * texts
+        image, text = self.workload.image, self.workload.text * texts
         tokens = queries * one.queries.of(image, text) + keys * one.keys.of(image, text)
-        return tokens * self.share.rows * one.heads * one.width * self.job.element / self.share.tensor
+        return tokens * self.share.rows * one.heads * one.width * self.workload.element / self.share.tensor
 
     def transfer(
         self,
@@ -186,7 +196,7 @@ class Step:
         return Term(
             name,
             "transfer",
-            seconds=times * (seconds - hidden) + meetings * self.hardware.named(through).apart,
+            seconds=times * (seconds - hidden) + meetings * self.hardware.named(through).sync_wait_seconds,
             hidden=times * hidden,
             meetings=meetings,
             sent=times * sent,
@@ -198,10 +208,10 @@ class Step:
     # --- computation ---------------------------------------------------------------------------------------
 
     @cached_property
-    def crowded(self) -> float:
+    def contention(self) -> float:
         """How much longer computation takes beside that of the other ranks of a host."""
         here, most = min(self.config.world_size, self.hardware.devices), self.hardware.devices
-        return 1.0 if most == 1 else 1 + (self.hardware.device.crowded - 1) * (here - 1) / (most - 1)
+        return 1.0 if most == 1 else 1 + (self.hardware.device.contention_factor - 1) * (here - 1) / (most - 1)
 
     def compute(self) -> list[Term]:
         """What the rank computes, by class."""
@@ -211,34 +221,34 @@ class Step:
         self._add(totals, self.work.rest, self.share.rest * self.share.calls, 1, whole=True)
         names = {"linear": "matrix products", "pointwise": "elementwise", "launch": "kernel launches"}
         terms = [
-            Term(names.get(kind, kind), kind, seconds * self.crowded * self.hardware.scale.get(kind, 1.0))
+            Term(names.get(kind, kind), kind, seconds * self.contention * self.hardware.scale.get(kind, 1.0))
             for kind, seconds in totals.items()
         ]
         return launched_ahead(terms) if self.hardware.device.ahead else terms
 
-    def attention_seconds(self, one: Attention) -> float:
+    def attention_seconds(self, one: AttentionWork) -> float:
         """One attention call of this rank, without launches."""
         totals = {"attention": 0.0, "launch": 0.0}
         self._add_attention(totals, one, 1, 1, self.share)
-        return totals["attention"] * self.crowded * self.hardware.scale.get("attention", 1.0)
+        return totals["attention"] * self.contention * self.hardware.scale.get("attention", 1.0)
 
-    def _add(self, totals: dict[str, float], block: Block, times: float, pieces: int, whole: bool) -> None:
+    def _add(self, totals: dict[str, float], block: BlockWork, times: float, pieces: int, whole: bool) -> None:
         """Add a kind of blocks that runs so many times; ``whole``: on all tokens."""
         share = Share(self.share.rows, 1, (), tensor=1) if whole else self.share
         for one in block.operations:
-            if isinstance(one, Attention):
+            if isinstance(one, AttentionWork):
                 self._add_attention(totals, one, times, pieces, share)
             elif isinstance(one, Linear):
                 self._add_linear(totals, one, block, times, pieces, share)
             else:
                 self._add_pointwise(totals, one, block, times, pieces, share)
 
-    def _tokens(self, block: Block, pieces: int, share: Share) -> tuple[float, float]:
+    def _tokens(self, block: BlockWork, pieces: int, share: Share) -> tuple[float, float]:
         """Image and text tokens of one run of a block outside of attention."""
-        return self.job.image / share.image / pieces, self.job.text / (share.text if block.text else 1)
+        return self.workload.image / share.image / pieces, self.workload.text / (share.text if block.text else 1)
 
     def _add_linear(
-        self, totals: dict[str, float], one: Linear, block: Block, times: float, pieces: int, share: Share
+        self, totals: dict[str, float], one: Linear, block: BlockWork, times: float, pieces: int, share: Share
     ) -> None:
         device, cut = self.hardware.device, share.tensor
         image, text = self._tokens(block, pieces, share)
@@ -250,10 +260,12 @@ class Step:
         totals["linear"] += runs * 2 * (rows + device.rows) * inputs * (outputs + device.columns) / device.matmul
         totals["launch"] += runs * device.launch
 
-    def _add_attention(self, totals: dict[str, float], one: Attention, times: float, pieces: int, share: Share) -> None:
+    def _add_attention(
+        self, totals: dict[str, float], one: AttentionWork, times: float, pieces: int, share: Share
+    ) -> None:
         device = self.hardware.device
-        queries = one.queries.of(self.job.image / pieces, self.job.text)
-        keys = one.keys.of(self.job.image, self.job.text)
+        queries = one.queries.of(self.workload.image / pieces, self.workload.text)
+        keys = one.keys.of(self.workload.image, self.workload.text)
         heads = one.heads / share.tensor
         if one.local:
             queries /= share.image
@@ -265,43 +277,43 @@ class Step:
         totals["launch"] += runs * chunks * device.launch
 
     def _add_pointwise(
-        self, totals: dict[str, float], one: Pointwise, block: Block, times: float, pieces: int, share: Share
+        self, totals: dict[str, float], one: Pointwise, block: BlockWork, times: float, pieces: int, share: Share
     ) -> None:
         device = self.hardware.device
         image, text = self._tokens(block, pieces, share)
         part = share.rows / (share.tensor if one.sliced else 1)
         totals["pointwise"] += (
-            times * pieces * part * one.elements.of(image, text) * self.job.element / device.bandwidth
+            times * pieces * part * one.elements.of(image, text) * self.workload.element / device.bandwidth
         )
         totals["linear"] += times * pieces * part * one.flops.of(image, text) / device.matmul
         totals["launch"] += times * pieces * one.kernels * device.launch
 
     def pointwise(self, name: str, elements: float, times: float) -> Term:
         """A term for so many elements that are read or written, each of so many times."""
-        seconds = elements * self.job.element / self.hardware.device.bandwidth + self.hardware.device.launch
-        return Term(name, "pointwise", times * seconds * self.crowded * self.hardware.scale.get("pointwise", 1.0))
+        seconds = elements * self.workload.element / self.hardware.device.bandwidth + self.hardware.device.launch
+        return Term(name, "pointwise", times * seconds * self.contention * self.hardware.scale.get("pointwise", 1.0))
 
     # --- memory --------------------------------------------------------------------------------------------
 
     def memory(self) -> list[Term]:
         """What a rank holds beside what strategies keep."""
-        job, share, work = self.job, self.share, self.work
+        workload, share, work = self.workload, self.share, self.work
         weights = float(work.rest.parameters + work.buffers)
         for block, count in self.kinds():
             weights += count * (block.parameters - block.sliced + block.sliced / share.tensor)
-        image, text = job.image / share.image, job.text / share.text
+        image, text = workload.image / share.image, workload.text / share.text
         peak = share.rows * max(
             [block.peak.of(image / share.pieces, text) for block in work.blocks],
             default=0.0,
         )
         # What surrounds the blocks sees all tokens.
-        around = share.rows * work.rest.peak.of(job.image, job.text)
-        activations = max(peak, around) * job.element
+        around = share.rows * work.rest.peak.of(workload.image, workload.text)
+        activations = max(peak, around) * workload.element
         # In bands every rank has its rows alone (those of neighbours left out, which are few).
         bands = 1 if self.config.vae == "whole" or self.config.reproducible else self.config.world_size
         return [
-            Term("weights", "memory", memory=weights * job.element * job.transformers, holds="weights"),
-            Term("text encoders and VAE", "memory", memory=job.beside),
-            Term("activations", "memory", memory=max(activations, job.decode / bands)),
+            Term("weights", "memory", memory=weights * workload.element, holds="weights"),
+            Term("text encoders and VAE", "memory", memory=workload.beside),
+            Term("activations", "memory", memory=max(activations, workload.decode / bands)),
             Term("process", "memory", memory=self.hardware.device.runtime),
         ]

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 Cut = Literal["", "column", "row", "gathered"]
 
 
-class Tokens(NamedTuple):
+class TokenCount(NamedTuple):
     """So many of them a sample, image token and text token."""
 
     sample: float = 0.0
@@ -22,14 +22,14 @@ class Tokens(NamedTuple):
         return self.sample + self.image * image + self.text * text
 
 
-NONE = Tokens()
+NONE = TokenCount()
 
 
 @dataclass(frozen=True)
 class Linear:
     """A product of (rows, inputs) by (inputs, outputs)."""
 
-    rows: Tokens
+    rows: TokenCount
     inputs: int
     outputs: int
     cut: Cut = ""
@@ -37,11 +37,11 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionWork:
     """Softmax attention of queries over keys; ``local``: all keys are text that every rank has."""
 
-    queries: Tokens
-    keys: Tokens
+    queries: TokenCount
+    keys: TokenCount
     heads: int
     width: int
     local: bool = False
@@ -55,17 +55,19 @@ class Pointwise:
     ``sliced``: tensor parallelism cuts the features that it works on.
     """
 
-    elements: Tokens
+    elements: TokenCount
     kernels: int
-    flops: Tokens = NONE
+    flops: TokenCount = NONE
     sliced: bool = False
 
 
-Operation = Linear | Attention | Pointwise
+Operation = Linear | AttentionWork | Pointwise
+# As the works that ship call them.
+NAMES: dict[type, str] = {Linear: "Linear", AttentionWork: "Attention", Pointwise: "Pointwise"}
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockWork:
     """A kind of block: those of one list with weights of one shape.
 
     Attributes:
@@ -88,7 +90,7 @@ class Block:
     width: int = 0
     text: bool = False
     whole_text: bool = False
-    peak: Tokens = NONE
+    peak: TokenCount = NONE
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,8 @@ class Gather:
     """
 
     text: bool
-    tokens: Tokens
-    results: Tokens
+    tokens: TokenCount
+    results: TokenCount
 
 
 @dataclass(frozen=True)
@@ -123,11 +125,11 @@ class Work:
     """
 
     model: str
-    blocks: tuple[Block, ...]
+    blocks: tuple[BlockWork, ...]
     order: tuple[int, ...]
-    rest: Block
+    rest: BlockWork
     heads: int
-    output: Tokens
+    output: TokenCount
     gathers: tuple[Gather, ...]
     buffers: int = 0
     outside: int = 0
@@ -144,7 +146,7 @@ class Work:
             for block in (*self.blocks, self.rest)
         )
 
-    def everything(self) -> Iterator[Block]:
+    def everything(self) -> Iterator[BlockWork]:
         """All kinds of blocks, and the rest."""
         yield from self.blocks
         yield self.rest
@@ -153,38 +155,54 @@ class Work:
 def _flops(one: Operation, image: float, text: float) -> float:
     if isinstance(one, Linear):
         return 2 * one.count * one.rows.of(image, text) * one.inputs * one.outputs
-    if isinstance(one, Attention):
+    if isinstance(one, AttentionWork):
         queries, keys = one.queries.of(image, text), one.keys.of(image, text)
         return 4 * one.count * queries * keys * one.heads * one.width
     return one.flops.of(image, text)
 
 
 @dataclass(frozen=True)
-class Job:
-    """What is asked for.
+class Workload:
+    """The sizes of a request, as every prediction of seconds and of bytes reads them.
 
     Attributes:
-        image, text: tokens of a sample.
+        rows, cols, frames: image tokens of a sample along height, width and time.
+        text: text tokens of a sample.
         pictures: made at once.
         branches: of guidance; 1 without.
         batched: whether they are rows of one call of the transformer; else each has a call of its own.
         steps: of denoising.
-        element: bytes of an element.
+        element: bytes of an element of the weights.
+        width, height: in pixels; 0 where only tokens are known, which do not say what decoding takes.
+        latent_frames: that the autoencoder decodes; 0: as many as there are tokens along time.
         beside: bytes of what every rank holds beside the transformer: text encoders, VAE.
         decode: bytes that decoding whole pictures takes at most, beside those.
-        transformers: with weights of their own, of which one runs a step (Wan 2.2 has two).
     """
 
-    image: int
-    text: int
+    rows: int
+    cols: int
+    frames: int = 1
+    text: int = 256
     pictures: int = 1
     branches: int = 1
     batched: bool = True
     steps: int = 28
     element: int = 2
+    width: int = 0
+    height: int = 0
+    latent_frames: int = 0
     beside: float = 0.0
     decode: float = 0.0
-    transformers: int = 1
+
+    @classmethod
+    def of_tokens(cls, image: int, text: int, **sizes: Any) -> Workload:
+        """A workload of which only the number of image tokens is known, and not how they lie."""
+        return cls(1, image, text=text, **sizes)
+
+    @property
+    def image(self) -> int:
+        """Image tokens of a sample."""
+        return self.rows * self.cols * self.frames
 
     def calls(self, pictures: int, branches: int) -> tuple[int, int]:
         """Rows of a call, and calls of a step, for so many pictures with so many branches each."""
@@ -196,24 +214,24 @@ def as_data(work: Work) -> dict[str, Any]:
     data = asdict(work)
     for block, made in zip(work.everything(), [*data["blocks"], data["rest"]], strict=True):
         for one, entry in zip(block.operations, made["operations"], strict=True):
-            entry["kind"] = type(one).__name__
+            entry["kind"] = NAMES[type(one)]
     return data
 
 
 def from_data(data: dict[str, Any]) -> Work:
     """The inverse of `as_data`."""
-    kinds = {kind.__name__: kind for kind in (Linear, Attention, Pointwise)}
+    kinds = {name: kind for kind, name in NAMES.items()}
 
     def tokens(entry: dict[str, Any]) -> dict[str, Any]:
-        return {key: Tokens(*value) if isinstance(value, list) else value for key, value in entry.items()}
+        return {key: TokenCount(*value) if isinstance(value, list) else value for key, value in entry.items()}
 
-    def block(entry: dict[str, Any]) -> Block:
+    def block(entry: dict[str, Any]) -> BlockWork:
         entry = dict(entry)
         made = []
         for one in entry.pop("operations"):
             one = dict(one)
             made.append(kinds[one.pop("kind")](**tokens(one)))
-        return Block(operations=tuple(made), **tokens(entry))
+        return BlockWork(operations=tuple(made), **tokens(entry))
 
     return Work(
         data["model"],
@@ -221,24 +239,8 @@ def from_data(data: dict[str, Any]) -> Work:
         tuple(data["order"]),
         block(data["rest"]),
         data["heads"],
-        Tokens(*data["output"]),
+        TokenCount(*data["output"]),
         tuple(Gather(**tokens(one)) for one in data["gathers"]),
         data["buffers"],
         data["outside"],
     )
-
-
-__all__ = [
-    "Attention",
-    "Block",
-    "Cut",
-    "Gather",
-    "Job",
-    "Linear",
-    "Operation",
-    "Pointwise",
-    "Tokens",
-    "Work",
-    "as_data",
-    "from_data",
-]

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,15 +22,14 @@ from ...errors import DitmeshError, InputError
 from ...generate.model_info import ModelInfo
 from ...layout import known_models
 from ...layout.describe import on_meta
-from ..auto import batched
 from ..catalogue import Shape
 from ..costs.hardware import machine
-from ..costs.work import Job
+from ..costs.work import Workload
 from ..model_work import work_of
-from ..search import Limits, Model, search
-from ..workload import request_of
+from ..search import Model, SearchLimits, search
+from ..workload import workload_of
 from .available import free_memory
-from .phases import Components, Part, Request, fullest, needs
+from .phases import Component, Components, fullest, needs
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +46,8 @@ def components_of(info: ModelInfo, without: Collection[str] = ()) -> Components:
         info: the pipeline.
         without: names of components that are left out.
     """
-    parts: dict[str, Part] = {}
-    encoders: dict[str, Part] = {}
+    parts: dict[str, Component] = {}
+    encoders: dict[str, Component] = {}
     other = 0.0
     for name, value in info.index.items():
         if name.startswith("_") or name in without or not (isinstance(value, list) and len(value) == 2 and all(value)):
@@ -56,9 +56,9 @@ def components_of(info: ModelInfo, without: Collection[str] = ()) -> Components:
         settings = info.files / name / "config.json"
         if name in DENOISERS or name == "vae":
             if settings.is_file():
-                parts[name] = Part(kind, json.loads(settings.read_text(encoding="utf-8")))
+                parts[name] = Component(kind, json.loads(settings.read_text(encoding="utf-8")))
         elif name.startswith("text_encoder") and library == "transformers" and settings.is_file():
-            encoders[name] = Part(kind, json.loads(settings.read_text(encoding="utf-8")))
+            encoders[name] = Component(kind, json.loads(settings.read_text(encoding="utf-8")))
         else:
             other += sum(path.stat().st_size for path in (info.files / name).glob("*.safetensors"))
     denoisers = tuple(part for name, part in parts.items() if name != "vae")
@@ -67,9 +67,11 @@ def components_of(info: ModelInfo, without: Collection[str] = ()) -> Components:
 
 def components_of_shape(shape: Shape) -> Components:
     """What takes memory in a model whose sizes ship."""
-    encoders = {name: Part(*encoder) for name, encoder in shape.encoders.items()}
-    vae = None if shape.vae is None else Part(*shape.vae)
-    return Components(shape.name, (Part(shape.transformer, shape.config),), shape.pipeline, encoders, vae, shape.scale)
+    encoders = {name: Component(*encoder) for name, encoder in shape.encoders.items()}
+    vae = None if shape.vae is None else Component(*shape.vae)
+    return Components(
+        shape.name, (Component(shape.transformer, shape.config),), shape.pipeline, encoders, vae, shape.scale
+    )
 
 
 def check_memory(
@@ -77,7 +79,7 @@ def check_memory(
     config: ParallelConfig | Callable[[], ParallelConfig],
     dtype: torch.dtype,
     device: torch.device,
-    request: Request | None = None,
+    workload: Workload | None = None,
     limit: float | None = None,
     without: Collection[str] = (),
     offloaded: bool = False,
@@ -91,7 +93,7 @@ def check_memory(
         config: of the ranks; or what says it, if it has to be known.
         dtype: of the weights.
         device: where this rank computes.
-        request: what will be asked for; None: not known, so only the weights count.
+        workload: what will be asked for; None: not known, so only the weights count.
         limit: bytes that a rank may take; default: what the device has left (on a CPU the host, in equal parts).
         without: components that are not loaded.
         offloaded: text encoders and autoencoder are elsewhere while they do not work.
@@ -106,7 +108,7 @@ def check_memory(
         every: list[float] = [room] * ranks
         dist.all_gather_object(every, room)
         room = min(every)
-    pixels = 0.0 if request is None else request.width * request.height * request.frames * request.pictures
+    pixels = 0.0 if workload is None else workload.width * workload.height * workload.frames * workload.pictures
     stored = sum(path.stat().st_size for path in info.files.glob("*/*.safetensors"))
     # Files may hold half of what float32 takes.
     if stored * (2 if dtype == torch.float32 else 1) + 2 * _LARGEST * pixels < room:
@@ -115,7 +117,7 @@ def check_memory(
     kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
     try:
         known = config if isinstance(config, ParallelConfig) else config()
-        fit = _Fit(components_of(info, without), request, request_of(info), dtype, offloaded, kind)
+        fit = _MemoryFit(components_of(info, without), workload, workload_of(info), dtype, offloaded, kind)
         sentence = fit.refusal(known, room)
     except (DitmeshError, OSError) as error:
         log.debug("%s: what it needs is not known: %s", info.name, error)
@@ -125,12 +127,12 @@ def check_memory(
         raise InputError(sentence)
 
 
-class _Fit:
+class _MemoryFit:
     """Whether configurations of a model fit.
 
     Args:
         components: of the pipeline.
-        request: what is asked for; None: not known.
+        workload: what is asked for; None: not known.
         usual: what is usually asked for.
         dtype, offloaded: as of `check_memory`.
         device: what the ranks compute on.
@@ -139,20 +141,20 @@ class _Fit:
     def __init__(
         self,
         components: Components,
-        request: Request | None,
-        usual: Request,
+        workload: Workload | None,
+        usual: Workload,
         dtype: torch.dtype,
         offloaded: bool,
         device: Literal["cpu", "cuda"],
     ) -> None:
-        self.components, self.request, self.usual = components, request, usual
+        self.components, self.workload, self.usual = components, workload, usual
         self.dtype, self.offloaded = dtype, offloaded
         self.device: Literal["cpu", "cuda"] = device
 
     def most(self, config: ParallelConfig) -> tuple[float, str]:
         """Bytes of the rank that needs most, and the phase."""
-        asked, options = self.request or self.usual, {"device": self.device, "offloaded": self.offloaded}
-        if self.request is None:
+        asked, options = self.workload or self.usual, {"device": self.device, "offloaded": self.offloaded}
+        if self.workload is None:
             every = needs(self.components, config, asked, self.dtype, **options)
             worst = max((one.phases[0] for one in every), key=lambda phase: phase.total)
         else:
@@ -180,15 +182,14 @@ class _Fit:
 
     def _smallest(self, room: float, whole: float | None) -> str | None:
         """The smallest configuration that fits: devices first, then seconds; ``whole``: what all ranks share."""
-        part, asked = self.components.denoisers[0], self.request or self.usual
+        part, asked = self.components.denoisers[0], self.workload or self.usual
         layout = known_models()[part.kind]
         module = on_meta(part.kind, dict(part.settings))
         model = Model(module, layout, work_of(module, layout))
-        together, element = batched(self.components.pipeline), self.dtype.itemsize
-        job = Job(asked.image, asked.text, asked.pictures, asked.branches, together, element=element)
+        sized = replace(asked, element=self.dtype.itemsize)
         for devices in _DEVICES:
             try:
-                found = search(model, job, machine("cpu", devices), Limits(memory=float("inf")))
+                found = search(model, sized, machine("cpu", devices), SearchLimits(memory=float("inf")))
             except InputError:
                 continue
             here = room if whole is None else whole / devices

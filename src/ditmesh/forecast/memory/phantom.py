@@ -22,7 +22,7 @@ _UNDER_WAY = 2
 
 
 @dataclass
-class _Slot:
+class _PhantomSlot:
     touched: int = 0
     free: bool = True
 
@@ -35,14 +35,14 @@ class _Pool:
         bytes: that were ever written to.
     """
 
-    slots: dict[int, list[_Slot]] = field(default_factory=dict)
+    slots: dict[int, list[_PhantomSlot]] = field(default_factory=dict)
     bytes: int = 0
 
-    def take(self, size: int) -> _Slot:
+    def take(self, size: int) -> _PhantomSlot:
         among = self.slots.setdefault(1 << max(12, (size - 1).bit_length()), [])
         slot = next((slot for slot in among if slot.free), None)
         if slot is None:
-            among.append(slot := _Slot())
+            among.append(slot := _PhantomSlot())
         slot.free = False
         self.bytes += max(0, size - slot.touched)
         slot.touched = max(size, slot.touched)
@@ -84,7 +84,7 @@ class _Channel:
 
     def __init__(self, pools: SharedPools, ranks: Sequence[int]) -> None:
         self._pools, self._ranks = pools, ranks
-        self._unanswered: list[_Slot] = []
+        self._unanswered: list[_PhantomSlot] = []
 
     def send(self, kind: str, tensors: Sequence[Tensor], to: Sequence[int]) -> None:
         if (size := message_bytes([(tuple(t.shape), t.dtype) for t in tensors])) and to:
@@ -94,7 +94,7 @@ class _Channel:
 
     def expect(self, kind: str, specs: Sequence[Spec], source: int) -> Callable[[timedelta | None], list[Tensor]]:
         # When this rank forgets a message, the other one has forgotten its own.
-        answered = self._unanswered.pop(0) if self._unanswered else _Slot()
+        answered = self._unanswered.pop(0) if self._unanswered else _PhantomSlot()
 
         def take(timeout: timedelta | None) -> list[Tensor]:
             size = message_bytes(specs)
@@ -108,7 +108,7 @@ class _Channel:
         return take
 
 
-def _freed(slots: Sequence[_Slot]) -> None:
+def _freed(slots: Sequence[_PhantomSlot]) -> None:
     for slot in slots:
         slot.free = True
 

@@ -14,18 +14,17 @@ from ...errors import InputError
 from ...layout import known_models
 from ...layout.describe import on_meta
 from ...strategies.pipefusion.stages import first_cut, kinds_of, stage_of
-from ..auto import batched
 from ..costs.hardware import machine
-from ..costs.work import Job
+from ..costs.work import Workload
 from ..model_work import work_of
 from ..prediction import predict
-from .walk import Call, Needs, Workspace, cpu_workspace, decode, denoise, encode
+from .walk import Needs, Workspace, cpu_workspace, decode, denoise, encode
 
 PhaseName = Literal["load", "encode", "denoise", "decode"]
 
 
 @dataclass(frozen=True)
-class Part:
+class Component:
     """A component: its class and its configuration."""
 
     kind: str
@@ -47,46 +46,17 @@ class Components:
     """
 
     name: str
-    denoisers: tuple[Part, ...]
+    denoisers: tuple[Component, ...]
     pipeline: str | None = None
-    encoders: Mapping[str, Part] = field(default_factory=dict)
-    vae: Part | None = None
+    encoders: Mapping[str, Component] = field(default_factory=dict)
+    vae: Component | None = None
     scale: int = 8
     other: float = 0.0
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked for.
-
-    Attributes:
-        width, height: in pixels.
-        rows, cols, frames: image tokens of a sample.
-        text: text tokens.
-        pictures: of one call of the pipeline.
-        branches: of guidance.
-        latent_frames: that the autoencoder decodes; 0: as many as there are tokens along time.
-    """
-
-    width: int
-    height: int
-    rows: int
-    cols: int
-    frames: int = 1
-    text: int = 256
-    pictures: int = 1
-    branches: int = 2
-    latent_frames: int = 0
-
-    @property
-    def image(self) -> int:
-        """Image tokens of a sample."""
-        return self.rows * self.cols * self.frames
-
-
-@dataclass(frozen=True)
 class Phase:
-    """Bytes of a rank in a phase of a request.
+    """Bytes of a rank in a phase of a workload.
 
     Attributes:
         name: of the phase.
@@ -133,7 +103,7 @@ class RankNeeds:
 def needs(
     components: Components,
     config: ParallelConfig,
-    request: Request,
+    workload: Workload,
     dtype: torch.dtype,
     process: float = 0.0,
     device: Literal["cpu", "cuda"] = "cpu",
@@ -148,7 +118,7 @@ def needs(
     Args:
         components: of the pipeline.
         config: of the ranks.
-        request: what is asked for.
+        workload: what is asked for.
         dtype: of the weights.
         process: bytes of a process without a model.
         device: what ranks compute on. GPUs pass no tensors through shared memory; what their kernels take besides
@@ -160,15 +130,15 @@ def needs(
         LayoutError: a component cannot run without values, or has no reviewed layout.
     """
     kernels = workspace if device == "cpu" else None
-    how = _How(dtype, config.shared_memory and device == "cpu", kernels)
-    vae, text = _decoding(components, config, request, how), _encoding(components, config, request, how, offloaded)
+    how = _WalkOptions(dtype, config.shared_memory and device == "cpu", kernels)
+    vae, text = _decoding(components, config, workload, how), _encoding(components, config, workload, how, offloaded)
     found: list[RankNeeds] = []
-    for stage, one in enumerate(_denoising(components, config, request, how)):
+    for stage, one in enumerate(_denoising(components, config, workload, how)):
         ranks = config.world_size // config.pipe
         encoding = int(stage == 0) if config.text_encoder == "rank0" else ranks
         for count, encodes in ((encoding, True), (ranks - encoding, False)):
             if count:
-                mine = text if encodes else _Text(text.loaded)
+                mine = text if encodes else _EncoderMemory(text.loaded)
                 found.append(RankNeeds(stage, count, _phases(components, one, mine, vae, offloaded, process)))
     return found
 
@@ -176,7 +146,7 @@ def needs(
 def fullest(
     components: Components,
     config: ParallelConfig,
-    request: Request,
+    workload: Workload,
     dtype: torch.dtype,
     process: float = 0.0,
     device: Literal["cpu", "cuda"] = "cpu",
@@ -186,7 +156,7 @@ def fullest(
     """The phase of the rank that needs most: the one figure by which a request fits a device.
 
     Args:
-        components, config, request, dtype, process, device, offloaded: as of `needs`.
+        components, config, workload, dtype, process, device, offloaded: as of `needs`.
         encoded_before: texts are encoded by text encoders alone, which are gone when the transformer is loaded.
 
     Raises:
@@ -195,15 +165,15 @@ def fullest(
     first = []
     if encoded_before and components.encoders:
         kernels = cpu_workspace if device == "cpu" else None
-        text = _encoding(components, ParallelConfig(), request, _How(dtype, False, kernels))
+        text = _encoding(components, ParallelConfig(), workload, _WalkOptions(dtype, False, kernels))
         first = [Phase("encode", text.encoding, text.activations, process=process)]
         components = replace(components, encoders={})
-    found = needs(components, config, request, dtype, process, device, offloaded)
+    found = needs(components, config, workload, dtype, process, device, offloaded)
     return max([*first, *(one.peak for one in found)], key=lambda phase: phase.total)
 
 
 @dataclass(frozen=True)
-class _Text:
+class _EncoderMemory:
     """What text encoders take on a rank.
 
     Attributes:
@@ -219,7 +189,7 @@ class _Text:
 
 
 def _phases(
-    components: Components, one: Needs, text: _Text, vae: Needs, offloaded: bool, process: float
+    components: Components, one: Needs, text: _EncoderMemory, vae: Needs, offloaded: bool, process: float
 ) -> tuple[Phase, ...]:
     """Of a rank: what it needs of the transformers, of text encoders, and of the autoencoder."""
     around = one.weights + (0.0 if offloaded else vae.weights + components.other)
@@ -235,18 +205,18 @@ def _phases(
     return tuple(phases)
 
 
-def around(components: Components, request: Request, dtype: torch.dtype) -> tuple[float, float, float]:
+def around(components: Components, workload: Workload, dtype: torch.dtype) -> tuple[float, float, float]:
     """What is beside the transformers on a GPU: bytes of weights, and of tensors of encoding and of a whole decode.
 
     Raises:
         LayoutError: as for `needs`.
     """
-    config, how = ParallelConfig(), _How(dtype, False, None)
-    text, vae = _encoding(components, config, request, how), _decoding(components, config, request, how)
+    config, how = ParallelConfig(), _WalkOptions(dtype, False, None)
+    text, vae = _encoding(components, config, workload, how), _decoding(components, config, workload, how)
     return text.loaded + vae.weights + components.other, text.activations, vae.activations
 
 
-class _How(NamedTuple):
+class _WalkOptions(NamedTuple):
     """What all walks are told."""
 
     dtype: torch.dtype
@@ -255,47 +225,38 @@ class _How(NamedTuple):
 
 
 def _encoding(
-    components: Components, config: ParallelConfig, request: Request, how: _How, offloaded: bool = False
-) -> _Text:
+    components: Components, config: ParallelConfig, workload: Workload, how: _WalkOptions, offloaded: bool = False
+) -> _EncoderMemory:
     """Of a rank that encodes."""
     parts = components.encoders.values()
-    whole = [encode(part.kind, part.settings, ParallelConfig(), request.text, *how) for part in parts]
+    whole = [encode(part.kind, part.settings, ParallelConfig(), workload.text, *how) for part in parts]
     cut = config.text_encoder == "sharded" and config.world_size > 1
-    every = [encode(part.kind, part.settings, config, request.text, *how) for part in parts] if cut else whole
+    every = [encode(part.kind, part.settings, config, workload.text, *how) for part in parts] if cut else whole
     most = max(every, key=lambda each: each.activations + offloaded * each.weights, default=Needs(0.0, 0.0))
     if offloaded:
-        return _Text(0.0, most.weights, 0.0, most.activations, most.shared)
+        return _EncoderMemory(0.0, most.weights, 0.0, most.activations, most.shared)
     loaded, held = (float(sum(each.weights for each in some)) for some in (whole, every))
     later = 0.0 if config.text_encoder == "freed" else held
-    return _Text(loaded, held, later, most.activations, most.shared)
+    return _EncoderMemory(loaded, held, later, most.activations, most.shared)
 
 
-def _decoding(components: Components, config: ParallelConfig, request: Request, how: _How) -> Needs:
+def _decoding(components: Components, config: ParallelConfig, workload: Workload, how: _WalkOptions) -> Needs:
     vae = components.vae
     if vae is None:
         return Needs(0.0, 0.0)
-    plane = (request.height // components.scale, request.width // components.scale)
+    plane = (workload.height // components.scale, workload.width // components.scale)
     model: Any = on_meta(vae.kind, dict(vae.settings))
     # With what the class has by default.
     channels = model.config.get("latent_channels") or model.config.get("z_dim") or 4
     decoder = getattr(model, "decoder", model)
     video = any(parameter.dim() == 5 for parameter in decoder.parameters())
-    frames = (request.latent_frames or request.frames,) if video else ()
-    return decode(vae.kind, vae.settings, config, (request.pictures, channels, *frames, *plane), *how)
+    frames = (workload.latent_frames or workload.frames,) if video else ()
+    return decode(vae.kind, vae.settings, config, (workload.pictures, channels, *frames, *plane), *how)
 
 
-def _denoising(components: Components, config: ParallelConfig, request: Request, how: _How) -> list[Needs]:
+def _denoising(components: Components, config: ParallelConfig, workload: Workload, how: _WalkOptions) -> list[Needs]:
     """For every stage what its ranks need, of all transformers."""
-    call = Call(
-        request.rows,
-        request.cols,
-        request.frames,
-        request.text,
-        request.pictures,
-        request.branches,
-        batched(components.pipeline),
-    )
-    stages = [[*_stages(part, config, call, how)] for part in components.denoisers]
+    stages = [[*_stages(part, config, workload, how)] for part in components.denoisers]
     return [
         Needs(
             # One of several transformers runs at a time.
@@ -308,7 +269,7 @@ def _denoising(components: Components, config: ParallelConfig, request: Request,
     ]
 
 
-def _stages(part: Part, config: ParallelConfig, call: Call, how: _How) -> list[Needs]:
+def _stages(part: Component, config: ParallelConfig, workload: Workload, how: _WalkOptions) -> list[Needs]:
     """What the ranks of every stage need of one transformer."""
     layout = known_models().get(part.kind)
     if layout is None:
@@ -317,21 +278,18 @@ def _stages(part: Part, config: ParallelConfig, call: Call, how: _How) -> list[N
             f"{', '.join(sorted(known_models()))}"
         )
     if not config.stages_or_patches:
-        return [denoise(part.kind, part.settings, layout, config, call, *how)]
+        return [denoise(part.kind, part.settings, layout, config, workload, *how)]
     # In synchronous steps every stage has the whole picture, and nothing needs more. Keys of a stage's blocks stay.
     whole = ParallelConfig(
         **config.model_dump(
             include={"data", "cfg", "ring", "ulysses", "tensor", "shard", "text", "shared_memory", "vae"}
         )
     )
-    one = denoise(part.kind, part.settings, layout, whole, call, *how)
+    one = denoise(part.kind, part.settings, layout, whole, workload, *how)
     model = on_meta(part.kind, dict(part.settings))
     order, lengths = kinds_of(model, layout), first_cut(model, layout, config)
-    work, element = work_of(model, layout), how.dtype.itemsize
-    job = Job(
-        call.rows * call.cols * call.frames, call.text, call.pictures, call.branches, call.batched, element=element
-    )
-    terms = predict(config, work, job, machine("cpu", config.world_size)).kept
+    sized = replace(workload, element=how.dtype.itemsize)
+    terms = predict(config, work_of(model, layout), sized, machine("cpu", config.world_size)).kept
     keys = sum(term.memory for term in terms if term.holds == "keys")
     found = []
     for stage in range(config.pipe):

@@ -9,11 +9,13 @@ say how much.
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +37,7 @@ from ...strategies.rows import DecodedRows
 from ...strategies.sharded import ShardedWeights, Unit
 from ...strategies.text_encoders import in_pieces
 from ...strategies.vae.parallel import BandedVae
+from ..costs.work import Workload
 from ..model_work import WithoutValues, kept_blocks
 from .phantom import SharedPools, phantom_mesh
 
@@ -47,27 +50,6 @@ _STEPS = 3
 
 # Bytes that an operation takes besides its results, from the operation, its arguments and its results.
 Workspace = Callable[[Any, tuple[Any, ...], Any], float]
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a pipeline asks of its transformer in a step.
-
-    Attributes:
-        rows, cols, frames: image tokens of a sample.
-        text: text tokens.
-        pictures: samples of a branch of guidance.
-        branches: of guidance.
-        batched: whether the branches are rows of one call; else each has a call of its own.
-    """
-
-    rows: int
-    cols: int
-    frames: int = 1
-    text: int = 256
-    pictures: int = 1
-    branches: int = 1
-    batched: bool = True
 
 
 @dataclass(frozen=True)
@@ -89,12 +71,26 @@ class Needs:
     blocks: tuple[float, ...] = ()
 
 
+def _kept(walk: Callable[..., Needs]) -> Callable[..., Needs]:
+    """Keep what a component's walk found, by all that it was called with: a search asks of the same ones again."""
+    known: dict[Any, Needs] = {}
+
+    @wraps(walk)
+    def kept(kind: str, settings: Mapping[str, Any], config: ParallelConfig, *rest: Any) -> Needs:
+        key = (kind, json.dumps(settings, sort_keys=True, default=str), config.model_dump_json(), *rest)
+        if key not in known:
+            known[key] = walk(kind, settings, config, *rest)
+        return known[key]
+
+    return kept
+
+
 def denoise(
     transformer: str,
     settings: Mapping[str, Any],
     layout: TokenLayout,
     config: ParallelConfig,
-    call: Call,
+    workload: Workload,
     dtype: torch.dtype,
     shared_memory: bool = True,
     workspace: Workspace | None = None,
@@ -105,7 +101,7 @@ def denoise(
         transformer, settings: class and configuration.
         layout: where its tokens are.
         config: without stages and patches.
-        call: what is asked of it.
+        workload: what is asked of it.
         dtype: of the weights.
         shared_memory: whether ranks pass tensors through shared memory; else a process group.
         workspace: what kernels take besides their results.
@@ -113,16 +109,17 @@ def denoise(
     Raises:
         LayoutError: the transformer cannot run without values.
     """
-    if not call.batched and config.cfg > 1:
+    if not workload.batched and config.cfg > 1:
         # Every rank has a branch of its own.
-        call, config = replace(call, branches=-(-call.branches // config.cfg)), config.model_copy(update={"cfg": 1})
+        workload = replace(workload, branches=-(-workload.branches // config.cfg))
+        config = config.model_copy(update={"cfg": 1})
     model = on_meta(transformer, dict(settings)).eval()
     order = kinds_of(model, layout)
     counts = [order.count(kind) for kind in range(max(order) + 1)]
 
     def look(blocks: Sequence[int]) -> Needs:
         with kept_blocks(model, layout, blocks):
-            return _step(model, layout, config, call, dtype, shared_memory, workspace)
+            return _step(model, layout, config, workload, dtype, shared_memory, workspace)
 
     once = look([1] * len(counts))
     weights = once.weights + sum((count - 1) * block for count, block in zip(counts, once.blocks, strict=True))
@@ -144,15 +141,15 @@ def _step(
     model: nn.Module,
     layout: TokenLayout,
     config: ParallelConfig,
-    call: Call,
+    workload: Workload,
     dtype: torch.dtype,
     shared_memory: bool,
     workspace: Workspace | None,
 ) -> Needs:
     """Some steps of a model on the meta device; it is left as it was."""
     reasons: list[str] = []
-    size = Size(call.rows, call.cols, call.text, call.pictures * (call.branches if call.batched else 1), call.frames)
-    calls = 1 if call.batched else call.branches
+    batch, calls = workload.calls(workload.pictures, workload.branches)
+    size = Size(workload.rows, workload.cols, workload.text, batch, workload.frames)
     for way in sorted(ways(model), key=lambda way: way.optional):
         with _fake(model, dtype):
             alive = Alive((*model.parameters(), *model.buffers()), workspace)
@@ -260,6 +257,7 @@ def _units(sharded: ShardedWeights | None, alive: Alive) -> list[Unit]:
     return units
 
 
+@_kept
 def decode(
     kind: str,
     settings: Mapping[str, Any],
@@ -305,6 +303,7 @@ def decode(
         return Needs(bytes_of(vae), alive.peak, shared=pools.bytes if pools else 0.0)
 
 
+@_kept
 def encode(
     kind: str,
     settings: Mapping[str, Any],

@@ -13,14 +13,14 @@ from .. import measurements as kept
 from ..costs.hardware import Hardware
 from ..fit import fitted
 from ..prediction import Prediction, predict
-from .subject import Subject
+from .subject import PlanSubject
 
 # Steps of each configuration, of which the first two do not count.
 STEPS = 5
 
 
 def measured(
-    pool: Launcher, subject: Subject, some: Sequence[Prediction], hardware: Hardware, rounds: int = 2
+    pool: Launcher, subject: PlanSubject, some: Sequence[Prediction], hardware: Hardware, rounds: int = 2
 ) -> list[tuple[Prediction, float]]:
     """Seconds of a step of each prediction's configuration, the fastest first.
 
@@ -34,37 +34,37 @@ def measured(
         hardware: what they were made with.
         rounds: turns of each.
     """
-    job, times = subject.job, [float("inf")] * len(some)
-    side = max(1, round(job.image**0.5))
+    workload, times = subject.workload, [float("inf")] * len(some)
+    side = max(1, round(workload.image**0.5))
     for _ in range(rounds):
         for at, one in enumerate(some):
             settings = one.config.model_dump(exclude_defaults=True)
-            sizes = (side, max(1, job.image // side), job.text, job.pictures * job.branches)
+            sizes = (side, max(1, workload.image // side), workload.text, workload.pictures * workload.branches)
             seconds = max(pool.run(_seconds, subject.transformer, subject.config, sizes, settings))
             times[at] = min(times[at], seconds)
     return sorted(zip(some, times, strict=True), key=lambda pair: pair[1])
 
 
 def keep(
-    subject: Subject, results: Sequence[tuple[Prediction, float]], hardware: Hardware, exactness: str
+    subject: PlanSubject, results: Sequence[tuple[Prediction, float]], hardware: Hardware, exactness: str
 ) -> tuple[Hardware, float]:
     """Keep the fastest configuration, and the profile that the measured steps fit; returns that and its mean error."""
     refined = fitted(hardware, [(one.stale, one.config.world_size, seconds) for one, seconds in results])
     errors = [
-        abs(predict(one.config, subject.model.work, subject.job, refined).step / seconds - 1)
+        abs(predict(one.config, subject.model.work, subject.workload, refined).step / seconds - 1)
         for one, seconds in results
     ]
     error = sum(errors) / len(errors)
     refined = refined.model_copy(update={"error": round(error, 4)})
     best, seconds = results[0]
-    key = kept.key_of(subject.model.work, subject.job, hardware.device.name, best.config.world_size)
+    key = kept.key_of(subject.model.work, subject.workload, hardware.device.name, best.config.world_size)
     kept.keep(
         key,
         {
             "model": subject.name,
-            "image": subject.job.image,
-            "text": subject.job.text,
-            "branches": subject.job.branches,
+            "image": subject.workload.image,
+            "text": subject.workload.text,
+            "branches": subject.workload.branches,
             "device": hardware.device.name,
             "devices": best.config.world_size,
             "exactness": exactness,

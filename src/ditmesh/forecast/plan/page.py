@@ -13,13 +13,15 @@ from ..costs.hardware import Hardware
 from ..explain import Line, number
 from ..prediction import Prediction
 from ..search import Found
-from .subject import Subject
+from .subject import PlanSubject
 
 # Configurations of a chart: more are a cloud.
 POINTS = 40
 
 
-def page_of(subject: Subject, hardware: Hardware, found: Found, lines: Sequence[Line], data: dict[str, Any]) -> Page:
+def page_of(
+    subject: PlanSubject, hardware: Hardware, found: Found, lines: Sequence[Line], data: dict[str, Any]
+) -> Page:
     """The page of a plan; every figure on it is predicted.
 
     Args:
@@ -28,11 +30,11 @@ def page_of(subject: Subject, hardware: Hardware, found: Found, lines: Sequence[
         lines: those that the table shows.
         data: everything, as JSON can hold it; it can be saved from the page.
     """
-    job = subject.job
+    workload = subject.workload
     page = Page(
         f"Plan for {subject.name}",
-        f"Predicted, not measured: {hardware.describe()}, {job.image:,} image and {job.text:,} text tokens, "
-        f"{job.steps} steps, {job.pictures} at once, guidance {'on' if job.branches > 1 else 'off'}",
+        f"Predicted, not measured: {hardware.describe()}, {workload.image:,} image and {workload.text:,} text tokens, "
+        f"{workload.steps} steps, {workload.pictures} at once, guidance {'on' if workload.branches > 1 else 'off'}",
     )
     page.section("Configurations")
     page.table(

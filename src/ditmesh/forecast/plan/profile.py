@@ -12,7 +12,7 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from ...launch import Launcher
-from ..costs.hardware import Device, Hardware, Link, Speed
+from ..costs.hardware import Device, Hardware, LinkSpeed, TransferSpeed
 
 if TYPE_CHECKING:
     import torch
@@ -39,15 +39,15 @@ def profile(pool: Launcher) -> tuple[Hardware, Hardware | None]:
     Returns:
         The profile with the fastest link between the ranks, and one with the process group, where that is another.
     """
-    everybody = pool.run(measure)
+    every = pool.run(measure)
     alone = pool.run(alone_on_first)[0]
-    first = everybody[0]
-    together = max(one["busy"] for one in everybody)
-    device = Device(**first["device"], crowded=max(1.0, together / alone))
-    links = [[one["links"][at] for one in everybody] for at in range(len(first["links"]))]
+    first = every[0]
+    together = max(one["busy"] for one in every)
+    device = Device(**first["device"], contention_factor=max(1.0, together / alone))
+    links = [[one["links"][at] for one in every] for at in range(len(first["links"]))]
     made = [Hardware(device=device, link=_slowest(each), devices=pool.world_size) for each in links]
     if not made:
-        made = [Hardware(device=device, link=Link(name="none", latency=0, bandwidth=1e12, source="one rank"))]
+        made = [Hardware(device=device, link=LinkSpeed(name="none", latency=0, bandwidth=1e12, source="one rank"))]
     return made[0], made[1] if len(made) > 1 else None
 
 
@@ -173,7 +173,7 @@ def _device(where: torch.device) -> dict[str, Any]:
     }
 
 
-def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> Speed:
+def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> TransferSpeed:
     """``latency + amount / bandwidth`` with the least relative error; neither is below zero."""
     import numpy as np
 
@@ -182,7 +182,7 @@ def fit_line(amounts: Sequence[float], seconds: Sequence[float]) -> Speed:
     latency, slope = np.linalg.lstsq(columns, np.ones_like(t), rcond=None)[0]
     if latency < 0:
         latency, slope = 0.0, float((a / t).sum() / (a * a / t / t).sum())
-    return Speed(latency=float(latency), bandwidth=float(1 / max(slope, 1e-15)))
+    return TransferSpeed(latency=float(latency), bandwidth=float(1 / max(slope, 1e-15)))
 
 
 def _halves(most: int) -> Iterable[float]:
@@ -216,7 +216,7 @@ def _one_speed(work: Sequence[float], times: Sequence[float]) -> tuple[float, fl
 
 
 def _link(mesh: Mesh) -> dict[str, Any]:
-    """Entries of a `Link`: every collective's line."""
+    """Entries of a `LinkSpeed`: every collective's line."""
     import torch
 
     link, size, gpu = mesh.ring, mesh.ring.size, mesh.device.type == "cuda"
@@ -249,6 +249,6 @@ def _link(mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def _slowest(links: Sequence[dict[str, Any]]) -> Link:
+def _slowest(links: Sequence[dict[str, Any]]) -> LinkSpeed:
     """The rank whose transfers take longest."""
-    return Link(**max(links, key=lambda one: one["latency"] + 1e6 / one["bandwidth"]))
+    return LinkSpeed(**max(links, key=lambda one: one["latency"] + 1e6 / one["bandwidth"]))

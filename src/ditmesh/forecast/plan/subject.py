@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,37 +11,36 @@ import torch
 from ...config import ParallelConfig, TextEncoderPolicy
 from ...errors import InputError, LayoutError
 from ...generate.model_info import ModelInfo, find_model
-from ..auto import batched
-from ..catalogue import shapes
+from ..catalogue import Shape, shapes
 from ..costs.hardware import Hardware
 from ..costs.step import Term
-from ..costs.work import Job
+from ..costs.work import Workload
 from ..memory.check import components_of, components_of_shape
-from ..memory.phases import Components, Request, fullest
-from ..search import Exactness, Limits, Model
+from ..memory.phases import Components, fullest
+from ..search import Exactness, Model, SearchLimits
 from ..shipped import derived, model_of
-from ..workload import request_of, request_of_shape
+from ..workload import workload_of
 
 Encoders = Literal["whole", "sharded", "rank0", "freed", "before"]
 # Bytes of an element.
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Denoising steps where only a folder is known.
 STEPS = 28
-# How far from a device's memory a video's prediction counts as near, as of `Limits.near`.
+# How far from a device's memory a video's prediction counts as near, as of `SearchLimits.near`.
 VIDEOS = 0.4
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlanSubject:
     """A model, and what is asked of it.
 
     Attributes:
         name: of the model.
         transformer, config: class and configuration of its transformer.
         model: on the meta device, with its layout and its work.
-        job: what is asked for.
+        workload: what is asked for.
         source: where the sizes are from.
-        components, request: what takes memory, and what is asked of it.
+        components: what takes memory.
         encoders: where text encoders are: a policy of `ParallelConfig`, or ``"before"``: a program of its own has
             encoded the texts, and they are not loaded.
         offloaded: text encoders and autoencoder are elsewhere while they do not work.
@@ -51,14 +50,15 @@ class Subject:
     transformer: str
     config: dict[str, Any]
     model: Model
-    job: Job
+    workload: Workload
     source: str
     components: Components
-    request: Request
     encoders: Encoders = "whole"
     offloaded: bool = False
 
-    def limits(self, hardware: Hardware, exactness: Exactness, memory: float | None, deadline: float | None) -> Limits:
+    def limits(
+        self, hardware: Hardware, exactness: Exactness, memory: float | None, deadline: float | None
+    ) -> SearchLimits:
         """What configurations have to keep to, on some hardware."""
         part = hardware.device
         where: Literal["cpu", "cuda"] = "cpu" if part.name == "cpu" else "cuda"
@@ -67,7 +67,7 @@ class Subject:
             before = self.encoders == "before"
             try:
                 phase = fullest(
-                    self.components, config, self.request, self.dtype, part.runtime, where, self.offloaded, before
+                    self.components, config, self.workload, self.dtype, part.runtime, where, self.offloaded, before
                 )
             except LayoutError:
                 return None
@@ -78,85 +78,60 @@ class Subject:
         policy: TextEncoderPolicy = "whole" if self.encoders == "before" else self.encoders
         # Where encoders come and go the sum of what is held does not say what the fullest phase holds.
         # Of decoding videos the sum knows nothing.
-        near = float("inf") if moved else VIDEOS if self.request.frames > 1 else Limits.near
-        return Limits(exactness, memory, deadline, text_encoder=policy, needed=needed, near=near)
+        near = float("inf") if moved else VIDEOS if self.workload.frames > 1 else SearchLimits.near
+        return SearchLimits(exactness, memory, deadline, text_encoder=policy, needed=needed, near=near)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights."""
-        return {4: torch.float32, 2: torch.bfloat16}[self.job.element]
+        return {4: torch.float32, 2: torch.bfloat16}[self.workload.element]
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What the user has said of the job; None: the model's usual."""
-
-    size: tuple[int, int] | None = None
-    frames: int | None = None
-    text: int | None = None
-    pictures: int = 1
-    guidance: bool | None = None
-    steps: int | None = None
-    dtype: str = "bfloat16"
-    beside: float | None = None
-    encoders: Encoders = "whole"
-    offloaded: bool = False
-
-
-def subject(name: str, asked: Asked) -> Subject:
-    """The model of a name.
+def subject(
+    name: str,
+    *,
+    steps: int | None = None,
+    dtype: str = "bfloat16",
+    beside: float | None = None,
+    encoders: Encoders = "whole",
+    offloaded: bool = False,
+    pictures: int = 1,
+    **sizes: Any,
+) -> PlanSubject:
+    """The model of a name, and what is asked of it; what is None is as usual.
 
     Args:
         name: of the catalogue (`ditmesh.forecast.catalogue`), else a folder, a hub id or an embedded model.
-        asked: what is asked of it.
+        steps: of denoising.
+        dtype: of the weights.
+        beside: bytes of what every rank holds beside the transformer.
+        encoders, offloaded: as of `PlanSubject`.
+        pictures: made at once.
+        sizes: what else `workload_of` takes.
 
     Raises:
         InputError: there is no such model, its class has no reviewed layout, or it cannot make that size.
         LayoutError: its work cannot be found out on the meta device.
     """
     key, known = name.lower(), shapes()
-    wanted = (asked.size, asked.text, asked.pictures, asked.guidance, asked.frames)
-    if key in known and not Path(name).exists():
-        shape = known[key]
-        transformer, config = shape.transformer, shape.config
-        request = request_of_shape(shape, *wanted)
-        steps, together, element, source = shape.steps, shape.batched, DTYPES[asked.dtype], shape.source
-        beside = float(shape.beside * element)
-        decode = float(shape.decode * request.width * request.height * element)
-        model, components = model_of(shape), components_of_shape(shape)
+    shipped = key in known and not Path(name).exists()
+    source = known[key] if shipped else _found(name, list(known))
+    element = DTYPES[dtype]
+    workload = workload_of(source, pictures=pictures, element=element, **sizes)
+    if isinstance(source, Shape):
+        transformer, config, said = source.transformer, source.config, source.source
+        usual, held = source.steps, float(source.beside * element)
+        decode = float(source.decode * workload.width * workload.height * element) * pictures
+        model, components = model_of(source), components_of_shape(source)
     else:
-        info = _found(name, list(known))
-        transformer, config = info.transformer_class, info.transformer
-        request = request_of(info, *wanted)
-        steps, together = STEPS, batched(info.pipeline_class)
-        beside, decode, source = _beside(info), 0.0, "the pipeline's folder"
-        model, components = derived(transformer, config), components_of(info)
-    if asked.offloaded or asked.encoders == "before":
+        transformer, config, said = source.transformer_class, source.transformer, "the pipeline's folder"
+        usual, held, decode = STEPS, _beside(source), 0.0
+        model, components = derived(transformer, config), components_of(source)
+    if offloaded or encoders == "before":
         # They are nowhere while the transformer runs.
-        beside = 0.0
-    job = Job(
-        request.image,
-        request.text,
-        pictures=asked.pictures,
-        branches=request.branches,
-        batched=together,
-        steps=asked.steps or steps,
-        element=DTYPES[asked.dtype],
-        beside=beside if asked.beside is None else asked.beside,
-        decode=decode * asked.pictures,
-    )
-    return Subject(
-        name,
-        transformer,
-        config,
-        model,
-        job,
-        source,
-        components,
-        request,
-        asked.encoders,
-        asked.offloaded,
-    )
+        held = 0.0
+    workload = replace(workload, steps=steps or usual, beside=held if beside is None else beside, decode=decode)
+    return PlanSubject(name, transformer, config, model, workload, said, components, encoders, offloaded)
 
 
 def _found(name: str, known: list[str]) -> ModelInfo:

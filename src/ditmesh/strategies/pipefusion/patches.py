@@ -25,8 +25,8 @@ from ...core.arguments import Arguments, parameter_names
 from ...core.partition import Partition, even_cut
 from ...core.patching import Patch
 from ...errors import ConfigError, LayoutError
-from ...forecast.costs.step import Share, Step, Term
-from ...forecast.costs.work import Job, Work
+from ...forecast.costs.step import Share, StepForecast, Term
+from ...forecast.costs.work import Work, Workload
 from ...layout import Region, Stream, TokenLayout
 from ...staleness.control import WarmupControl
 from ...staleness.drift import DriftMonitor
@@ -454,12 +454,12 @@ class PatchTokens(PipeStrategy, TokenStrategy):
         return PatchParallel(self.context.config, self.context.mesh, monitor, numbered(model, monitor))
 
     @classmethod
-    def share(cls, config: ParallelConfig, work: Work, job: Job, share: Share, stale: bool) -> Share:
-        share = replace(ExactSequence.share(config, work, job, share, stale), chunks=1)
+    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
+        share = replace(ExactSequence.share(config, work, workload, share, stale), chunks=1)
         return replace(share, pieces=config.patches or config.pipe) if stale else share
 
     @classmethod
-    def terms(cls, step: Step) -> Iterator[Term]:
+    def terms(cls, step: StepForecast) -> Iterator[Term]:
         """Heads and keys of a patch's tokens among the sequence ranks; keys of the whole picture are kept."""
         config, share = step.config, step.share
         yield from traded(step, share.pieces)
@@ -468,6 +468,6 @@ class PatchTokens(PipeStrategy, TokenStrategy):
             if config.ring > 1:
                 sent = keys * (config.ring - 1) / config.ring / share.pieces
                 yield step.transfer("keys gathered (ring)", ("ring",), "all_gather", sent, times * share.pieces)
-            yield step.pointwise("copies of keys", 2 * keys / step.job.element, times)
+            yield step.pointwise("copies of keys", 2 * keys / step.workload.element, times)
             yield Term("keys kept", "memory", memory=keys * times, holds="keys")
         yield from gathered(step)

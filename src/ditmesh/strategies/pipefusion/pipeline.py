@@ -34,8 +34,8 @@ from ...core.partition import Partition, even_cut
 from ...core.patching import Proceed
 from ...core.values import seen
 from ...errors import ConfigError, LayoutError
-from ...forecast.costs.step import Share, Step, Term
-from ...forecast.costs.work import Job, Work
+from ...forecast.costs.step import Share, StepForecast, Term
+from ...forecast.costs.work import Work, Workload
 from ...layout import Region
 from ...staleness.control import PATIENCE, WarmupControl
 from ..base import ParallelModel, Request
@@ -458,32 +458,33 @@ class PipeFusionCalls(PipeStrategy):
         return value
 
     @classmethod
-    def share(cls, config: ParallelConfig, work: Work, job: Job, share: Share, stale: bool) -> Share:
+    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
         # What surrounds the blocks runs with every patch.
         return replace(share, rest=share.pieces) if stale else share
 
     @classmethod
-    def terms(cls, step: Step) -> Iterator[Term]:
+    def terms(cls, step: StepForecast) -> Iterator[Term]:
         """A patch's tokens to the next stage, its prediction back to the first; what stages wait for one another.
 
         With fewer patches than stages a stage waits for the first of the next step; and a request begins with
         ``(stages - 1) / patches`` of a stage's step in which the last stage has nothing to do yet.
         """
-        config, share, job = step.config, step.share, step.job
+        config, share, workload = step.config, step.share, step.workload
         if config.pipe == 1:
             return
         width = max(block.width for block in step.work.blocks)
-        tokens = share.rows * (job.image / share.image / share.pieces + job.text / share.text) * width * job.element
-        back = share.rows * step.work.output.of(job.image, job.text) * job.element
+        tokens = workload.image / share.image / share.pieces + workload.text / share.text
+        sent = share.rows * tokens * width * workload.element
+        back = share.rows * step.work.output.of(workload.image, workload.text) * workload.element
         compute = sum(term.seconds for term in step.compute())
         times = share.calls * share.pieces
         if not step.stale:
             turns = times * (config.pipe - 1)
-            yield step.transfer("patches (pipe)", ("pipe",), "shift", tokens, turns, route="in turn")
+            yield step.transfer("patches (pipe)", ("pipe",), "shift", sent, turns, route="in turn")
             yield step.transfer("predictions (pipe)", ("pipe",), "broadcast", back, share.calls)
             return
         behind = compute / times
-        yield step.transfer("patches (pipe)", ("pipe",), "shift", tokens, times, behind, "chain")
+        yield step.transfer("patches (pipe)", ("pipe",), "shift", sent, times, behind, "chain")
         yield step.transfer("predictions (pipe)", ("pipe",), "shift", back / share.pieces, times, behind, "back")
         waits = max(0.0, config.pipe / share.pieces - 1)
         yield Term("the next step's patch", "idle", waits * compute)

@@ -22,7 +22,7 @@ from ...config import ParallelConfig
 from ...core.patching import refuse_calls, refuse_saving
 from ...errors import ConfigError, InputError
 from ...forecast.costs.step import Share
-from ...forecast.costs.work import Job, Linear, Work
+from ...forecast.costs.work import Linear, Work, Workload
 from ...layout import Stream, TokenLayout
 from ..balance import Balance, mixed
 from ..base import Strategy
@@ -494,7 +494,7 @@ class PipelineStages(PipeStrategy):
         first_cut(model, layout, config)
 
     @classmethod
-    def share(cls, config: ParallelConfig, work: Work, job: Job, share: Share, stale: bool) -> Share:
+    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
         # The blocks of the slowest stage; in a synchronous step the stages run one after the other.
         stages = stage_blocks(work, config)
         return replace(share, blocks=max(stages, key=lambda one: _cost(work, one))) if stale else share

@@ -25,8 +25,8 @@ from ...comm import Codec, Link, Transfer, codec
 from ...comm.mesh import Mesh
 from ...config import ParallelConfig
 from ...core.partition import Partition
-from ...forecast.costs.step import Share, Step, Term
-from ...forecast.costs.work import Job, Work
+from ...forecast.costs.step import Share, StepForecast, Term
+from ...forecast.costs.work import Work, Workload
 from ...staleness.control import WarmupControl
 from ..base import ParallelModel, Request
 from ..hooks import Handler
@@ -263,8 +263,8 @@ class StaleStrategy(TokenStrategy):
         return config.exchange == cls.name
 
     @classmethod
-    def share(cls, config: ParallelConfig, work: Work, job: Job, share: Share, stale: bool) -> Share:
-        return replace(ExactSequence.share(config, work, job, share, stale), chunks=1)
+    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
+        return replace(ExactSequence.share(config, work, workload, share, stale), chunks=1)
 
     def handler(self, model: ParallelModel) -> Handler:
         control = self.context.get(WarmupControl)
@@ -287,7 +287,7 @@ class Displaced(StaleStrategy):
     kind = DisplacedParallel
 
     @classmethod
-    def terms(cls, step: Step) -> Iterator[Term]:
+    def terms(cls, step: StepForecast) -> Iterator[Term]:
         """Own keys to all others, which a stale step waits for a step later; keys of all ranks are kept.
 
         A step sends 2 (N - 1) / N of its keys' size from every rank, and copies keys into the buffer and out of the
@@ -301,9 +301,9 @@ class Displaced(StaleStrategy):
             keys = step.size_of(one, queries=0)
             own = step.size_of(one, queries=0, texts=not step.replicates_text(block)) / config.ring
             if compression is not None:
-                own *= compression.size(one.width) / step.job.element
+                own *= compression.size(one.width) / step.workload.element
             behind = compute / calls if step.stale else 0.0
             yield step.transfer("keys (displaced)", ("ring",), "all_gather", own * (config.ring - 1), times, behind)
-            yield step.pointwise("copies of keys", 2 * keys / step.job.element, times)
+            yield step.pointwise("copies of keys", 2 * keys / step.workload.element, times)
             yield Term("keys kept", "memory", memory=keys * times, holds="keys")
         yield from gathered(step)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...attention.mixer import AttentionCall
 from ...config import ParallelConfig
-from ...forecast.costs.step import Share, Step, Term
-from ...forecast.costs.work import Job, Work
+from ...forecast.costs.step import Share, StepForecast, Term
+from ...forecast.costs.work import Work, Workload
 from ..sequence import ExactSequence, SequenceParallel, gathered
 from .displaced import Key, StaleSequence, StaleStrategy
 
@@ -35,11 +35,11 @@ class Naive(StaleStrategy):
     kind = NaiveParallel
 
     @classmethod
-    def share(cls, config: ParallelConfig, work: Work, job: Job, share: Share, stale: bool) -> Share:
-        share = super().share(config, work, job, share, stale)
+    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
+        share = super().share(config, work, workload, share, stale)
         return replace(share, keys=config.ring) if stale else share
 
     @classmethod
-    def terms(cls, step: Step) -> Iterator[Term]:
+    def terms(cls, step: StepForecast) -> Iterator[Term]:
         """Nothing, but in synchronous steps what exact attention exchanges."""
         return gathered(step) if step.stale else ExactSequence.terms(step)

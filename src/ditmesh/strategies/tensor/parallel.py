@@ -26,8 +26,8 @@ from ...core.arguments import Arguments, covers, parameter_names
 from ...core.partition import Partition
 from ...core.patching import Patch, refuse_loading, refuse_saving
 from ...errors import ConfigError, InputError
-from ...forecast.costs.step import Share, Step, Term
-from ...forecast.costs.work import Job, Linear, Work
+from ...forecast.costs.step import Share, StepForecast, Term
+from ...forecast.costs.work import Linear, Work, Workload
 from ...layout import Table, TokenLayout
 from ..base import Strategy
 from ..heads import check_heads, heads_of
@@ -495,20 +495,20 @@ class TensorSlices(Strategy):
             undo.callback(model.add(TensorParallel(model.model, self.context.mesh.tensor)).close)
 
     @classmethod
-    def share(cls, config: ParallelConfig, work: Work, job: Job, share: Share, stale: bool) -> Share:
+    def share(cls, config: ParallelConfig, work: Work, workload: Workload, share: Share, stale: bool) -> Share:
         return replace(share, tensor=config.tensor)
 
     @classmethod
-    def terms(cls, step: Step) -> Iterator[Term]:
+    def terms(cls, step: StepForecast) -> Iterator[Term]:
         """A sum over ranks behind every linear that is cut by row: 2 (N - 1) / N of its output (arXiv:1909.08053)."""
         share, size = step.share, step.config.tensor
         for block, count in step.kinds():
-            image, text = step.job.image / share.image, step.job.text / (share.text if block.text else 1)
+            image, text = step.workload.image / share.image, step.workload.text / (share.text if block.text else 1)
             for one in block.operations:
                 if not isinstance(one, Linear) or one.cut not in ("row", "gathered"):
                     continue
                 pieces = share.pieces if one.rows.image else 1
-                output = share.rows * one.rows.of(image, text) * one.outputs * step.job.element / pieces
+                output = share.rows * one.rows.of(image, text) * one.outputs * step.workload.element / pieces
                 times = count * share.calls * one.count * pieces
                 if one.cut == "row":
                     sent = output * 2 * (size - 1) / size
