@@ -102,12 +102,37 @@ def predict(
         steps.append(step)
         terms.append([*step.compute(), *(term for strategy in strategies for term in strategy.terms(step))])
     # A stage holds its own blocks only, in every step.
-    memory = [*steps[-1].memory(), *(term for term in terms[-1] if term.kind == "memory")]
+    memory = [*_memory_estimate(steps[-1]), *(term for term in terms[-1] if term.kind == "memory")]
     timed = [_merged([term for term in some if term.kind != "memory"]) for some in terms]
     if hardware.device.ahead:
         # The queue is long enough for what ranks wait for, too.
         timed = [_merged(launched_ahead(some)) for some in timed]
     return Prediction(config, workload, timed[0], timed[-1], min(exact, workload.steps), _merged(memory))
+
+
+def _memory_estimate(step: StepForecast) -> list[Term]:
+    """Of what a rank holds beside what strategies keep, linear in the tokens: it takes no class of a model.
+
+    `ditmesh.forecast.memory` says what a rank really needs, and takes seconds a configuration; a search asks it of the
+    best configurations of which this estimate is near the limit.
+    """
+    workload, share, work = step.workload, step.share, step.work
+    weights = float(work.rest.parameters + work.buffers)
+    for block, count in step.kinds():
+        weights += count * (block.parameters - block.sliced + block.sliced / share.tensor)
+    image, text = workload.image / share.image / share.pieces, workload.text / share.text
+    peak = share.rows * max((block.peak.of(image, text) for block in work.blocks), default=0.0)
+    # What surrounds the blocks sees all tokens.
+    around = share.rows * work.rest.peak.of(workload.image, workload.text)
+    activations = max(peak, around) * workload.element
+    # In bands every rank has its rows alone (those of neighbours left out, which are few).
+    bands = 1 if step.config.vae == "whole" or step.config.reproducible else step.config.world_size
+    return [
+        Term("weights", "memory", memory=weights * workload.element, holds="weights"),
+        Term("text encoders and VAE", "memory", memory=workload.beside),
+        Term("activations", "memory", memory=max(activations, workload.decode / bands)),
+        Term("process", "memory", memory=step.hardware.device.runtime),
+    ]
 
 
 def synchronous_steps(config: ParallelConfig, steps: int) -> int:

@@ -292,28 +292,3 @@ class StepForecast:
         """A term for so many elements that are read or written, each of so many times."""
         seconds = elements * self.workload.element / self.hardware.device.bandwidth + self.hardware.device.launch
         return Term(name, "pointwise", times * seconds * self.contention * self.hardware.scale.get("pointwise", 1.0))
-
-    # --- memory --------------------------------------------------------------------------------------------
-
-    def memory(self) -> list[Term]:
-        """What a rank holds beside what strategies keep."""
-        workload, share, work = self.workload, self.share, self.work
-        weights = float(work.rest.parameters + work.buffers)
-        for block, count in self.kinds():
-            weights += count * (block.parameters - block.sliced + block.sliced / share.tensor)
-        image, text = workload.image / share.image, workload.text / share.text
-        peak = share.rows * max(
-            [block.peak.of(image / share.pieces, text) for block in work.blocks],
-            default=0.0,
-        )
-        # What surrounds the blocks sees all tokens.
-        around = share.rows * work.rest.peak.of(workload.image, workload.text)
-        activations = max(peak, around) * workload.element
-        # In bands every rank has its rows alone (those of neighbours left out, which are few).
-        bands = 1 if self.config.vae == "whole" or self.config.reproducible else self.config.world_size
-        return [
-            Term("weights", "memory", memory=weights * workload.element, holds="weights"),
-            Term("text encoders and VAE", "memory", memory=workload.beside),
-            Term("activations", "memory", memory=max(activations, workload.decode / bands)),
-            Term("process", "memory", memory=self.hardware.device.runtime),
-        ]

@@ -41,6 +41,7 @@ from ..costs.work import Workload
 from ..model_work import WithoutValues, kept_blocks
 from .phantom import SharedPools, phantom_mesh
 
+log = logging.getLogger(__name__)
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 # torch's own convolution is taken for small inputs of small kernels: elements of its first four dimensions.
 _SMALL = 20480
@@ -345,8 +346,8 @@ def encode(
                     ids = torch.zeros(1, min(tokens, most), dtype=torch.long)
                     model(input_ids=ids, **({"output_hidden_states": True} if several else {}))
                 return Needs(weights, alive.peak, shared=pools.bytes if pools else 0.0)
-            except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
-                continue
+            except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+                log.debug("%s does not run without values: %s", kind, error)
     # Streams of a token through the widest layer, which no encoder exceeds by much.
     widest = max(prod(one.shape[:1]) for one in model.parameters())
     return Needs(weights, 4.0 * tokens * min(widest, 65536) * dtype.itemsize)
