@@ -9,7 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -19,8 +19,9 @@ from ..errors import InputError
 from ..launch import Report
 from ..launch.chatter import chatter_off
 from ..launch.pool import PRELOAD as OF_ANY_RANK
+from ..request import FieldError, PictureRequest, request_fields
 from .files import PICTURES
-from .job import Generated, Job, Kept, Loaded, Noted, Stepped, check_output, video_call
+from .job import Generated, Kept, Loaded, Noted, PictureJob, StepDone, check_output, video_call
 from .model_info import find_model
 from .receipt import Receipt, ReceiptFile, write_free
 from .shape import stretched
@@ -42,10 +43,10 @@ PRELOAD = (*OF_ANY_RANK, __name__, "ditmesh.engine", "ditmesh.generate.loading",
 RATES = ("frame_rate", "fps")
 
 
-def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None) -> float:
+def generate(job: PictureJob, kept: Kept | None = None, *, report: Report | None = None) -> float:
     """Load the pipeline, make it parallel, generate everything. Every rank of the job calls this.
 
-    Rank 0 writes each PNG or MP4 as soon as it has it and reports `Loaded`, `Stepped` and `Generated`. It never
+    Rank 0 writes each PNG or MP4 as soon as it has it and reports `Loaded`, `StepDone` and `Generated`. It never
     replaces a file that ditmesh has not written, and one that it has only when ``job.overwrite`` says so.
 
     Args:
@@ -110,7 +111,7 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
     def stepped(images: int, steps: int) -> None:
         # The note: how many steps of a stale strategy have been synchronous so far.
         log = engine_of(pipe).staleness
-        say(Stepped(images, steps, log.summary() if log is not None else ""))
+        say(StepDone(images, steps, log.summary() if log is not None else ""))
 
     total, pictures, first = 0.0, pictures_of(job.files, None if "num_frames" in parameters else job.frames), True
     if pictures and job.size is not None:
@@ -152,7 +153,7 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
     return total
 
 
-def _check_memory(job: Job, device: torch.device) -> None:
+def _check_memory(job: PictureJob, device: torch.device) -> None:
     """Refuse a job that does not fit, before anything is read."""
     import torch
 
@@ -170,7 +171,7 @@ def _check_memory(job: Job, device: torch.device) -> None:
     check_memory(info, config, dtype, device, request, limit, offloaded=job.offload != "none")
 
 
-def _share(job: Job, mesh: Mesh | None) -> tuple[Mesh | None, str | None]:
+def _share(job: PictureJob, mesh: Mesh | None) -> tuple[Mesh | None, str | None]:
     """The mesh by which ranks read only their share of the transformers, if they can; else why they cannot."""
     from .loading import why_whole
 
@@ -214,7 +215,7 @@ def facts_on_rank(pipe: Any) -> dict[str, Any]:
 
 
 def _save(
-    job: Job,
+    job: PictureJob,
     number: int,
     made: Sequence[Made],
     facts: Mapping[str, Any],
@@ -257,7 +258,9 @@ def made_of(output: Any) -> list[Made]:
     )
 
 
-def receipt_of(job: Job, index: int, made: Made, arguments: Mapping[str, Any], facts: Mapping[str, Any]) -> Receipt:
+def receipt_of(
+    job: PictureJob, index: int, made: Made, arguments: Mapping[str, Any], facts: Mapping[str, Any]
+) -> Receipt:
     """The receipt of picture or video ``index`` of a job.
 
     Args:
@@ -267,46 +270,49 @@ def receipt_of(job: Job, index: int, made: Made, arguments: Mapping[str, Any], f
     """
     call = job.call(job.call_of(index))
     image, video = (made[0], _about(job, made, arguments)) if isinstance(made, Sequence) else (made, {})
+    asked = {name: getattr(job, name) for name, field in request_fields().items() if field.spelt is not None}
+    asked |= {
+        "prompt": job.prompts[call.prompt],
+        "seed": job.seed + index,
+        "steps": arguments["num_inference_steps"],
+        "guidance": arguments.get("guidance_scale", 0.0),
+        "width": image.width,
+        "height": image.height,
+        "frames": None,
+        "fps": None,
+    }
     return Receipt(
-        prompt=job.prompts[call.prompt],
-        negative_prompt=job.negative,
-        seed=job.seed + index,
+        **asked | video,
         index=index,
-        steps=arguments["num_inference_steps"],
-        guidance=arguments.get("guidance_scale", 0.0),
         max_sequence_length=arguments.get("max_sequence_length"),
-        width=image.width,
-        height=image.height,
         model=job.name,
         dtype=job.dtype,
         versions=library_versions(),
         label=job.labels[call.prompt] if job.labels else None,
         together=call.images,
         files=[ReceiptFile(**asdict(file)) for file in job.files],
-        strength=job.strength,
         variant=job.variant,
         offload=job.offload,
         scheduler=job.scheduler,
-        **video,
         **facts,
     )
 
 
-def _about(job: Job, frames: Sequence[Image], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _about(job: PictureJob, frames: Sequence[Image], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What the receipt of a video says beside that of a picture."""
     fps = next((arguments[name] for name in RATES if arguments.get(name)), job.fps or FPS)
     return {"frames": len(frames), "fps": float(fps), "frames_digest": frames_digest(frames)}
 
 
-def with_free_names(job: Job) -> Job:
+def with_free_names(job: PictureJob) -> PictureJob:
     """The job with a number for its files such that none of them is there yet; the owner of the ranks calls this."""
     pattern = re.compile(r"(.*?)(?:-(\d+))?\.(?:png|mp4)")
     there = [match for name in os.listdir(job.out) if (match := pattern.fullmatch(name))]
     if job.overwrite or not there:
         return job
-    first = {file_name(i, job.prompts[i // job.images], job.seed + i)[: -len(".png")] for i in range(job.total)}
+    first = {file_name(i, job.prompts[i // job.n], job.seed + i)[: -len(".png")] for i in range(job.total)}
     taken = [int(match[2] or 1) for match in there if match[1] in first]
-    return replace(job, number=max(taken, default=0) + 1)
+    return job.changed(number=max(taken, default=0) + 1)
 
 
 def device_of_rank() -> torch.device:
@@ -320,7 +326,7 @@ def device_of_rank() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
-def load(job: Job, device: torch.device, mesh: Mesh | None = None) -> Any:
+def load(job: PictureJob, device: torch.device, mesh: Mesh | None = None) -> Any:
     """The job's pipeline, checked and quiet, with its adapters.
 
     Args:
@@ -405,12 +411,12 @@ def load_pipeline(
     return pipe
 
 
-def steps_of(job: Job, parameters: Mapping[str, Any]) -> int:
+def steps_of(job: PictureJob, parameters: Mapping[str, Any]) -> int:
     """Denoising steps of a job: its own, or the default of the pipeline's call."""
     return job.steps or _default(parameters, "num_inference_steps", 50)
 
 
-def denoising_steps(job: Job, parameters: Mapping[str, Any]) -> int:
+def denoising_steps(job: PictureJob, parameters: Mapping[str, Any]) -> int:
     """Denoising steps that are taken: an input picture takes the place of the first ones."""
     steps = steps_of(job, parameters)
     strength = job.strength if job.strength is not None else _default(parameters, "strength", 1.0)
@@ -437,7 +443,9 @@ def loop_steps(scheduler: Any, planned: int) -> int:
     return max(1, len(timesteps) - (scheduler.begin_index or 0))
 
 
-def call_arguments(job: Job, pipe: Any, number: int, pictures: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def call_arguments(
+    job: PictureJob, pipe: Any, number: int, pictures: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The arguments of call ``number`` of the pipeline, but for the form of its result.
 
     Args:
@@ -452,15 +460,15 @@ def call_arguments(job: Job, pipe: Any, number: int, pictures: Mapping[str, Any]
     generators = [torch.Generator("cpu").manual_seed(job.seed + index) for index in call.indices]
     arguments: dict[str, Any] = {"num_inference_steps": steps_of(job, parameters), "generator": generators}
     if "guidance_scale" in parameters:
-        default = _default(parameters, "guidance_scale", 0.0)
-        arguments["guidance_scale"] = job.guidance if job.guidance is not None else default
+        arguments["guidance_scale"] = _default(parameters, "guidance_scale", 0.0)
     if job.labels:
         arguments["class_labels"] = [job.labels[call.prompt]] * call.images
     else:
         many = "num_videos_per_prompt" if "num_videos_per_prompt" in parameters else "num_images_per_prompt"
         arguments |= {"prompt": job.prompts[call.prompt], many: call.images}
-    if job.negative is not None:
-        arguments["negative_prompt"] = job.negative
+    for name, field in request_fields().items():
+        if field.argument is not None and (value := getattr(job, name)) is not None:
+            arguments[field.argument] = value
     if job.strength is not None:
         arguments["strength"] = job.strength
     for file in job.files:
@@ -508,7 +516,7 @@ def file_name(index: int, prompt: str, seed: int, video: bool = False) -> str:
     return "-".join(filter(None, [f"{index:04d}", short, f"seed{seed}"])) + (".mp4" if video else ".png")
 
 
-def check_call(job: Job, name: str, parameters: Any) -> None:
+def check_call(job: PictureJob, name: str, parameters: Any) -> None:
     """Refuse what a pipeline of class ``name`` does not take.
 
     Raises:
@@ -525,29 +533,22 @@ def check_call(job: Job, name: str, parameters: Any) -> None:
         if needed in parameters and parameters[needed].default is inspect.Parameter.empty and role not in given:
             what = "video" if role == "video" else "picture"
             raise InputError(f"{name} needs an input {what} ({needed}); give one with --{role}")
-    check_options(name, parameters, job.negative, job.guidance, None if job.labels else job.size)
+    check_options(name, parameters, job, None if job.labels else job.size)
 
 
-def check_options(
-    name: str,
-    parameters: Any,
-    negative: str | None = None,
-    guidance: float | None = None,
-    size: tuple[int, int] | None = None,
-) -> None:
-    """Refuse a negative prompt, guidance, or a size that a pipeline of class ``name`` does not accept.
+def check_options(name: str, parameters: Any, request: PictureRequest, size: tuple[int, int] | None = None) -> None:
+    """Refuse fields of a request, or a size, that a pipeline of class ``name`` does not accept.
 
     Raises:
-        InputError: naming the option.
+        FieldError: naming the field.
     """
-    for value, parameter, option in (
-        (negative, "negative_prompt", "--negative"),
-        (guidance, "guidance_scale", "--guidance"),
-    ):
-        if value is not None and parameter not in parameters:
-            raise InputError(f"{option} {value!r}: {name} takes no {parameter}; leave {option} out")
+    for field, of in request_fields().items():
+        value = getattr(request, field)
+        if value is not None and of.argument is not None and of.argument not in parameters:
+            why = "{" + field + "} {!r}: {} takes no {}; leave {" + field + "} out"
+            raise FieldError(field, why, value, name, of.argument)
     if size is not None and not {"width", "height"} <= set(parameters):
-        raise InputError(f"--size {size[0]}x{size[1]}: {name} has one size only; leave --size out")
+        raise FieldError("size", "{size} {}x{}: {} has one size only; leave {size} out", *size, name)
 
 
 def call_parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -446,7 +446,7 @@ class _Loop:
             facts = model.facts(prepared, seconds)
             job, made = prepared.job, images[0]
             if len(images) > 1:
-                job, made = replace(job, fps=float(prepared.fps)), images
+                job, made = job.changed(fps=float(prepared.fps)), images
             receipt = receipt_of(job, 0, made, prepared.arguments, facts)
             if latents is not None:
                 model.projection.learn_from(latents, images[len(images) // 2])
