@@ -276,7 +276,9 @@ def progress(
                 elif isinstance(message, Noted):
                     _above(progress, message.text)
                 elif isinstance(message, StepDone):
-                    progress.update(task, description=f"{what}, {message.note}" if message.note else what)
+                    said = f"{what}, {message.note}" if message.note else what
+                    # How many there are, the schedule says: of Heun's they are nearly twice as many as were asked for.
+                    progress.update(task, description=said, total=message.of * job.total)
                     progress.advance(task, message.pictures * message.steps)
                 elif isinstance(message, Generated):
                     # There may be many: what is the same in all of them is kept once.

@@ -183,10 +183,11 @@ class Noted:
 
 @dataclass(frozen=True)
 class StepDone:
-    """``pictures`` pictures have advanced by ``steps`` denoising steps; ``note``: what there is to say about them."""
+    """``pictures`` pictures have advanced by ``steps`` of ``of`` denoising steps; ``note``: what there is to say of it."""
 
     pictures: int
     steps: int
+    of: int
     note: str = ""
 
 

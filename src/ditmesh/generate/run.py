@@ -15,6 +15,7 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from .._version import library_versions
+from ..core.steps import loop_steps
 from ..errors import InputError
 from ..launch import Report
 from ..launch.chatter import chatter_off
@@ -108,10 +109,10 @@ def generate(job: PictureJob, kept: Kept | None = None, *, report: Report | None
     steps = denoising_steps(job, parameters)
     say(Loaded(time.perf_counter() - started, steps, sampled))
 
-    def stepped(images: int, steps: int) -> None:
+    def stepped(images: int, done: int, of: int) -> None:
         # The note: how many steps of a stale strategy have been synchronous so far.
         log = engine_of(pipe).staleness
-        say(StepDone(images, steps, log.summary() if log is not None else ""))
+        say(StepDone(images, done, of, log.summary() if log is not None else ""))
 
     total, pictures, first = 0.0, pictures_of(job.files, None if "num_frames" in parameters else job.frames), True
     if pictures and job.size is not None:
@@ -126,7 +127,14 @@ def generate(job: PictureJob, kept: Kept | None = None, *, report: Report | None
             continue
         arguments = given = call_arguments(job, pipe, number, pictures)
         if "callback_on_step_end" in parameters:
-            arguments = {**given, "callback_on_step_end": lambda *of, n=call.images: stepped(n, 1) or of[-1]}
+            # Only now its timesteps are set; every one of them calls back, also the second half of a step of Heun's.
+            scheduler = getattr(pipe, "scheduler", None)
+
+            def step_ended(*of: Any, n: int = call.images, scheduler: Any = scheduler) -> Any:
+                stepped(n, 1, loop_steps(scheduler, steps))
+                return of[-1]
+
+            arguments = {**given, "callback_on_step_end": step_ended}
         if journal is not None:
             journal.begin(number)
         if grouped:
@@ -145,7 +153,7 @@ def generate(job: PictureJob, kept: Kept | None = None, *, report: Report | None
                 say(Noted(text))
         first = False
         if "callback_on_step_end" not in parameters:
-            stepped(call.images, steps)
+            stepped(call.images, steps, steps)
         if rank == 0:
             _save(job, number, made, {**facts, "pipeline": type(pipe).__name__}, given, kept, say)
     if journal is not None:
@@ -425,22 +433,6 @@ def denoising_steps(job: PictureJob, parameters: Mapping[str, Any]) -> int:
         if any(file.role in ("image", "video") for file in job.files)
         else steps
     )
-
-
-def loop_steps(scheduler: Any, planned: int) -> int:
-    """Steps of a pipeline's denoising loop, once its timesteps are set: each is one of the scheduler, and a callback.
-
-    Not the steps that were asked for: schedulers of second order (Heun) have nearly twice as many timesteps, and with
-    an input image the loop begins at a later one.
-
-    Args:
-        scheduler: of the pipeline; None: it has none.
-        planned: steps if the scheduler does not tell.
-    """
-    timesteps = getattr(scheduler, "timesteps", None)
-    if timesteps is None or not hasattr(scheduler, "begin_index"):
-        return planned
-    return max(1, len(timesteps) - (scheduler.begin_index or 0))
 
 
 def call_arguments(

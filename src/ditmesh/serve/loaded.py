@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from PIL import Image
+from torch import Tensor
 
 from ..comm.mesh import Mesh
 from ..core.digests import WeightDigests, digest
+from ..core.steps import SchedulerStep, StepEvents
 from ..engine import Engine, engine_of, parallelize
 from ..errors import ConfigError, InputError
 from ..first_call import FirstCall
@@ -41,7 +43,7 @@ from ..request import PictureRequest
 from ..strategies.vae.parallel import BandedVae
 from .batching import Batcher, Run, copied
 from .offers import check_frames
-from .previews import Latents, Projection, watch_steps
+from .previews import Projection
 from .protocol import ModelSpec, Task
 from .types import ModelCard
 
@@ -218,13 +220,13 @@ class LoadedModel:
         except Exception as error:
             batcher.why = f"it cannot be tried ({_short(error)}); requests run one after the other"
             return
-        latest: Latents | None = None
+        latest: Tensor | None = None
 
-        def seen(latents: Callable[[], Latents | None]) -> None:
+        def seen(step: SchedulerStep) -> None:
             nonlocal latest
-            latest = latents()
+            latest = step.latents()
 
-        undo = watch_steps(own.scheduler, seen)
+        events = StepEvents(own.scheduler, seen)
         with torch.no_grad():
             while not run.ended and not batcher.why:
                 if batcher.steps(run):
@@ -233,7 +235,7 @@ class LoadedModel:
                 self._agree(run.failure if trouble is None else trouble.error)
         run.leave()
         batcher.rest()
-        undo()
+        events.undo()
         if run.output is not None and latest is not None:
             # Of something else than images there are no previews, and its tasks fail with the reason.
             with suppress(InputError):
