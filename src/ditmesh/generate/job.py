@@ -183,7 +183,7 @@ class Noted:
 
 @dataclass(frozen=True)
 class StepDone:
-    """``pictures`` pictures have advanced by ``steps`` of ``of`` denoising steps; ``note``: what there is to say of it."""
+    """``pictures`` pictures have advanced by ``steps`` of ``of`` denoising steps; ``note``: what to say about them."""
 
     pictures: int
     steps: int

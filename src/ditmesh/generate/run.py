@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from ..comm.mesh import Mesh
     from ..config import ParallelConfig
+    from .journal import Journal
+    from .memory import Peaks
 
 
 # A picture, or the frames of a video.
@@ -63,102 +65,166 @@ def generate(job: PictureJob, kept: Kept | None = None, *, report: Report | None
         LayoutError: the transformer's tokens could not be found out.
         JournalError: what the journal holds is of another request.
     """
-    import torch
-    import torch.distributed as dist
-
-    from ..comm.mesh import Mesh
-    from ..core.digests import sampled_fingerprint
-    from ..engine import DENOISERS, configuration_for, denoisers, engine_of, parallelize
-    from .files import partial_fit, pictures_of
-    from .journal import Journal
-    from .memory import Peaks
-    from .offload import offload
-
-    grouped = dist.is_available() and dist.is_initialized()
-    rank = dist.get_rank() if grouped else 0
     kept = kept or Kept("")
-    say: Report = report if report is not None and rank == 0 else lambda message: None
-    device = device_of_rank()
-    started = time.perf_counter()
-    if job.check_memory:
-        _check_memory(job, device)
-    peaks = Peaks(device)
-    mesh = None if isinstance(job.config, str) else Mesh(job.config, device=device, timeout=job.timeout)
-    share, why = _share(job, mesh)
-    if why is not None:
-        say(Noted(f"every rank loads the whole transformer before it is cut: {why}"))
-    pipe = load(job, device, share)
-    for number, file in enumerate(one for one in job.files if one.role == "lora"):
-        if (text := partial_fit(pipe, file.path, f"lora{number}")) is not None:
-            say(Noted(text))
-    facts = facts_of(job.config, pipe, device, share, rank)
-    sampled = sampled_fingerprint(pipe) if job.sampled and rank == 0 else None
-    if job.offload != "none":
-        offload(pipe, job.offload, device)
-    config = job.config
-    if isinstance(config, str):
-        config = configuration_for(pipe, guidance=None if job.guidance is None else job.guidance > 1)
-    parallelize(pipe, config, mesh=mesh, timeout=job.timeout)
-    engine, parameters = engine_of(pipe), call_parameters(pipe)
-    facts |= {"config": engine.config.model_dump(), "devices": dist.get_world_size() if grouped else 1}
-    journal = None
-    if kept.folder:
-        # Around everything else, so that it sees the pipeline's own calls and whole outputs.
-        models = {name: getattr(pipe, name) for name in DENOISERS if getattr(pipe, name, None) in denoisers(pipe)}
-        journal = Journal(models, kept.folder, rank, engine.clock)
-    steps = denoising_steps(job, parameters)
-    say(Loaded(time.perf_counter() - started, steps, sampled))
-
-    def stepped(images: int, done: int, of: int) -> None:
-        # The note: how many steps of a stale strategy have been synchronous so far.
-        log = engine_of(pipe).staleness
-        say(StepDone(images, done, of, log.summary() if log is not None else ""))
-
-    total, pictures, first = 0.0, pictures_of(job.files, None if "num_frames" in parameters else job.frames), True
-    if pictures and job.size is not None:
-        step = find_model(job.model).size_multiple
-        if (text := stretched(pictures, job.size, step)) is not None:
-            say(Noted(text))
-    # Some make arrays by default.
-    form = {"output_type": "pil"} if video_call(parameters) else {}
+    runner = PipelineRunner.open(job, report)
+    journal = runner.journal(kept.folder) if kept.folder else None
+    runner.report(Loaded(runner.load_seconds, runner.steps, runner.sampled))
+    total = 0.0
+    runner.note_stretching()
     for number in range(job.calls):
-        call = job.call(number)
-        if kept.done.issuperset(call.indices):
+        if kept.done.issuperset(job.call(number).indices):
             continue
-        arguments = given = call_arguments(job, pipe, number, pictures)
-        if "callback_on_step_end" in parameters:
-            # Only now its timesteps are set; every one of them calls back, also the second half of a step of Heun's.
-            scheduler = getattr(pipe, "scheduler", None)
-
-            def step_ended(*of: Any, n: int = call.images, scheduler: Any = scheduler) -> Any:
-                stepped(n, 1, loop_steps(scheduler, steps))
-                return of[-1]
-
-            arguments = {**given, "callback_on_step_end": step_ended}
+        arguments = runner.prepare(number)
         if journal is not None:
             journal.begin(number)
-        if grouped:
-            # The clock starts when all are here.
-            dist.barrier()
-        # Some pipelines encode a control picture with noise of the process's own generator.
-        torch.manual_seed(job.seed + call.first)
-        started = time.perf_counter()
-        with peaks.call(pipe):
-            made = made_of(pipe(**arguments, **form))
-        facts["seconds"] = time.perf_counter() - started
-        facts["peak_memory"] = peaks.of_all()
-        total += facts["seconds"]
-        for model in engine.rows if first else ():
-            if (text := model.idle()) is not None:
-                say(Noted(text))
-        first = False
-        if "callback_on_step_end" not in parameters:
-            stepped(call.images, steps, steps)
-        if rank == 0:
-            _save(job, number, made, {**facts, "pipeline": type(pipe).__name__}, given, kept, say)
+        made = runner.run(number, arguments)
+        total += runner.facts["seconds"]
+        if runner.rank == 0:
+            _save(runner, number, made, arguments, kept)
     if journal is not None:
         journal.close()
     return total
+
+
+class PipelineRunner:
+    """A job's pipeline on this rank, loaded and parallelised, which makes the pictures of one call after the other.
+
+    Attributes:
+        job: what is generated.
+        pipe: the pipeline.
+        rank: of this process.
+        steps: denoising steps that each picture is expected to take.
+        load_seconds: time that loading took.
+        sampled: the weights' `sampled_fingerprint`, where the job asks for it; rank 0's.
+        facts: what receipts say that only the run knows; of weights and environment rank 0's.
+        report: takes rank 0's reports.
+    """
+
+    def __init__(
+        self, job: PictureJob, pipe: Any, facts: dict[str, Any], peaks: Peaks, rank: int, report: Report
+    ) -> None:
+        from ..engine import engine_of
+        from .files import pictures_of
+
+        self.job, self.pipe, self.facts, self.rank, self.report = job, pipe, facts, rank, report
+        self.load_seconds, self.sampled = 0.0, None
+        self._engine, self._peaks, self._parameters = engine_of(pipe), peaks, call_parameters(pipe)
+        self.steps = denoising_steps(job, self._parameters)
+        self._pictures = pictures_of(job.files, None if "num_frames" in self._parameters else job.frames)
+        self._ran = False
+
+    @classmethod
+    def open(cls, job: PictureJob, report: Report | None = None) -> PipelineRunner:
+        """Load a job's pipeline and parallelise it. Every rank calls this.
+
+        Raises:
+            InputError: the pipeline cannot do what is asked, or does not fit into memory.
+            LayoutError: the transformer's tokens could not be found out.
+        """
+        import torch.distributed as dist
+
+        from ..comm.mesh import Mesh
+        from ..core.digests import sampled_fingerprint
+        from ..engine import configuration_for, engine_of, parallelize
+        from .files import partial_fit
+        from .memory import Peaks
+        from .offload import offload
+
+        grouped = dist.is_available() and dist.is_initialized()
+        rank, size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        say: Report = report if report is not None and rank == 0 else lambda message: None
+        device, started = device_of_rank(), time.perf_counter()
+        if job.check_memory:
+            _check_memory(job, device)
+        peaks = Peaks(device)
+        mesh = None if isinstance(job.config, str) else Mesh(job.config, device=device, timeout=job.timeout)
+        share, why = _share(job, mesh)
+        if why is not None:
+            say(Noted(f"every rank loads the whole transformer before it is cut: {why}"))
+        pipe = load(job, device, share)
+        for number, file in enumerate(one for one in job.files if one.role == "lora"):
+            if (text := partial_fit(pipe, file.path, f"lora{number}")) is not None:
+                say(Noted(text))
+        facts = facts_of(job.config, pipe, device, share, rank)
+        sampled = sampled_fingerprint(pipe) if job.sampled and rank == 0 else None
+        if job.offload != "none":
+            offload(pipe, job.offload, device)
+        config = job.config
+        if isinstance(config, str):
+            config = configuration_for(pipe, guidance=None if job.guidance is None else job.guidance > 1)
+        parallelize(pipe, config, mesh=mesh, timeout=job.timeout)
+        facts |= {"config": engine_of(pipe).config.model_dump(), "devices": size}
+        runner = cls(job, pipe, facts, peaks, rank, say)
+        runner.load_seconds, runner.sampled = time.perf_counter() - started, sampled
+        return runner
+
+    def journal(self, folder: str) -> Journal:
+        """A journal of the transformers' calls: around everything else, so that it sees the pipeline's own calls."""
+        from ..engine import DENOISERS, denoisers
+        from .journal import Journal
+
+        own = denoisers(self.pipe)
+        models = {name: getattr(self.pipe, name) for name in DENOISERS if getattr(self.pipe, name, None) in own}
+        return Journal(models, folder, self.rank, self._engine.clock)
+
+    def note_stretching(self) -> None:
+        """Report input pictures that the pipeline will stretch."""
+        if self._pictures and self.job.size is not None:
+            step = find_model(self.job.model).size_multiple
+            if (text := stretched(self._pictures, self.job.size, step)) is not None:
+                self.report(Noted(text))
+
+    def prepare(self, number: int) -> dict[str, Any]:
+        """The arguments of the pipeline's call ``number``, as receipts tell of them."""
+        return call_arguments(self.job, self.pipe, number, self._pictures)
+
+    def run(self, number: int, arguments: Mapping[str, Any]) -> list[Made]:
+        """Make the pictures of call ``number``. Every rank does so at the same time.
+
+        Raises:
+            InputError: the pipeline makes something else.
+        """
+        import torch
+        import torch.distributed as dist
+
+        call, given = self.job.call(number), dict(arguments)
+        if video_call(self._parameters):
+            # Some make arrays by default.
+            given["output_type"] = "pil"
+        tells = "callback_on_step_end" in self._parameters
+        if tells:
+            given["callback_on_step_end"] = lambda *of: self._stepped(call.images, 1) or of[-1]
+        if dist.is_available() and dist.is_initialized():
+            # The clock starts when all are here.
+            dist.barrier()
+        # Some pipelines encode a control picture with noise of the process's own generator.
+        torch.manual_seed(self.job.seed + call.first)
+        started = time.perf_counter()
+        with self._peaks.call(self.pipe):
+            made = made_of(self.pipe(**given))
+        self.facts |= {"seconds": time.perf_counter() - started, "peak_memory": self._peaks.of_all()}
+        for model in () if self._ran else self._engine.rows:
+            if (text := model.idle()) is not None:
+                self.report(Noted(text))
+        self._ran = True
+        if not tells:
+            self._stepped(call.images, self.steps, self.steps)
+        return made
+
+    def _stepped(self, images: int, steps: int, of: int | None = None) -> None:
+        from ..engine import engine_of
+
+        if of is None:
+            # The timesteps are set only now; every one of them calls back, also the second half of a step of Heun's.
+            of = loop_steps(getattr(self.pipe, "scheduler", None), self.steps)
+        # How many steps of a stale strategy have been synchronous so far. A first call has changed the engine.
+        log = engine_of(self.pipe).staleness
+        self.report(StepDone(images, steps, of, log.summary() if log is not None else ""))
+
+    def receipt(self, index: int, made: Made, arguments: Mapping[str, Any], **facts: Any) -> Receipt:
+        """The receipt of picture ``index`` of the call that ran last; ``facts``: more of its fields."""
+        every = {**self.facts, "pipeline": type(self.pipe).__name__, **facts}
+        return receipt_of(self.job, index, made, arguments, every)
 
 
 def _check_memory(job: PictureJob, device: torch.device) -> None:
@@ -222,33 +288,18 @@ def facts_on_rank(pipe: Any) -> dict[str, Any]:
     return facts | {"config": config.model_dump(), "devices": config.world_size} if facts else {}
 
 
-def _save(
-    job: PictureJob,
-    number: int,
-    made: Sequence[Made],
-    facts: Mapping[str, Any],
-    arguments: Mapping[str, Any],
-    kept: Kept,
-    say: Report,
-) -> None:
-    """Write the pictures or videos of a call that are not on disk yet, with receipts, and report them.
-
-    Args:
-        job, number, made: what was generated.
-        facts: the receipts' fields that only the run knows.
-        arguments: of the pipeline's call.
-        kept: what is on disk; say: takes the reports.
-    """
-    call = job.call(number)
+def _save(runner: PipelineRunner, number: int, made: Sequence[Made], arguments: Mapping[str, Any], kept: Kept) -> None:
+    """Write the pictures or videos of a call that are not on disk yet, with receipts, and report them."""
+    job, call = runner.job, runner.job.call(number)
     for place, (image, index) in enumerate(zip(made, call.indices, strict=True)):
         if index in kept.done:
             continue
         restarts = [past.plain() for past in kept.restarts if past.request == number]
-        receipt = receipt_of(job, index, image, arguments, {**facts, "restarts": restarts, "place": place})
+        receipt = runner.receipt(index, image, arguments, restarts=restarts, place=place)
         path = Path(job.out) / file_name(index, receipt.prompt, receipt.seed, receipt.frames is not None)
         # A rank that was lost may have written the picture and not said so.
         overwrite = job.overwrite or bool(kept.restarts)
-        say(Generated(str(write_free(image, path, receipt, overwrite, job.number)), receipt))
+        runner.report(Generated(str(write_free(image, path, receipt, overwrite, job.number)), receipt))
 
 
 def made_of(output: Any) -> list[Made]:
