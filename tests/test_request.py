@@ -51,7 +51,7 @@ from ditmesh.generate.model_info import find_model
 from ditmesh.generate.receipt import Receipt
 from ditmesh.generate.replay import changes_of, job_of
 from ditmesh.generate.run import call_arguments, check_call, receipt_of
-from ditmesh.request import FieldError, field_names
+from ditmesh.request import FieldError
 from ditmesh.serve.intake import JobBody
 from ditmesh.serve.openai import ImageRequest
 from ditmesh.serve.types import JobRequest, ModelCard

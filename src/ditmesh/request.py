@@ -269,7 +269,7 @@ def plain_type(name: str) -> Any:
     return arms[0] if len(arms) == 1 else arms[0] | None
 
 
-def field_names(given: PictureRequest) -> dict[str, Any]:
+def field_values(given: PictureRequest) -> dict[str, Any]:
     """The values of a request's fields by name, without those that are more than a `PictureRequest` has."""
     return {name: getattr(given, name) for name in PictureRequest.model_fields}
 
@@ -321,11 +321,12 @@ def field_error(error: ValidationError) -> FieldError:
     problem = error.errors(include_url=False)[0]
     name, value, about = str(problem["loc"][0]), problem["input"], problem.get("ctx") or {}
     if isinstance(value, str):
+        texts = {"prompt": "the prompt", "negative_prompt": "the negative prompt"}
         try:
-            check_text(value, "the negative prompt" if name == "negative_prompt" else f"the {name}")
+            check_text(value, texts.get(name, option_of(name)))
         except InputError as wrong:
             return FieldError(name, "{}", wrong)
-    known = request_fields()[name]
+    known = request_fields().get(name, RequestField(""))
     if known.wrong is None and ("ge" in about or "le" in about):
         metadata = PictureRequest.model_fields[name].metadata
         least, most = (

@@ -1,4 +1,4 @@
-"""The steps of a pipeline's scheduler: who wants to see them is told of each after it was taken."""
+"""The steps of a pipeline's scheduler: listeners are told of each after it was taken."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from pydantic import Field
 from ..config import ParallelConfig
 from ..errors import ConfigError, InputError
 from ..media.videos import MOST_VIDEO_PIXELS
-from ..request import MOST_TOGETHER, FieldConfigError, FieldError, PictureRequest, check_text, field_names, size_of
+from ..request import MOST_TOGETHER, FieldConfigError, FieldError, PictureRequest, check_text, field_values, size_of
 from ..strategies import support
 from ..strategies.heads import check_heads
 from .files import PICTURES, InputFile, check_encoder, check_mask, check_roles, open_video, pipeline_for
@@ -447,7 +447,7 @@ def job_for(
     Raises:
         InputError: a prompt is empty, too long or not one of the model's classes, or an input image cannot be read.
     """
-    fields, prompts = field_names(request), tuple(prompts) or (request.prompt,)
+    fields, prompts = field_values(request), tuple(prompts) or (request.prompt,)
     size = size_of(request) or input_size(model, more.get("files", ()), request.strength)
     if "sample_size" not in model.transformer:
         size = size or model.default_size

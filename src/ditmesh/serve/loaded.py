@@ -31,7 +31,7 @@ from ..generate.files import (
     pipeline_for,
 )
 from ..generate.job import PictureJob, check_config, check_content, check_layout, job_for
-from ..generate.loading import why_whole
+from ..generate.loading import as_class, why_whole
 from ..generate.model_info import ModelInfo, find_model
 from ..generate.offload import offload
 from ..generate.run import call_arguments, call_parameters, check_call, denoising_steps, facts_of, load_pipeline
@@ -389,12 +389,7 @@ class LoadedModel:
         if name not in self._pipes:
             import diffusers
 
-            kind: Any = getattr(diffusers, name)
-            _, template = self._pipes[self.kind]
-            modules, options = kind._get_signature_keys(kind)
-            config = {key: value for key, value in dict(template.config).items() if key in options}
-            parts = {key: value for key, value in template.components.items() if key in modules}
-            other = kind(**parts, **config)
+            other = as_class(self._pipes[self.kind][1], getattr(diffusers, name))
             other.set_progress_bar_config(disable=True)
             own = copy.copy(other)
             if self.batcher.why:
