@@ -28,10 +28,11 @@ from ditmesh.forecast.plan.subject import subject
 from ditmesh.forecast.search import search
 from ditmesh.forecast.workload import usual_frames, usual_size, workload_of
 from ditmesh.generate import run
-from ditmesh.generate.job import Job, check_config, check_content, check_output
+from ditmesh.generate.job import PictureJob, check_config, check_content, check_output
 from ditmesh.generate.model_info import ModelInfo, find_model
 from ditmesh.generate.run import call_parameters, check_call, check_options, made_of
 from ditmesh.layout import known_models
+from ditmesh.request import PictureRequest, size_of
 from support.more_pipelines import FAMILIES, draw
 
 # Autoencoders' configurations as published, as far as they say how many pixels and frames a latent is.
@@ -112,8 +113,9 @@ def test_all_count_what_the_transformer_is_called_with(
     assert inspected(capsys, words)["image_tokens"] == there
     checked: list[Any] = []
     monkeypatch.setattr(memory, "check_memory", lambda *args, **_: checked.append(args[4]))
-    job = Job(model=str(tmp_path), name="tiny", pipeline_class=info.pipeline_class, prompts=("a",), out=".")
-    run._check_memory(replace(job, size=size, frames=frames), torch.device("cpu"))
+    job = PictureJob(model=str(tmp_path), name="tiny", pipeline_class=info.pipeline_class, prompts=("a",), out=".")
+    width, height = size or (None, None)
+    run._check_memory(job.changed(width=width, height=height, frames=frames), torch.device("cpu"))
     assert checked[0].image == there
     # Of one more latent frame there are as many tokens more as a frame has.
     grid, more = info.token_grid(*size, frames), info.token_grid(*size, frames + (info.frame_step or 1))
@@ -252,7 +254,7 @@ def test_what_is_neither_image_nor_video_is_refused_before_it_is_computed(
 ):
     info = folder_of(tmp_path, pipeline, _class_name=vae)
     index = info.index | ({"audio_vae": ["diffusers", "X"]} if pipeline == "LTX2Pipeline" else {})
-    job = Job(model=str(tmp_path), name="odd", pipeline_class=pipeline, prompts=("a",), out=".")
+    job = PictureJob(model=str(tmp_path), name="odd", pipeline_class=pipeline, prompts=("a",), out=".")
     with pytest.raises(InputError, match=says):
         check_content(job, replace(info, index=index), 1)
     # The ranks, which know the class.
@@ -301,14 +303,15 @@ def test_sizes_that_are_not_used_are_refused(
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"negative": "blue"}, "takes no negative_prompt"),
+        ({"negative_prompt": "blue"}, "takes no negative_prompt"),
         ({"guidance": 3.0}, "takes no guidance_scale"),
-        ({"size": (64, 64)}, "has one size only"),
+        ({"width": 64, "height": 64}, "has one size only"),
     ],
 )
 def test_options_that_a_call_does_not_accept_are_refused(given: dict[str, Any], says: str):
+    request = PictureRequest(**given)
     with pytest.raises(InputError, match=says):
-        check_options("Pipeline", {"prompt": None}, **given)
+        check_options("Pipeline", {"prompt": None}, request, size_of(request))
 
 
 def test_a_mistake_in_a_prediction_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
