@@ -19,8 +19,10 @@ from ditmesh import _version
 from ditmesh.core.digests import digest
 from ditmesh.core.files import without_folder
 from ditmesh.errors import InputError
-from ditmesh.quality import curves, figures, metrics, perceptual, pictures, report
-from ditmesh.quality.report import Cell, Download, Page, Shown
+from ditmesh.quality import metrics, perceptual, pictures
+from ditmesh.report import charts as figures
+from ditmesh.report import curves, report
+from ditmesh.report.report import Cell, Download, Page, Shown
 from support.browser import browser, layouts
 from support.html import Reader
 

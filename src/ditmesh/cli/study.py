@@ -263,7 +263,7 @@ def _say(result: dict[str, Any]) -> None:
     from rich.markup import escape
 
     from ..quality.perceptual import NAME
-    from ..quality.report import number_text, without_empty_columns
+    from ..report.report import number_text, without_empty_columns
     from ..tools.study.analysis import Mean
 
     def number(mean: dict[str, Any], digits: int) -> str:

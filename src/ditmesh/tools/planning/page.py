@@ -10,9 +10,9 @@ from ...costs.hardware import Hardware
 from ...planner.explain import Line, number
 from ...planner.predict import Prediction
 from ...planner.search import Found
-from ...quality import figures
-from ...quality.curves import Point
-from ...quality.report import Cell, Download, Page
+from ...report import charts as figures
+from ...report.curves import Point
+from ...report.report import Cell, Download, Page
 from .subject import Subject
 
 # Configurations of a chart: more are a cloud.

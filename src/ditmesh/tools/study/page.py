@@ -15,12 +15,12 @@ import numpy as np
 from PIL import Image
 
 from ...core.files import without_folder
-from ...quality.curves import Point, Series, grid
-from ...quality.figures import Chart, bar_chart, brightest, coloured, heat_map, line_chart, scatter_chart
 from ...quality.perceptual import HINT, NAME, available
 from ...quality.pictures import as_picture, eight_bits
-from ...quality.report import Cell as TableCell
-from ...quality.report import Download, Page, Shown, as_csv, number_text
+from ...report.charts import Chart, bar_chart, brightest, coloured, heat_map, line_chart, scatter_chart
+from ...report.curves import Point, Series, grid
+from ...report.report import Cell as TableCell
+from ...report.report import Download, Page, Shown, as_csv, number_text
 from .analysis import (
     CAP,
     Combination,

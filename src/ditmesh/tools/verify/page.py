@@ -11,10 +11,12 @@ import numpy as np
 from ...config import ParallelConfig
 from ...core.files import without_folder
 from ...generate.job import Job
-from ...quality import curves, figures, perceptual
-from ...quality.curves import Series
+from ...quality import perceptual
 from ...quality.pictures import as_picture
-from ...quality.report import Cell, Download, Page, Shown, as_csv, number_text, plain
+from ...report import charts as figures
+from ...report import curves
+from ...report.curves import Series
+from ...report.report import Cell, Download, Page, Shown, as_csv, number_text, plain
 from .runs import Run
 from .verdicts import TOLERANCES, Verdict
 

@@ -1,6 +1,6 @@
 """Charts and pictures as pieces of HTML that need nothing from outside: SVG, and PNG inside the page.
 
-Colours are CSS variables of `quality.report`, so that one figure serves light and dark pages. Lines differ in dashes
+Colours are CSS variables of `report.html`, so that one figure serves light and dark pages. Lines differ in dashes
 and marks as well as in colour. Every chart carries a title that screen readers read; the page puts its numbers in a
 table beside it.
 """
@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from ..quality.pictures import as_picture, eight_bits
 from .curves import Grid, Point, Series
-from .pictures import as_picture, eight_bits
 
 # In pixels of a drawing that stays legible on a phone's screen, where it is scaled down to four fifths.
 WIDTH, HEIGHT = 440, 280

@@ -28,7 +28,7 @@ from typing import Any
 
 from ..core.files import written_whole
 from ..errors import InputError
-from .figures import RAMP, Chart, picture_source
+from .charts import RAMP, Chart, picture_source
 
 # Columns that a table of this page's width holds; with more it becomes cards on a tablet already.
 ROOM = 7
