@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..quality.pictures import as_picture, eight_bits
-from .curves import Grid, Point, Series
+from .curves import Point, Series, ValueGrid
 
 # In pixels of a drawing that stays legible on a phone's screen, where it is scaled down to four fifths.
 WIDTH, HEIGHT = 440, 280
@@ -256,7 +256,7 @@ def bar_chart(groups: Sequence[str], bars: Series, title: str, y_label: str, *, 
     return Chart(_svg("".join(parts), title), "", (x_label, bars.name), rows)
 
 
-def heat_map(grid: Grid, title: str, x_label: str, y_label: str, *, log: bool = False) -> Chart:
+def heat_map(grid: ValueGrid, title: str, x_label: str, y_label: str, *, log: bool = False) -> Chart:
     """Values as shades; every cell shows its value when pointed at. Rows run downwards.
 
     Cells that are not numbers stay empty. With ``log`` shades follow the logarithm, and zero gets the lightest one.

@@ -10,7 +10,7 @@ from math import floor, sqrt
 from random import Random
 from typing import Any
 
-from .plan import SYNCHRONOUS, Plan, has_given_steps, steps_text
+from .plan import SYNCHRONOUS, StudyPlan, has_given_steps, steps_text
 
 # A picture with the bits of the synchronous one has an infinite ratio; so much is taken for it in means.
 CAP = 100.0
@@ -122,10 +122,10 @@ class Row:
         return "" if self.synchronous.value is None else f"{self.synchronous.value:.3g} of {self.evaluations}"
 
 
-class Results:
+class StudyResults:
     """The finished cells of a plan, as the store has them and in the plan's order, by combination."""
 
-    def __init__(self, plan: Plan, cells: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, plan: StudyPlan, cells: Sequence[Mapping[str, Any]]) -> None:
         self.plan = plan
         self.cells = list(cells)
         self.synchronous: dict[tuple[str, str, int], Mapping[str, Any]] = {}
@@ -453,7 +453,7 @@ def fit_root(points: Mapping[int, float]) -> tuple[float | None, float | None]:
 # In words
 
 
-def findings(results: Results, rules: Mapping[tuple[str, str], Mapping[str, Any] | None]) -> list[str]:
+def findings(results: StudyResults, rules: Mapping[tuple[str, str], Mapping[str, Any] | None]) -> list[str]:
     """Sentences made from the figures. A difference under two standard errors is called none."""
     plan = results.plan
     pictures = max((row.pictures for row in results.rows()), default=0)
@@ -486,7 +486,7 @@ def findings(results: Results, rules: Mapping[tuple[str, str], Mapping[str, Any]
     return sentences + _real_text(results)
 
 
-def _real_text(results: Results) -> list[str]:
+def _real_text(results: StudyResults) -> list[str]:
     """One sentence for every sampler, strategy and number of real ranks, over the policies that ran there."""
     groups: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
     for result in results.real:
@@ -518,7 +518,7 @@ def _range(values: Sequence[float], digits: int) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def policy_findings(results: Results) -> list[str]:
+def policy_findings(results: StudyResults) -> list[str]:
     """Of `findings` those that compare policies with as many synchronous steps."""
     sentences = []
     for policy in results.against_fixed():
@@ -547,7 +547,7 @@ def _count(pictures: int) -> str:
     return f"{pictures} {'picture' if pictures == 1 else 'pictures'}"
 
 
-def _of_strategy(results: Results, sampler: str, strategy: str) -> list[str]:
+def _of_strategy(results: StudyResults, sampler: str, strategy: str) -> list[str]:
     plan, sentences = results.plan, []
     for devices in plan.devices:
         some = results.stale_fixed(sampler, strategy, devices)
@@ -568,7 +568,9 @@ def _of_strategy(results: Results, sampler: str, strategy: str) -> list[str]:
     return sentences
 
 
-def _compared(results: Results, what: str, axis: int, ours: Any, theirs: Any, of: tuple[str, ...] = ()) -> list[str]:
+def _compared(
+    results: StudyResults, what: str, axis: int, ours: Any, theirs: Any, of: tuple[str, ...] = ()
+) -> list[str]:
     """One sentence over all pairs of combinations that begin with ``of`` and differ on one axis only."""
     mine = [at for at in results.by if at[axis] == ours and at[: len(of)] == of and not has_given_steps(at[3])]
     pairs: list[tuple[Combination, Any]] = [(at, (*at[:axis], theirs, *at[axis + 1 :])) for at in mine]

@@ -34,7 +34,7 @@ from ...launch import Report
 if TYPE_CHECKING:
     from ...generate.model_info import ModelInfo
     from .timeline import RankTimeline
-    from .tracing import Part, Recorder, Spot
+    from .tracing import ComparedPart, Recorder, Spot
 
 # Bytes that the values of one trace may take on disk, and those without which a trace is not begun.
 TRACE_BUDGET = 4e9
@@ -103,14 +103,14 @@ def sensible(
 
 
 @dataclass(frozen=True)
-class Began:
+class RunBegan:
     """A run begins: of one device or of a configuration, recorded or against the clock."""
 
     what: str
 
 
 @dataclass(frozen=True)
-class Run:
+class RankRun:
     """One configuration on one rank.
 
     Attributes:
@@ -121,7 +121,7 @@ class Run:
         repeats: whether the recorded and the unrecorded run gave the same bits.
         sent: bytes this rank sent in the unrecorded run, by axis.
         parts, unknown: results of the comparison, when there was one.
-        stride: every so manieth channel is in the trace, when one was written.
+        stride: every ``stride``-th channel is in the trace, when one was written.
         refused: why this configuration cannot run, if it cannot.
         timeline: of the first unrecorded call, when it was asked for.
     """
@@ -131,7 +131,7 @@ class Run:
     seconds: float = 0.0
     repeats: bool = True
     sent: dict[str, int] = field(default_factory=dict)
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ComparedPart, ...] = ()
     unknown: tuple[Spot, ...] = ()
     stride: int = 1
     refused: str | None = None
@@ -139,7 +139,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Task:
+class RunTask:
     """A run to make.
 
     Attributes:
@@ -173,7 +173,7 @@ def budget_of(folder: str | Path, traces: int, wanted: float = TRACE_BUDGET) -> 
     return budget
 
 
-def run_tasks(job: Job, tasks: Sequence[Task], *, report: Report | None = None) -> list[Run]:
+def run_tasks(job: Job, tasks: Sequence[RunTask], *, report: Report | None = None) -> list[RankRun]:
     """Make several runs, with one loaded pipeline as far as each rank needs all of it.
 
     Every rank calls this, and of a task that writes the first one alone.
@@ -183,7 +183,7 @@ def run_tasks(job: Job, tasks: Sequence[Task], *, report: Report | None = None) 
     Args:
         job: what to generate; its own configuration does not count.
         tasks: the runs, in order.
-        report: takes a `Began` from rank 0 before every run.
+        report: takes a `RunBegan` from rank 0 before every run.
 
     Raises:
         InputError: the pipeline cannot do what is asked.
@@ -222,11 +222,11 @@ def run_tasks(job: Job, tasks: Sequence[Task], *, report: Report | None = None) 
             except (InputError, LayoutError) as error:
                 # Every rank refuses alike, before it has changed anything.
                 mesh.close()
-                runs.append(Run(refused=str(error)))
+                runs.append(RankRun(refused=str(error)))
                 pipe = None if share else pipe
                 continue
         if report is not None and rank == 0:
-            report(Began(name_of(task.config)))
+            report(RunBegan(name_of(task.config)))
         runs.append(_run(job, pipe, task, rank))
         if mesh is not None:
             if share:
@@ -238,7 +238,7 @@ def run_tasks(job: Job, tasks: Sequence[Task], *, report: Report | None = None) 
     return runs
 
 
-def _run(job: Job, pipe: Any, task: Task, rank: int) -> Run:
+def _run(job: Job, pipe: Any, task: RunTask, rank: int) -> RankRun:
     """Recorded, then against the clock."""
     import torch.distributed as dist
 
@@ -282,7 +282,7 @@ def _run(job: Job, pipe: Any, task: Task, rank: int) -> Run:
         pictures += [_generate(job, pipe, number) for number in range(1, job.calls)]
     seconds = time.perf_counter() - started
     digests = tuple(map(digest, pictures))
-    return Run(
+    return RankRun(
         pictures=tuple(pictures) if rank == 0 else (),
         digests=digests,
         seconds=seconds,
