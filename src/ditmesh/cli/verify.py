@@ -111,7 +111,6 @@ def verify(
 
     torchrun --nproc-per-node 2 -m ditmesh verify ulysses=2
     """
-    from .. import zoo
     from ..generate.job import check_folder, check_job
     from ..generate.receipt import MOST_TOGETHER
     from ..generate.run import PRELOAD
@@ -125,9 +124,7 @@ def verify(
     page_at, trace_at = _file_at(comparing.html, "--html"), _file_at(comparing.trace, "--trace")
     room = comparing.trace_dir if comparing.trace_dir is not None else tempfile.gettempdir()
     check_folder(room, "--trace-dir")
-    name = "emoji-sd3" if model is None else model
-    default = zoo.captions(name)[:1] if name in zoo.EMBEDDED and pictures.prompts_file is None else None
-    prompts = read_prompts(prompt or default, pictures.prompts_file)
+    prompts = _prompts("emoji-sd3" if model is None else model, prompt, pictures.prompts_file)
     job, info = picture_job(model, prompts, pictures, ranks.timeout, room, per_call=pictures.num_images)
     largest = max([config.world_size for config in asked] + [comparing.all_of or 1])
     check_job(job, info, largest)
@@ -151,6 +148,14 @@ def verify(
     emit(result, as_json, _say)
     if not result["passed"]:
         raise typer.Exit(1)
+
+
+def _prompts(model: str, prompts: list[str] | None, file: Path | None) -> list[str]:
+    """Those of the command line and of a file; else an embedded model's first caption."""
+    from .. import zoo
+
+    default = zoo.captions(model)[:1] if model in zoo.EMBEDDED and file is None else None
+    return read_prompts(prompts or default, file)
 
 
 def _checked(job: Job, info: ModelInfo, asked: Sequence[ParallelConfig], all_of: int | None) -> list[ParallelConfig]:

@@ -297,21 +297,12 @@ class StudyResults:
             target = float(floor(min(max(curve.values()) for curve in curves.values())))
         needed = {devices: first_reaching(curve, target) for devices, curve in curves.items()}
         points = {devices: warmup for devices, warmup in needed.items() if warmup is not None}
-        needing = sum(warmup > 0 for warmup in points.values())
-        fit = fit_power(points) if needing >= FITTED else None
-        base, spread = fit_root(points) if needing >= FITTED else (None, None)
-        interval = None
-        if fit is not None and len(points) > 2 and len(chosen) >= FEWEST:
-            powers = _resampled_powers(pictures, chosen, target)
-            if len(powers) >= RESAMPLES // 2:
-                interval = [powers[round(share * (len(powers) - 1))] for share in (0.025, 0.975)]
         return {
             "target_psnr": target,
             "needed": {str(devices): warmup for devices, warmup in needed.items()},
-            "fit": None if fit is None else {"a": fit[0], "b": fit[1], "residual": fit[2], "b_interval": interval},
-            "sqrt": None if base is None else {"base": base, "residual": spread},
+            **_power_law(points, pictures, chosen, target),
             "points": len(points),
-            "points_above_zero": needing,
+            "points_above_zero": sum(warmup > 0 for warmup in points.values()),
         }
 
     def root_pairs(self, sampler: str, strategy: str) -> list[dict[str, Any]]:
@@ -381,6 +372,28 @@ def _curves(
             if some:
                 curves.setdefault(devices, {})[warmup] = sum(some) / len(some)
     return curves
+
+
+def _power_law(
+    points: Mapping[int, float],
+    pictures: Mapping[int, Mapping[int, ByPicture]],
+    chosen: Sequence[tuple[str, int]],
+    target: float,
+) -> dict[str, Any]:
+    """Both fits through the warm-ups needed, by devices; see `StudyResults.rule`."""
+    fit = fit_power(points) if sum(warmup > 0 for warmup in points.values()) >= FITTED else None
+    if fit is None:
+        return {"fit": None, "sqrt": None}
+    base, spread = fit_root(points)
+    interval = None
+    if len(points) > 2 and len(chosen) >= FEWEST:
+        powers = _resampled_powers(pictures, chosen, target)
+        if len(powers) >= RESAMPLES // 2:
+            interval = [powers[round(share * (len(powers) - 1))] for share in (0.025, 0.975)]
+    return {
+        "fit": {"a": fit[0], "b": fit[1], "residual": fit[2], "b_interval": interval},
+        "sqrt": {"base": base, "residual": spread},
+    }
 
 
 def _resampled_powers(

@@ -10,10 +10,11 @@ import gc
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from errno import ENOSPC
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -56,6 +57,14 @@ def name_of(config: ParallelConfig | None) -> str:
     return " ".join([described, *(f"{name}={value}" for name, value in settings.items() if name not in named)])
 
 
+def _grids(devices: int, most: Mapping[str, int], *axes: str) -> list[dict[str, int]]:
+    """Degrees that multiply to the number of devices, each at most so large, the simplest first."""
+    degrees = [degree for degree in range(1, devices + 1) if devices % degree == 0]
+    chosen = ([degree for degree in degrees if degree <= most.get(axis, devices)] for axis in axes)
+    some = [dict(zip(axes, grid, strict=True)) for grid in product(*chosen) if prod(grid) == devices]
+    return sorted(some, key=lambda grid: (sum(d > 1 for d in grid.values()), [-d for d in grid.values()]))
+
+
 def sensible(
     devices: int,
     model: ModelInfo,
@@ -69,32 +78,24 @@ def sensible(
     Degrees are bounded by the model's heads and tokens, the pictures of one call, and whether there are two branches
     of guidance to share. The size is in pixels, width and height; None: the model's own. Videos have ``frames``.
     """
-    degrees = [degree for degree in range(1, devices + 1) if devices % degree == 0]
     most = {"data": pictures, "cfg": 2 if guided else 1, "tensor": model.heads or 1}
-
-    def offer(**settings: Any) -> None:
+    grids = partial(_grids, devices, most)
+    rings, pipes = (
+        [grid for grid in grids(*axes) if grid[axes[0]] > 1]
+        for axes in (("ring", "cfg", "data"), ("pipe", "ulysses", "cfg"))
+    )
+    settings: list[dict[str, Any]] = [
+        *grids("ulysses", "ring", "cfg", "data", "tensor"),
+        *(grid | {"reproducible": True} for grid in grids("ulysses", "ring", "cfg", "data")),
+        *(grid | {"exchange": exchange} for grid in rings for exchange in ("displaced", "naive")),
+        *pipes,
+    ]
+    offered: list[ParallelConfig] = []
+    for setting in settings:
         with suppress(ConfigError):
-            config = ParallelConfig(**settings)
+            config = ParallelConfig(**setting)
             check_config(config, model, devices, size, frames)
             offered.append(config)
-
-    def grids(*axes: str) -> list[dict[str, int]]:
-        """Degrees that multiply to the number of devices, the simplest first."""
-        chosen = (degrees if axis not in most else [d for d in degrees if d <= most[axis]] for axis in axes)
-        some = [dict(zip(axes, grid, strict=True)) for grid in product(*chosen) if prod(grid) == devices]
-        return sorted(some, key=lambda grid: (sum(d > 1 for d in grid.values()), [-d for d in grid.values()]))
-
-    offered: list[ParallelConfig] = []
-    for grid in grids("ulysses", "ring", "cfg", "data", "tensor"):
-        offer(**grid)
-    for grid in grids("ulysses", "ring", "cfg", "data"):
-        offer(**grid, reproducible=True)
-    for grid in grids("ring", "cfg", "data"):
-        for exchange in ("displaced", "naive") if grid["ring"] > 1 else ():
-            offer(**grid, exchange=exchange)
-    for grid in grids("pipe", "ulysses", "cfg"):
-        if grid["pipe"] > 1:
-            offer(**grid)
     return offered
 
 
@@ -240,22 +241,38 @@ def run_tasks(job: Job, tasks: Sequence[RunTask], *, report: Report | None = Non
 
 def _run(job: Job, pipe: Any, task: RunTask, rank: int) -> RankRun:
     """Recorded, then against the clock."""
-    import torch.distributed as dist
-
     from ...core.digests import digest
-    from ...engine import denoisers, engine_of, find_layout
-    from .timeline import TimelineRecorder
+    from ...engine import engine_of
+
+    recorded, found = _recorded(job, pipe, task, rank)
+    traffic = engine_of(pipe).mesh.traffic if task.config is not None else Traffic()
+    traffic.reset()
+    pictures, seconds, timeline = _timed(job, pipe, task, traffic)
+    digests = tuple(map(digest, pictures))
+    return RankRun(
+        pictures=tuple(pictures) if rank == 0 else (),
+        digests=digests,
+        seconds=seconds,
+        repeats=digests == tuple(map(digest, recorded)),
+        sent=dict(traffic.bytes_sent),
+        timeline=timeline,
+        **found,
+    )
+
+
+def _recorded(job: Job, pipe: Any, task: RunTask, rank: int) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """The pictures of every call, and what was written or found on the way, as fields of `RankRun`."""
     from .tracing import Recorder, Trace, TraceComparer, TraceWriter
 
-    steps = call_arguments(job, pipe, 0)["num_inference_steps"]
     if task.writes:
         # Guidance calls the transformer once or twice a step.
-        sink: Any = TraceWriter(task.trace, task.budget, steps * len(job.prompts) * 2)
+        calls = call_arguments(job, pipe, 0)["num_inference_steps"] * len(job.prompts) * 2
+        sink: Any = TraceWriter(task.trace, task.budget, calls)
     else:
         sink = TraceComparer(Trace(task.trace), rank)
     try:
         with Recorder(pipe, sink) as recorder, channels_first(pipe):
-            recorded = [_generate(job, pipe, number, recorder) for number in range(job.calls)]
+            pictures = [_generate(job, pipe, number, recorder) for number in range(job.calls)]
     except OSError as error:
         if error.errno != ENOSPC:
             raise
@@ -263,8 +280,18 @@ def _run(job: Job, pipe: Any, task: RunTask, rank: int) -> RankRun:
             f"no space is left in {str(Path(task.trace).parent)!r} for what one device computes; name another "
             "folder with --trace-dir, or keep less with --trace-gb"
         ) from error
-    traffic = engine_of(pipe).mesh.traffic if task.config is not None else Traffic()
-    traffic.reset()
+    if task.writes:
+        return pictures, {"stride": sink.stride or 1}
+    return pictures, {"parts": tuple(sink.parts), "unknown": tuple(sink.unknown)}
+
+
+def _timed(job: Job, pipe: Any, task: RunTask, traffic: Traffic) -> tuple[list[np.ndarray], float, RankTimeline | None]:
+    """The pictures of every call, the seconds of all, and the timeline of the first when it is asked for."""
+    import torch.distributed as dist
+
+    from ...engine import denoisers, find_layout
+    from .timeline import TimelineRecorder
+
     if dist.is_initialized() and not task.writes:
         # The clock starts when all are here.
         dist.barrier()
@@ -280,19 +307,7 @@ def _run(job: Job, pipe: Any, task: RunTask, rank: int) -> RankRun:
         else:
             pictures = [_generate(job, pipe, 0)]
         pictures += [_generate(job, pipe, number) for number in range(1, job.calls)]
-    seconds = time.perf_counter() - started
-    digests = tuple(map(digest, pictures))
-    return RankRun(
-        pictures=tuple(pictures) if rank == 0 else (),
-        digests=digests,
-        seconds=seconds,
-        repeats=digests == tuple(map(digest, recorded)),
-        sent=dict(traffic.bytes_sent),
-        parts=() if task.writes else tuple(sink.parts),
-        unknown=() if task.writes else tuple(sink.unknown),
-        stride=(sink.stride or 1) if task.writes else 1,
-        timeline=timeline,
-    )
+    return pictures, time.perf_counter() - started, timeline
 
 
 @contextmanager
