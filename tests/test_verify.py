@@ -121,23 +121,15 @@ def test_exact_strategies_pass_and_equal_ones_are_called_equal(ranks, job, alone
         assert [step.step for step in verdict.where.growth] == [1, 2, 3]
         json.dumps(verdict.as_data(), allow_nan=False)
     same = found["ulysses"]
-    assert (same.equal, same.blocks_equal, same.first_bit, same.psnr, same.outcome) == (
-        True,
-        True,
-        None,
-        None,
-        "same bits",
-    )
+    assert (same.agreement.equal, same.agreement.blocks_equal, same.outcome) == (True, True, "same bits")
+    assert (same.where.first_bit, same.accuracy.psnr) == (None, None)
     rounded = found["ring"]
     # Ring attention merges in another order from the first block on, and says so.
-    assert not rounded.blocks_equal
-    assert rounded.first_beyond is None
-    assert (rounded.first_bit.step, rounded.first_bit.block, rounded.first_bit.tensor) == (
-        1,
-        "transformer_blocks.0",
-        "image",
-    )
-    assert rounded.psnr is None or rounded.psnr > 100
+    assert not rounded.agreement.blocks_equal
+    assert rounded.where.first_beyond is None
+    first = rounded.where.first_bit
+    assert (first.step, first.block, first.tensor) == (1, "transformer_blocks.0", "image")
+    assert rounded.accuracy.psnr is None or rounded.accuracy.psnr > 100
 
 
 def test_both_axes_of_rows_and_tokens_find_their_place(ranks, job, alone):
@@ -264,8 +256,8 @@ def test_reproducible_configurations_are_held_to_the_bit(ranks, job, tmp_path):
     assert not broken.passed
     assert broken.outcome == "other bits"
     # Four tiles of 8 tokens each are rank 1's; the last of them is where it goes wrong first.
-    assert broken.first_bit.describe() == "step 1, transformer_blocks.1, image (token 56, rank 1)"
-    assert broken.error < 1e-4
+    assert broken.where.first_bit.describe() == "step 1, transformer_blocks.1, image (token 56, rank 1)"
+    assert broken.accuracy.error < 1e-4
 
 
 # ---- every way of cutting

@@ -84,16 +84,17 @@ def print_table(
     least = [max(len(name), *(longest_word(row[at]) for row in cells), 1) for at, name in enumerate(header)]
     legend: list[str] = []
     widest = max(widths[keys:], default=0)
-    if sum(least[:keys]) + keys + widest > console.width:
+    # Between columns there are two spaces, behind the last one there is one.
+    if sum(least[:keys]) + 2 * keys + widest + 1 > console.width:
         legend = [f"{number}: {row[0]}" for number, row in enumerate(cells, 1)]
         cells = [[str(number), *row[1:]] for number, row in enumerate(cells, 1)]
         least[0] = widths[0] = len(header[0])
     left = list(range(keys, len(header)))
     while left or title is not None:
-        room, now = console.width - sum(least[:keys]) - keys, []
-        while left and (not now or widths[left[0]] < room):
+        room, now = console.width - sum(least[:keys]) - 2 * keys + 1, []
+        while left and (not now or widths[left[0]] + 2 <= room):
             now.append(left.pop(0))
-            room -= widths[now[-1]] + 1
+            room -= widths[now[-1]] + 2
         table = Table(box=SIMPLE, padding=(0, 1, 0, 0), show_edge=False, title=title, title_justify="left")
         for at in range(keys):
             table.add_column(escape(names[at]), min_width=least[at], overflow="fold")
