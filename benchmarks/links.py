@@ -346,9 +346,9 @@ def show(result: dict[str, Any], rates: Sequence[float]) -> None:
 
 def picture(result: dict[str, Any], rates: Sequence[float], file: Path) -> None:
     """A chart of seconds over nanoseconds a bit, in which times are straight lines and crossings can be read."""
-    from ditmesh.quality.curves import Series
-    from ditmesh.quality.figures import COLOURS, DASHES, LEFT, LINE, TOP, line_chart
-    from ditmesh.quality.report import STYLE
+    from ditmesh.report.charts import COLOURS, DASHES, LEFT, LINE, TOP, line_chart
+    from ditmesh.report.curves import Series
+    from ditmesh.report.html import STYLE
 
     across = [1e9 / rate for rate in rates]
     lines = []

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from ditmesh import ConfigError, ParallelConfig
 from ditmesh.cli.main import app, main
-from ditmesh.cli.show import print_table
 from ditmesh.errors import did_you_mean
+from ditmesh.report.text import print_table
 from support import processes
 
 TEST_PATH = os.pathsep.join(path for path in sys.path if path)
@@ -245,13 +245,14 @@ def test_a_table_of_80_columns_cuts_no_word() -> None:
 
 def test_the_table_of_verify(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from ditmesh.cli.verify import _say
+    from ditmesh.report.text import print_report
 
     one: dict[str, Any] = {"largest": None, "psnr": 143.2, "ssim": 0.9999, "latents": 1.2e-5, "seconds": 1234.56}
     one |= {"config": WORDY.describe(), "outcome": "not judged", "judged": False, "passed": True, "refused": ""}
     one |= {"bytes_sent": {"ring": 123456789012}, "first_bit": None, "overlap": {}, "repeats": True, "seen": 1.0}
     result = {"prompts": ["a"], "dtype": "float32", "device": "cpu", "threads": 1, "configs": [one, one]}
     result |= {"one_device": [{"config": "one device", "seconds": 1.0, "repeats": True, "channel_stride": 1}]}
-    said = printed(monkeypatch, capsys, lambda: _say(result))
+    said = printed(monkeypatch, capsys, lambda: print_report(_say(result)))
     is_whole(said, [WORDY.describe(), "not judged", "infinite", "143.2", "1234.56", "123456.79", "PSNR dB", "sent MB"])
 
 
@@ -269,6 +270,7 @@ def test_the_table_of_plan_has_a_line_for_why(monkeypatch: Any, capsys: pytest.C
 
 def test_the_tables_of_study_and_inspect(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
     from ditmesh.cli import inspect, study
+    from ditmesh.report.text import print_report
 
     mean = {"value": 40.123, "error": 2.5, "count": 8}
     row = {"sampler": "own", "strategy": "displaced-int8", "devices": 16, "warmup": "first_last(2, 1)", "psnr": mean}
@@ -282,7 +284,7 @@ def test_the_tables_of_study_and_inspect(monkeypatch: Any, capsys: pytest.Captur
     }
     row |= {"synchronous": mean, "right_synchronous": mean}
     result = {"table": [row], "findings": [], "report": "report.html"}
-    said = printed(monkeypatch, capsys, lambda: study._say(result))
+    said = printed(monkeypatch, capsys, lambda: print_report(study._say(result)))
     is_whole(said, ["first_last(2, 1)", "40.1 of 100", "synchronous", "nearest", "PSNR dB", "sent MB"])
     phase = {"weights": 123e9, "activations": 123e9, "kept": 1e9, "shared": 1e9, "process": 1e9, "total": 456e9}
     rank = {"stage": 0, "ranks": 1, "phases": {"denoise": phase}, "peak": "denoise", "peak_bytes": 1}
@@ -299,6 +301,7 @@ def test_the_tables_of_study_and_inspect(monkeypatch: Any, capsys: pytest.Captur
 
 def test_rounding_is_named_as_such(capsys: pytest.CaptureFixture[str]) -> None:
     from ditmesh.cli.generate import _say
+    from ditmesh.report.text import print_report
 
     result: dict[str, Any] = {"pictures": [], "out": "out", "devices": 2, "device": "cpu", "threads": 1, "seconds": 1.0}
     result |= {"load_seconds": 1.0, "start_seconds": 2.5, "total_seconds": 4.5}
@@ -309,7 +312,7 @@ def test_rounding_is_named_as_such(capsys: pytest.CaptureFixture[str]) -> None:
         ({"ring": 2, "exchange": "naive"}, 1, "pixels differ by at most 1 of 255"),
     ):
         facts = {"one_device_seconds": 2.0, "ratio": 2.0, "largest_difference": most}
-        _say({**result, "config": config, "compare": facts})
+        print_report(_say({**result, "config": config, "compare": facts}))
         said = capsys.readouterr().out
         assert said.strip().endswith(words)
         assert "2.5 s to start, 1.0 s to load, 4.5 s in all" in said

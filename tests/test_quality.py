@@ -19,8 +19,11 @@ from ditmesh import _version
 from ditmesh.core.digests import digest
 from ditmesh.core.files import without_folder
 from ditmesh.errors import InputError
-from ditmesh.quality import curves, figures, metrics, perceptual, pictures, report
-from ditmesh.quality.report import Cell, Download, Page, Shown
+from ditmesh.quality import metrics, perceptual, pictures
+from ditmesh.report import charts as figures
+from ditmesh.report import curves, formatting
+from ditmesh.report.html import LISTED, STYLE, as_html
+from ditmesh.report.report import Download, Report, Shown, Styled
 from support.browser import browser, layouts
 from support.html import Reader
 
@@ -183,7 +186,7 @@ def test_error_bars_reach_from_low_to_high():
 
 @pytest.mark.parametrize("log", [False, True])
 def test_heat_map_shades_follow_values(log):
-    grid = curves.Grid(("r", "s"), ("1", "2"), ((1e-3, 1e-2), (nan, 1e-1)))
+    grid = curves.ValueGrid(("r", "s"), ("1", "2"), ((1e-3, 1e-2), (nan, 1e-1)))
     chart = figures.heat_map(grid, "t", "step", "block", log=log)
     ElementTree.fromstring(chart.svg)
     shades = numbers(chart.svg, r'fill-opacity="([\d.]+)"')
@@ -227,13 +230,13 @@ def test_many_points_have_a_band_and_no_line_crosses_the_break_to_zero():
 
 
 def test_a_long_page_lists_its_sections():
-    page = Page("t")
-    for number in range(report.LISTED - 1):
+    page = Report("t")
+    for number in range(LISTED - 1):
         page.section(f"part {number}")
-    assert "<nav" not in page.html()
+    assert "<nav" not in as_html(page)
     page.section("the <last>")
-    html = page.html()
-    for number in range(1, report.LISTED + 1):
+    html = as_html(page)
+    for number in range(1, LISTED + 1):
         assert f'href="#section-{number}"' in html
         assert f'<h2 id="section-{number}">' in html
     assert "the &lt;last&gt;</a>" in html
@@ -244,12 +247,12 @@ def test_a_long_page_lists_its_sections():
 
 
 def test_a_page_asks_for_nothing_and_says_what_it_shows(tmp_path: Path):
-    page = Page("A <b>title</b>", "lead & more")
+    page = Report("A <b>title</b>", "lead & more")
     page.section("One")
     page.text("1 < 2")
-    page.table(("a", "b"), [("x", Cell("no", "bad")), ("y", Cell("many words", "words"))], "numbers")
+    page.table(("a", "b"), [("x", Styled("no", "bad")), ("y", Styled("many words", "words"))], "numbers")
     page.chart(figures.line_chart([curves.Series("a", (1, 2), (1, 2))], "line", "x", "y"), "a line")
-    page.chart(figures.heat_map(curves.Grid(("r",), ("c",), ((1.0,),)), "heat", "x", "y"), "shades")
+    page.chart(figures.heat_map(curves.ValueGrid(("r",), ("c",), ((1.0,),)), "heat", "x", "y"), "shades")
     one, other = pair()
     page.pictures([[Shown(one, 'the "one"'), Shown(other, "other", "in words")], [Shown(one[..., :1], "grey")]], "grid")
     html = page.write(tmp_path / "page.html").read_text(encoding="utf-8")
@@ -307,11 +310,11 @@ def test_a_scatter_chart_marks_what_nothing_beats():
 
 def test_numbers_are_formatted_for_people():
     texts = {0.0: "0", 0.03125: "0.0312", 1.0: "1.00", 1234.5: "1,234", 3.2e-7: "3.20 × 10⁻⁷", 2.5e9: "2.50 × 10⁹"}
-    assert {value: report.number_text(value) for value in texts} == texts
-    assert (report.number_text(None), report.number_text(inf)) == ("", "infinite")
-    assert [report.size_text(size) for size in (17, 1234, 17_100_000)] == ["17 bytes", "1.23 kB", "17.1 MB"]
+    assert {value: formatting.number_text(value) for value in texts} == texts
+    assert (formatting.number_text(None), formatting.number_text(inf)) == ("", "infinite")
+    assert [formatting.size_text(size) for size in (17, 1234, 17_100_000)] == ["17 bytes", "1.23 kB", "17.1 MB"]
     nested = {"a": {"b": 1, "c": {"d": True}}, "list": [{"x": 0.5}, {"x": None}], "words": ("u", "v"), "none": None}
-    assert list(report.spelled_out(nested)) == [
+    assert list(formatting.spelled_out(nested)) == [
         ("a: b", "1"),
         ("a: c: d", "yes"),
         ("list: 1: x", "0.5"),
@@ -354,25 +357,25 @@ def test_the_source_is_the_commit_of_a_checkout_or_else_the_version(monkeypatch,
 
 
 def test_a_column_without_entries_is_left_out():
-    page = Page("t")
-    page.table(("a", "never", "b"), [("x", "", "1"), ("y", Cell(""), "")], "c")
-    assert re.findall(r'role="columnheader">([^<]*)', page.html()) == ["a", "b"]
+    page = Report("t")
+    page.table(("a", "never", "b"), [("x", "", "1"), ("y", Styled(""), "")], "c")
+    assert re.findall(r'role="columnheader">([^<]*)', as_html(page)) == ["a", "b"]
 
 
 def test_what_a_user_wrote_is_text_everywhere():
     nasty = '<script>alert("1")</script>'
-    page = Page(nasty, nasty)
+    page = Report(nasty, nasty)
     page.section(nasty)
     page.points([nasty], nasty)
-    page.table((nasty, "b"), [(nasty, Cell(nasty, "words"))], nasty)
+    page.table((nasty, "b"), [(nasty, Styled(nasty, "words"))], nasty)
     page.facts({nasty: {nasty: nasty}}, nasty)
     page.downloads([Download('a"><script>.csv', nasty)])
     page.charts([(figures.scatter_chart([curves.Point(nasty, nasty, nasty, 1, 2)], nasty, nasty, nasty), nasty)])
     page.charts([(figures.line_chart([curves.Series(nasty, (1,), (2,))], nasty, nasty, nasty), nasty)])
     page.charts([(figures.bar_chart([nasty], curves.Series(nasty, (1,), (2,)), nasty, nasty), nasty)])
-    page.charts([(figures.heat_map(curves.Grid((nasty,), (nasty,), ((1.0,),)), nasty, nasty, nasty), nasty)])
+    page.charts([(figures.heat_map(curves.ValueGrid((nasty,), (nasty,), ((1.0,),)), nasty, nasty, nasty), nasty)])
     page.pictures([[Shown(pair()[0], nasty, nasty, 0.5)]], nasty)
-    reader = Reader(page.html())
+    reader = Reader(as_html(page))
     assert "script" not in {tag for tag, _ in reader.tags}
     assert not [name for _, attributes in reader.tags for name in attributes if name.startswith("on")]
     assert nasty in {value for _, attributes in reader.tags for value in attributes.values()}
@@ -380,9 +383,9 @@ def test_what_a_user_wrote_is_text_everywhere():
 
 def test_files_in_the_page_hold_the_data():
     rows = [{"prompt": 'a, "b"\n', "psnr": None}, {"prompt": "é", "psnr": 1.5}]
-    page = Page("t")
-    page.downloads([Download("x.csv", report.as_csv(rows)), Download("x.json", '{"é": 1}')])
-    files = Reader(page.html()).files()
+    page = Report("t")
+    page.downloads([Download("x.csv", formatting.as_csv(rows)), Download("x.json", '{"é": 1}')])
+    files = Reader(as_html(page)).files()
     assert list(files) == ["x.csv", "x.json"]
     assert list(csv.DictReader(io.StringIO(files["x.csv"], newline=""))) == [
         {"prompt": 'a, "b"\n', "psnr": ""},
@@ -402,25 +405,25 @@ def luminance(colour: str) -> float:
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
 def test_colours_stand_out(scheme):
     """Text by 4.5 to 1, lines and marks by 3 to 1, as WCAG 2.2 has it."""
-    colours = dict(re.findall(r"--(\w+):(#\w+)", re.findall(r":root\{([^}]*)\}", report.STYLE)[scheme]))
+    colours = dict(re.findall(r"--(\w+):(#\w+)", re.findall(r":root\{([^}]*)\}", STYLE)[scheme]))
     paper = luminance(colours["paper"])
     for name in ("ink", "soft", "good", "bad", "heat", *(f"c{n}" for n in range(6))):
         light, dark = sorted((luminance(colours[name]), paper), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= (3 if name[0] == "c" else 4.5), name
 
 
-def full_page() -> Page:
+def full_page() -> Report:
     """A page with everything that pages have, wider than a phone wherever it can be."""
     words = "configuration with a long name, " * 3
-    page = Page("A page", words)
+    page = Report("A page", words)
     page.downloads([Download("figures.csv", "a\n1\n"), Download("figures.json", "{}")])
     page.section("Tables")
     page.table([f"column {n}" for n in range(14)], [[f"{words}", *["0.1234 ± 0.5678"] * 13]] * 3, words)
-    page.table(("what", "words"), [("x" * 80, Cell(words * 3, "words"))], words)
+    page.table(("what", "words"), [("x" * 80, Styled(words * 3, "words"))], words)
     page.facts({"command line": "ditmesh " + "x" * 300, "versions": {"python": "3"}}, "facts")
     page.section("Charts")
     blocks = [f"single_transformer_blocks.{n}" for n in range(40)]
-    shades = curves.Grid(tuple(blocks), tuple(map(str, range(1, 51))), ((0.5,) * 50,) * 40)
+    shades = curves.ValueGrid(tuple(blocks), tuple(map(str, range(1, 51))), ((0.5,) * 50,) * 40)
     points = [curves.Point(f"{n}", "N=16 first_last(2, 1)", "g", 10.0 * n, 40.0 + n) for n in range(16)]
     page.charts(
         [
@@ -442,7 +445,7 @@ def full_page() -> Page:
 
 @pytest.mark.skipif(browser() is None, reason="no Chromium here: apt-get install chromium")
 def test_nothing_is_cut_off_at_any_width(tmp_path):
-    for found in layouts(full_page().html(), tmp_path):
+    for found in layouts(as_html(full_page()), tmp_path):
         assert found["page"] <= found["window"], found
         assert found["outside"] == []
         # What does not fit scrolls in a box that the keyboard reaches.

@@ -21,7 +21,7 @@ from ditmesh.errors import ConfigError, InputError
 from ditmesh.generate.model_info import find_model
 from ditmesh.quality import perceptual
 from ditmesh.tools.study import analysis, plan, running, samplers
-from ditmesh.tools.study.analysis import Mean, Results
+from ditmesh.tools.study.analysis import Mean, StudyResults
 from ditmesh.tools.study.store import Store
 from support.html import Reader
 from support.launchers import KeptRanks
@@ -379,7 +379,7 @@ def test_curves():
     assert analysis.mean([5]).error is None
 
 
-def made_up(psnr: dict[str, list[float]], synchronous: dict[str, int]) -> Results:
+def made_up(psnr: dict[str, list[float]], synchronous: dict[str, int]) -> StudyResults:
     """A study of one strategy and N = 4 whose figures are given."""
 
     def result(warmup: str, numbers: list[float], strategy: str = "displaced") -> dict[str, Any]:
@@ -395,7 +395,7 @@ def made_up(psnr: dict[str, list[float]], synchronous: dict[str, int]) -> Result
     setup = plan.Setup("", "", "", 12)
     exact = result("", [100.0] * 8, plan.SYNCHRONOUS)
     cells = [exact, *(result(warmup, numbers) for warmup, numbers in psnr.items())]
-    return Results(plan.Plan(setup, (), (4,), tuple(psnr), ("own",), ("displaced",)), cells)
+    return StudyResults(plan.StudyPlan(setup, (), (4,), tuple(psnr), ("own",), ("displaced",)), cells)
 
 
 def test_policies_against_fixed_warmups():
@@ -453,7 +453,7 @@ def test_adaptive_against_every_policy_with_as_many_steps():
     assert any(sentence.endswith("+1.00 ± 0.04 dB: better.") for sentence in analysis.findings(results, {}))
 
 
-def rooted(level: dict[int, dict[int, float]], spread: float = 0.1) -> Results:
+def rooted(level: dict[int, dict[int, float]], spread: float = 0.1) -> StudyResults:
     """A study of fixed warm-ups, with the PSNR given by devices and warm-up, on eight pictures."""
     cells = []
     for devices, curve in level.items():
@@ -465,7 +465,7 @@ def rooted(level: dict[int, dict[int, float]], spread: float = 0.1) -> Results:
             cells.append({**one.cells[1], "cell": {**one.cells[1]["cell"], "devices": devices}})
     warmups = tuple(dict.fromkeys(f"fixed({w})" for curve in level.values() for w in curve))
     setup = plan.Setup("", "", "", 12)
-    return Results(plan.Plan(setup, (), tuple(level), warmups, ("own",), ("displaced",)), cells)
+    return StudyResults(plan.StudyPlan(setup, (), tuple(level), warmups, ("own",), ("displaced",)), cells)
 
 
 def test_the_rule_says_how_sure_it_is():

@@ -30,7 +30,7 @@ from ditmesh.quality.metrics import token_digests
 from ditmesh.recipe import promise_of
 from ditmesh.strategies.reproducible import TiledSequence
 from ditmesh.strategies.sequence import SequenceParallel
-from ditmesh.tools.verify.runs import Run, Task, budget_of, name_of, reference_of, run_tasks, sensible
+from ditmesh.tools.verify.runs import RankRun, RunTask, budget_of, name_of, reference_of, run_tasks, sensible
 from ditmesh.tools.verify.tracing import Recorder, Spot, Trace, TraceComparer, TraceWriter, merge, watch_blocks
 from ditmesh.tools.verify.verdicts import Verdict, judge
 from support import pipelines, processes
@@ -62,17 +62,22 @@ def job(model: Path) -> PictureJob:
 
 
 @pytest.fixture(scope="module")
-def alone(ranks, job, tmp_path_factory) -> tuple[Run, str]:
+def alone(ranks, job, tmp_path_factory) -> tuple[RankRun, str]:
     """One device's run, and its trace."""
     folder = str(tmp_path_factory.mktemp("trace"))
-    return ranks(1).run(run_tasks, job, [Task(None, folder, writes=True)])[0][0], folder
+    return ranks(1).run(run_tasks, job, [RunTask(None, folder, writes=True)])[0][0], folder
 
 
 def verdicts(
-    ranks: Any, job: PictureJob, alone: tuple[Run, str], configs: list[ParallelConfig], fn: Any = run_tasks, *more: Any
+    ranks: Any,
+    job: PictureJob,
+    alone: tuple[RankRun, str],
+    configs: list[ParallelConfig],
+    fn: Any = run_tasks,
+    *more: Any,
 ):
     one, folder = alone
-    every = ranks(configs[0].world_size).run(fn, job, [Task(config, folder) for config in configs], *more)
+    every = ranks(configs[0].world_size).run(fn, job, [RunTask(config, folder) for config in configs], *more)
     found = zip(configs, zip(*every, strict=True), strict=True)
     return [judge(job, config, list(runs), one, folder) for config, runs in found]
 
@@ -86,7 +91,7 @@ def test_one_device_is_its_own_equal(ranks, job, alone):
     assert one.repeats
     assert [pictures.shape for pictures in one.pictures] == [(1, 32, 32, 3)] * 2
     assert one.digests[0] != one.digests[1]
-    again = ranks(1).run(run_tasks, job, [Task(None, folder)])[0][0]
+    again = ranks(1).run(run_tasks, job, [RunTask(None, folder)])[0][0]
     assert again.digests == one.digests
     compared = merge(Trace(folder), again.parts)
     # Two prompts, three steps: two blocks of two streams (the last text is not returned), prediction and latents; and
@@ -112,40 +117,32 @@ def test_exact_strategies_pass_and_equal_ones_are_called_equal(ranks, job, alone
     found = dict(zip(("ulysses", "ring", "cfg", "tensor"), verdicts(ranks, job, alone, configs), strict=True))
     for verdict in found.values():
         assert verdict.passed, verdict
-        assert verdict.repeats
-        assert verdict.seen == 1
-        assert 0 <= verdict.error < 1e-5
+        assert verdict.agreement.repeats
+        assert verdict.agreement.seen == 1
+        assert 0 <= verdict.accuracy.error < 1e-5
         assert verdict.tolerance == 1e-4
-        assert sum(verdict.bytes_sent.values()) > 0
-        assert verdict.seconds > 0
-        assert [step.step for step in verdict.growth] == [1, 2, 3]
+        assert sum(verdict.cost.bytes_sent.values()) > 0
+        assert verdict.cost.seconds > 0
+        assert [step.step for step in verdict.where.growth] == [1, 2, 3]
         json.dumps(verdict.as_data(), allow_nan=False)
     same = found["ulysses"]
-    assert (same.equal, same.blocks_equal, same.first_bit, same.psnr, same.outcome) == (
-        True,
-        True,
-        None,
-        None,
-        "same bits",
-    )
+    assert (same.agreement.equal, same.agreement.blocks_equal, same.outcome) == (True, True, "same bits")
+    assert (same.where.first_bit, same.accuracy.psnr) == (None, None)
     rounded = found["ring"]
     # Ring attention merges in another order from the first block on, and says so.
-    assert not rounded.blocks_equal
-    assert rounded.first_beyond is None
-    assert (rounded.first_bit.step, rounded.first_bit.block, rounded.first_bit.tensor) == (
-        1,
-        "transformer_blocks.0",
-        "image",
-    )
-    assert rounded.psnr is None or rounded.psnr > 100
+    assert not rounded.agreement.blocks_equal
+    assert rounded.where.first_beyond is None
+    first = rounded.where.first_bit
+    assert (first.step, first.block, first.tensor) == (1, "transformer_blocks.0", "image")
+    assert rounded.accuracy.psnr is None or rounded.accuracy.psnr > 100
 
 
 def test_both_axes_of_rows_and_tokens_find_their_place(ranks, job, alone):
     """Rows over guidance and tokens over Ulysses: every rank compares its corner of every tensor."""
     (verdict,) = verdicts(ranks, job, alone, [ParallelConfig(cfg=2, ulysses=2)])
-    assert verdict.seen == 1
+    assert verdict.agreement.seen == 1
     assert verdict.passed
-    assert verdict.error < 1e-5
+    assert verdict.accuracy.error < 1e-5
 
 
 # ---- negative controls
@@ -167,7 +164,7 @@ class BrokenExchange(SequenceParallel):
         return super().attend_distributed(attention)
 
 
-def run_broken(job: PictureJob, tasks: list[Task]) -> list[Run]:
+def run_broken(job: PictureJob, tasks: list[RunTask]) -> list[RankRun]:
     with mock.patch("ditmesh.strategies.sequence.ExactSequence.kind", BrokenExchange):
         return run_tasks(job, tasks)
 
@@ -176,21 +173,21 @@ def test_a_broken_exchange_is_found_at_its_step_block_and_tensor(ranks, job, alo
     """The fifth run of the transformer is step 2 of the second prompt."""
     (verdict,) = verdicts(ranks, job, alone, [ParallelConfig(ulysses=2)], run_broken)
     assert not verdict.passed
-    assert not verdict.equal
-    assert verdict.error > 1e-3
+    assert not verdict.agreement.equal
+    assert verdict.accuracy.error > 1e-3
     assert verdict.outcome == "beyond 0.0001"
-    for found in (verdict.first_bit, verdict.first_beyond):
+    for found in (verdict.where.first_bit, verdict.where.first_beyond):
         assert (found.picture, found.step, found.block, found.tensor) == (2, 2, "transformer_blocks.1", "image")
         assert found.call == 1
-    assert "prompt 2, step 2, transformer_blocks.1, image (token" in verdict.first_bit.describe()
+    assert "prompt 2, step 2, transformer_blocks.1, image (token" in verdict.where.first_bit.describe()
     # The watched run was broken, the unwatched one (runs 7 to 12) was not.
-    assert not verdict.repeats
-    growth = {step.step: step for step in verdict.growth}
+    assert not verdict.agreement.repeats
+    growth = {step.step: step for step in verdict.where.growth}
     assert (growth[1].latents, growth[1].blocks) == (0, 0)
     assert growth[2].prediction > 1e-3
     # The heat map knows the block as well.
-    assert verdict.heat["transformer_blocks.0"][2] == 0
-    assert verdict.heat["transformer_blocks.1"][2] > 1e-3
+    assert verdict.where.heat["transformer_blocks.0"][2] == 0
+    assert verdict.where.heat["transformer_blocks.1"][2] > 1e-3
 
 
 class BrokenSilently(SequenceParallel):
@@ -203,7 +200,7 @@ class BrokenSilently(SequenceParallel):
         return out
 
 
-def run_silently_broken(job: PictureJob, tasks: list[Task]) -> list[Run]:
+def run_silently_broken(job: PictureJob, tasks: list[RunTask]) -> list[RankRun]:
     with mock.patch("ditmesh.strategies.sequence.ExactSequence.kind", BrokenSilently):
         return run_tasks(job, tasks)
 
@@ -212,16 +209,16 @@ def test_a_difference_far_below_the_tolerance_is_named_and_promises_are_kept_to_
     (verdict,) = verdicts(ranks, job, alone, [ParallelConfig(ulysses=2)], run_silently_broken)
     # Token 5 of rank 1, which has the second half of the 64 image tokens.
     assert verdict.passed
-    assert not verdict.blocks_equal
-    assert verdict.first_beyond is None
-    assert verdict.first_bit.describe() == "step 1, transformer_blocks.0, image (token 37, rank 1)"
+    assert not verdict.agreement.blocks_equal
+    assert verdict.where.first_beyond is None
+    assert verdict.where.first_bit.describe() == "step 1, transformer_blocks.0, image (token 37, rank 1)"
     # A configuration that promises bits would have failed.
     one, folder = alone
-    every = ranks(2).run(run_silently_broken, job, [Task(ParallelConfig(ulysses=2), folder)])
+    every = ranks(2).run(run_silently_broken, job, [RunTask(ParallelConfig(ulysses=2), folder)])
     strict = judge(job, ParallelConfig(ulysses=2, reproducible=True), [runs[0] for runs in every], one, folder)
     assert strict.promise == "bits"
-    assert strict.passed == strict.equal
-    assert not strict.equal
+    assert strict.passed == strict.agreement.equal
+    assert not strict.agreement.equal
     assert strict.outcome == "other bits"
 
 
@@ -235,7 +232,7 @@ class ForgetfulTiles(TiledSequence):
         return outs
 
 
-def run_forgetful(job: PictureJob, tasks: list[Task]) -> list[Run]:
+def run_forgetful(job: PictureJob, tasks: list[RunTask]) -> list[RankRun]:
     with mock.patch("ditmesh.strategies.reproducible.ReproducibleSequence.kind", ForgetfulTiles):
         return run_tasks(job, tasks)
 
@@ -244,10 +241,10 @@ def test_stages_are_judged_by_what_the_scheduler_sees(ranks, job, alone):
     """The first steps of a pipeline of stages are exact; blocks, which run patch by patch, are not shown."""
     (found,) = verdicts(ranks, job, alone, [ParallelConfig(pipe=2, warmup="fixed(2)")])
     assert found.passed
-    assert 0 < found.seen < 0.5
-    assert not found.blocks_equal
-    assert (found.first_beyond.step, found.first_beyond.block) == (3, "scheduler")
-    assert found.growth[0].latents < 1e-5
+    assert 0 < found.agreement.seen < 0.5
+    assert not found.agreement.blocks_equal
+    assert (found.where.first_beyond.step, found.where.first_beyond.block) == (3, "scheduler")
+    assert found.where.growth[0].latents < 1e-5
 
 
 def test_reproducible_configurations_are_held_to_the_bit(ranks, job, tmp_path):
@@ -255,16 +252,17 @@ def test_reproducible_configurations_are_held_to_the_bit(ranks, job, tmp_path):
     configs = [ParallelConfig(ring=2, reproducible=True), ParallelConfig(cfg=2, reproducible=True)]
     reference = reference_of(configs[0])
     assert reference == reference_of(configs[1]) == ParallelConfig(reproducible=True)
-    one = ranks(1).run(run_tasks, job, [Task(reference, str(tmp_path), writes=True)])[0][0]
+    one = ranks(1).run(run_tasks, job, [RunTask(reference, str(tmp_path), writes=True)])[0][0]
     for verdict in verdicts(ranks, job, (one, str(tmp_path)), configs):
-        assert (verdict.passed, verdict.equal, verdict.blocks_equal, verdict.seen) == (True, True, True, 1)
+        agreed = verdict.agreement
+        assert (verdict.passed, agreed.equal, agreed.blocks_equal, agreed.seen) == (True, True, True, 1)
         assert (verdict.promise, verdict.reference) == ("bits", "1 device reproducible")
     (broken,) = verdicts(ranks, job, (one, str(tmp_path)), configs[:1], run_forgetful)
     assert not broken.passed
     assert broken.outcome == "other bits"
     # Four tiles of 8 tokens each are rank 1's; the last of them is where it goes wrong first.
-    assert broken.first_bit.describe() == "step 1, transformer_blocks.1, image (token 56, rank 1)"
-    assert broken.error < 1e-4
+    assert broken.where.first_bit.describe() == "step 1, transformer_blocks.1, image (token 56, rank 1)"
+    assert broken.accuracy.error < 1e-4
 
 
 # ---- every way of cutting
@@ -460,7 +458,7 @@ def fill_the_disk(job: PictureJob, folder: str) -> str:
         raise OSError(28, "No space left on device")
 
     with mock.patch("pathlib.Path.write_bytes", full), pytest.raises(InputError) as refused:
-        run_tasks(job, [Task(None, folder, writes=True)])
+        run_tasks(job, [RunTask(None, folder, writes=True)])
     return str(refused.value)
 
 
@@ -713,9 +711,9 @@ def test_bad_input_is_refused_in_one_sentence_before_ranks_start(model, tmp_path
 
 
 def test_verdicts_of_what_cannot_run(job):
-    refused = Verdict("pipe=2", {}, 2, "one device", "none", None, True, refused="not like this")
+    refused = Verdict("pipe=2", {}, 2, "one device", "none", None, refused="not like this")
     assert refused.outcome == "refused"
     json.dumps(refused.as_data(), allow_nan=False)
     with tempfile.TemporaryDirectory() as folder:
-        found = judge(job, ParallelConfig(ring=2), [Run(refused="no")] * 2, Run(), folder)
+        found = judge(job, ParallelConfig(ring=2), [RankRun(refused="no")] * 2, RankRun(), folder)
     assert (found.refused, found.passed) == ("no", True)

@@ -12,6 +12,7 @@ from .show import emit
 
 if TYPE_CHECKING:
     from ..launch import Launcher
+    from ..report.report import Report
 
 
 def doctor(
@@ -52,7 +53,7 @@ def doctor(
             facts["transfers"] = measure_links(pool)
             if save is not None:
                 facts["profiles"] = _saved(pool, save)
-    emit(facts, as_json, _show)
+    emit(facts, as_json, _say)
 
 
 def _saved(pool: Launcher, path: Path) -> list[str]:
@@ -77,14 +78,41 @@ def _peers(access: list[list[bool]]) -> str:
     return "no access: " + ", ".join(f"{one} to {other}" for one, other in pairs) if pairs else "between all GPUs"
 
 
-def _show(facts: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+def _say(facts: dict[str, Any]) -> Report:
+    from ..report.report import Report, Styled
 
-    console = Console(highlight=False)
-    cpu = facts["cpu"]
-    rows = {
+    report = Report()
+    report.facts(_machine(facts))
+    if facts["topology"] and len(facts["gpus"]) > 1:
+        report.text(facts["topology"])
+    if facts["transfers"]:
+        report.table(
+            ("collective", "through", "MB a rank", "ms", "GB/s"),
+            [
+                (
+                    row["what"],
+                    row["through"],
+                    f"{row['megabytes']:g}",
+                    f"{row['milliseconds']:.2f}",
+                    f"{row['gigabytes_per_second']:.2f}",
+                )
+                for row in facts["transfers"]
+            ],
+            f"Between {facts['devices']} ranks on {facts['device']} (medians; GB/s that one rank sends)",
+            keys=2,
+        )
+    report.points([f"wrote {name}" for name in facts.get("profiles", ())])
+    for sentence in facts["missing"]:
+        report.text(Styled("missing", "unsure"), f" {sentence}")
+    if not facts["missing"]:
+        report.text(Styled("Nothing is missing.", "good"))
+    return report
+
+
+def _machine(facts: dict[str, Any]) -> dict[str, str | None]:
+    """What the machine has; None: not known, or there is none to speak of."""
+    cpu, memory = facts["cpu"], facts["shared_memory"]
+    named = {
         "versions": ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
         "platform": facts["platform"],
         "CPU": f"{cpu['model']}, {cpu['cores']} cores, {cpu['threads']} threads, {cpu['memory_gb']} GB",
@@ -94,30 +122,7 @@ def _show(facts: dict[str, Any]) -> None:
         "driver": facts["driver"] and f"NVIDIA {facts['driver']}",
         "NCCL": facts["nccl"],
         "peer access": _peers(facts["peer_access"]),
-        "/dev/shm": (shm := facts["shared_memory"]) and f"{shm['free_gb']:g} of {shm['size_gb']:g} GB free",
+        "/dev/shm": memory and f"{memory['free_gb']:g} of {memory['size_gb']:g} GB free",
         "variables": ", ".join(f"{name}={value}" for name, value in facts["variables"].items()) or "none",
     }
-    grid = Table.grid(padding=(0, 2))
-    for name, text in rows.items():
-        if text:
-            grid.add_row(f"[bold]{name}[/]", escape(text))
-    console.print(grid)
-    if facts["topology"] and len(facts["gpus"]) > 1:
-        console.print(facts["topology"], markup=False, soft_wrap=True)
-    if facts["transfers"]:
-        table = Table(
-            title=f"Between {facts['devices']} ranks on {facts['device']} (medians; GB/s that one rank sends)",
-            title_justify="left",
-        )
-        for column in ("collective", "through", "MB a rank", "ms", "GB/s"):
-            table.add_column(column, justify="left" if column in ("collective", "through") else "right")
-        for row in facts["transfers"]:
-            numbers = f"{row['megabytes']:g}", f"{row['milliseconds']:.2f}", f"{row['gigabytes_per_second']:.2f}"
-            table.add_row(row["what"], row["through"], *numbers)
-        console.print(table)
-    for name in facts.get("profiles", ()):
-        console.print(f"wrote {escape(name)}")
-    for sentence in facts["missing"]:
-        console.print(f"[yellow]missing[/] {escape(sentence)}", soft_wrap=True)
-    if not facts["missing"]:
-        console.print("[green]Nothing is missing.[/]")
+    return {name: text or None for name, text in named.items()}

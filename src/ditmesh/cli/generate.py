@@ -40,7 +40,9 @@ from .values import fetched, parallel_config, picture_job, read_prompts, videos_
 if TYPE_CHECKING:
     from ..generate.job import Generated, PictureJob
     from ..generate.receipt import Receipt
-    from ..launch import Launcher, Report
+    from ..launch import Launcher
+    from ..launch import Report as ReportMessage
+    from ..report.report import Report
 
 
 # As many pictures are named when a job is broken off.
@@ -251,7 +253,7 @@ def _generated(job: PictureJob, ranks: Launcher, what: str = "generating") -> tu
 @contextlib.contextmanager
 def progress(
     job: PictureJob, what: str, shown: bool = True
-) -> Iterator[tuple[Report, list[Generated], dict[str, Any]]]:
+) -> Iterator[tuple[ReportMessage, list[Generated], dict[str, Any]]]:
     """One bar for the whole job, fed by rank 0's reports; collects what was generated, and facts such as times.
 
     When the job is broken off it is said what there is.
@@ -352,31 +354,27 @@ def _largest_difference(made: list[Generated], alone: list[Generated]) -> int:
     return largest
 
 
-def _say(result: dict[str, Any]) -> None:
-    from rich.console import Console
-
+def _say(result: dict[str, Any]) -> Report:
     from ..config import ParallelConfig
+    from ..report.report import Report
 
-    # Paths stay on one line: they are there to be copied.
-    console = Console(highlight=False, soft_wrap=True)
-    for picture in result["pictures"]:
-        console.print(picture["path"], markup=False)
+    report = Report()
+    report.points([picture["path"] for picture in result["pictures"]])
     what = "video" if any(picture.get("frames") for picture in result["pictures"]) else "picture"
     config = ParallelConfig(**result["config"]).describe()
     devices, threads = count(result["devices"], "device"), count(result["threads"] or 0, "thread")
     on_cpu = result["device"] == "cpu" and result["threads"]
     where = f"{config}, {result['device']}{f', {threads} each' if on_cpu else ''}"
     start = f"{result['start_seconds']:.1f} s to start, " if "start_seconds" in result else ""
-    console.print(
+    report.text(
         f"{count(len(result['pictures']), what)} in {result['out']}: "
         f"{result['seconds']:.2f} s on {devices} ({where}), "
         f"{start}"
         f"{result['load_seconds']:.1f} s {'waiting' if 'server' in result else 'to load'}, "
-        f"{result['total_seconds']:.1f} s in all",
-        markup=False,
+        f"{result['total_seconds']:.1f} s in all"
     )
     for past in result.get("restarts", ()):
-        console.print(f"restarted at step {past['step']}: {past['to']} ranks instead of {past['from']}", markup=False)
+        report.text(f"restarted at step {past['step']}: {past['to']} ranks instead of {past['from']}")
     if "compare" in result:
         facts = result["compare"]
         most = facts["largest_difference"]
@@ -386,8 +384,8 @@ def _say(result: dict[str, Any]) -> None:
         if most == 1 and not stale:
             # Ranks add numbers up in another order than one device.
             pixels = "the same pixels but for rounding (by at most 1 of 255; --reproducible gives the same bits)"
-        console.print(
+        report.text(
             f"one device{f' ({threads})' if on_cpu else ''}: {facts['one_device_seconds']:.2f} s; "
-            f"{devices}: {facts['ratio']:.2f} times as fast, {pixels}",
-            markup=False,
+            f"{devices}: {facts['ratio']:.2f} times as fast, {pixels}"
         )
+    return report

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ConfigError, InputError, did_you_mean
+from ..report.text import print_table
 from .options import (
     JOB,
     OFFLOADS,
@@ -26,7 +27,7 @@ from .options import (
     one_of,
     output_option,
 )
-from .show import emit, print_table
+from .show import emit
 from .values import check_planned, parse_size
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from .values import fetched
 
 if TYPE_CHECKING:
     from ..generate.receipt import Receipt
+    from ..report.report import Report
 
 # Ranks that are started on the CPU because a receipt says so, however few cores there are.
 UNASKED = 8
@@ -162,30 +163,30 @@ def _threads(was: Receipt, devices: int, kind: Literal["cpu", "cuda"]) -> int:
     return default_threads(devices, kind)
 
 
-def _say(result: dict[str, Any]) -> None:
-    from rich.console import Console
-
+def _say(result: dict[str, Any]) -> Report:
     from ..config import ParallelConfig
     from ..generate.replay import Change
+    from ..report.report import Report, Styled
 
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(result["replayed"], markup=False)
+    report = Report()
+    report.text(result["replayed"])
     config = ParallelConfig(**result["config"]).describe()
-    console.print(f"generated again with {config} on {result['device']} in {result['seconds']:.2f} s", markup=False)
+    report.text(f"generated again with {config} on {result['device']} in {result['seconds']:.2f} s")
     if result["equal"]:
-        console.print("[green]the same pixels[/]" + (", as promised" if result["promised"] else ""))
+        report.text(Styled("the same pixels", "good"), ", as promised" if result["promised"] else "")
     elif result["largest_difference"] is None:
-        console.print("[red]a picture of another size[/]")
+        report.text(Styled("a picture of another size", "bad"))
     else:
-        colour = "red" if result["promised"] else "yellow"
         # Frames may differ by less than is left of them in the file.
         ratio = " in the files" if result["psnr"] is None else f" ({result['psnr']:.1f} dB)"
-        console.print(
-            f"[{colour}]{result['differing_pixels']:.1%} of the pixels differ, by at most "
-            f"{result['largest_difference']} of 255{ratio}[/]"
-            + (", though the same ones were promised" if result["promised"] else "")
+        said = (
+            f"{result['differing_pixels']:.1%} of the pixels differ, by at most {result['largest_difference']} of 255"
         )
-    for change in result["changes"]:
-        console.print(f"changed: {Change(**change).describe()}", markup=False)
+        report.text(
+            Styled(f"{said}{ratio}", "bad" if result["promised"] else "unsure"),
+            ", though the same ones were promised" if result["promised"] else "",
+        )
+    report.points([f"changed: {Change(**change).describe()}" for change in result["changes"]])
     if not result["changes"] and not result["equal"] and not result["promised"]:
-        console.print("nothing that is known has changed; only reproducible mode promises the same pixels")
+        report.text("nothing that is known has changed; only reproducible mode promises the same pixels")
+    return report

@@ -25,12 +25,13 @@ from .options import (
     at_least,
     with_groups,
 )
-from .show import bar, emit, print_table, provenance
+from .show import bar, emit, provenance
 from .values import download, embedded_or, parse_size, read_prompts, videos_of
 
 if TYPE_CHECKING:
     from ..generate.model_info import ModelInfo
-    from ..tools.study.plan import Cell, Plan
+    from ..report.report import Report
+    from ..tools.study.plan import Cell, StudyPlan
 
 # Captions that an embedded model is asked for when there are no prompts.
 PROMPTS = 4
@@ -156,7 +157,7 @@ def study(
     emit(_run(plan, Path(options.out), options.jobs, options.target, made_by, backend), as_json, _say)
 
 
-def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple[Plan, ModelInfo]:
+def _plan(options: StudyOptions, prompts: list[str] | None, model: str) -> tuple[StudyPlan, ModelInfo]:
     """What is asked for, checked; and what the model's files say."""
     from .. import zoo
     from ..generate.job import class_numbers
@@ -229,11 +230,11 @@ def _check_call(info: ModelInfo, guidance: float | None, size: tuple[int, int] |
 
 
 def _run(
-    plan: Plan, out: Path, jobs: int, target: float | None, made_by: dict[str, Any], backend: str | None
+    plan: StudyPlan, out: Path, jobs: int, target: float | None, made_by: dict[str, Any], backend: str | None
 ) -> dict[str, Any]:
     """Run what is missing, on ranks of the launcher of that name where they are real, and write everything."""
     from ..launch import connection
-    from ..tools.study.analysis import Results
+    from ..tools.study.analysis import StudyResults
     from ..tools.study.page import write
     from ..tools.study.store import Store, run_cells
 
@@ -253,54 +254,45 @@ def _run(
         ran = run_cells(plan, store, jobs, on_cell, backend)
         progress.update(task, description="writing")
         cells = [found for cell in plan.cells if (found := store.get(cell, plan.setup)) is not None]
-        data = write(Results(plan, cells), out, target, made_by)
+        data = write(StudyResults(plan, cells), out, target, made_by)
     shown = ("findings", "table", "rules", "against_fixed", "against_others", "single_steps")
     facts = {"out": str(out), "report": str(out / "report.html"), "cells": len(plan.cells), "ran": ran}
     return facts | {name: data[name] for name in shown}
 
 
-def _say(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-
+def _say(result: dict[str, Any]) -> Report:
     from ..quality.perceptual import NAME
-    from ..quality.report import number_text, without_empty_columns
+    from ..report.formatting import number_text
+    from ..report.report import Report
     from ..tools.study.analysis import Mean
 
     def number(mean: dict[str, Any], digits: int) -> str:
         return Mean(mean["value"], None, mean["count"]).text(digits)
 
-    console = Console(highlight=False)
+    def cells(row: dict[str, Any]) -> list[str]:
+        synchronous, sent = row["synchronous"]["value"], row["sent"]
+        return [
+            str(row["devices"]),
+            row["warmup"],
+            "" if synchronous is None else f"{synchronous:.3g} of {row['evaluations']}",
+            Mean(**row["psnr"]).text(),
+            number(row["ssim"], 4),
+            number(row["perceptual"], 4),
+            number(row["right"], 2),
+            number_text(row["seconds"]),
+            "" if sent is None else number_text(sum(sent.values()) / 1e6),
+        ]
+
+    report = Report()
     names = ("N", "warm-up", "synchronous", "PSNR dB", "SSIM", NAME, "nearest", "time s", "sent MB")
-    for sampler, strategy in dict.fromkeys((row["sampler"], row["strategy"]) for row in result["table"]):
-        rows: list[list[str]] = []
-        for row in result["table"]:
-            if (row["sampler"], row["strategy"]) != (sampler, strategy):
-                continue
-            synchronous, sent = row["synchronous"]["value"], row["sent"]
-            rows.append(
-                [
-                    str(row["devices"]),
-                    row["warmup"],
-                    "" if synchronous is None else f"{synchronous:.3g} of {row['evaluations']}",
-                    Mean(**row["psnr"]).text(),
-                    number(row["ssim"], 4),
-                    number(row["perceptual"], 4),
-                    number(row["right"], 2),
-                    number_text(row["seconds"]),
-                    "" if sent is None else number_text(sum(sent.values()) / 1e6),
-                ]
-            )
-        header, kept = without_empty_columns(names, rows)
-        cells = [[escape(str(cell)) for cell in row] for row in kept]
-        print_table(console, header, cells, keys=2, title=f"{strategy}, {sampler}")
+    for pair in dict.fromkeys((row["sampler"], row["strategy"]) for row in result["table"]):
+        rows = [cells(row) for row in result["table"] if (row["sampler"], row["strategy"]) == pair]
+        report.table(names, rows, f"{pair[1]}, {pair[0]}", keys=2)
     right = [row["right_synchronous"] for row in result["table"] if row["right_synchronous"]["value"] is not None]
     if right:
-        console.print(
+        report.text(
             f"nearest: share of pictures whose nearest training picture is the one asked for; of the synchronous ones "
-            f"{number(right[0], 2)}",
-            soft_wrap=True,
+            f"{number(right[0], 2)}"
         )
-    for sentence in result["findings"]:
-        console.print(sentence, markup=False, soft_wrap=True)
-    console.print(result["report"], markup=False, soft_wrap=True)
+    report.points([*result["findings"], result["report"]])
+    return report

@@ -15,7 +15,8 @@ from .options import AsJson, Device, Devices, Threads, Timeout, TrainingOptions,
 from .show import bar, count, emit
 
 if TYPE_CHECKING:
-    from ..launch import Report
+    from ..launch import Report as ReportMessage
+    from ..report.report import Report
     from ..train.config import TrainConfig
 
 
@@ -103,7 +104,7 @@ def train(
         emit({**results[0], "devices": world_size, "device": kind}, as_json, _say)
 
 
-def _on_rank(config: TrainConfig, timeout: float, *, report: Report) -> dict[str, Any]:
+def _on_rank(config: TrainConfig, timeout: float, *, report: ReportMessage) -> dict[str, Any]:
     """Train on a rank of the command; progress is reported as plain data, which the command reads without torch."""
     from ..generate.run import quieten
     from ..train.run import train
@@ -149,24 +150,23 @@ def _time(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} h"
 
 
-def _say(result: dict[str, Any]) -> None:
+def _say(result: dict[str, Any]) -> Report:
+    from ..report.report import Report
+
+    report = Report()
     loss = "" if result["loss"] is None else f", loss {result['loss']:.4f}"
     before = f" after {count(result['resumed'], 'step')} before" if result["resumed"] else ""
     done = count(result["step"] - result["resumed"], "step")
-    print(f"{done}{before} in {_time(result['seconds'])} on {count(result['devices'], 'device')}{loss}")
+    report.text(f"{done}{before} in {_time(result['seconds'])} on {count(result['devices'], 'device')}{loss}")
     if result["nearest"] is not None:
-        print(f"{result['nearest']:.0%} of the validation pictures are nearest to their own training picture")
+        report.text(f"{result['nearest']:.0%} of the validation pictures are nearest to their own training picture")
     if result["weights"] is not None:
-        print(f"digest of the weights, the same on any number of devices: {result['weights']}")
-    for one in result["changed"]:
-        print(f"changed: {one}")
+        report.text(f"digest of the weights, the same on any number of devices: {result['weights']}")
+    report.points([f"changed: {one}" for one in result["changed"]])
     if result["overflowed"]:
         skipped = count(len(result["overflowed"]), "optimizer step")
-        print(f"{skipped} of {done} left out: gradients overflowed in float16 (loss.csv: overflowed, loss_scale)")
-    for one in result["skipped"]:
-        print(f"skipped: {one}")
-    for one in result["notes"]:
-        print(f"note: {one}")
-    for one in result["unsaved"]:
-        print(f"not saved: {one}")
-    print(result["pipeline"])
+        report.text(f"{skipped} of {done} left out: gradients overflowed in float16 (loss.csv: overflowed, loss_scale)")
+    for name, what in (("skipped", "skipped"), ("notes", "note"), ("unsaved", "not saved")):
+        report.points([f"{what}: {one}" for one in result[name]])
+    report.text(result["pipeline"])
+    return report

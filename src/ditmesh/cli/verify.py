@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,15 +15,16 @@ import typer
 from ..core.files import finite
 from ..errors import ConfigError, InputError
 from .options import AsJson, RankOptions, SampleOptions, at_least, common_option, output_option, with_groups
-from .show import bar, count, emit, print_table, provenance
+from .show import bar, count, emit, provenance
 from .values import configs_of, fetched, picture_job, read_prompts
 
 if TYPE_CHECKING:
     from ..config import ParallelConfig
     from ..generate.job import PictureJob
     from ..generate.model_info import ModelInfo
+    from ..report.report import Report
     from ..tools.verify.ranks import VerifyRanks
-    from ..tools.verify.runs import Run, Task
+    from ..tools.verify.runs import RankRun
     from ..tools.verify.verdicts import Verdict
 
 
@@ -111,7 +111,6 @@ def verify(
 
     torchrun --nproc-per-node 2 -m ditmesh verify ulysses=2
     """
-    from .. import zoo
     from ..generate.job import check_folder, check_job
     from ..generate.run import PRELOAD
     from ..launch import torchrun_rank
@@ -125,9 +124,7 @@ def verify(
     page_at, trace_at = _file_at(comparing.html, "--html"), _file_at(comparing.trace, "--trace")
     room = comparing.trace_dir if comparing.trace_dir is not None else tempfile.gettempdir()
     check_folder(room, "--trace-dir")
-    name = "emoji-sd3" if model is None else model
-    default = zoo.captions(name)[:1] if name in zoo.EMBEDDED and pictures.prompts_file is None else None
-    prompts = read_prompts(prompt or default, pictures.prompts_file)
+    prompts = _prompts("emoji-sd3" if model is None else model, prompt, pictures.prompts_file)
     job, info = picture_job(model, prompts, pictures, ranks.timeout, room, per_call=pictures.num_images)
     largest = max([config.world_size for config in asked] + [comparing.all_of or 1])
     check_job(job, info, largest)
@@ -151,6 +148,14 @@ def verify(
     emit(result, as_json, _say)
     if not result["passed"]:
         raise typer.Exit(1)
+
+
+def _prompts(model: str, prompts: list[str] | None, file: Path | None) -> list[str]:
+    """Those of the command line and of a file; else an embedded model's first caption."""
+    from .. import zoo
+
+    default = zoo.captions(model)[:1] if model in zoo.EMBEDDED and file is None else None
+    return read_prompts(prompts or default, file)
 
 
 def _checked(
@@ -211,71 +216,29 @@ def _verify(
 
     None: another rank of torchrun says it.
     """
-    from ..quality import perceptual
-    from ..tools.verify.runs import Task, budget_of, name_of, reference_of
+    from ..tools.verify.comparison import Comparison
     from ..tools.verify.timeline import write_chrome_trace
-    from ..tools.verify.verdicts import judge
 
     configs = [*asked, *offered]
-    references = list(dict.fromkeys(reference_of(config) for config in configs))
-    runs: dict[str, list[Run]] = {}
-    alone: dict[str, Run] = {}
-    verdicts: list[Verdict] = []
     with _ranks(job, configs, kind, ranks) as (runner, folder), bar(shown=runner.speaks) as progress:
-        task = progress.add_task("starting", total=len(references) + len(configs))
-        traces = {reference: f"{folder}/trace-{number}" for number, reference in enumerate(references)}
-        budget = 0.0
-        if runner.speaks:
-            budget = budget_of(folder, len(references), comparing.trace_gb * 1e9)
-            for trace in traces.values():
-                os.mkdir(trace)
+        task = progress.add_task("starting", total=None)
 
-        def run(devices: int, tasks: Sequence[Task]) -> list[list[Run]]:
-            """For each task every rank's run."""
-            progress.update(task, description=f"starting {count(devices, 'rank')}")
+        def said(what: str, steps: int = 0) -> None:
+            progress.update(task, description=what, advance=steps, total=comparison.runs)
 
-            def begin(rank: int, began: Any) -> None:
-                progress.update(task, description=began.what, advance=1)
-
-            return runner.run(devices, job, tasks, begin)
-
-        timed = comparing.trace is not None
-        tasks = [Task(reference, traces[reference], True, budget, timed) for reference in references]
-        for reference, (done,) in zip(references, run(1, tasks), strict=True):
-            alone[name_of(reference)] = done
-        for devices in sorted({config.world_size for config in configs}):
-            mine = [
-                config
-                for config in configs
-                if config.world_size == devices and not alone[name_of(reference_of(config))].refused
-            ]
-            done = (
-                run(devices, [Task(config, traces[reference_of(config)], timeline=timed) for config in mine])
-                if mine
-                else []
-            )
-            runs |= {name_of(config): of_ranks for config, of_ranks in zip(mine, done, strict=True)}
+        comparison = Comparison(job, configs, runner, folder, comparing.trace is not None, said)
+        comparison.run(comparing.trace_gb * 1e9)
         if not runner.speaks:
             return None
-        progress.update(task, description="comparing")
-        learned = perceptual.available()
-        for config in configs:
-            name, reference = name_of(config), reference_of(config)
-            single = alone[name_of(reference)]
-            # What one device refuses, several do not have to be asked.
-            found = judge(
-                job, config, runs.get(name, [single]), single, traces[reference], comparing.tolerance, learned
-            )
-            if found.refused and config in asked:
-                raise ConfigError(f"{name}: {found.refused}")
-            verdicts.append(found)
+        said("comparing")
+        verdicts = comparison.verdicts(comparing.tolerance)
+        for config, verdict in zip(configs, verdicts, strict=True):
+            if verdict.refused and config in asked:
+                raise ConfigError(f"{verdict.config}: {verdict.refused}")
     if comparing.trace is not None:
-        every = {name: [one] for name, one in alone.items()} | runs
-        timelines = {name: [run.timeline for run in of_ranks if run.timeline] for name, of_ranks in every.items()}
-        write_chrome_trace(comparing.trace, [(name, found) for name, found in timelines.items() if found])
-    rank_0 = {name: of_ranks[0] for name, of_ranks in runs.items()}
+        write_chrome_trace(comparing.trace, comparison.timelines())
     where = {"device": kind, "threads": runner.threads}
-    return _result(job, verdicts, alone, where, rank_0, made_by)
+    return _result(job, verdicts, comparison.alone, where, comparison.rank_0(), made_by)
 
 
 @contextmanager
@@ -302,9 +265,9 @@ def _ranks(
 def _result(
     job: PictureJob,
     verdicts: list[Verdict],
-    alone: dict[str, Run],
+    alone: dict[str, RankRun],
     where: dict[str, Any],
-    rank_0: dict[str, Run],
+    rank_0: dict[str, RankRun],
     made_by: dict[str, Any] | None,
 ) -> tuple[dict[str, Any], Any]:
     """The verdicts as data; and the page, when it is said what that is made by."""
@@ -340,45 +303,47 @@ def _result(
     return result, page_of(job, verdicts, rank_0, alone, shown, finite(result))
 
 
-def _say(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
+def _say(result: dict[str, Any]) -> Report:
+    from ..report.report import Report
 
-    console = Console(highlight=False)
+    report = Report()
     single = ", ".join(f"{one['config']} {one['seconds']:.2f} s" for one in result["one_device"])
-    console.print(
+    report.text(
         f"{count(len(result['prompts']), 'prompt')}, {result['dtype']} on {result['device']}, "
-        f"{count(result['threads'], 'thread')} a rank; compared with: {single}",
-        markup=False,
-        soft_wrap=True,
+        f"{count(result['threads'], 'thread')} a rank; compared with: {single}"
     )
     header = ("configuration", "largest", "PSNR dB", "SSIM", "latents", "seconds", "sent MB", "verdict")
-    rows: list[list[str]] = []
-    for verdict in result["configs"]:
-        colour = "yellow" if not verdict["judged"] else "green" if verdict["passed"] else "red"
-        outcome = f"[{colour}]{verdict['outcome']}[/]"
-        if verdict["refused"]:
-            cells = [""] * 6
-        else:
-            psnr = f"{verdict['psnr']:.1f}" if verdict["psnr"] is not None else ""
-            sent = f"{sum(verdict['bytes_sent'].values()) / 1e6:.2f}"
-            cells = [_error(verdict["largest"]), psnr, f"{verdict['ssim']:.4f}", _error(verdict["latents"])]
-            cells += [f"{verdict['seconds']:.2f}", sent]
-        rows.append([escape(verdict["config"]), *cells, outcome])
-    print_table(console, header, rows)
-    lines: list[str] = []
+    report.table(header, [_cells(verdict) for verdict in result["configs"]])
     for one in result["one_device"]:
         if not one["repeats"]:
-            lines.append(f"{one['config']}: two runs of it gave different bits")
+            report.text(f"{one['config']}: two runs of it gave different bits")
         if one["channel_stride"] > 1:
-            lines.append(
+            report.text(
                 f"{one['config']}: every bit was compared; how far blocks differ was measured on one channel in "
                 f"{one['channel_stride']}"
             )
     for verdict in result["configs"]:
-        lines += _lines(verdict)
-    for line in [*lines, *(result[file] for file in ("html", "trace") if file in result)]:
-        console.print(line, markup=False, soft_wrap=True)
+        report.points(_lines(verdict))
+    report.points([result[file] for file in ("html", "trace") if file in result])
+    return report
+
+
+def _cells(verdict: dict[str, Any]) -> list[str]:
+    from ..report.report import Styled
+
+    outcome = Styled(verdict["outcome"], "unsure" if not verdict["judged"] else "good" if verdict["passed"] else "bad")
+    if verdict["refused"]:
+        return [verdict["config"], *[""] * 6, outcome]
+    return [
+        verdict["config"],
+        _error(verdict["largest"]),
+        f"{verdict['psnr']:.1f}" if verdict["psnr"] is not None else "",
+        f"{verdict['ssim']:.4f}",
+        _error(verdict["latents"]),
+        f"{verdict['seconds']:.2f}",
+        f"{sum(verdict['bytes_sent'].values()) / 1e6:.2f}",
+        outcome,
+    ]
 
 
 def _lines(verdict: dict[str, Any]) -> list[str]:

@@ -1,1 +1,1 @@
-"""How far pictures and tensors are apart, and pages that show it."""
+"""How far pictures and tensors are apart."""

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ...quality import figures
-from ...quality.curves import Point
-from ...quality.report import Cell, Download, Page
+from ...report import charts as figures
+from ...report.curves import Point
+from ...report.report import Download, Report, Styled
 from ..costs.hardware import Hardware
 from ..explain import Line, number
 from ..prediction import Prediction
@@ -21,7 +21,7 @@ POINTS = 40
 
 def page_of(
     subject: PlanSubject, hardware: Hardware, found: Found, lines: Sequence[Line], data: dict[str, Any]
-) -> Page:
+) -> Report:
     """The page of a plan; every figure on it is predicted.
 
     Args:
@@ -31,23 +31,23 @@ def page_of(
         data: everything, as JSON can hold it; it can be saved from the page.
     """
     workload = subject.workload
-    page = Page(
+    report = Report(
         f"Plan for {subject.name}",
         f"Predicted, not measured: {hardware.describe()}, {workload.image:,} image and {workload.text:,} text tokens, "
         f"{workload.steps} steps, {workload.pictures} at once, guidance {'on' if workload.branches > 1 else 'off'}",
     )
-    page.section("Configurations")
-    page.table(
+    report.section("Configurations")
+    report.table(
         ("configuration", "devices", "s, denoising", "ms a step", "GB a rank", "why"),
         [_row(line) for line in lines],
         "The best configurations, and the obvious ones that lose; predicted",
     )
     if hardware.error is not None:
-        page.text(f"Predictions with this profile were off by {hardware.error:.0%} on average.", note=True)
-    page.downloads([Download("plan.json", json.dumps(data, indent=1) + "\n")])
-    page.section("Time and memory")
+        report.text(f"Predictions with this profile were off by {hardware.error:.0%} on average.", note=True)
+    report.downloads([Download("plan.json", json.dumps(data, indent=1) + "\n")])
+    report.section("Time and memory")
     some = found.best[:POINTS]
-    page.charts(
+    report.charts(
         [
             (
                 figures.scatter_chart(
@@ -69,9 +69,9 @@ def page_of(
             ),
         ]
     )
-    page.section("The best one, term by term")
+    report.section("The best one, term by term")
     best = found.best[0]
-    page.table(
+    report.table(
         ("term", "ms a step", "hidden, ms", "MB sent", "through"),
         [
             (t.name, f"{t.seconds * 1e3:.3g}", _number(t.hidden * 1e3), _number(t.sent / 1e6), t.through)
@@ -80,28 +80,28 @@ def page_of(
         ],
         f"A step of {best.config.describe()}; predicted",
     )
-    page.table(
+    report.table(
         ("what", "GB"),
         [(term.name, f"{term.memory / 1e9:.3g}") for term in best.kept if term.memory],
         f"Memory of a rank of {best.config.describe()}; predicted",
     )
-    page.section("What was planned with")
-    page.facts(
+    report.section("What was planned with")
+    report.facts(
         {"model": subject.source, "device": hardware.device.source, "link": hardware.link.source},
         "Sources of the figures",
     )
-    return page
+    return report
 
 
-def _row(line: Line) -> tuple[str | Cell, ...]:
+def _row(line: Line) -> tuple[str, ...]:
     one = line.prediction
     return (
         one.config.describe(),
         str(one.config.world_size),
         number(one.latency),
         number(one.step * 1e3),
-        Cell(f"{one.memory / 1e9:.3g}", "" if line.fits else "bad"),
-        Cell(line.sentence, "words"),
+        Styled(f"{one.memory / 1e9:.3g}", "" if line.fits else "bad"),
+        Styled(line.sentence, "words"),
     )
 
 

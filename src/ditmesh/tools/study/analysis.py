@@ -10,7 +10,7 @@ from math import floor, sqrt
 from random import Random
 from typing import Any
 
-from .plan import SYNCHRONOUS, Plan, has_given_steps, steps_text
+from .plan import SYNCHRONOUS, StudyPlan, has_given_steps, steps_text
 
 # A picture with the bits of the synchronous one has an infinite ratio; so much is taken for it in means.
 CAP = 100.0
@@ -122,10 +122,10 @@ class Row:
         return "" if self.synchronous.value is None else f"{self.synchronous.value:.3g} of {self.evaluations}"
 
 
-class Results:
+class StudyResults:
     """The finished cells of a plan, as the store has them and in the plan's order, by combination."""
 
-    def __init__(self, plan: Plan, cells: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, plan: StudyPlan, cells: Sequence[Mapping[str, Any]]) -> None:
         self.plan = plan
         self.cells = list(cells)
         self.synchronous: dict[tuple[str, str, int], Mapping[str, Any]] = {}
@@ -297,21 +297,12 @@ class Results:
             target = float(floor(min(max(curve.values()) for curve in curves.values())))
         needed = {devices: first_reaching(curve, target) for devices, curve in curves.items()}
         points = {devices: warmup for devices, warmup in needed.items() if warmup is not None}
-        needing = sum(warmup > 0 for warmup in points.values())
-        fit = fit_power(points) if needing >= FITTED else None
-        base, spread = fit_root(points) if needing >= FITTED else (None, None)
-        interval = None
-        if fit is not None and len(points) > 2 and len(chosen) >= FEWEST:
-            powers = _resampled_powers(pictures, chosen, target)
-            if len(powers) >= RESAMPLES // 2:
-                interval = [powers[round(share * (len(powers) - 1))] for share in (0.025, 0.975)]
         return {
             "target_psnr": target,
             "needed": {str(devices): warmup for devices, warmup in needed.items()},
-            "fit": None if fit is None else {"a": fit[0], "b": fit[1], "residual": fit[2], "b_interval": interval},
-            "sqrt": None if base is None else {"base": base, "residual": spread},
+            **_power_law(points, pictures, chosen, target),
             "points": len(points),
-            "points_above_zero": needing,
+            "points_above_zero": sum(warmup > 0 for warmup in points.values()),
         }
 
     def root_pairs(self, sampler: str, strategy: str) -> list[dict[str, Any]]:
@@ -381,6 +372,28 @@ def _curves(
             if some:
                 curves.setdefault(devices, {})[warmup] = sum(some) / len(some)
     return curves
+
+
+def _power_law(
+    points: Mapping[int, float],
+    pictures: Mapping[int, Mapping[int, ByPicture]],
+    chosen: Sequence[tuple[str, int]],
+    target: float,
+) -> dict[str, Any]:
+    """Both fits through the warm-ups needed, by devices; see `StudyResults.rule`."""
+    fit = fit_power(points) if sum(warmup > 0 for warmup in points.values()) >= FITTED else None
+    if fit is None:
+        return {"fit": None, "sqrt": None}
+    base, spread = fit_root(points)
+    interval = None
+    if len(points) > 2 and len(chosen) >= FEWEST:
+        powers = _resampled_powers(pictures, chosen, target)
+        if len(powers) >= RESAMPLES // 2:
+            interval = [powers[round(share * (len(powers) - 1))] for share in (0.025, 0.975)]
+    return {
+        "fit": {"a": fit[0], "b": fit[1], "residual": fit[2], "b_interval": interval},
+        "sqrt": {"base": base, "residual": spread},
+    }
 
 
 def _resampled_powers(
@@ -453,7 +466,7 @@ def fit_root(points: Mapping[int, float]) -> tuple[float | None, float | None]:
 # In words
 
 
-def findings(results: Results, rules: Mapping[tuple[str, str], Mapping[str, Any] | None]) -> list[str]:
+def findings(results: StudyResults, rules: Mapping[tuple[str, str], Mapping[str, Any] | None]) -> list[str]:
     """Sentences made from the figures. A difference under two standard errors is called none."""
     plan = results.plan
     pictures = max((row.pictures for row in results.rows()), default=0)
@@ -486,7 +499,7 @@ def findings(results: Results, rules: Mapping[tuple[str, str], Mapping[str, Any]
     return sentences + _real_text(results)
 
 
-def _real_text(results: Results) -> list[str]:
+def _real_text(results: StudyResults) -> list[str]:
     """One sentence for every sampler, strategy and number of real ranks, over the policies that ran there."""
     groups: dict[tuple[str, str, int], list[Mapping[str, Any]]] = {}
     for result in results.real:
@@ -518,7 +531,7 @@ def _range(values: Sequence[float], digits: int) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def policy_findings(results: Results) -> list[str]:
+def policy_findings(results: StudyResults) -> list[str]:
     """Of `findings` those that compare policies with as many synchronous steps."""
     sentences = []
     for policy in results.against_fixed():
@@ -547,7 +560,7 @@ def _count(pictures: int) -> str:
     return f"{pictures} {'picture' if pictures == 1 else 'pictures'}"
 
 
-def _of_strategy(results: Results, sampler: str, strategy: str) -> list[str]:
+def _of_strategy(results: StudyResults, sampler: str, strategy: str) -> list[str]:
     plan, sentences = results.plan, []
     for devices in plan.devices:
         some = results.stale_fixed(sampler, strategy, devices)
@@ -568,7 +581,9 @@ def _of_strategy(results: Results, sampler: str, strategy: str) -> list[str]:
     return sentences
 
 
-def _compared(results: Results, what: str, axis: int, ours: Any, theirs: Any, of: tuple[str, ...] = ()) -> list[str]:
+def _compared(
+    results: StudyResults, what: str, axis: int, ours: Any, theirs: Any, of: tuple[str, ...] = ()
+) -> list[str]:
     """One sentence over all pairs of combinations that begin with ``of`` and differ on one axis only."""
     mine = [at for at in results.by if at[axis] == ours and at[: len(of)] == of and not has_given_steps(at[3])]
     pairs: list[tuple[Combination, Any]] = [(at, (*at[:axis], theirs, *at[axis + 1 :])) for at in mine]

@@ -15,18 +15,18 @@ import numpy as np
 from PIL import Image
 
 from ...core.files import without_folder
-from ...quality.curves import Point, Series, grid
-from ...quality.figures import Chart, bar_chart, brightest, coloured, heat_map, line_chart, scatter_chart
 from ...quality.perceptual import HINT, NAME, available
 from ...quality.pictures import as_picture, eight_bits
-from ...quality.report import Cell as TableCell
-from ...quality.report import Download, Page, Shown, as_csv, number_text
+from ...report.charts import Chart, bar_chart, brightest, coloured, heat_map, line_chart, scatter_chart
+from ...report.curves import Point, Series, grid
+from ...report.formatting import as_csv, number_text
+from ...report.report import Download, Report, Shown, Styled
 from .analysis import (
     CAP,
     Combination,
     Mean,
-    Results,
     Row,
+    StudyResults,
     findings,
     latency,
     policy_findings,
@@ -47,11 +47,11 @@ Rules = Mapping[tuple[str, str], Mapping[str, Any] | None]
 
 
 def write(
-    results: Results, folder: Path, target: float | None = None, facts: Mapping[str, Any] | None = None
+    results: StudyResults, folder: Path, target: float | None = None, facts: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Write ``report.html``, ``results.json`` and ``results.csv`` to the study's folder; returns what the JSON holds.
 
-    The target, in dB, is that of `Results.rule`; the facts say where the figures are from, by name.
+    The target, in dB, is that of `StudyResults.rule`; the facts say where the figures are from, by name.
     """
     plan = results.plan
     rules = {pair: results.rule(*pair, target) for pair in plan.pairs}
@@ -87,7 +87,7 @@ def write(
     return data
 
 
-def csv_of(results: Results) -> str:
+def csv_of(results: StudyResults) -> str:
     """One line for every picture, with the time of its request on real ranks and the bytes sent in it by axis."""
     measures = ("prompt", "seed", "equal", "psnr", "ssim", "perceptual", "right", "file")
     axes = sorted({axis for result in results.cells for axis in result.get("sent") or ()})
@@ -107,68 +107,68 @@ def csv_of(results: Results) -> str:
 
 
 def page_of(
-    results: Results,
+    results: StudyResults,
     pictures: Path,
     sentences: Sequence[str],
     rules: Rules,
     facts: Mapping[str, Any],
     files: Sequence[Download],
-) -> Page:
+) -> Report:
     """The page.
 
     Args:
         results: of the study.
         pictures: folder of its PNGs.
         sentences: those of `findings`.
-        rules: `Results.rule` by sampler and strategy.
+        rules: `StudyResults.rule` by sampler and strategy.
         facts: where the figures are from, by name.
         files: what can be saved from the page.
     """
     plan = results.plan
     setup = plan.setup
-    page = Page(
+    report = Report(
         "What stale strategies cost",
         f"{without_folder(setup.name)}, {setup.steps} steps, {setup.dtype} on {setup.device}; devices "
         f"{', '.join(map(str, plan.devices))}; {', '.join(plan.strategies)}; sampler {', '.join(plan.samplers)}",
     )
-    page.downloads(files)
-    page.section("What the figures say")
+    report.downloads(files)
+    report.section("What the figures say")
     policies = policy_findings(results)
-    page.points([sentence for sentence in sentences if sentence not in policies])
-    page.section("Quality")
+    report.points([sentence for sentence in sentences if sentence not in policies])
+    report.section("Quality")
     for pair in plan.pairs:
-        _table(page, results, *pair)
+        _table(report, results, *pair)
     if not available():
-        page.text(HINT, note=True)
-    page.section("Quality against time and bytes")
-    _costs(page, results)
+        report.text(HINT, note=True)
+    report.section("Quality against time and bytes")
+    _costs(report, results)
     if policies:
-        page.section("Policies with as many synchronous steps")
-        page.points(policies, "In words")
-        _others(page, results)
-    page.section("Warm-up")
+        report.section("Policies with as many synchronous steps")
+        report.points(policies, "In words")
+        _others(report, results)
+    report.section("Warm-up")
     for pair in plan.pairs:
-        _warmup_charts(page, results, *pair, rules.get(pair))
-    page.section("Pictures")
+        _warmup_charts(report, results, *pair, rules.get(pair))
+    report.section("Pictures")
     for pair in plan.pairs:
-        _pictures(page, results, *pair, pictures)
-        _frames(page, results, *pair)
-    page.section("Error of the prediction, step by step")
-    page.text(PREDICTION)
+        _pictures(report, results, *pair, pictures)
+        _frames(report, results, *pair)
+    report.section("Error of the prediction, step by step")
+    report.text(PREDICTION)
     for pair in plan.pairs:
-        _loss_curves(page, results, *pair)
-    page.section("Step by layer")
+        _loss_curves(report, results, *pair)
+    report.section("Step by layer")
     for pair in plan.pairs:
-        _heat_maps(page, results, *pair)
-    _single_steps(page, results)
-    _real_ranks(page, results)
-    page.section("Circumstances")
-    page.facts({**circumstances(results), **facts}, "What was run, by what, and where")
-    page.text("Cells that were in the folder already may have been run by another version, or elsewhere.", note=True)
-    return page
+        _heat_maps(report, results, *pair)
+    _single_steps(report, results)
+    _real_ranks(report, results)
+    report.section("Circumstances")
+    report.facts({**circumstances(results), **facts}, "What was run, by what, and where")
+    report.text("Cells that were in the folder already may have been run by another version, or elsewhere.", note=True)
+    return report
 
 
-def circumstances(results: Results) -> dict[str, Any]:
+def circumstances(results: StudyResults) -> dict[str, Any]:
     """What was run, for people."""
     plan, setup = results.plan, results.plan.setup
     asked = list(dict.fromkeys((prompt, seed) for _, prompt, seed in results.synchronous))
@@ -205,7 +205,7 @@ PREDICTION = (
 )
 
 
-def _table(page: Page, results: Results, sampler: str, strategy: str) -> None:
+def _table(report: Report, results: StudyResults, sampler: str, strategy: str) -> None:
     mine = [row for row in results.rows() if (row.sampler, row.strategy) == (sampler, strategy)]
     axes = sorted({axis for row in mine for axis in row.sent or ()})
     header = ["configuration", "synchronous", "PSNR dB", "SSIM", NAME, "nearest picture", "time s", "one device s"]
@@ -226,7 +226,7 @@ def _table(page: Page, results: Results, sampler: str, strategy: str) -> None:
     costs = [" Sent: by all ranks together in the first request."] if axes else []
     if any(row.seconds is not None for row in mine):
         costs.append(" Time: of the first request on real ranks, the slowest rank's.")
-    page.table(
+    report.table(
         header,
         rows,
         f"{strategy}, {sampler}: against the synchronous picture; mean ± standard error over pictures. In means an "
@@ -234,7 +234,7 @@ def _table(page: Page, results: Results, sampler: str, strategy: str) -> None:
     )
 
 
-def _costs(page: Page, results: Results) -> None:
+def _costs(report: Report, results: StudyResults) -> None:
     """Quality against what it takes, one chart for every sampler and measure of cost."""
     charts = []
     for sampler in results.plan.samplers:
@@ -266,12 +266,14 @@ def _costs(page: Page, results: Results) -> None:
                     f"below. Ringed and joined: the Pareto front, which nothing measured beats on both.{more}"
                 )
                 charts.append((chart, caption))
-    page.charts(charts)
+    report.charts(charts)
     if not any(row.seconds is not None for row in results.rows()):
-        page.text("Ranks were simulated: no time was measured. --real runs real ranks, too, and times them.", note=True)
+        report.text(
+            "Ranks were simulated: no time was measured. --real runs real ranks, too, and times them.", note=True
+        )
     unknown = sorted({row.strategy for row in results.rows() if row.sent is None})
     if unknown:
-        page.text(f"Not known without --real: bytes that {' and '.join(unknown)} would send.", note=True)
+        report.text(f"Not known without --real: bytes that {' and '.join(unknown)} would send.", note=True)
 
 
 def _seconds(row: Row) -> float | None:
@@ -286,7 +288,7 @@ def _megabytes(row: Row) -> float | None:
     return None if row.bytes_sent is None else row.bytes_sent / 1e6
 
 
-def _others(page: Page, results: Results) -> None:
+def _others(report: Report, results: StudyResults) -> None:
     rows = []
     for policy in results.against_others():
         for other in policy["others"]:
@@ -298,16 +300,16 @@ def _others(page: Page, results: Results) -> None:
                 (
                     f"{policy['sampler']}, {policy['strategy']}, N = {policy['devices']}",
                     f"{policy['synchronous']:g} of {policy['evaluations']}",
-                    TableCell(policy["warmup"], "name"),
+                    Styled(policy["warmup"], "name"),
                     Mean(**policy["psnr"]).text(),
-                    TableCell(other["warmup"], "name"),
+                    Styled(other["warmup"], "name"),
                     Mean(**other["psnr"]).text(),
-                    TableCell("the same steps" if same else signed(apart), kind),
+                    Styled("the same steps" if same else signed(apart), kind),
                     "" if same else f"{other['closer']} of {apart.count}",
                 )
             )
     if rows:
-        page.table(
+        report.table(
             ("of", "synchronous", "adaptive", "PSNR dB", "other policy", "PSNR dB", "difference dB", "closer"),
             rows,
             "Adaptive policies beside others with as many synchronous steps, on the same pictures; coloured: over two "
@@ -315,7 +317,9 @@ def _others(page: Page, results: Results) -> None:
         )
 
 
-def _warmup_charts(page: Page, results: Results, sampler: str, strategy: str, rule: Mapping[str, Any] | None) -> None:
+def _warmup_charts(
+    report: Report, results: StudyResults, sampler: str, strategy: str, rule: Mapping[str, Any] | None
+) -> None:
     of, lines = f"{strategy}, {sampler}", []
     for devices in results.plan.devices:
         fixed = results.stale_fixed(sampler, strategy, devices)
@@ -326,7 +330,7 @@ def _warmup_charts(page: Page, results: Results, sampler: str, strategy: str, ru
     chart = line_chart(lines, f"PSNR over warm-up, {of}", "warm-up steps", "PSNR, dB")
     charts = [(chart, f"{of}: PSNR against the synchronous picture; bars: standard error.")]
     if rule is None or rule["fit"] is None:
-        page.charts(charts)
+        report.charts(charts)
         return
     needed = {float(n): warmup for n, warmup in rule["needed"].items() if warmup is not None}
     fit, base, devices = rule["fit"], rule["sqrt"]["base"], tuple(needed)
@@ -336,7 +340,7 @@ def _warmup_charts(page: Page, results: Results, sampler: str, strategy: str, ru
         Series(f"{base:.2f} √N", devices, tuple(base * n**0.5 for n in devices)),
     ]
     chart = line_chart(series, f"Warm-up needed, {of}", "devices N", "warm-up steps")
-    page.charts([*charts, (chart, f"{of}: warm-up steps needed for {rule['target_psnr']:g} dB.")])
+    report.charts([*charts, (chart, f"{of}: warm-up steps needed for {rule['target_psnr']:g} dB.")])
 
 
 def _line(name: str, xs: Iterable[float], means: Sequence[Mean]) -> Series:
@@ -349,7 +353,7 @@ def _line(name: str, xs: Iterable[float], means: Sequence[Mean]) -> Series:
     return replace(series, low=low, high=high)
 
 
-def _pictures(page: Page, results: Results, sampler: str, strategy: str, folder: Path) -> None:
+def _pictures(report: Report, results: StudyResults, sampler: str, strategy: str, folder: Path) -> None:
     """One picture with every policy and N, and under each how it differs from the synchronous one: first and worst."""
     hidden = results.plan.warmups[ROWS:]
     more = f" Not shown: {', '.join(hidden)}." if hidden else ""
@@ -359,18 +363,18 @@ def _pictures(page: Page, results: Results, sampler: str, strategy: str, folder:
             continue
         rows = _rows_of(results, sampler, strategy, folder, asked)
         what = "the first picture" if which == "first" else "the picture with the lowest PSNR of all"
-        page.pictures(
+        report.pictures(
             rows,
             f"{strategy}, {sampler}: {what}, at the top left the synchronous one; under each the largest absolute "
             "difference of a pixel's 8-bit values, of values from 0 to 1. One scale serves a row: its bright end is "
             "the 99th percentile of the row's differences. Dashes: where the ranks' shares of the image meet, if they "
             f"are even.{more}",
         )
-    _distribution(page, results, sampler, strategy)
+    _distribution(report, results, sampler, strategy)
 
 
 def _first_and_worst(
-    results: Results, sampler: str, strategy: str
+    results: StudyResults, sampler: str, strategy: str
 ) -> tuple[tuple[str, int] | None, tuple[str, int] | None]:
     """Prompt and seed of the first picture, and of the one with the lowest PSNR of any policy and N."""
     some = [
@@ -386,7 +390,9 @@ def _first_and_worst(
     return some[0][:2], worst[:2]
 
 
-def _rows_of(results: Results, sampler: str, strategy: str, folder: Path, asked: tuple[str, int]) -> list[list[Shown]]:
+def _rows_of(
+    results: StudyResults, sampler: str, strategy: str, folder: Path, asked: tuple[str, int]
+) -> list[list[Shown]]:
     """For every policy a row of one picture by N, and a row of their differences; the synchronous one stands once."""
     exact_file = folder / results.synchronous[(sampler, *asked)]["file"]
     exact, rows = _read(exact_file), []
@@ -420,7 +426,7 @@ def _rows_of(results: Results, sampler: str, strategy: str, folder: Path, asked:
     return rows
 
 
-def _distribution(page: Page, results: Results, sampler: str, strategy: str) -> None:
+def _distribution(report: Report, results: StudyResults, sampler: str, strategy: str) -> None:
     """Share of the pictures up to every PSNR, a line for each policy, at the most devices."""
     charted = _charted(results, sampler, strategy)
     if not charted:
@@ -435,10 +441,10 @@ def _distribution(page: Page, results: Results, sampler: str, strategy: str) -> 
     if lines:
         of = f"{strategy}, {sampler}, {devices} devices"
         chart = line_chart(lines, f"Pictures up to every PSNR, {of}", "PSNR, dB", "share of the pictures, %")
-        page.chart(chart, f"{of}: share of the pictures whose PSNR is at most so much; farther right is better.")
+        report.chart(chart, f"{of}: share of the pictures whose PSNR is at most so much; farther right is better.")
 
 
-def _frames(page: Page, results: Results, sampler: str, strategy: str) -> None:
+def _frames(report: Report, results: StudyResults, sampler: str, strategy: str) -> None:
     """Of videos: how far every frame is from the synchronous one, with every policy and N."""
     values: dict[tuple[str, str], float] = {}
     count = 0
@@ -454,7 +460,7 @@ def _frames(page: Page, results: Results, sampler: str, strategy: str) -> None:
         found = grid(values, columns=[str(frame + 1) for frame in range(count)])
         title = f"Root mean square difference of every frame, {strategy}, {sampler}"
         said = "of values from 0 to 1, from the synchronous video, by frame"
-        page.chart(heat_map(found, title, "frame", "policy", log=True), f"{strategy}, {sampler}: difference, {said}.")
+        report.chart(heat_map(found, title, "frame", "policy", log=True), f"{strategy}, {sampler}: difference, {said}.")
 
 
 def _read(file: Path) -> Image.Image:
@@ -478,7 +484,7 @@ def _difference(apart: np.ndarray, bright: float, devices: int, name: str) -> Sh
     return _shown(shades, caption, f"{name} against the synchronous picture", bright)
 
 
-def _charted(results: Results, sampler: str, strategy: str) -> dict[int, list[Combination]]:
+def _charted(results: StudyResults, sampler: str, strategy: str) -> dict[int, list[Combination]]:
     """Combinations of one chart, by the number of devices.
 
     Where every step is synchronous there is no error. If there are too many, the last one asked for still is shown.
@@ -491,7 +497,7 @@ def _charted(results: Results, sampler: str, strategy: str) -> dict[int, list[Co
     return {devices: [*some[: LINES - 1], *some[LINES - 1 :][-1:]] for devices, some in by.items()}
 
 
-def _loss_curves(page: Page, results: Results, sampler: str, strategy: str) -> None:
+def _loss_curves(report: Report, results: StudyResults, sampler: str, strategy: str) -> None:
     charts: list[tuple[Chart, str]] = []
     for devices, some in _charted(results, sampler, strategy).items():
         of = f"{strategy}, {sampler}, {devices} devices"
@@ -505,10 +511,10 @@ def _loss_curves(page: Page, results: Results, sampler: str, strategy: str) -> N
                 lines = [_line(name, range(1, len(means) + 1), means) for name, means in errors.items()]
                 chart = line_chart(lines, f"Error {on}, {of}", "step", "relative error")
                 charts.append((chart, f"{of}: {on}{bars}."))
-    page.charts(charts)
+    report.charts(charts)
 
 
-def _heat_maps(page: Page, results: Results, sampler: str, strategy: str) -> None:
+def _heat_maps(report: Report, results: StudyResults, sampler: str, strategy: str) -> None:
     """Of the most devices with the shortest warm-up there is: there is most to see."""
     some = [at for at in results.by if at[:2] == (sampler, strategy) and at[3] in results.plan.warmups]
     some = [at for at in some if at[2] == max(at[2] for at in some)]
@@ -530,7 +536,7 @@ def _heat_maps(page: Page, results: Results, sampler: str, strategy: str) -> Non
         shades = grid(values, _ordered(errors), [str(step + 1) for step in range(first["evaluations"])])
         chart = heat_map(shades, f"Error of attention, {of}", "step", "block")
         charts.append((chart, f"{of}: relative L2 error of attention's output against exact attention, same inputs."))
-    page.charts(charts)
+    report.charts(charts)
 
 
 def _ordered(blocks: Iterable[str]) -> list[str]:
@@ -538,10 +544,10 @@ def _ordered(blocks: Iterable[str]) -> list[str]:
     return sorted(blocks, key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)])
 
 
-def _single_steps(page: Page, results: Results) -> None:
+def _single_steps(report: Report, results: StudyResults) -> None:
     singles = results.single_steps()
     if singles:
-        page.section("Which steps matter")
+        report.section("Which steps matter")
     for single in singles:
         of = f"{single['strategy']}, {single['sampler']}, {single['devices']} devices"
         charts = []
@@ -559,13 +565,13 @@ def _single_steps(page: Page, results: Results) -> None:
             bars = _line(name, range(len(means)), means)
             chart = bar_chart([*map(str, single["steps"])], bars, f"{title}, {of}", unit, x_label="step")
             charts.append((chart, f"{of}: {caption}."))
-        page.charts(charts)
+        report.charts(charts)
 
 
-def _real_ranks(page: Page, results: Results) -> None:
+def _real_ranks(report: Report, results: StudyResults) -> None:
     if not results.real:
         return
-    page.section("Real ranks")
+    report.section("Real ranks")
     rows = []
     for result in results.real:
         cell = result["cell"]
@@ -578,10 +584,10 @@ def _real_ranks(page: Page, results: Results) -> None:
                     f"{work:.3f}",
                     f"{rank['in_collectives']:.3f}",
                     f"{rank['bytes_sent'] / 1e6:.2f}",
-                    TableCell("yes", "good") if result["equal_to_simulation"] else TableCell("no", "bad"),
+                    Styled("yes", "good") if result["equal_to_simulation"] else Styled("no", "bad"),
                 )
             )
-    page.table(
+    report.table(
         ("run", "rank", "working, s", "inside collectives, s", "sent, MB", "same bits as simulated"),
         rows,
         "One request on real ranks, the second of two. Time inside collectives is sending and waiting.",

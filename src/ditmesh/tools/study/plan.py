@@ -127,7 +127,7 @@ def steps_text(steps: Iterable[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StudyPlan:
     """A whole study.
 
     Attributes:
@@ -217,7 +217,7 @@ def make_plan(
     which: bool = False,
     detail: bool = True,
     real: bool = False,
-) -> Plan:
+) -> StudyPlan:
     """All cells, checked.
 
     Args:
@@ -269,7 +269,7 @@ def make_plan(
         cell.config()
     singles = (strategies[0], devices[0]) if which else None
     asked: Any = map(tuple, (devices, warmups, samplers, strategies))
-    return Plan(setup, tuple(dict.fromkeys(cells)), *asked, which=singles)
+    return StudyPlan(setup, tuple(dict.fromkeys(cells)), *asked, which=singles)
 
 
 def _single_steps(base: Cell, strategy: str, devices: int, steps: int) -> list[Cell]:

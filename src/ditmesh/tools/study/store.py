@@ -10,7 +10,7 @@ from typing import Any
 
 from ...core.files import finite
 from ...errors import InputError
-from .plan import SYNCHRONOUS, Cell, Plan, Setup
+from .plan import SYNCHRONOUS, Cell, Setup, StudyPlan
 from .running import SUFFIX, Runner
 
 # Cells, one JSON object a line, in the order they were finished.
@@ -73,7 +73,7 @@ class Store:
 
 
 def run_cells(
-    plan: Plan, store: Store, jobs: int = 1, on_cell: OnCell | None = None, launcher: str | None = None
+    plan: StudyPlan, store: Store, jobs: int = 1, on_cell: OnCell | None = None, launcher: str | None = None
 ) -> int:
     """Run the cells that the store lacks, in so many processes (1: this one); returns how many were run.
 

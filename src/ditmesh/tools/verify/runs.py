@@ -10,10 +10,11 @@ import gc
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from errno import ENOSPC
+from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -34,7 +35,7 @@ from ...launch import Report
 if TYPE_CHECKING:
     from ...generate.model_info import ModelInfo
     from .timeline import RankTimeline
-    from .tracing import Part, Recorder, Spot
+    from .tracing import ComparedPart, Recorder, Spot
 
 # Bytes that the values of one trace may take on disk, and those without which a trace is not begun.
 TRACE_BUDGET = 4e9
@@ -56,6 +57,14 @@ def name_of(config: ParallelConfig | None) -> str:
     return " ".join([described, *(f"{name}={value}" for name, value in settings.items() if name not in named)])
 
 
+def _grids(devices: int, most: Mapping[str, int], *axes: str) -> list[dict[str, int]]:
+    """Degrees that multiply to the number of devices, each at most so large, the simplest first."""
+    degrees = [degree for degree in range(1, devices + 1) if devices % degree == 0]
+    chosen = ([degree for degree in degrees if degree <= most.get(axis, devices)] for axis in axes)
+    some = [dict(zip(axes, grid, strict=True)) for grid in product(*chosen) if prod(grid) == devices]
+    return sorted(some, key=lambda grid: (sum(d > 1 for d in grid.values()), [-d for d in grid.values()]))
+
+
 def sensible(
     devices: int,
     model: ModelInfo,
@@ -69,32 +78,24 @@ def sensible(
     Degrees are bounded by the model's heads and tokens, the pictures of one call, and whether there are two branches
     of guidance to share. The size is in pixels, width and height; None: the model's own. Videos have ``frames``.
     """
-    degrees = [degree for degree in range(1, devices + 1) if devices % degree == 0]
     most = {"data": pictures, "cfg": 2 if guided else 1, "tensor": model.heads or 1}
-
-    def offer(**settings: Any) -> None:
+    grids = partial(_grids, devices, most)
+    rings, pipes = (
+        [grid for grid in grids(*axes) if grid[axes[0]] > 1]
+        for axes in (("ring", "cfg", "data"), ("pipe", "ulysses", "cfg"))
+    )
+    settings: list[dict[str, Any]] = [
+        *grids("ulysses", "ring", "cfg", "data", "tensor"),
+        *(grid | {"reproducible": True} for grid in grids("ulysses", "ring", "cfg", "data")),
+        *(grid | {"exchange": exchange} for grid in rings for exchange in ("displaced", "naive")),
+        *pipes,
+    ]
+    offered: list[ParallelConfig] = []
+    for setting in settings:
         with suppress(ConfigError):
-            config = ParallelConfig(**settings)
+            config = ParallelConfig(**setting)
             check_config(config, model, devices, size, frames)
             offered.append(config)
-
-    def grids(*axes: str) -> list[dict[str, int]]:
-        """Degrees that multiply to the number of devices, the simplest first."""
-        chosen = (degrees if axis not in most else [d for d in degrees if d <= most[axis]] for axis in axes)
-        some = [dict(zip(axes, grid, strict=True)) for grid in product(*chosen) if prod(grid) == devices]
-        return sorted(some, key=lambda grid: (sum(d > 1 for d in grid.values()), [-d for d in grid.values()]))
-
-    offered: list[ParallelConfig] = []
-    for grid in grids("ulysses", "ring", "cfg", "data", "tensor"):
-        offer(**grid)
-    for grid in grids("ulysses", "ring", "cfg", "data"):
-        offer(**grid, reproducible=True)
-    for grid in grids("ring", "cfg", "data"):
-        for exchange in ("displaced", "naive") if grid["ring"] > 1 else ():
-            offer(**grid, exchange=exchange)
-    for grid in grids("pipe", "ulysses", "cfg"):
-        if grid["pipe"] > 1:
-            offer(**grid)
     return offered
 
 
@@ -103,14 +104,14 @@ def sensible(
 
 
 @dataclass(frozen=True)
-class Began:
+class RunBegan:
     """A run begins: of one device or of a configuration, recorded or against the clock."""
 
     what: str
 
 
 @dataclass(frozen=True)
-class Run:
+class RankRun:
     """One configuration on one rank.
 
     Attributes:
@@ -121,7 +122,7 @@ class Run:
         repeats: whether the recorded and the unrecorded run gave the same bits.
         sent: bytes this rank sent in the unrecorded run, by axis.
         parts, unknown: results of the comparison, when there was one.
-        stride: every so manieth channel is in the trace, when one was written.
+        stride: every ``stride``-th channel is in the trace, when one was written.
         refused: why this configuration cannot run, if it cannot.
         timeline: of the first unrecorded call, when it was asked for.
     """
@@ -131,7 +132,7 @@ class Run:
     seconds: float = 0.0
     repeats: bool = True
     sent: dict[str, int] = field(default_factory=dict)
-    parts: tuple[Part, ...] = ()
+    parts: tuple[ComparedPart, ...] = ()
     unknown: tuple[Spot, ...] = ()
     stride: int = 1
     refused: str | None = None
@@ -139,7 +140,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Task:
+class RunTask:
     """A run to make.
 
     Attributes:
@@ -173,7 +174,7 @@ def budget_of(folder: str | Path, traces: int, wanted: float = TRACE_BUDGET) -> 
     return budget
 
 
-def run_tasks(job: PictureJob, tasks: Sequence[Task], *, report: Report | None = None) -> list[Run]:
+def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: Report | None = None) -> list[RankRun]:
     """Make several runs, with one loaded pipeline as far as each rank needs all of it.
 
     Every rank calls this, and of a task that writes the first one alone.
@@ -183,7 +184,7 @@ def run_tasks(job: PictureJob, tasks: Sequence[Task], *, report: Report | None =
     Args:
         job: what to generate; its own configuration does not count.
         tasks: the runs, in order.
-        report: takes a `Began` from rank 0 before every run.
+        report: takes a `RunBegan` from rank 0 before every run.
 
     Raises:
         InputError: the pipeline cannot do what is asked.
@@ -222,11 +223,11 @@ def run_tasks(job: PictureJob, tasks: Sequence[Task], *, report: Report | None =
             except (InputError, LayoutError) as error:
                 # Every rank refuses alike, before it has changed anything.
                 mesh.close()
-                runs.append(Run(refused=str(error)))
+                runs.append(RankRun(refused=str(error)))
                 pipe = None if share else pipe
                 continue
         if report is not None and rank == 0:
-            report(Began(name_of(task.config)))
+            report(RunBegan(name_of(task.config)))
         runs.append(_run(job, pipe, task, rank))
         if mesh is not None:
             if share:
@@ -238,24 +239,40 @@ def run_tasks(job: PictureJob, tasks: Sequence[Task], *, report: Report | None =
     return runs
 
 
-def _run(job: PictureJob, pipe: Any, task: Task, rank: int) -> Run:
+def _run(job: PictureJob, pipe: Any, task: RunTask, rank: int) -> RankRun:
     """Recorded, then against the clock."""
-    import torch.distributed as dist
-
     from ...core.digests import digest
-    from ...engine import denoisers, engine_of, find_layout
-    from .timeline import TimelineRecorder
+    from ...engine import engine_of
+
+    recorded, found = _recorded(job, pipe, task, rank)
+    traffic = engine_of(pipe).mesh.traffic if task.config is not None else Traffic()
+    traffic.reset()
+    pictures, seconds, timeline = _timed(job, pipe, task, traffic)
+    digests = tuple(map(digest, pictures))
+    return RankRun(
+        pictures=tuple(pictures) if rank == 0 else (),
+        digests=digests,
+        seconds=seconds,
+        repeats=digests == tuple(map(digest, recorded)),
+        sent=dict(traffic.bytes_sent),
+        timeline=timeline,
+        **found,
+    )
+
+
+def _recorded(job: PictureJob, pipe: Any, task: RunTask, rank: int) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """The pictures of every call, and what was written or found on the way, as fields of `RankRun`."""
     from .tracing import Recorder, Trace, TraceComparer, TraceWriter
 
-    steps = call_arguments(job, pipe, 0)["num_inference_steps"]
     if task.writes:
         # Guidance calls the transformer once or twice a step.
-        sink: Any = TraceWriter(task.trace, task.budget, steps * len(job.prompts) * 2)
+        calls = call_arguments(job, pipe, 0)["num_inference_steps"] * len(job.prompts) * 2
+        sink: Any = TraceWriter(task.trace, task.budget, calls)
     else:
         sink = TraceComparer(Trace(task.trace), rank)
     try:
         with Recorder(pipe, sink) as recorder, channels_first(pipe):
-            recorded = [_generate(job, pipe, number, recorder) for number in range(job.calls)]
+            pictures = [_generate(job, pipe, number, recorder) for number in range(job.calls)]
     except OSError as error:
         if error.errno != ENOSPC:
             raise
@@ -263,8 +280,20 @@ def _run(job: PictureJob, pipe: Any, task: Task, rank: int) -> Run:
             f"no space is left in {str(Path(task.trace).parent)!r} for what one device computes; name another "
             "folder with --trace-dir, or keep less with --trace-gb"
         ) from error
-    traffic = engine_of(pipe).mesh.traffic if task.config is not None else Traffic()
-    traffic.reset()
+    if task.writes:
+        return pictures, {"stride": sink.stride or 1}
+    return pictures, {"parts": tuple(sink.parts), "unknown": tuple(sink.unknown)}
+
+
+def _timed(
+    job: PictureJob, pipe: Any, task: RunTask, traffic: Traffic
+) -> tuple[list[np.ndarray], float, RankTimeline | None]:
+    """The pictures of every call, the seconds of all, and the timeline of the first when it is asked for."""
+    import torch.distributed as dist
+
+    from ...engine import denoisers, find_layout
+    from .timeline import TimelineRecorder
+
     if dist.is_initialized() and not task.writes:
         # The clock starts when all are here.
         dist.barrier()
@@ -280,19 +309,7 @@ def _run(job: PictureJob, pipe: Any, task: Task, rank: int) -> Run:
         else:
             pictures = [_generate(job, pipe, 0)]
         pictures += [_generate(job, pipe, number) for number in range(1, job.calls)]
-    seconds = time.perf_counter() - started
-    digests = tuple(map(digest, pictures))
-    return Run(
-        pictures=tuple(pictures) if rank == 0 else (),
-        digests=digests,
-        seconds=seconds,
-        repeats=digests == tuple(map(digest, recorded)),
-        sent=dict(traffic.bytes_sent),
-        parts=() if task.writes else tuple(sink.parts),
-        unknown=() if task.writes else tuple(sink.unknown),
-        stride=(sink.stride or 1) if task.writes else 1,
-        timeline=timeline,
-    )
+    return pictures, time.perf_counter() - started, timeline
 
 
 @contextmanager

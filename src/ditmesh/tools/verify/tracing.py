@@ -190,14 +190,14 @@ def watch_blocks(model: nn.Module, layout: TokenLayout, tap: Tap) -> Callable[[]
 
 
 @dataclass(frozen=True)
-class Entry:
+class TraceEntry:
     """A tensor in a trace.
 
     Attributes:
         spot: its place.
         shape: of the whole tensor.
         dim: dimension of its tokens; dimension 0 is the batch.
-        stride: every so manieth value of the last dimension is kept.
+        stride: every ``stride``-th value of the last dimension is kept.
         values, digests: what is kept of its values, and the digests of its tokens (`token_digests`).
     """
 
@@ -313,7 +313,7 @@ class Trace:
     def __init__(self, folder: str | Path) -> None:
         files = sorted(Path(folder).glob("*.pt"))
         calls = [torch.load(file, mmap=True, weights_only=True) for file in files]
-        self.entries = [Entry(Spot(*spot), *more) for call in calls for spot, *more in call]
+        self.entries = [TraceEntry(Spot(*spot), *more) for call in calls for spot, *more in call]
         self.places = {entry.spot: place for place, entry in enumerate(self.entries)}
 
 
@@ -322,7 +322,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Part:
+class ComparedPart:
     """A part of a tensor, compared on one rank.
 
     Attributes:
@@ -354,7 +354,7 @@ class TraceComparer:
 
     def __init__(self, trace: Trace, rank: int) -> None:
         self.trace, self.rank = trace, rank
-        self.parts: list[Part] = []
+        self.parts: list[ComparedPart] = []
         self.unknown: dict[Spot, None] = {}
 
     def take(self, spot: Spot, tensor: Tensor, row: int, dim: int, start: int) -> None:
@@ -369,7 +369,7 @@ class TraceComparer:
         if dim == entry.dim and sum(rows) <= shape[0] and sum(tokens) <= shape[dim]:
             shape[0], shape[dim] = rows[1], tokens[1]
         if list(tensor.shape) != shape or dim != entry.dim or tensor.dtype != entry.values.dtype:
-            self.parts.append(Part(place, self.rank, rows, tokens, False, start, inf, 0.0))
+            self.parts.append(ComparedPart(place, self.rank, rows, tokens, False, start, inf, 0.0))
             return
         theirs, digests = (whole.narrow(0, *rows).narrow(dim, *tokens) for whole in (entry.values, entry.digests))
         apart = (digests != token_digests(tensor).cpu()).movedim(dim, 0).flatten(1).any(1).nonzero()
@@ -377,7 +377,7 @@ class TraceComparer:
         ours = theirs if equal else tensor[..., :: entry.stride].cpu()
         errors = absolute_error(ours, theirs) if theirs.numel() else (0.0, 0.0)
         token = None if equal else start + int(apart[0])
-        self.parts.append(Part(place, self.rank, rows, tokens, equal, token, *errors))
+        self.parts.append(ComparedPart(place, self.rank, rows, tokens, equal, token, *errors))
 
     def end_call(self) -> None:
         """Nothing is held back."""
@@ -404,12 +404,12 @@ class Compared:
     ranks: tuple[int, ...] = ()
 
 
-def merge(trace: Trace, parts: Sequence[Part]) -> list[Compared]:
+def merge(trace: Trace, parts: Sequence[ComparedPart]) -> list[Compared]:
     """All ranks' parts put together, a result for each tensor of the trace, in one device's order.
 
     The scheduler's tensors come at the end of their step.
     """
-    by_place: dict[int, list[Part]] = {}
+    by_place: dict[int, list[ComparedPart]] = {}
     for part in parts:
         by_place.setdefault(part.place, []).append(part)
     results = []

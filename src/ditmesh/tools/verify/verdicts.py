@@ -15,7 +15,7 @@ from ...generate.job import PictureJob
 from ...quality import metrics
 from ...recipe import promise_of
 from ...strategies.base import Promise
-from .runs import Run, name_of, reference_of
+from .runs import RankRun, name_of, reference_of
 from .timeline import Overlap, overlaps
 from .tracing import SCHEDULER, Compared, Trace, merge
 
@@ -58,13 +58,74 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepDifference:
     """Largest relative difference in one step, over all prompts: of the latents, of the prediction, of any block."""
 
     step: int
     latents: float
     prediction: float
     blocks: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How much of what was computed has the same bits.
+
+    Attributes:
+        equal: pictures and all of the scheduler's tensors have the same bits as on one device; blocks_equal: so have
+            all blocks.
+        seen: share of the trace that was compared.
+        repeats: two runs of the configuration gave the same bits.
+    """
+
+    equal: bool = False
+    blocks_equal: bool = False
+    seen: float = 0.0
+    repeats: bool = True
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How far results are from those of one device.
+
+    Attributes:
+        error: what is judged: the largest of the relative differences of latents (any step) and pictures.
+        largest, mean, psnr, ssim, perceptual: of the worst picture; pictures: the same for every picture.
+        latents: relative difference of the last step's latents.
+    """
+
+    error: float = 0.0
+    largest: float = 0.0
+    mean: float = 0.0
+    psnr: float | None = None
+    ssim: float = 1.0
+    perceptual: float | None = None
+    pictures: tuple[metrics.Difference, ...] = ()
+    latents: float | None = None
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """What the unrecorded run took: seconds, without loading, and bytes sent by axis, all ranks together."""
+
+    seconds: float = 0.0
+    one_device_seconds: float = 0.0
+    bytes_sent: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Divergences:
+    """Where results differ.
+
+    Attributes:
+        first_bit, first_beyond: where they first differ at all, and beyond the tolerance.
+        growth: difference per step; heat: the largest by block and step, over all prompts and streams.
+    """
+
+    first_bit: Divergence | None = None
+    first_beyond: Divergence | None = None
+    growth: tuple[StepDifference, ...] = ()
+    heat: dict[str, dict[int, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,18 +136,7 @@ class Verdict:
         config, reference: in words; settings: as given to `ParallelConfig`.
         promise: of its strategies, see `ditmesh.recipe.promise_of`.
         tolerance: what it was judged by; None: not judged.
-        passed: whether it kept its promise, or the tolerance; a refused one has not failed.
         refused: why it could not run, if it could not.
-        equal: pictures and all of the scheduler's tensors have the same bits as on one device; blocks_equal: so have
-            all blocks.
-        seen: share of the trace that was compared.
-        repeats: two runs of it gave the same bits.
-        error: what is judged: the largest of the relative differences of latents (any step) and pictures.
-        largest, mean, psnr, ssim, perceptual: of the worst picture; pictures: the same for every picture.
-        latents: relative difference of the last step's latents.
-        seconds, one_device_seconds: unrecorded, without loading; bytes_sent: then, by axis, all ranks together.
-        first_bit, first_beyond: where it first differs at all, and beyond the tolerance.
-        growth: difference per step; heat: the largest by block and step, over all prompts and streams.
         overlap: how far messages of the first call hid behind computation, by axis, where that was recorded.
     """
 
@@ -96,33 +146,26 @@ class Verdict:
     reference: str
     promise: Promise
     tolerance: float | None
-    passed: bool
     refused: str | None = None
-    equal: bool = False
-    blocks_equal: bool = False
-    seen: float = 0.0
-    repeats: bool = True
-    error: float = 0.0
-    largest: float = 0.0
-    mean: float = 0.0
-    psnr: float | None = None
-    ssim: float = 1.0
-    perceptual: float | None = None
-    pictures: tuple[metrics.Difference, ...] = ()
-    latents: float | None = None
-    seconds: float = 0.0
-    one_device_seconds: float = 0.0
-    bytes_sent: dict[str, int] = field(default_factory=dict)
-    first_bit: Divergence | None = None
-    first_beyond: Divergence | None = None
-    growth: tuple[Step, ...] = ()
-    heat: dict[str, dict[int, float]] = field(default_factory=dict)
+    agreement: Agreement = field(default_factory=Agreement)
+    accuracy: Accuracy = field(default_factory=Accuracy)
+    cost: RunCost = field(default_factory=RunCost)
+    where: Divergences = field(default_factory=Divergences)
     overlap: dict[str, Overlap] = field(default_factory=dict)
 
     @property
     def judged(self) -> bool:
         """Whether anything was expected of it."""
         return not self.refused and (self.promise == "bits" or self.tolerance is not None)
+
+    @property
+    def passed(self) -> bool:
+        """Whether it kept its promise, or the tolerance; a refused one has not failed."""
+        if not self.judged:
+            return True
+        if self.promise == "bits" or self.tolerance is None:
+            return self.agreement.equal
+        return self.accuracy.error <= self.tolerance
 
     @property
     def outcome(self) -> str:
@@ -132,20 +175,26 @@ class Verdict:
         if self.promise == "bits":
             return "same bits" if self.passed else "other bits"
         if self.tolerance is None:
-            return "same bits" if self.equal else "not judged"
-        how = "same bits" if self.equal else f"within {self.tolerance:g}"
+            return "same bits" if self.agreement.equal else "not judged"
+        how = "same bits" if self.agreement.equal else f"within {self.tolerance:g}"
         return how if self.passed else f"beyond {self.tolerance:g}"
 
     def as_data(self) -> dict[str, Any]:
-        """As JSON can hold it: infinite differences are null."""
-        return finite(asdict(self))
+        """As JSON can hold it, without levels: infinite differences are null."""
+        levels = ("agreement", "accuracy", "cost", "where")
+        data: dict[str, Any] = {}
+        for name, value in asdict(self).items():
+            if name == "refused":
+                data["passed"] = self.passed
+            data |= value if name in levels else {name: value}
+        return finite(data)
 
 
 def judge(
     job: PictureJob,
     config: ParallelConfig,
-    runs: Sequence[Run],
-    alone: Run,
+    runs: Sequence[RankRun],
+    alone: RankRun,
     trace: str | Path,
     tolerance: float | None = None,
     perceptual: bool = False,
@@ -169,7 +218,6 @@ def judge(
         reference=name_of(reference_of(config)),
         promise=promise,
         tolerance=tolerance,
-        passed=True,
         refused=runs[0].refused,
     )
     if verdict.refused:
@@ -180,39 +228,63 @@ def judge(
         for mine, whole in zip(runs[0].pictures, alone.pictures, strict=True)
         for ours, theirs in zip(mine, whole, strict=True)
     )
-    states = [one for one in compared if one.spot.path == SCHEDULER]
-    latents = [one for one in states if one.spot.tensor == "latents"]
-    agreed = all(run.digests == runs[0].digests for run in runs)
-    equal = agreed and all(one.equal for one in (*pictures, *states))
-    error = max([one.error for one in latents] + [picture.largest for picture in pictures] + [0.0 if agreed else inf])
-    last = max((one.spot.step for one in latents), default=0)
-    beyond = tolerance if tolerance is not None else TOLERANCES[job.dtype]
-    sent: Counter[str] = Counter()
-    for run in runs:
-        sent.update(run.sent)
     return replace(
         verdict,
-        **_worst(pictures),
-        passed=equal if promise == "bits" else tolerance is None or error <= tolerance,
-        equal=equal,
-        blocks_equal=all(one.equal and one.seen == 1 for one in compared) and not any(run.unknown for run in runs),
-        seen=sum(one.seen for one in compared) / len(compared) if compared else 0.0,
-        repeats=all(run.repeats for run in runs),
-        error=error,
-        pictures=pictures,
-        latents=max((one.error for one in latents if one.spot.step == last), default=None),
-        seconds=max(run.seconds for run in runs),
-        one_device_seconds=alone.seconds,
-        bytes_sent=dict(sent),
-        first_bit=_first(compared, lambda one: not one.equal),
-        first_beyond=_first(compared, lambda one: not one.error <= beyond),
-        growth=_growth(compared),
-        heat=_heat(compared),
+        agreement=_agreement(runs, compared, pictures),
+        accuracy=_accuracy(runs, compared, pictures),
+        cost=_cost(runs, alone),
+        where=_where(compared, TOLERANCES[job.dtype] if tolerance is None else tolerance),
         overlap=overlaps([run.timeline for run in runs if run.timeline is not None]),
     )
 
 
-def _worst(pictures: Sequence[metrics.Difference]) -> dict[str, float | None]:
+def _same_pictures(runs: Sequence[RankRun]) -> bool:
+    return all(run.digests == runs[0].digests for run in runs)
+
+
+def _agreement(
+    runs: Sequence[RankRun], compared: Sequence[Compared], pictures: Sequence[metrics.Difference]
+) -> Agreement:
+    states = [one for one in compared if one.spot.path == SCHEDULER]
+    return Agreement(
+        equal=_same_pictures(runs) and all(one.equal for one in (*pictures, *states)),
+        blocks_equal=all(one.equal and one.seen == 1 for one in compared) and not any(run.unknown for run in runs),
+        seen=sum(one.seen for one in compared) / len(compared) if compared else 0.0,
+        repeats=all(run.repeats for run in runs),
+    )
+
+
+def _accuracy(
+    runs: Sequence[RankRun], compared: Sequence[Compared], pictures: tuple[metrics.Difference, ...]
+) -> Accuracy:
+    latents = [one for one in compared if one.spot.path == SCHEDULER and one.spot.tensor == "latents"]
+    errors = [*(one.error for one in latents), *(picture.largest for picture in pictures)]
+    last = max((one.spot.step for one in latents), default=0)
+    return Accuracy(
+        error=max([*errors, 0.0 if _same_pictures(runs) else inf]),
+        **_worst(pictures),
+        pictures=pictures,
+        latents=max((one.error for one in latents if one.spot.step == last), default=None),
+    )
+
+
+def _cost(runs: Sequence[RankRun], alone: RankRun) -> RunCost:
+    sent: Counter[str] = Counter()
+    for run in runs:
+        sent.update(run.sent)
+    return RunCost(max(run.seconds for run in runs), alone.seconds, dict(sent))
+
+
+def _where(compared: Sequence[Compared], tolerance: float) -> Divergences:
+    return Divergences(
+        first_bit=_first(compared, lambda one: not one.equal),
+        first_beyond=_first(compared, lambda one: not one.error <= tolerance),
+        growth=_growth(compared),
+        heat=_heat(compared),
+    )
+
+
+def _worst(pictures: Sequence[metrics.Difference]) -> dict[str, Any]:
     """The worst value of each measure, where it was measured; equal pictures have no PSNR."""
     worst = {"largest": max, "mean": max, "psnr": min, "ssim": min, "perceptual": max}
     return {
@@ -230,14 +302,14 @@ def _first(compared: Sequence[Compared], differs: Callable[[Compared], bool]) ->
     return Divergence(*place, one.token, one.ranks, one.error, one.largest)
 
 
-def _growth(compared: Sequence[Compared]) -> tuple[Step, ...]:
+def _growth(compared: Sequence[Compared]) -> tuple[StepDifference, ...]:
     kinds = ("latents", "prediction", "blocks")
     steps: dict[int, dict[str, float]] = {}
     for one in compared:
         errors = steps.setdefault(one.spot.step, dict.fromkeys(kinds, 0.0))
         kind = "blocks" if one.spot.call else one.spot.tensor
         errors[kind] = max(errors[kind], one.error)
-    return tuple(Step(step, **errors) for step, errors in sorted(steps.items()) if step > 0)
+    return tuple(StepDifference(step, **errors) for step, errors in sorted(steps.items()) if step > 0)
 
 
 def _heat(compared: Sequence[Compared]) -> dict[str, dict[int, float]]:

@@ -36,7 +36,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Grid:
+class ValueGrid:
     """Values over two axes, ``values[row][column]``; one that was not measured is not a number."""
 
     rows: tuple[str, ...]
@@ -46,8 +46,8 @@ class Grid:
 
 def grid(
     values: Mapping[tuple[str, str], float], rows: Iterable[str] | None = None, columns: Iterable[str] | None = None
-) -> Grid:
+) -> ValueGrid:
     """A grid of values by (row, column); rows and columns in the order given, else in that of the mapping."""
     down = tuple(dict.fromkeys(row for row, _ in values) if rows is None else rows)
     across = tuple(dict.fromkeys(column for _, column in values) if columns is None else columns)
-    return Grid(down, across, tuple(tuple(values.get((row, column), nan) for column in across) for row in down))
+    return ValueGrid(down, across, tuple(tuple(values.get((row, column), nan) for column in across) for row in down))

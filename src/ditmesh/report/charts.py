@@ -1,6 +1,6 @@
 """Charts and pictures as pieces of HTML that need nothing from outside: SVG, and PNG inside the page.
 
-Colours are CSS variables of `quality.report`, so that one figure serves light and dark pages. Lines differ in dashes
+Colours are CSS variables of `report.html`, so that one figure serves light and dark pages. Lines differ in dashes
 and marks as well as in colour. Every chart carries a title that screen readers read; the page puts its numbers in a
 table beside it.
 """
@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from .curves import Grid, Point, Series
-from .pictures import as_picture, eight_bits
+from ..quality.pictures import as_picture, eight_bits
+from .curves import Point, Series, ValueGrid
 
 # In pixels of a drawing that stays legible on a phone's screen, where it is scaled down to four fifths.
 WIDTH, HEIGHT = 440, 280
@@ -121,40 +121,49 @@ def line_chart(series: Sequence[Series], title: str, x_label: str, y_label: str,
     up = _scale(ys, HEIGHT - BOTTOM, TOP, log_y)
     parts = [_axes(across, up, x_label, y_label)]
 
-    def stretch(point: tuple[float, float, float, float]) -> int:
-        """0 in a gap: lines end there, and at the break of a logarithmic axis."""
-        return 0 if not isfinite(point[1]) else 1 if point[1] > 0 or not log_y else 2
-
     for number, line in enumerate(series):
-        colour, crowded = f"s{number % COLOURS}", len(line.x) > CROWDED
-        bars = zip(line.low, line.high, strict=True) if line.low else repeat((nan, nan), len(line.x))
-        points = [(x, y, *ends) for x, y, ends in zip(line.x, line.y, bars, strict=True)]
-        for kind, run in groupby(points, stretch):
-            places = list(run)
-            if not kind:
-                continue
-            banded = [point for point in places if isfinite(point[2])]
-            if crowded and banded:
-                edge = [(x, high) for x, _, _, high in banded] + [(x, low) for x, _, low, _ in reversed(banded)]
-                path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in edge)
-                parts.append(f'<polygon class="band {colour}" points="{path}"/>')
-            path = " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y, _, _ in places)
-            parts.append(f'<polyline class="line {colour}" points="{path}"{_dashes(number)}/>')
-        for x, y, low, high in points:
-            if not isfinite(y):
-                continue
-            spread = f" ({low:.3g} to {high:.3g})" if isfinite(low) else ""
-            if spread and not crowded:
-                at, foot = across(x), up(low)
-                path = f"M{at:.1f} {foot:.1f}V{up(high):.1f}m-2 0h4M{at - 2:.1f} {foot:.1f}h4"
-                parts.append(f'<path class="bar-line {colour}" d="{path}"/>')
-            tip = escape(f"{line.name}: {x_label} {x:g}, {y:.4g}{spread}")
-            seen = f"{colour} pointed" if crowded else colour
-            parts.append(_mark(MARKS[number % len(MARKS)], across(x), up(y), seen, tip))
+        parts += _drawn(line, number, across, up, x_label)
     header = (x_label, *(line.name for line in series))
     by_x = [dict(zip(line.x, line.y, strict=True)) for line in series]
     rows = [(f"{x:g}", *(_number(points.get(x)) for points in by_x)) for x in sorted(set(xs))]
     return Chart(_svg("".join(parts), title), _legend([line.name for line in series]), header, tuple(rows))
+
+
+def _stretches(points: Sequence[tuple[float, float, float, float]], log: bool) -> Iterator[list[Any]]:
+    """Points that a line joins: lines end in gaps, and at the break of a logarithmic axis."""
+
+    def stretch(point: tuple[float, float, float, float]) -> int:
+        return 0 if not isfinite(point[1]) else 1 if point[1] > 0 or not log else 2
+
+    return (list(run) for kind, run in groupby(points, stretch) if kind)
+
+
+def _drawn(line: Series, number: int, across: _Scale, up: _Scale, x_label: str) -> Iterator[str]:
+    """One line of a chart: bands and stretches first, then bars and marks above them."""
+    colour, crowded = f"s{number % COLOURS}", len(line.x) > CROWDED
+    bars = zip(line.low, line.high, strict=True) if line.low else repeat((nan, nan), len(line.x))
+    points = [(x, y, *ends) for x, y, ends in zip(line.x, line.y, bars, strict=True)]
+    for places in _stretches(points, up.log):
+        banded = [point for point in places if isfinite(point[2])]
+        if crowded and banded:
+            edge = [(x, high) for x, _, _, high in banded] + [(x, low) for x, _, low, _ in reversed(banded)]
+            yield f'<polygon class="band {colour}" points="{_path(edge, across, up)}"/>'
+        path = _path([(x, y) for x, y, _, _ in places], across, up)
+        yield f'<polyline class="line {colour}" points="{path}"{_dashes(number)}/>'
+    for x, y, low, high in points:
+        if not isfinite(y):
+            continue
+        spread = f" ({low:.3g} to {high:.3g})" if isfinite(low) else ""
+        if spread and not crowded:
+            at, foot = across(x), up(low)
+            path = f"M{at:.1f} {foot:.1f}V{up(high):.1f}m-2 0h4M{at - 2:.1f} {foot:.1f}h4"
+            yield f'<path class="bar-line {colour}" d="{path}"/>'
+        tip = escape(f"{line.name}: {x_label} {x:g}, {y:.4g}{spread}")
+        yield _mark(MARKS[number % len(MARKS)], across(x), up(y), f"{colour} pointed" if crowded else colour, tip)
+
+
+def _path(points: Sequence[tuple[float, float]], across: _Scale, up: _Scale) -> str:
+    return " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in points)
 
 
 def scatter_chart(points: Sequence[Point], title: str, x_label: str, y_label: str) -> Chart:
@@ -256,7 +265,7 @@ def bar_chart(groups: Sequence[str], bars: Series, title: str, y_label: str, *, 
     return Chart(_svg("".join(parts), title), "", (x_label, bars.name), rows)
 
 
-def heat_map(grid: Grid, title: str, x_label: str, y_label: str, *, log: bool = False) -> Chart:
+def heat_map(grid: ValueGrid, title: str, x_label: str, y_label: str, *, log: bool = False) -> Chart:
     """Values as shades; every cell shows its value when pointed at. Rows run downwards.
 
     Cells that are not numbers stay empty. With ``log`` shades follow the logarithm, and zero gets the lightest one.

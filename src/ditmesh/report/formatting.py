@@ -1,0 +1,68 @@
+"""Numbers, sizes and settings for people, and rows as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from math import floor, isfinite, log10
+from typing import Any
+
+
+def number_text(value: float | None, digits: int = 3) -> str:
+    """A number with so many significant digits: ``0.0312``, ``1,234``, ``3.2 × 10⁻⁷``; empty for None.
+
+    Digits before the point are never cut off.
+    """
+    if value is None:
+        return ""
+    if not isfinite(value):
+        return "infinite" if value > 0 else "-infinite" if value < 0 else "not a number"
+    if value == 0:
+        return "0"
+    power = floor(log10(abs(value)))
+    if -4 <= power < 6:
+        return f"{value:,.{max(0, digits - 1 - power)}f}"
+    factor, power_text = f"{value:.{digits - 1}e}".split("e")
+    return f"{factor} × 10{str(int(power_text)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
+
+
+def size_text(size: float) -> str:
+    """Bytes such as ``17.1 MB``."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.0f} {unit}" if unit == "bytes" or size >= 100 else f"{size:.3g} {unit}"
+        size /= 1000
+    raise AssertionError
+
+
+def spelled_out(facts: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Pairs of name and text; of a mapping inside one pair for each entry, ``name: entry``. None is left out."""
+    for name, value in facts.items():
+        full = f"{above}: {name}" if above else str(name)
+        if isinstance(value, Mapping):
+            yield from spelled_out(value, full)
+        elif isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):
+            for number, item in enumerate(value, 1):
+                yield from spelled_out({str(number): item}, full)
+        elif value is not None:
+            yield full, plain(value)
+
+
+def plain(value: Any) -> str:
+    """A setting for people: yes and no, numbers, what a list holds; none for None."""
+    if value is None or isinstance(value, bool):
+        return "none" if value is None else "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(plain, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as CSV, with a column for every name that a row has; None is empty."""
+    names: list[str] = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

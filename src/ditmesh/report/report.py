@@ -1,0 +1,264 @@
+"""A report: what a command or a tool says, as data. `text` prints it, `html` makes one file of it, `as_json` its data.
+
+::
+
+    report = Report("What was measured", "on one machine, in one run")
+    report.section("Growth")
+    report.text("The difference grows with every step.")
+    report.chart(line_chart(...), "Relative difference of the latents")
+    report.downloads([Download("figures.csv", as_csv(rows))])
+    report.write("report.html")
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..core.files import finite, written_whole
+from ..errors import InputError
+from .formatting import size_text, spelled_out
+
+if TYPE_CHECKING:
+    from .charts import Chart
+
+# Columns that a table of a page's width holds; with more it becomes cards on a tablet already.
+ROOM = 7
+
+
+class Styled(str):
+    """Text with a meaning, in a table or a paragraph.
+
+    ``"good"``, ``"bad"`` and ``"unsure"`` are coloured; ``"words"`` sets a cell as running text, ``"name"`` to the
+    left.
+    """
+
+    kind: str
+
+    def __new__(cls, text: str, kind: str = "") -> Styled:
+        """See the class."""
+        styled = super().__new__(cls, text)
+        styled.kind = kind
+        return styled
+
+
+def styled(text: str) -> Styled:
+    """The text; without a meaning if it has none."""
+    return text if isinstance(text, Styled) else Styled(text)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A picture of a grid.
+
+    Attributes:
+        image: as `quality.pictures.as_picture` takes it; None: its place stays empty.
+        caption: what stands under it; also what a screen reader says, unless ``alt`` does.
+        alt: what the picture shows, in words.
+        bright: the value at the bright end of a difference's colours: a scale is drawn; None: no scale.
+    """
+
+    image: Any
+    caption: str = ""
+    alt: str = ""
+    bright: float | None = None
+
+
+@dataclass(frozen=True)
+class Download:
+    """A file inside a page: its name, and its text."""
+
+    name: str
+    text: str
+
+    @property
+    def source(self) -> str:
+        """The file as the address of a link."""
+        kind = "application/json" if self.name.endswith(".json") else "text/csv;charset=utf-8"
+        return f"data:{kind};base64,{base64.b64encode(self.text.encode()).decode()}"
+
+    @property
+    def size(self) -> str:
+        """Such as ``17.1 MB``."""
+        return size_text(len(self.text.encode()))
+
+
+class ReportBlock:
+    """A piece of a report; writers tell pieces apart by their class."""
+
+    @property
+    def name(self) -> str:
+        """That of the class."""
+        return type(self).__name__
+
+
+@dataclass(frozen=True)
+class Section(ReportBlock):
+    """Where a section begins; numbers begin at 1."""
+
+    title: str
+    number: int
+
+
+@dataclass(frozen=True)
+class Paragraph(ReportBlock):
+    """Sentences; a note is set lighter."""
+
+    parts: tuple[Styled, ...]
+    note: bool = False
+
+
+@dataclass(frozen=True)
+class Points(ReportBlock):
+    """A list of sentences; with a word to unfold it by, if there is one."""
+
+    texts: tuple[str, ...]
+    folded: str = ""
+
+
+@dataclass(frozen=True)
+class ReportTable(ReportBlock):
+    """A table.
+
+    Attributes:
+        header, rows: names of the columns, and cells; the first ``keys`` cells name their row.
+        caption: what it shows; may be empty in a terminal.
+        look: ``"cards"`` or ``"many"`` (rows become cards where there is no room, or on a tablet already), ``"facts"``
+            (names and values), or empty.
+    """
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[Styled, ...], ...]
+    caption: str
+    look: str = ""
+    keys: int = 1
+
+    @property
+    def as_cards(self) -> bool:
+        """Whether rows may become cards."""
+        return self.look in ("cards", "many")
+
+    def left(self, column: int) -> str:
+        """The meaning by which a column is set to the left, if it has one."""
+        kinds = [row[column].kind for row in self.rows if row[column].kind in ("words", "name")]
+        return kinds[-1] if kinds else ""
+
+
+@dataclass(frozen=True)
+class Downloads(ReportBlock):
+    """Links that save files which lie in the page itself."""
+
+    files: tuple[Download, ...]
+
+
+@dataclass(frozen=True)
+class Charts(ReportBlock):
+    """Charts with their captions, side by side where there is room; each with its numbers to unfold."""
+
+    charts: tuple[tuple[Chart, str], ...]
+
+
+@dataclass(frozen=True)
+class Pictures(ReportBlock):
+    """Pictures in rows and columns."""
+
+    rows: tuple[tuple[Shown, ...], ...]
+    caption: str
+
+    @property
+    def columns(self) -> int:
+        """Pictures of the longest row."""
+        return max(map(len, self.rows), default=1)
+
+
+@dataclass
+class Report:
+    """A report that grows from top to bottom.
+
+    Args:
+        title: of a page; empty in a terminal.
+        lead: a line under it; may be empty.
+    """
+
+    title: str = ""
+    lead: str = ""
+    blocks: list[ReportBlock] = field(default_factory=list)
+
+    @property
+    def sections(self) -> list[Section]:
+        """Where its sections begin."""
+        return [block for block in self.blocks if isinstance(block, Section)]
+
+    def section(self, title: str) -> None:
+        """Begin a section; a page of several has them listed at its top."""
+        self.blocks.append(Section(title, len(self.sections) + 1))
+
+    def text(self, *parts: str, note: bool = False) -> None:
+        """A paragraph; a note is set lighter."""
+        self.blocks.append(Paragraph(tuple(map(styled, parts)), note))
+
+    def points(self, texts: Sequence[str], folded: str = "") -> None:
+        """A list of sentences; with a word to unfold it by, if there is one."""
+        self.blocks.append(Points(tuple(texts), folded))
+
+    def table(self, header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "", keys: int = 1) -> None:
+        """A table; the first ``keys`` cells of a row name it. A column without a single entry is left out."""
+        self.blocks.append(table(header, rows, caption, "cards", keys))
+
+    def facts(self, facts: Mapping[str, Any], caption: str = "") -> None:
+        """Names and values, settings inside of settings spelled out line by line."""
+        rows = [(name, Styled(value, "words")) for name, value in spelled_out(facts)]
+        self.blocks.append(table(("what", "value"), rows, caption, "facts"))
+
+    def downloads(self, files: Sequence[Download]) -> None:
+        """Links that save files which lie in the page itself."""
+        self.blocks.append(Downloads(tuple(files)))
+
+    def chart(self, chart: Chart, caption: str) -> None:
+        """A chart with its legend, and its numbers to unfold."""
+        self.charts([(chart, caption)])
+
+    def charts(self, charts: Sequence[tuple[Chart, str]]) -> None:
+        """Charts with their captions, side by side where there is room."""
+        if charts:
+            self.blocks.append(Charts(tuple(charts)))
+
+    def pictures(self, rows: Sequence[Sequence[Shown]], caption: str) -> None:
+        """Pictures in rows and columns."""
+        self.blocks.append(Pictures(tuple(map(tuple, rows)), caption))
+
+    def write(self, path: str | Path) -> Path:
+        """Write the report as a page (see `html`); the file appears whole or not at all.
+
+        Raises:
+            InputError: the file cannot be written.
+        """
+        from .html import as_html
+
+        path = Path(path)
+        try:
+            with written_whole(path) as temporary:
+                temporary.write_text(as_html(self), encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"cannot write {str(path)!r} ({error.strerror or error}); choose another file") from None
+        return path
+
+
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], caption: str, look: str = "", keys: int = 1
+) -> ReportTable:
+    """A table without the columns in which no row has anything; the columns that name a row stay."""
+    kept = [n for n in range(len(header)) if n < keys or any(row[n] for row in rows)]
+    look = "many" if look == "cards" and len(kept) > ROOM else look
+    return ReportTable(
+        tuple(header[n] for n in kept), tuple(tuple(styled(row[n]) for n in kept) for row in rows), caption, look, keys
+    )
+
+
+def as_json(data: Mapping[str, Any]) -> str:
+    """Data as JSON; infinite numbers are null."""
+    return json.dumps(finite(data), indent=1, allow_nan=False)

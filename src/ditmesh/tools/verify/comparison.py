@@ -1,0 +1,110 @@
+"""Configurations beside one device: all runs in order, and the verdicts on them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...config import ParallelConfig
+from ...generate.job import PictureJob
+from ...quality import perceptual
+from .ranks import VerifyRanks
+from .runs import RankRun, RunTask, budget_of, name_of, reference_of
+from .timeline import RankTimeline
+from .verdicts import Verdict, judge
+
+
+class Comparison:
+    """The runs of some configurations and of the one device that each is compared with.
+
+    Args:
+        job, configs: what is generated, and how.
+        ranks: run it.
+        folder: keeps what one device computes.
+        timed: record when ranks compute and wait.
+        said: takes what is done now, and how many runs have begun.
+
+    Attributes:
+        alone: runs of one device, by name.
+    """
+
+    def __init__(
+        self,
+        job: PictureJob,
+        configs: Sequence[ParallelConfig],
+        ranks: VerifyRanks,
+        folder: str,
+        timed: bool,
+        said: Callable[[str, int], None],
+    ) -> None:
+        self._job, self._configs, self._ranks = job, configs, ranks
+        self._folder, self._timed, self._said = folder, timed, said
+        references = dict.fromkeys(reference_of(config) for config in configs)
+        self._traces = {reference: f"{folder}/trace-{number}" for number, reference in enumerate(references)}
+        self._runs: dict[str, list[RankRun]] = {}
+        self.alone: dict[str, RankRun] = {}
+
+    @property
+    def runs(self) -> int:
+        """How many runs there are to make."""
+        return len(self._traces) + len(self._configs)
+
+    def run(self, trace_bytes: float) -> None:
+        """Make all runs; traces take about so many bytes. A collective call of the ranks that torchrun has started."""
+        budget = 0.0
+        if self._ranks.speaks:
+            budget = budget_of(self._folder, len(self._traces), trace_bytes)
+            for trace in self._traces.values():
+                os.mkdir(trace)
+        tasks = [RunTask(reference, trace, True, budget, self._timed) for reference, trace in self._traces.items()]
+        for reference, (done,) in zip(self._traces, self._run(1, tasks), strict=True):
+            self.alone[name_of(reference)] = done
+        for devices in sorted({config.world_size for config in self._configs}):
+            # What one device refuses, several do not have to be asked.
+            able = [
+                config
+                for config in self._configs
+                if config.world_size == devices and not self._reference(config).refused
+            ]
+            tasks = [RunTask(config, self._traces[reference_of(config)], timeline=self._timed) for config in able]
+            for config, of_ranks in zip(able, self._run(devices, tasks) if able else [], strict=True):
+                self._runs[name_of(config)] = of_ranks
+
+    def _run(self, devices: int, tasks: Sequence[RunTask]) -> list[list[RankRun]]:
+        """For each task every rank's run."""
+        self._said(f"starting {devices} rank{'s' if devices > 1 else ''}", 0)
+
+        def begin(rank: int, began: Any) -> None:
+            self._said(began.what, 1)
+
+        return self._ranks.run(devices, self._job, tasks, begin)
+
+    def _reference(self, config: ParallelConfig) -> RankRun:
+        return self.alone[name_of(reference_of(config))]
+
+    def verdicts(self, tolerance: float | None) -> list[Verdict]:
+        """The verdict on each configuration; see `judge`."""
+        learned = perceptual.available()
+        return [
+            judge(
+                self._job,
+                config,
+                self._runs.get(name_of(config), [self._reference(config)]),
+                self._reference(config),
+                self._traces[reference_of(config)],
+                tolerance,
+                learned,
+            )
+            for config in self._configs
+        ]
+
+    def timelines(self) -> list[tuple[str, list[RankTimeline]]]:
+        """Those recorded, by name of the configuration."""
+        every = {name: [one] for name, one in self.alone.items()} | self._runs
+        timelines = {name: [run.timeline for run in of_ranks if run.timeline] for name, of_ranks in every.items()}
+        return [(name, found) for name, found in timelines.items() if found]
+
+    def rank_0(self) -> dict[str, RankRun]:
+        """Rank 0's run of each configuration."""
+        return {name: of_ranks[0] for name, of_ranks in self._runs.items()}
