@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .. import zoo
-from ..config import RENAMED, ParallelConfig, setting
+from ..config import ParallelConfig, setting
 from ..errors import InputError
 from ..quality import metrics
 from .files import InputFile, find_again
@@ -96,7 +96,7 @@ def config_of(receipt: Receipt) -> ParallelConfig:
     Raises:
         ConfigError: it holds a setting that this version does not know.
     """
-    return ParallelConfig.read({RENAMED.get(name, name): value for name, value in receipt.config.items()})
+    return ParallelConfig.read(receipt.config)
 
 
 def job_of(
