@@ -21,7 +21,7 @@ from .strategies.pipefusion.patches import PatchTokens
 from .strategies.pipefusion.pipeline import PipeFusionCalls
 from .strategies.pipefusion.stages import PipelineStages
 from .strategies.reproducible import ReproducibleSequence
-from .strategies.rows import DecodedRows, Rows
+from .strategies.rows import BatchRows, DecodedRows
 from .strategies.same_latents import SameLatents
 from .strategies.sequence import ExactSequence
 from .strategies.sharded import ShardedModels
@@ -48,7 +48,7 @@ RECIPE: Recipe = (
     PatchTokens,
     Caches,  # inside the patches and rows of a call: they skip blocks, whose tokens are cut by then
     PipeFusionCalls,  # one call becomes a call for every patch: inside the rows, around the blocks
-    Rows,  # rows and branches of guidance: around everything that is to see one branch
+    BatchRows,  # rows and branches of guidance: around everything that is to see one branch
     KnownForms,  # outside the rows: a call of a new form is looked at whole
     CheckedLayout,  # outside all that a layout decides
     DecodedRows,  # the decoder sees whole latents, so its rows are shared out anew

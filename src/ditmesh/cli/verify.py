@@ -219,11 +219,11 @@ def _verify(
     runs: dict[str, list[Run]] = {}
     alone: dict[str, Run] = {}
     verdicts: list[Verdict] = []
-    with _ranks(job, configs, kind, ranks) as (runner, folder), bar(shown=runner.speaks) as progress:
+    with _ranks(job, configs, kind, ranks) as (runner, folder), bar(shown=runner.is_reporter) as progress:
         task = progress.add_task("starting", total=len(references) + len(configs))
         traces = {reference: f"{folder}/trace-{number}" for number, reference in enumerate(references)}
         budget = 0.0
-        if runner.speaks:
+        if runner.is_reporter:
             budget = budget_of(folder, len(references), comparing.trace_gb * 1e9)
             for trace in traces.values():
                 os.mkdir(trace)
@@ -253,7 +253,7 @@ def _verify(
                 else []
             )
             runs |= {name_of(config): of_ranks for config, of_ranks in zip(mine, done, strict=True)}
-        if not runner.speaks:
+        if not runner.is_reporter:
             return None
         progress.update(task, description="comparing")
         learned = perceptual.available()

@@ -58,7 +58,7 @@ _SHORTEST_NAP, _LONGEST_NAP, _SIGN_OF_LIFE = 2e-5, 1e-3, 0.05
 
 
 @dataclass
-class _Slot:
+class _MessageSlot:
     """A piece of this rank's memory that holds one message at a time."""
 
     place: int
@@ -111,7 +111,7 @@ class SharedMemory:
         # Number + 1 of the request that has failed on this rank.
         self._failed = links * self._world * ENTRIES * _ENTRY
         self._table_bytes = _rounded((self._failed + 1) * 8, _PAGE)
-        self._slots: dict[int, list[_Slot]] = {}
+        self._slots: dict[int, list[_MessageSlot]] = {}
         self._peers: dict[int, _Peer] = {}
         self._files = ExitStack()
         # Also for a mesh that nobody closed.
@@ -161,7 +161,7 @@ class SharedMemory:
 
     # --- sending -------------------------------------------------------------------------------------------
 
-    def pack(self, tensors: Sequence[Tensor], specs: tuple[Spec, ...], receivers: tuple[int, ...]) -> _Slot:
+    def pack(self, tensors: Sequence[Tensor], specs: tuple[Spec, ...], receivers: tuple[int, ...]) -> _MessageSlot:
         """Put a message for some ranks of the job into a slot of its own."""
         places, size = _places(specs)
         slot = self._slot(size)
@@ -172,7 +172,7 @@ class SharedMemory:
             slot.contents[place].view(dtype).view(shape).copy_(tensor)
         return slot
 
-    def publish(self, slot: _Slot, link: int, receiver: int, number: int, header: Header) -> None:
+    def publish(self, slot: _MessageSlot, link: int, receiver: int, number: int, header: Header) -> None:
         """Enter message ``number`` of this link to a rank of the job in the table: its place and its header."""
         table, at = self._table, self._entry(link, receiver, number)
         self.wait(lambda: table[at] == 0, receiver, None)
@@ -181,7 +181,7 @@ class SharedMemory:
             table[word] = value
         table[at] = number + 1
 
-    def _slot(self, size: int) -> _Slot:
+    def _slot(self, size: int) -> _MessageSlot:
         # Sizes are powers of two so that few slots serve many shapes. Memory nobody writes to takes no room.
         size = max(_PAGE, 1 << (size - 1).bit_length())
         slots = self._slots.setdefault(size, [])
@@ -195,7 +195,7 @@ class SharedMemory:
             place, self._used = 0, _PAGE + size
         memory = self._memory[place : self._used]
         contents = torch.frombuffer(memory[_PAGE:], dtype=torch.uint8)
-        slot = _Slot(place, self._region, memory[:_PAGE].cast("q"), contents)
+        slot = _MessageSlot(place, self._region, memory[:_PAGE].cast("q"), contents)
         slots.append(slot)
         return slot
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 PLAIN = (Tensor, Parameter, FakeTensor)
 
 
-class Alive(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations make while it is entered, until they are given back.
 
     Works on tensors with values, on the meta device, and on fake tensors.
@@ -51,7 +51,7 @@ class Alive(TorchDispatchMode):
             # Its address may be that of another one later.
             finalize(storage, self._held.discard, key).atexit = False
 
-    def disown(self, tensor: Tensor) -> None:
+    def ignore(self, tensor: Tensor) -> None:
         """Count a tensor's memory no more."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._counted:

@@ -177,7 +177,7 @@ def _registry() -> dict[Any, Callable[..., Any]]:
 _interceptor: _Interceptor | None = None
 
 
-def handle(handler: AttentionHandler | None) -> None:
+def set_handler(handler: AttentionHandler | None) -> None:
     """Hand this thread's attention calls to ``handler`` from now on; None: to nobody."""
     _handler.set(handler)
 

@@ -89,7 +89,7 @@ class Values:
         """Equal values under equal names."""
         return one.keys() == other.keys() and all(self.same(value, other[name]) for name, value in one.items())
 
-    def equated(self, one: Seen, other: Seen) -> None:
+    def assume_equal(self, one: Seen, other: Seen) -> None:
         """Let two tensors be taken for equal from here on."""
         self._now["same", frozenset((one.key, other.key))] = (True, (one.value, other.value))
 

@@ -41,14 +41,14 @@ class Launcher(Protocol):
         world_size: number of ranks.
         device: what all of them compute on.
         threads: threads of each rank.
-        speaks: whether this process is the one that tells the user what comes of it. Where the caller is itself one of
+        is_reporter: whether this process prints results. Where the caller is itself one of
             the ranks, only one of them does.
     """
 
     world_size: int
     device: DeviceKind
     threads: int
-    speaks: bool
+    is_reporter: bool
 
     def run(
         self,

@@ -50,7 +50,7 @@ class RayRanks(StayingRanks):
         hosts: names of the hosts of ranks 0, 1, …
     """
 
-    speaks = True
+    is_reporter = True
 
     def __init__(
         self,

@@ -118,7 +118,7 @@ class TorchrunRanks(Launcher):
     Only where another rank is missed, and says nothing any more, `RankFailed` names it.
 
     Attributes:
-        speaks: whether this is rank 0.
+        is_reporter: whether this is rank 0.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class TorchrunRanks(Launcher):
         if threads is not None:
             torch.set_num_threads(threads)
         self.world_size, self.threads = world_size, torch.get_num_threads()
-        self.speaks = dist.get_rank() == 0
+        self.is_reporter = dist.get_rank() == 0
 
     def run(
         self,

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from ..core.clock import Call, CallClock
+from ..core.clock import CallClock, TransformerCall
 from .drift import DriftMonitor, drifts_of
 from .policy import Decision, Outlook, Past, WarmupPolicy
 from .schedule import even_levels
@@ -160,7 +160,7 @@ class WarmupControl:
         """Count a call of this stale step that was synchronous, because it had no keys of the step before."""
         self.log.steps[-1].filled += 1
 
-    def _begin_step(self, _: Call) -> None:
+    def _begin_step(self, _: TransformerCall) -> None:
         reads = getattr(self.policy, "reads_drift", True)
         if not self.log.steps:
             noise = even_levels(self._given) if self._given is not None else None

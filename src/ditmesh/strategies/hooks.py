@@ -246,13 +246,13 @@ class ModelHooks:
             handler.before_block(at, arguments)
             if self._recorded:
                 self._recomputation.note(at, stream, handler.tokens())
-            intercept.handle(handler)
+            intercept.set_handler(handler)
             return tuple(arguments.args), arguments.kwargs
 
         def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
             if not entered:
                 return None
-            intercept.handle(None)
+            intercept.set_handler(None)
             if output is None:
                 # It was left by an exception: checkpointing stops a block that has computed what it needs.
                 return None
@@ -281,7 +281,7 @@ class ModelHooks:
             self._running -= 1
             self._recorded = False
             # A block that was left by an exception, of whatever kind, does not keep this thread's attention.
-            intercept.handle(None)
+            intercept.set_handler(None)
         self.handler.end_call()
         return output
 
