@@ -30,7 +30,7 @@ AXES = ("data", "cfg", "pipe", "ring", "ulysses", "tensor")
 # Axes whose ranks hold equal weights.
 REPLICAS = ("data", "cfg", "ring", "ulysses")
 
-# Most ranks of an axis, patches or tiles: nobody has more, and a number that somebody else wrote fills no memory.
+# Most ranks of an axis, patches or tiles: no machine has more, and a number from outside fills no memory.
 MOST = 2**16
 
 # Why training refuses what has no gradient.
@@ -412,7 +412,7 @@ class ParallelConfig(BaseModel):
         if self.cfg > 1:
             raise ConfigError(
                 f"with pipe or patches cfg={self.cfg} makes exact steps that one device would not: a branch that "
-                "is shared out anew has no keys of the step before; with reproducible=True use more stages (pipe) "
+                "is shared out again has no keys of the step before; with reproducible=True use more stages (pipe) "
                 "or data for these ranks, or leave pipe and patches out"
             )
         if getattr(parse_warmup(self.warmup), "reads_drift", True):
@@ -523,7 +523,7 @@ class ParallelConfig(BaseModel):
             With ``"bits"`` a configuration for ``world_size <= devices`` ranks, else for ``devices``.
 
         Raises:
-            ConfigError: not even the smallest fits (nobody is left, or fewer than share the weights), or the settings
+            ConfigError: not even the smallest fits (no device is left, or too few for the weights), or the settings
                 that stay do not fit the devices.
         """
         if keep == "strategy":
@@ -540,7 +540,7 @@ class ParallelConfig(BaseModel):
             # As many patches as there were stages.
             changed["patches"] = self.pipe
         if lost is None or (degrees["pipe"] != self.pipe and isinstance(self.stages, tuple)):
-            # Other stages: how their blocks are cut is decided anew.
+            # Other stages: how their blocks are cut is decided again.
             changed["stages"] = "estimated"
         if lost is None or (self.pipe > 1 and (degrees["pipe"] == 1 or isinstance(self.speeds, tuple))):
             # Those of stages, or of ranks, that are no more.

@@ -51,7 +51,7 @@ RECIPE: Recipe = (
     BatchRows,  # rows and branches of guidance: around everything that is to see one branch
     KnownForms,  # outside the rows: a call of a new form is looked at whole
     CheckedLayout,  # outside all that a layout decides
-    DecodedRows,  # the decoder sees whole latents, so its rows are shared out anew
+    DecodedRows,  # the decoder sees whole latents, so its rows are shared out again
     BandedVae,  # around the shared rows: it cuts what they would share
     TextEncoders,  # around the models: their first call frees encoders that have run
     FixedArithmetic,  # around all arithmetic of the ranks

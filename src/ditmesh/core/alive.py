@@ -44,7 +44,7 @@ class LiveBytes(TorchDispatchMode):
             self.hold(tensor)
 
     def hold(self, tensor: Tensor) -> None:
-        """Leave a tensor's memory out, which is somebody else's."""
+        """Leave a tensor's memory out: another owner counts it."""
         storage = tensor.untyped_storage()
         if (key := storage._cdata) not in self._held:
             self._held.add(key)
@@ -59,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
         self.hold(tensor)
 
     def reset(self) -> None:
-        """Look for the peak anew."""
+        """Restart the search for the peak."""
         self.peak = self.now
 
     def size_of(self, tensor: Tensor) -> float:

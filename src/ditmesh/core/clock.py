@@ -25,7 +25,7 @@ class TransformerCall:
         request: number of the pipeline's call, from 0; -1 before the first.
         step: number of the denoising step in its request, from 0; -1 before the first.
         branch: number of the branch of guidance in its step, from 0.
-        rows: first row of the batch that runs, and one after the last; None where nobody shares rows out.
+        rows: first row of the batch that runs, and one after the last; None where rows are not shared out.
         link: name of the link that shares the rows; empty when they are not shared.
         ahead: whether it runs before the pipeline asks for it.
         counted: whether the pipeline's scheduler tells the steps of this request apart.
@@ -57,7 +57,7 @@ class _SeenCall:
 
 
 class CallClock:
-    """Counts the calls of a pipeline's transformers. Fed once per call, before anybody else sees it.
+    """Counts the calls of a pipeline's transformers. Fed once per call, before any other layer sees it.
 
     A *step* is one evaluation of the (guided) model: calls at one timestep that differ in more than the latents
     are branches of guidance and belong to one step. A new timestep begins a new step; so does a call at the same

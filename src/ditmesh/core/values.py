@@ -1,7 +1,7 @@
 """Whether tensors hold the same values, found out by looking at them as seldom as possible.
 
 To compare two tensors by value is to wait for the device. Nearly always something else shows it: they are one piece of
-memory that nobody has written to in between, or the same two were compared before.
+memory that was not written to in between, or the same two were compared before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Seen(NamedTuple):
-    """A value as somebody saw it: held, so that its memory belongs to nobody else.
+    """A value as it was seen: held, so that its memory is not reused.
 
     Attributes:
         value: a tensor, a number, or anything that compares.
@@ -66,7 +66,7 @@ class Values:
     def found(self, key: Any, find: Callable[[], Any], of: tuple[Tensor, ...]) -> Any:
         """What ``find`` returns, found out once; ``of``: the tensors whose keys are in ``key``, held meanwhile."""
         if any(tensor.is_inference() for tensor in of):
-            # Nobody knows whether they have been written to since.
+            # Whether they have been written to since is unknown.
             return find()
         if key not in self._now:
             known = self._before.get(key)

@@ -19,7 +19,7 @@ Report = Callable[[Any], None]
 OnMessage = Callable[[int, Any], None]
 Watch = Callable[[], str | None]
 
-# The launcher of whoever names none.
+# The default launcher.
 VARIABLE = "DITMESH_LAUNCHER"
 # Where installed packages say which launchers they bring.
 ENTRY_POINTS = "ditmesh.launchers"

@@ -226,7 +226,7 @@ class RankPool(StayingRanks):
         for channel in self._channels:
             channel.send(message)
         if any(channel.sending for channel in self._channels):
-            # When nobody has read the last ones, one more says nothing new; a pool may have been closed meanwhile.
+            # While the last ones are unread, one more says nothing new; a pool may have been closed meanwhile.
             with contextlib.suppress(OSError):
                 self._waker.send(b"\0")
 
@@ -283,7 +283,7 @@ class RankPool(StayingRanks):
         """
         call, stops, everyone = _PoolCall(on_message), _Stops(self.pids, self.stop_limit), range(self.world_size)
         while len(call.answers) < self.world_size and not stops.too_long:
-            # Of whoever is gone no more is to be learned. Whoever raised may be followed by the others.
+            # A dead rank sends nothing more. After an exception, wait briefly: other ranks may raise too.
             done = call.failed and (call.causes[0].certain or not call.silent(everyone))
             remaining = min(stops.interval, limit - time.monotonic())
             if done or remaining <= 0:
@@ -314,7 +314,7 @@ class RankPool(StayingRanks):
         raise failures.late(self._whereabouts(stops.too_long or call.silent(everyone)), self.world_size, expected)
 
     def _join_anew(self) -> bool:
-        """Let the ranks join a new process group: in the old one a message may be left that nobody has taken."""
+        """Let the ranks join a new process group: in the old one an unread message may be left."""
         name = f"rendezvous-{self._meetings}"
         self._meetings += 1
         try:

@@ -42,7 +42,7 @@ def interrupts_raise() -> None:
     """Let SIGINT raise `KeyboardInterrupt` and the first SIGTERM `Terminated` in the main thread, to the end of it.
 
     Not during an import: compiled modules abort the process over it, and others take it for a module that is not there.
-    An exception that somebody swallows, such as Python in a finaliser, is raised again. For programs that are ditmesh's
+    An exception that is swallowed, such as by Python in a finaliser, is raised again. For programs that are ditmesh's
     own: this takes SIGALRM.
     """
 
@@ -204,7 +204,7 @@ def start_fork_server(preload: list[str]) -> None:
     """Start the server that ranks are forked from, unless it runs; it imports the modules ``preload`` first."""
     from multiprocessing import forkserver, util
 
-    # A guard that nobody has noted would take the folder away while this process still uses it.
+    # A guard that is not noted would take the folder away while this process still uses it.
     with interrupts_wait(), _STARTING:
         forkserver.set_forkserver_preload(preload)
         before = fork_server()

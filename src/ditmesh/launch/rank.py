@@ -109,7 +109,7 @@ def _follow_owner(settings: RankSettings) -> None:
     owner = multiprocessing.parent_process()
     assert owner is not None
     owner.join()
-    # Whoever has another parent by now is not the server's any more, and its number may be another process's.
+    # A process that has another parent by now is not the server's any more, and its number may be another process's.
     if os.getppid() == settings.server:
         end_fork_server(settings.server)
     os._exit(1)
@@ -124,6 +124,6 @@ def join_group(settings: RankSettings, meeting: str) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    # A file, not a port: nothing to collide with, and nobody else on the machine can connect to it.
+    # A file, not a port: nothing to collide with, and no other user of the machine can connect to it.
     rendezvous = (Path(settings.folder) / meeting).as_uri()
     join(settings.device, settings.rank, settings.world_size, settings.gpu, settings.timeout, rendezvous)

@@ -156,7 +156,7 @@ class TorchrunRanks(Launcher):
         import torch.distributed as dist
 
         if deadline is not None:
-            # Nobody watches the ranks.
+            # The ranks are not watched.
             raise ConfigError(f"a deadline of {deadline:g} s is not possible for ranks of torchrun; leave it out")
         if watch is not None:
             raise ConfigError("ranks of torchrun cannot be watched; use launcher 'local'")

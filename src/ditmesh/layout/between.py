@@ -344,7 +344,7 @@ def _problem(
 
 
 def _read_after(skeleton: IdentityBlocks, region: Region, call: dict[str, Any]) -> Region:
-    """Spoil each stream beside the main one in what the last block returns, or shorten it: nobody may notice."""
+    """Corrupt or shorten each secondary stream after the last block; if the output changes, it is read there."""
     last = [one.site for one in skeleton.ran if _list_of(one.site) == region.blocks][-1]
     _, before = skeleton(call)
     streams = []

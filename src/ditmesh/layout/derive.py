@@ -230,7 +230,7 @@ def derive(
 
 @contextlib.contextmanager
 def bare(model: nn.Module) -> Iterator[None]:
-    """The model without hooks and without replaced forwards: whoever has put them there is not to see what is tried.
+    """The model without hooks and without replaced forwards, so that trial calls have no side effects in them.
 
     Hooks that bring weights, which have a true ``brings_weights``, stay: without them there is nothing to try.
     """

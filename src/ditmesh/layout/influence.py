@@ -308,7 +308,7 @@ def along(changed: Tensor | None, dim: int) -> Tensor:
 
 
 def spoilt(value: Tensor, dim: int, places: Tensor) -> Tensor:
-    """The tensor with entries at some places along a dimension that nobody can take for the old ones."""
+    """The tensor with entries at some places along a dimension that cannot be taken for the old ones."""
     index = places.nonzero().flatten().to(value.device)
     part = value.index_select(dim, index)
     if value.dtype == torch.bool:
@@ -395,7 +395,7 @@ def facts_of(block: RecordedBlock, before: tuple[Stream, ...]) -> Facts:
 
 
 def _keeps_state(value: Any) -> bool:
-    """Whether an argument is an object of somebody's own that holds tensors, now that the block has run."""
+    """Whether an argument is a custom object that holds tensors, now that the block has run."""
     return any(map(holds_tensors, objects_in(value)))
 
 
@@ -560,7 +560,7 @@ def _find_answered_rows(block: RecordedBlock, streams: tuple[Stream, ...], calls
     """
 
     def unknown() -> int:
-        """Rows of attention calls over tokens that belong to nobody yet."""
+        """Rows of attention calls over tokens of no known stream."""
         pairs = [
             (rows, there.shape[2])
             for call, asked in zip(calls, block.asked, strict=True)
@@ -732,7 +732,7 @@ def _note(hits: dict[str, Tensor], rows: Mapping[str, _TokenRows], changed: Tens
 
 
 def _count(block: RecordedBlock, facts: Facts, path: str, value: int) -> Count | None:
-    """Whose tokens an integer counts; None: nobody's, or it is the same for all.
+    """The stream that an integer counts the tokens of; None: no stream's, or it is the same for all.
 
     One less of the first so many, or of the last, changes one token. All of them are counted where a tensor is shaped
     by the number: then another number is an error.

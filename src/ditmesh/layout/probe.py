@@ -1,4 +1,4 @@
-"""The layout of a transformer that nobody has called yet: `derive` on small inputs made up for it."""
+"""The layout of a transformer that was never called: `derive` on small inputs made up for it."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from ..core.alive import LiveBytes
 from ..engine import Engine
 from ..errors import DitmeshError, LayoutError
 from ..layout import TokenLayout
-from ..layout.conventions import Conventions, Size, ways
+from ..layout.conventions import Conventions, Size, call_variants
 from ..layout.describe import on_meta
 from ..planner.model import WithoutValues, kept_blocks
 from ..strategies.base import Context, Request, Strategy
@@ -153,7 +153,7 @@ def _step(
     reasons: list[str] = []
     size = Size(call.rows, call.cols, call.text, call.pictures * (call.branches if call.batched else 1), call.frames)
     calls = 1 if call.batched else call.branches
-    for way in sorted(ways(model), key=lambda way: way.optional):
+    for way in sorted(call_variants(model), key=lambda way: way.optional):
         with _fake(model, dtype):
             alive = LiveBytes((*model.parameters(), *model.buffers()), workspace)
             pools = SharedPools(alive) if shared_memory else None

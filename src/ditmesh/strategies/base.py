@@ -41,7 +41,7 @@ class Parts:
         return part
 
     def find(self, kind: type[T]) -> T | None:
-        """The latest part of a type; None: nobody has left one."""
+        """The latest part of a type; None: no strategy has left one."""
         return next((part for part in reversed(self._parts) if isinstance(part, kind)), None)
 
     def get(self, kind: type[T]) -> T:

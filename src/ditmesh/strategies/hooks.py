@@ -125,7 +125,7 @@ class Handler(intercept.AttentionHandler, Protocol):
 class Recomputation:
     """What blocks need to run once more after their call: activation checkpointing does that in the backward pass.
 
-    A block is known by its path and the memory of its first stream, which whoever runs it again has kept.
+    A block is known by its path and the memory of its first stream, which is kept for a second run.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class Recomputation:
             self._notes[site.path, storage.cdata] = storage, site, tokens
 
     def begin_call(self) -> None:
-        """Forget what nobody can run again."""
+        """Forget what cannot be run again."""
         self._notes = {key: note for key, note in self._notes.items() if not note[0].expired()}
 
     def find(self, path: str, stream: Any) -> tuple[BlockSite, Partition]:

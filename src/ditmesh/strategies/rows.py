@@ -166,7 +166,7 @@ class BatchParallel:
             expected = predicted[path]
             time = self._timestep is not None and covers(self._timestep, path) and path not in own
             if time and call.counted and _alike(value, expected) and value.key != expected.key:
-                # Pipelines compute it anew for every branch. That it is the step's one the scheduler's count says;
+                # Pipelines compute it again for every branch. That it is the step's one the scheduler's count says;
                 # the values are compared on the device, and read when the request is over.
                 differs = (value.value != expected.value).any()
                 self._mistaken = differs if self._mistaken is None else self._mistaken | differs
@@ -244,7 +244,7 @@ class BatchParallel:
         state: list[Any] = [(path, kind_of(value)) for path, value in objects]
         stateful = any(callable(value) or holds_tensors(value) for _, value in objects)
         for path, module in self._modules:
-            # Keys of torch's hooks are never used twice: a hook that is hung anew is another one.
+            # Keys of torch's hooks are never used twice: a hook that is registered again is another one.
             state += [(path, *hooks) for hooks in (module._forward_pre_hooks, module._forward_hooks) if hooks]
             for name, hook in diffusers_hooks(module).items():
                 state.append((path, name))

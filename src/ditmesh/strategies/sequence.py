@@ -148,7 +148,7 @@ class SequenceParallel:
 
     def resume(self, site: BlockSite, tokens: Partition) -> None:
         """A block is about to run again for a backward pass; ``tokens``: as they were in its call."""
-        # A first block cuts them anew, if it did so before.
+        # A first block cuts them again, if it did so before.
         cuts = site.is_first and not site.fed_by_previous
         self._call = _CutTensors() if cuts else _CutTensors(tokens, entered=site.span)
 
@@ -209,7 +209,7 @@ class SequenceParallel:
             if stream.used_after:
                 output = with_result(output, stream, self._gather(value, tokens, stream))
             elif self.link.size > 1:
-                # What nobody is to read, as the layout says, shows in the picture if it is read after all.
+                # The layout says that this is unused after the region; NaN makes a wrong layout visible.
                 output = with_result(output, stream, self._unread(value.dtype, value.device).expand_as(value))
         return output
 

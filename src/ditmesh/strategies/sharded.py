@@ -184,7 +184,7 @@ def grouped(model: nn.Module, lists: Collection[str], kept: Collection[int] = ()
 
 
 def groups_of(model: nn.Module, layout: TokenLayout) -> list[GatherGroup]:
-    """The parameters of a transformer that can be in pieces; none where nobody has reviewed the layout."""
+    """The parameters of a transformer that can be in pieces; none where the layout is not reviewed."""
     if layout.source != "reviewed":
         return []
     return grouped(model, [region.blocks for region in layout.regions], kept_parameters(model, layout))
@@ -265,7 +265,7 @@ class Unit:
             part.data = part.data.new_empty((0, *shape[1:]))
 
     def check(self) -> None:
-        """Refuse tensors that somebody has cast or moved, which would not be seen in what is gathered.
+        """Refuse tensors that were cast or moved, which would not be seen in what is gathered.
 
         Raises:
             InputError: naming them.
@@ -518,7 +518,7 @@ def gathered(unit: Unit, link: Link) -> list[Tensor]:
 
 
 class _Before:
-    """A hook before a module's call. It is there for the weights, which whoever takes other hooks off needs."""
+    """A hook before a module's call. It gathers weights, and stays where other hooks are taken off."""
 
     brings_weights = True
 
@@ -557,7 +557,7 @@ class ShardedModels(Strategy):
         if layout.source != "reviewed":
             raise ConfigError(
                 f"shard={config.shard} lets go of a block's weights behind its call, and whether {layout.model} uses "
-                "them elsewhere nobody has reviewed; use tensor to cut its weights, or leave shard out"
+                "them elsewhere is not reviewed; use tensor to cut its weights, or leave shard out"
             )
 
     def apply(self, undo: ExitStack) -> None:

@@ -147,7 +147,7 @@ class DiffusersKernel:
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
         """See `Kernel.attend`."""
-        # Whoever calls may keep its keys.
+        # The caller may keep its keys.
         k_bhsd = k_bhsd.clone() if self.traits.overwrites else k_bhsd
         return intercept.call_backend(
             self.name, q_bhsd, k_bhsd, v_bhsd, attn_mask=self._mask(mask, q_bhsd, k_bhsd), scale=scale

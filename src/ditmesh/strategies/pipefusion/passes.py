@@ -287,7 +287,7 @@ def marked_tokens(stream: Tensor, dim: int) -> Tensor:
 
 
 def runs_of(marked: list[Tensor], model: str, blocks: str) -> tuple[int, ...]:
-    """Tokens of every patch in a list, from those of the list before; tokens of nobody go to the patch before them."""
+    """Tokens of every patch in a list, from those of the list before; the preceding patch gets unowned ones."""
     together = torch.stack(marked).long().sum(0)
     starts = [int(mark.nonzero()[0]) if bool(mark.any()) else -1 for mark in marked]
     ordered = all(a < b for a, b in pairwise(starts)) and starts[0] >= 0

@@ -116,7 +116,7 @@ class PipeFusion:
                 raise
 
     def forget_plans(self) -> None:
-        """Plan every form of call anew, on all stages alike: a dry run takes the others, too."""
+        """Plan every form of call again, on all stages alike: a dry run needs the other stages, too."""
         self._plans.clear()
 
     def _drain(self, timeout: timedelta | None) -> None:

@@ -341,7 +341,7 @@ class TensorParallel:
         return found
 
     def gather_adapters(self) -> None:
-        """Make the adapters whole again; the next call cuts them anew. Collective over the link."""
+        """Make the adapters whole again; the next call cuts them again. Collective over the link."""
         for site, outer in self._linears():
             self._gather(site, _adapter_parameters(site, outer))
 
