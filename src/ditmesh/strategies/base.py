@@ -123,6 +123,11 @@ class Strategy:
         self.context = context
 
     @classmethod
+    def keeps_between_steps(cls, config: ParallelConfig) -> str:
+        """Why steps of several requests cannot run together, a clause: what it keeps of one request's step before."""
+        return ""
+
+    @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
         """Whether a configuration asks for it."""
         raise NotImplementedError

@@ -49,7 +49,7 @@ def check(model: str, config: ParallelConfig, published: bool = True) -> None:
         published: whether it is diffusers' class, as it was tested; another class may have the name.
 
     Raises:
-        ConfigError: the parity matrix found a wrong result, or a refusal, for this class and combination.
+        ConfigError: the parity matrix found a wrong result for this class and combination.
     """
     key = combination(config)
     if not key:
