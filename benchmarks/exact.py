@@ -93,7 +93,7 @@ def benchmark_model() -> torch.nn.Module:
 @cache
 def benchmark_inputs(batch: int = 1) -> dict[str, Any]:
     """Arguments of its forward."""
-    from ditmesh.layout.conventions import Conventions, Size, CallVariant
+    from ditmesh.layout.conventions import CallVariant, Conventions, Size
 
     return Conventions(benchmark_model(), CallVariant("bsc")).inputs(Size(SIDE, SIDE, TEXT, batch=batch))
 

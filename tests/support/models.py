@@ -11,7 +11,7 @@ import diffusers
 import torch
 from torch import nn
 
-from ditmesh.layout.conventions import Conventions, Size, CallVariant
+from ditmesh.layout.conventions import CallVariant, Conventions, Size
 
 # B=1 with lengths that divide by nothing, B=2 with ragged masks where the model takes masks.
 ODD = Size(rows=7, cols=7, text=13, batch=1)
