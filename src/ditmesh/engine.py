@@ -24,6 +24,7 @@ from .core.library import library_name
 from .core.patching import Proceed
 from .core.request import PipelineCall, RequestLeft
 from .errors import ConfigError, HostsWarning, InputError, LayoutError
+from .explain import Layer, layers_of
 from .first_call import Alone, FirstCall, FirstControl
 from .layout import TokenLayout, layout_of
 from .layout.derive import block_lists
@@ -312,6 +313,10 @@ class Engine:
             self._lock.release()
 
     # --- what strategies report ----------------------------------------------------------------------------
+
+    def explain(self) -> list[Layer]:
+        """All that stands around a request, a transformer's call and its blocks, outermost first, with reasons."""
+        return layers_of(self.strategies, self.models)
 
     def _parts(self, kind: type[Part]) -> list[Part]:
         return [part for model in self.models if (part := model.find(kind)) is not None]

@@ -118,6 +118,7 @@ class CallClock:
         number, self._models = self._models, self._models + 1
 
         def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            """Find the step and the branch of guidance of a call."""
             arguments = Arguments(names, args, kwargs)
             parts: tuple[dict[str, Any], ...] = ({}, {}, {})
             for path, value in arguments.leaves():

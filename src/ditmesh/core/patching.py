@@ -146,6 +146,11 @@ class CallChain:
         self._layers: list[Layer] = []
         self._patch: Patch | None = None
 
+    @property
+    def layers(self) -> list[Layer]:
+        """The layers, outermost first."""
+        return self._layers[::-1]
+
     def add(self, layer: Layer) -> Callable[[], None]:
         """Put a layer around all that are there; returns what takes it off again."""
         if self._patch is None:

@@ -231,6 +231,7 @@ class ModelHooks:
         def before(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            """Cut the block's arguments, and hand its attention calls to the handler."""
             nonlocal at, entered
             again = not self._running and torch._C._current_graph_task_id() >= 0
             entered = (self._running > 0 or again) and not (handler.passive and self.tap is None)
@@ -250,6 +251,7 @@ class ModelHooks:
             return tuple(arguments.args), arguments.kwargs
 
         def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+            """Give attention back, and return what the model is to see of the block's output."""
             if not entered:
                 return None
             intercept.set_handler(None)
@@ -266,6 +268,7 @@ class ModelHooks:
         self._undo.callback(block.register_forward_hook(after, always_call=True).remove)
 
     def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        """One call of the transformer: the handler begins and ends it, and its tokens are whole afterwards."""
         self.handler.begin_call()
         if self.layout.residuals:
             arguments = Arguments(self._names, args, kwargs)
