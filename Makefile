@@ -28,6 +28,7 @@ test-all: $(BIN)/ditmesh  ## the full matrix as well
 lint: $(BIN)/ditmesh  ## formatting, lint, types
 	$(BIN)/ruff format --check src tests benchmarks training examples
 	$(BIN)/ruff check src tests benchmarks training examples
+	$(BIN)/python .ci/house.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(BIN)/ditmesh

@@ -93,9 +93,9 @@ def benchmark_model() -> torch.nn.Module:
 @cache
 def benchmark_inputs(batch: int = 1) -> dict[str, Any]:
     """Arguments of its forward."""
-    from ditmesh.layout.conventions import Conventions, Size, Way
+    from ditmesh.layout.conventions import CallVariant, Conventions, Size
 
-    return Conventions(benchmark_model(), Way("bsc")).inputs(Size(SIDE, SIDE, TEXT, batch=batch))
+    return Conventions(benchmark_model(), CallVariant("bsc")).inputs(Size(SIDE, SIDE, TEXT, batch=batch))
 
 
 def timed_forward(runs: int) -> float:

@@ -262,7 +262,7 @@ def before_models(config: dict[str, Any]) -> dict[str, int]:
 def measured(folder: str, config: dict[str, Any], side: int, frames: int) -> dict[str, Any]:
     """On a rank: bytes of every phase, of tensors and of the process."""
     import ditmesh
-    from ditmesh.core.alive import Alive
+    from ditmesh.core.alive import LiveBytes
 
     start = before_models(config)
     process: dict[str, int] = {}
@@ -283,7 +283,7 @@ def measured(folder: str, config: dict[str, Any], side: int, frames: int) -> dic
                 encoder(input_ids=torch.zeros(1, min(TEXT, 77 if "CLIP" in type(encoder).__name__ else TEXT)).long())
         process["encode"] = own.most()
     tensors: dict[str, float] = {}
-    alive = Alive(weights_of(pipe))
+    alive = LiveBytes(weights_of(pipe))
     decode, counting = pipe.vae.decode, False
 
     def around(*args: Any, **kwargs: Any) -> Any:

@@ -134,9 +134,9 @@ def model_of(name: str) -> torch.nn.Module:
 @cache
 def inputs_of(name: str, side: int, branches: int) -> dict[str, Any]:
     """Arguments of its forward, a row for each branch."""
-    from ditmesh.layout.conventions import Conventions, Size, Way
+    from ditmesh.layout.conventions import CallVariant, Conventions, Size
 
-    return Conventions(model_of(name), Way(MODELS[name][1])).inputs(Size(side, side, TEXT, batch=branches))
+    return Conventions(model_of(name), CallVariant(MODELS[name][1])).inputs(Size(side, side, TEXT, batch=branches))
 
 
 @cache

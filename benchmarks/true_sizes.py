@@ -151,7 +151,7 @@ def measured(case: Case, folder: str, form: str, dtype: torch.dtype, timeout: fl
 
     import ditmesh
     from ditmesh.comm.mesh import Mesh
-    from ditmesh.core.alive import Alive
+    from ditmesh.core.alive import LiveBytes
     from ditmesh.generate.loading import load_transformer
     from ditmesh.strategies.sharded import ShardedWeights
 
@@ -170,7 +170,7 @@ def measured(case: Case, folder: str, form: str, dtype: torch.dtype, timeout: fl
         "start": start["resident"],
     }
     weights = [*model.parameters(), *model.buffers(), *(unit.piece for unit in (sharded.units if sharded else ()))]
-    alive, given = Alive(weights), inputs_of(model, case, dtype)
+    alive, given = LiveBytes(weights), inputs_of(model, case, dtype)
     with torch.no_grad(), counted(alive):
         began, busy = time.perf_counter(), time.process_time()
         output = model(**given)[0].float()

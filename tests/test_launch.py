@@ -330,7 +330,7 @@ def test_only_the_fork_server_that_a_rank_comes_from_is_ended(monkeypatch: pytes
     monkeypatch.setattr(os, "_exit", lambda code: None)
     for server, parent in ((4321, 1), (None, 1), (4321, 4321)):
         monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
-        rank._follow_owner(rank.Settings(0, 1, "cpu", 0, 1, 1.0, str(tmp_path), server))
+        rank._follow_owner(rank.RankSettings(0, 1, "cpu", 0, 1, 1.0, str(tmp_path), server))
     assert killed == [4321]
 
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 import ditmesh
 from ditmesh import ParallelConfig, zoo
-from ditmesh.core.alive import Alive
+from ditmesh.core.alive import LiveBytes
 from ditmesh.errors import InputError, RankFailed
 from ditmesh.forecast.auto import batched
 from ditmesh.forecast.catalogue import shapes
@@ -61,7 +61,7 @@ def taken(config: dict[str, Any]) -> float:
         }
         sharded = engine.models[0].find(ShardedWeights)
         pieces = [unit.piece for unit in sharded.units] if sharded else []
-        alive = Alive((*model.parameters(), *model.buffers(), *pieces))
+        alive = LiveBytes((*model.parameters(), *model.buffers(), *pieces))
         with torch.no_grad(), alive, engine.request("steps"):
             engine.begin_request(3)
             for step in range(3):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
-from ._moved import MovedFinder
 from ._version import __version__
 from .errors import (
     ConfigError,
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
     from .generate.loading import load
     from .layout import TokenLayout
     from .ranks import Ranks
-
-sys.meta_path.append(MovedFinder())  # type: ignore[arg-type]
 
 __all__ = [
     "AsyncClient",

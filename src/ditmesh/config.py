@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from .errors import ConfigError, did_you_mean, nearest_problem, reason_of, warn_renamed, what_is_wrong
+from .errors import ConfigError, did_you_mean, nearest_problem, reason_of, what_is_wrong
 from .staleness.policy import forms as warmup_forms
 from .staleness.policy import parse as parse_warmup
 
@@ -30,12 +30,8 @@ AXES = ("data", "cfg", "pipe", "ring", "ulysses", "tensor")
 # Axes whose ranks hold equal weights.
 REPLICAS = ("data", "cfg", "ring", "ulysses")
 
-# Most ranks of an axis, patches or tiles: nobody has more, and a number that somebody else wrote fills no memory.
+# Most ranks of an axis, patches or tiles: no machine has more, and a number from outside fills no memory.
 MOST = 2**16
-
-# Settings by the names they had before, which go with the next release.
-RENAMED = {"weights": "speeds"}
-
 
 # Why training refuses what has no gradient.
 STALE = "keys of an earlier step have no gradient"
@@ -65,20 +61,6 @@ class Setting:
 def setting(name: str) -> Setting:
     """What is to be known of a field of `ParallelConfig`."""
     return next(item for item in ParallelConfig.model_fields[name].metadata if isinstance(item, Setting))
-
-
-def current_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by the names they have now; warns about former ones.
-
-    Raises:
-        ConfigError: a setting is given by both of its names.
-    """
-    for old, new in RENAMED.items():
-        if old in settings and new in settings:
-            raise ConfigError(f"{old!r} is the former name of {new!r}, and both are given; leave {old} out")
-        if old in settings:
-            warn_renamed(old, new)
-    return {RENAMED.get(name, name): value for name, value in settings.items()}
 
 
 class ParallelConfig(BaseModel):
@@ -297,7 +279,7 @@ class ParallelConfig(BaseModel):
 
     def __init__(self, /, **data: Any) -> None:
         try:
-            super().__init__(**current_names(data))
+            super().__init__(**data)
         except ValidationError as error:
             raise ConfigError(_explain(error)) from None
         self._check()
@@ -430,7 +412,7 @@ class ParallelConfig(BaseModel):
         if self.cfg > 1:
             raise ConfigError(
                 f"with pipe or patches cfg={self.cfg} makes exact steps that one device would not: a branch that "
-                "is shared out anew has no keys of the step before; with reproducible=True use more stages (pipe) "
+                "is shared out again has no keys of the step before; with reproducible=True use more stages (pipe) "
                 "or data for these ranks, or leave pipe and patches out"
             )
         if getattr(parse_warmup(self.warmup), "reads_drift", True):
@@ -438,12 +420,6 @@ class ParallelConfig(BaseModel):
                 f"warmup={self.warmup!r} decides by the drift of all pictures of a call, so that a picture would "
                 f"depend on those beside it; with reproducible=True use {warmup_forms(reads_drift=False)}"
             )
-
-    @property
-    def weights(self) -> tuple[float, ...] | Literal["auto"] | None:
-        """The former name of ``speeds``."""
-        warn_renamed("weights", "speeds")
-        return self.speeds
 
     @property
     def stages_or_patches(self) -> bool:
@@ -547,7 +523,7 @@ class ParallelConfig(BaseModel):
             With ``"bits"`` a configuration for ``world_size <= devices`` ranks, else for ``devices``.
 
         Raises:
-            ConfigError: not even the smallest fits (nobody is left, or fewer than share the weights), or the settings
+            ConfigError: not even the smallest fits (no device is left, or too few for the weights), or the settings
                 that stay do not fit the devices.
         """
         if keep == "strategy":
@@ -564,7 +540,7 @@ class ParallelConfig(BaseModel):
             # As many patches as there were stages.
             changed["patches"] = self.pipe
         if lost is None or (degrees["pipe"] != self.pipe and isinstance(self.stages, tuple)):
-            # Other stages: how their blocks are cut is decided anew.
+            # Other stages: how their blocks are cut is decided again.
             changed["stages"] = "estimated"
         if lost is None or (self.pipe > 1 and (degrees["pipe"] == 1 or isinstance(self.speeds, tuple))):
             # Those of stages, or of ranks, that are no more.

@@ -24,6 +24,7 @@ from .core.library import library_name
 from .core.patching import Proceed
 from .core.request import PipelineCall, RequestLeft
 from .errors import ConfigError, HostsWarning, InputError, LayoutError
+from .explain import Layer, layers_of
 from .first_call import Alone, FirstCall, FirstControl
 from .forecast.auto import UsualCall, chosen
 from .forecast.hosts import advice
@@ -126,7 +127,7 @@ class Engine:
                 # Before all others: they ask it which call this is.
                 self._undo.callback(self.clock.watch(model.model, timestep_of(model.model, model.layout)))
                 self._undo.callback(self._shared.watch(model.model))
-            # The mesh must not keep an engine alive that nobody has restored.
+            # The mesh must not keep an engine alive that was not restored.
             renewed = weakref.WeakMethod(self._renewed)
             self._undo.callback(self._shared.when_renewed(lambda: (call := renewed()) and call()))
             # The first to be undone: nothing of a request stays under way.
@@ -190,7 +191,7 @@ class Engine:
             self._shared.begin_request("restore")
 
     def own_mesh(self) -> None:
-        """Give the mesh's groups back in `close`: whoever made it hands it over."""
+        """Give the mesh's groups back in `close`: its maker hands it over."""
         # The last to be undone: others may need the groups.
         later = self._undo.pop_all()
         # Also for a pipeline that is dropped without `restore`; at the program's end the groups are gone already.
@@ -253,7 +254,7 @@ class Engine:
     def request(self, purpose: str) -> Iterator[Callable[[Any], None]]:
         """A request that its caller keeps open for calls of the transformers, the same ones on every rank.
 
-        Nobody compares their inputs: the caller answers for that. Every rank enters and leaves it. Pipelines do this by
+        Inputs are not compared: the caller answers for that. Every rank enters and leaves it. Pipelines do this by
         themselves.
 
         Args:
@@ -281,7 +282,7 @@ class Engine:
         self._begin(Request(pipe))
 
     def _renewed(self) -> None:
-        """Links were renewed after a failure: ranks may remember different things, and all of them begin anew."""
+        """Links were renewed after a failure: ranks may remember different things, and all of them start over."""
         self.end_request(failed=True)
         self.clock.begin_request()
         for strategy in self.strategies:
@@ -312,6 +313,10 @@ class Engine:
             self._lock.release()
 
     # --- what strategies report ----------------------------------------------------------------------------
+
+    def explain(self) -> list[Layer]:
+        """All that stands around a request, a transformer's call and its blocks, outermost first, with reasons."""
+        return layers_of(self.strategies, self.models)
 
     def _parts(self, kind: type[Part]) -> list[Part]:
         return [part for model in self.models if (part := model.find(kind)) is not None]
@@ -548,7 +553,7 @@ CONTROLS: Recipe = (ExactSequence, KnownForms)
 
 
 def _cuts_controls(config: ParallelConfig) -> bool:
-    """Whether ControlNets run with their tokens cut: where every step is exact, and bits are nobody's concern."""
+    """Whether ControlNets run with their tokens cut: where every step is exact, and bits are not promised."""
     return ExactSequence.wanted(config) and config.sequence > 1 and config.tensor == 1
 
 

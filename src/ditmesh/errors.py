@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import sys
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -84,16 +82,6 @@ class HostsWarning(UserWarning):
 
 class InputDifferenceWarning(UserWarning):
     """Ranks were given different inputs, and all of them run the first rank's."""
-
-
-def warn_renamed(old: str, new: str) -> None:
-    """Warn, at the caller outside of ditmesh, that ``old`` is deprecated."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("ditmesh"):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(
-        f"{old!r} is called {new!r} now; the old name goes with the next release", DeprecationWarning, stacklevel=level
-    )
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:

@@ -96,7 +96,7 @@ class FirstCall:
         )
 
     def own_mesh(self) -> None:
-        """Give the mesh's groups back in the end: whoever made it hands it over."""
+        """Give the mesh's groups back in the end: its maker hands it over."""
         self._owns_mesh = True
 
     def attach(self, pipe: Any) -> None:

@@ -1,6 +1,6 @@
 """The strategies in the order in which they are applied: from the inside of a call to its outside.
 
-Each line says why it stands where it does. What a configuration does not want is not there.
+What a configuration does not want is not there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .strategies.pipefusion.patches import PatchTokens
 from .strategies.pipefusion.pipeline import PipeFusionCalls
 from .strategies.pipefusion.stages import PipelineStages
 from .strategies.reproducible import ReproducibleSequence
-from .strategies.rows import DecodedRows, Rows
+from .strategies.rows import BatchRows, DecodedRows
 from .strategies.same_latents import SameLatents
 from .strategies.sequence import ExactSequence
 from .strategies.sharded import ShardedModels
@@ -35,30 +35,33 @@ from .strategies.vae.parallel import BandedVae
 
 Recipe = tuple[type[Strategy], ...]
 
-RECIPE: Recipe = (
-    TensorSlices,  # weights first: everything after it sees a rank's slices as the model's own
-    PipelineStages,  # then whole blocks: those of other stages are never compiled, only passed over
-    ShardedModels,  # then pieces of what a rank has left; inside all else, so that each forward finds whole weights
-    CompiledBlocks,  # under the hooks: cutting and gathering depend on ranks and requests and are not to be traced
-    StaleSteps,  # which steps are exact is known before a token strategy asks
-    ExactSequence,  # exactly one of these five: which tokens a rank has, and how attention sees those of the others
-    ReproducibleSequence,
-    Displaced,
-    Naive,
-    PatchTokens,
-    Caches,  # inside the patches and rows of a call: they skip blocks, whose tokens are cut by then
-    PipeFusionCalls,  # one call becomes a call for every patch: inside the rows, around the blocks
-    Rows,  # rows and branches of guidance: around everything that is to see one branch
-    KnownForms,  # outside the rows: a call of a new form is looked at whole
-    CheckedLayout,  # outside all that a layout decides
-    DecodedRows,  # the decoder sees whole latents, so its rows are shared out anew
-    BandedVae,  # around the shared rows: it cuts what they would share
-    TextEncoders,  # around the models: their first call frees encoders that have run
-    FixedArithmetic,  # around all arithmetic of the ranks
-    SameLatents,  # around all that shares a call out: it sees the latents as the pipeline gives them
-    SameInputs,  # around everything: the rest of a request may rely on equal inputs
-    QuietRanks,
-)
+# Each strategy, and why it stands where it does.
+REASONS: dict[type[Strategy], str] = {
+    TensorSlices: "weights first: everything after it sees a rank's slices as the model's own",
+    PipelineStages: "then whole blocks: those of other stages are never compiled, only passed over",
+    ShardedModels: "then pieces of what a rank has left; inside all else, so that each forward finds whole weights",
+    CompiledBlocks: "under the hooks: cutting and gathering depend on ranks and requests and are not to be traced",
+    StaleSteps: "which steps are exact is known before a token strategy asks",
+    ExactSequence: "exactly one of five: which tokens a rank has, and how attention sees those of the others",
+    ReproducibleSequence: "in the place of ExactSequence",
+    Displaced: "in the place of ExactSequence",
+    Naive: "in the place of ExactSequence",
+    PatchTokens: "in the place of ExactSequence",
+    Caches: "inside the patches and rows of a call: they skip blocks, whose tokens are cut by then",
+    PipeFusionCalls: "one call becomes a call for every patch: inside the rows, around the blocks",
+    BatchRows: "rows and branches of guidance: around everything that is to see one branch",
+    KnownForms: "outside the rows: a call of a new form is looked at whole",
+    CheckedLayout: "outside all that a layout decides",
+    DecodedRows: "the decoder sees whole latents, so its rows are shared out again",
+    BandedVae: "around the shared rows: it cuts what they would share",
+    TextEncoders: "around the models: their first call frees encoders that have run",
+    FixedArithmetic: "around all arithmetic of the ranks",
+    SameLatents: "around all that shares a call out: it sees the latents as the pipeline gives them",
+    SameInputs: "around everything: the rest of a request may rely on equal inputs",
+    QuietRanks: "around everything, as SameInputs is",
+}
+
+RECIPE: Recipe = tuple(REASONS)
 
 
 def wanted(recipe: Recipe, config: ParallelConfig) -> list[type[Strategy]]:

@@ -17,7 +17,7 @@ class InThisProcess:
     """One rank: the process that asks for it."""
 
     device = "cpu"
-    speaks = True
+    is_reporter = True
 
     def __init__(self, world_size: int, device: str, threads: int | None, timeout: float, **options: Any) -> None:
         import torch
@@ -63,7 +63,7 @@ class KeptRanks:
     """Ranks that stay from one command to the next: those of the fixture ``ranks``."""
 
     device = "cpu"
-    speaks = True
+    is_reporter = True
     pools: ClassVar[Callable[[int], RankPool]]
 
     def __init__(

@@ -11,7 +11,7 @@ import diffusers
 import torch
 from torch import nn
 
-from ditmesh.layout.conventions import Conventions, Size, Way
+from ditmesh.layout.conventions import CallVariant, Conventions, Size
 
 # B=1 with lengths that divide by nothing, B=2 with ragged masks where the model takes masks.
 ODD = Size(rows=7, cols=7, text=13, batch=1)
@@ -426,32 +426,32 @@ KINDS = ("DiT", "PixArt", "SD3", "Flux", "Wan", "LTX2", "Mochi", "Sana")
 
 # How the pipelines call the model, where that is not with (B, C, H, W) latents and without `attention_mask`.
 WAYS = {
-    "PixArt": Way("bchw", masked="image"),
-    "Flux": Way("bsc"),
-    "Flux2": Way("bsc"),
-    "CogVideoX": Way("bfchw"),
-    "HunyuanVideo": Way("bcfhw"),
-    "HunyuanVideo I2V": Way("bcfhw"),
-    "HunyuanVideo15": Way("bcfhw"),
-    "Wan": Way("bcfhw"),
-    "Wan I2V": Way("bcfhw"),
-    "Wan TI2V": Way("bcfhw", per_token=True),
-    "QwenImage": Way("bsc"),
-    "QwenImage edit": Way("bsc"),
-    "ZImage": Way("list"),
-    "LTX": Way("bsc"),
-    "LTX I2V": Way("bsc", per_token=True),
-    "LTX2": Way("bsc"),
-    "LTX2 I2V": Way("bsc", per_token=True),
-    "LTX2 STG": Way("bsc"),
-    "Mochi": Way("bcfhw"),
-    "CogView4": Way("bchw", masked="text"),
-    "Chroma": Way("bsc", masked="joint"),
-    "StableAudio": Way("bcs"),
-    "Krea2": Way("bsc"),
-    "Cosmos": Way("bcfhw", masked="text"),
-    "Cosmos V2W": Way("bcfhw", masked="text", per_token=True),
-    "Latte": Way("bcfhw"),
+    "PixArt": CallVariant("bchw", masked="image"),
+    "Flux": CallVariant("bsc"),
+    "Flux2": CallVariant("bsc"),
+    "CogVideoX": CallVariant("bfchw"),
+    "HunyuanVideo": CallVariant("bcfhw"),
+    "HunyuanVideo I2V": CallVariant("bcfhw"),
+    "HunyuanVideo15": CallVariant("bcfhw"),
+    "Wan": CallVariant("bcfhw"),
+    "Wan I2V": CallVariant("bcfhw"),
+    "Wan TI2V": CallVariant("bcfhw", per_token=True),
+    "QwenImage": CallVariant("bsc"),
+    "QwenImage edit": CallVariant("bsc"),
+    "ZImage": CallVariant("list"),
+    "LTX": CallVariant("bsc"),
+    "LTX I2V": CallVariant("bsc", per_token=True),
+    "LTX2": CallVariant("bsc"),
+    "LTX2 I2V": CallVariant("bsc", per_token=True),
+    "LTX2 STG": CallVariant("bsc"),
+    "Mochi": CallVariant("bcfhw"),
+    "CogView4": CallVariant("bchw", masked="text"),
+    "Chroma": CallVariant("bsc", masked="joint"),
+    "StableAudio": CallVariant("bcs"),
+    "Krea2": CallVariant("bsc"),
+    "Cosmos": CallVariant("bcfhw", masked="text"),
+    "Cosmos V2W": CallVariant("bcfhw", masked="text", per_token=True),
+    "Latte": CallVariant("bcfhw"),
 }
 
 
@@ -486,7 +486,7 @@ MASKLESS = {"Latte"}
 def sizes(name: str) -> dict[str, Size]:
     """The two sizes of the parity matrix for a model: `ODD` and `RAGGED`, two frames for videos."""
     found = {"B=1": ODD, "B=2 ragged": RAGGED}
-    if WAYS.get(name, Way("bchw")).form in ("bcfhw", "bfchw") or name.startswith("LTX"):
+    if WAYS.get(name, CallVariant("bchw")).form in ("bcfhw", "bfchw") or name.startswith("LTX"):
         found = {key: replace(size, frames=2, audio=size.rows + 4) for key, size in found.items()}
     if name == "Wan I2V":
         # The block takes the last 512 tokens for text, whatever comes.
@@ -496,7 +496,7 @@ def sizes(name: str) -> dict[str, Size]:
 
 def inputs(name: str, size: Size, masks: bool = True) -> dict[str, Any]:
     """Arguments of the model's forward; with B=2 every mask (or list of captions) is ragged."""
-    way = replace(WAYS.get(name, Way("bchw")), optional=masks and name not in MASKLESS)
+    way = replace(WAYS.get(name, CallVariant("bchw")), optional=masks and name not in MASKLESS)
     made = Conventions(tiny(name), way).inputs(size)
     for key, value in [*made.items(), *made.get("joint_attention_kwargs", {}).items()]:
         if "mask" in key and isinstance(value, torch.Tensor) and value.dtype == torch.bool:

@@ -212,7 +212,7 @@ class ThreadRanks:
     """A launcher of one rank: a thread of this process."""
 
     device = "cpu"
-    speaks = True
+    is_reporter = True
     threads = 1
 
     def __init__(self, world_size: int, device: str, threads: int | None, timeout: float, **options: Any) -> None:

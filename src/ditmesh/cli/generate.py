@@ -210,7 +210,7 @@ def _on_ranks(
             facts["start_seconds"] = start_seconds
             # The same for one device and for N: the ratio is then one of devices.
             threads = ranks.threads
-            if not ranks.speaks:
+            if not ranks.is_reporter:
                 return None
     result: dict[str, Any] = {
         "pictures": [{"path": picture.path, **picture.receipt.model_dump(mode="json")} for picture in made],
@@ -245,7 +245,7 @@ def _generated(job: PictureJob, ranks: Launcher, what: str = "generating") -> tu
     """The pictures, and the seconds it took."""
     from ..generate.run import generate
 
-    with progress(job, what, ranks.speaks) as (report, made, facts):
+    with progress(job, what, ranks.is_reporter) as (report, made, facts):
         seconds = ranks.run(generate, job, on_message=lambda _, message: report(message))
     return made, {**facts, "seconds": max(seconds)}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
@@ -111,9 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(arguments: list[str] | None) -> None:
     chatter_off()
     try:
-        with _deprecations_on_stderr():
-            arguments = sys.argv[1:] if arguments is None else arguments
-            code = app(_plain(arguments), prog_name="ditmesh", obj=tuple(arguments), standalone_mode=False)
+        arguments = sys.argv[1:] if arguments is None else arguments
+        code = app(_plain(arguments), prog_name="ditmesh", obj=tuple(arguments), standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except (InputError, LayoutError) as error:
         _leave(str(error), 2)
@@ -142,23 +140,6 @@ def _plain(arguments: Sequence[str]) -> list[str]:
         if word == "--compile" and following.startswith("-"):
             words.append("inductor")
     return words
-
-
-@contextlib.contextmanager
-def _deprecations_on_stderr() -> Iterator[None]:
-    """Print a warning about a former name as one line."""
-    show = warnings.showwarning
-
-    def line(message: Any, category: type[Warning], *where: Any) -> None:
-        if category is DeprecationWarning:
-            _say(str(message))
-        else:
-            show(message, category, *where)
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("always", ".* goes with the next release", DeprecationWarning)
-        warnings.showwarning = line
-        yield
 
 
 def _leave(message: str, code: int, speaks: bool | None = None) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 
 import typer
 
-from ..config import RENAMED, ParallelConfig, current_names, setting
+from ..config import ParallelConfig, setting
 from ..errors import ConfigError, InputError, did_you_mean
 from ..request import PIPELINES, PictureRequest, plain_type, request_fields
 
@@ -359,8 +359,7 @@ class RankOptions:
 
 def _config_option(name: str, words: str | None = None, shown_in_help: bool = True) -> tuple[str, Any, Any]:
     """Name, annotation and default of the option for a field of `ParallelConfig`; what is not given is None."""
-    now = RENAMED.get(name, name)
-    known, of = ParallelConfig.model_fields[now], setting(now)
+    known, of = ParallelConfig.model_fields[name], setting(name)
     kind, flags, default = known.annotation, (), known.default
     shown = of.usual or (None if default in (None, False, 1) else str(default))
     if kind is bool:
@@ -368,14 +367,15 @@ def _config_option(name: str, words: str | None = None, shown_in_help: bool = Tr
         flags, shown = (f"--{flag}/--no-{flag}" if default else f"--{flag}",), None
     elif any(get_origin(arm) is tuple for arm in get_args(kind)):
         kind = str
-    hidden = name in RENAMED or not shown_in_help
-    option = config_option(*flags, help=words or of.help, metavar=of.form, show_default=shown or False, hidden=hidden)
+    option = config_option(
+        *flags, help=words or of.help, metavar=of.form, show_default=shown or False, hidden=not shown_in_help
+    )
     return name, Annotated[kind | None, option], field(default=None)
 
 
 def _settings(options: Any) -> dict[str, Any]:
     """The settings that were given, by name."""
-    given = current_names({name: value for name, value in vars(options).items() if value is not None})
+    given = {name: value for name, value in vars(options).items() if value is not None}
     return {name: _numbers(name, value) if isinstance(value, str) else value for name, value in given.items()}
 
 
@@ -415,8 +415,7 @@ else:
             _config_option(field, (words or {}).get(field), not training or setting(field).untrained is None)
             for field in known
         ]
-        renamed = [_config_option(former) for former in RENAMED]
-        return make_dataclass(name, made + renamed, frozen=True, namespace={"settings": _settings})
+        return make_dataclass(name, made, frozen=True, namespace={"settings": _settings})
 
     ConfigOptions = _config_options("ConfigOptions")
     TrainingOptions = _config_options(

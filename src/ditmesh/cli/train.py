@@ -99,7 +99,7 @@ def train(
 
         with launcher(there and "torchrun", world_size, kind, threads, timeout) as ranks:
             results = ranks.run(_on_rank, chosen, timeout, on_message=report)
-            speaks = ranks.speaks
+            speaks = ranks.is_reporter
     if speaks:
         emit({**results[0], "devices": world_size, "device": kind}, as_json, _say)
 

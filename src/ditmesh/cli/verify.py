@@ -220,7 +220,7 @@ def _verify(
     from ..tools.verify.timeline import write_chrome_trace
 
     configs = [*asked, *offered]
-    with _ranks(job, configs, kind, ranks) as (runner, folder), bar(shown=runner.speaks) as progress:
+    with _ranks(job, configs, kind, ranks) as (runner, folder), bar(shown=runner.is_reporter) as progress:
         task = progress.add_task("starting", total=None)
 
         def said(what: str, steps: int = 0) -> None:
@@ -228,7 +228,7 @@ def _verify(
 
         comparison = Comparison(job, configs, runner, folder, comparing.trace is not None, said)
         comparison.run(comparing.trace_gb * 1e9)
-        if not runner.speaks:
+        if not runner.is_reporter:
             return None
         said("comparing")
         verdicts = comparison.verdicts(comparing.tolerance)

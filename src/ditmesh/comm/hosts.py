@@ -125,7 +125,7 @@ def find_hosts(group: dist.ProcessGroup | None, shares: bool) -> Hosts:
 def _read(process: int, fd: int) -> bytes | None:
     """The token in another process's memory; None if there is none: it is in another container, or hidden from us."""
     with suppress(OSError):
-        # As it would be mapped. Whatever else it may be, opening it waits for nobody.
+        # As it would be mapped. Whatever kind of file it is, opening it does not block.
         opened = os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         try:
             about = os.fstat(opened)

@@ -20,7 +20,7 @@ from .hosts import Relay, relay_of
 from .shared import SharedChannel
 from .state import DesyncError, Header, PeerError, RequestState, Spec, Traffic, raise_for_peer
 
-# Nobody looks at a message.
+# Messages are not observed.
 _UNSEEN = nullcontext()
 
 
@@ -50,7 +50,7 @@ class Transfer:
         self._cancelled = False
 
     def cancel(self) -> None:
-        """Drop the handles and buffers, and refuse whoever waits for the transfer."""
+        """Drop the handles and buffers, and raise in every later wait for the transfer."""
         self._cancelled = True
         for kept in (self._works, self._received, self._sent, self._messages):
             kept.clear()
@@ -105,7 +105,7 @@ class Link:
         # Transfers over the process group that may be under way.
         self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
         self._others = [peer for peer in range(self.size) if peer != rank]
-        # Of them those on other hosts.
+        # Peers on other hosts.
         self._far: frozenset[int] = frozenset()
         # How gathers go there, where some host has several ranks of the link.
         self._relay: Relay | None = None

@@ -1,6 +1,6 @@
 """The device mesh: process groups and links for the axes of a `ParallelConfig`.
 
-A `Mesh` is passed to whoever needs it and never looked up: several can live in one process.
+A `Mesh` is passed as an argument and never looked up: several can live in one process.
 
 A process group's collectives cannot say what they belong to: after a failure on one rank, the next collective of that
 rank would meet one of another request on the others. So ranks meet at *boundaries*: before every request they tell one
@@ -300,7 +300,7 @@ class Mesh:
             )
             raise self._fail(sentence)
         outcomes = {arrival.outcome for arrival in every}
-        # Whoever failed before it used a link has disturbed nobody, unless others have used theirs.
+        # A rank that failed before it sent anything needs no renewal, unless another rank has sent.
         if _GIVEN_UP in outcomes or (_FAILED in outcomes and any(arrival.messages for arrival in every)):
             self._renew()
         self._outcome, self._state.refusal = _FINE, None
@@ -334,7 +334,7 @@ class Mesh:
         def begin(*_: Any) -> None:
             nonlocal running
             # Broken off in a way in which torch's hooks are not called, such as Ctrl-C. A request that is over by now
-            # was failed by whoever opened it.
+            # was failed by its opener.
             if running == self._state.number:
                 left()
             if self._depth == 0 and self.failed:

@@ -8,11 +8,11 @@ receiver reads it where it lies. The memory is anonymous (``memfd_create``) and 
 A rank's memory begins with a table for every link and receiver: a ring of entries, each of which says where the next
 message lies. Behind it are slots, one for a message; a receiver that has no more use for a message marks its slot,
 and the slot is used again once all its receivers have done so. There are as many slots as messages were ever on their
-way at once. Slots are cut from regions, which are large: a mapping costs a file descriptor, but memory that nobody
+way at once. Slots are cut from regions, which are large: a mapping costs a file descriptor, but memory that no rank
 has written to costs nothing.
 
 An entry also says what its message is (`Header`): a receiver that waits for another one raises and takes nothing. A
-word behind the table says which request has failed on this rank; whoever waits for it looks there and waits no more.
+word behind the table says which request has failed on this rank; a waiting rank looks there and waits no more.
 
 Publishing a message is an ordinary store after those of its contents, which other cores see in that order on x86-64
 and not everywhere else; other processors do without shared memory.
@@ -58,7 +58,7 @@ _SHORTEST_NAP, _LONGEST_NAP, _SIGN_OF_LIFE = 2e-5, 1e-3, 0.05
 
 
 @dataclass
-class _Slot:
+class _MessageSlot:
     """A piece of this rank's memory that holds one message at a time."""
 
     place: int
@@ -111,10 +111,10 @@ class SharedMemory:
         # Number + 1 of the request that has failed on this rank.
         self._failed = links * self._world * ENTRIES * _ENTRY
         self._table_bytes = _rounded((self._failed + 1) * 8, _PAGE)
-        self._slots: dict[int, list[_Slot]] = {}
+        self._slots: dict[int, list[_MessageSlot]] = {}
         self._peers: dict[int, _Peer] = {}
         self._files = ExitStack()
-        # Also for a mesh that nobody closed.
+        # Also for a mesh that was never closed.
         weakref.finalize(self, self._files.close)
         self._fd = os.memfd_create("ditmesh", os.MFD_CLOEXEC)
         self._files.callback(os.close, self._fd)
@@ -133,7 +133,7 @@ class SharedMemory:
                     raise PeerError(f"{what}; it may have ended: see what it says") from error
 
     def fail(self) -> None:
-        """Let whoever waits for this rank know that the request has failed here."""
+        """Tell the ranks that wait for this one that the request has failed here."""
         self._table[self._failed] = self.state.number + 1
 
     def failed(self, rank: int) -> bool:
@@ -161,7 +161,7 @@ class SharedMemory:
 
     # --- sending -------------------------------------------------------------------------------------------
 
-    def pack(self, tensors: Sequence[Tensor], specs: tuple[Spec, ...], receivers: tuple[int, ...]) -> _Slot:
+    def pack(self, tensors: Sequence[Tensor], specs: tuple[Spec, ...], receivers: tuple[int, ...]) -> _MessageSlot:
         """Put a message for some ranks of the job into a slot of its own."""
         places, size = _places(specs)
         slot = self._slot(size)
@@ -172,7 +172,7 @@ class SharedMemory:
             slot.contents[place].view(dtype).view(shape).copy_(tensor)
         return slot
 
-    def publish(self, slot: _Slot, link: int, receiver: int, number: int, header: Header) -> None:
+    def publish(self, slot: _MessageSlot, link: int, receiver: int, number: int, header: Header) -> None:
         """Enter message ``number`` of this link to a rank of the job in the table: its place and its header."""
         table, at = self._table, self._entry(link, receiver, number)
         self.wait(lambda: table[at] == 0, receiver, None)
@@ -181,8 +181,8 @@ class SharedMemory:
             table[word] = value
         table[at] = number + 1
 
-    def _slot(self, size: int) -> _Slot:
-        # Sizes are powers of two so that few slots serve many shapes. Memory nobody writes to takes no room.
+    def _slot(self, size: int) -> _MessageSlot:
+        # Sizes are powers of two so that few slots serve many shapes. Memory that is never written to takes no room.
         size = max(_PAGE, 1 << (size - 1).bit_length())
         slots = self._slots.setdefault(size, [])
         if (free := next((slot for slot in slots if slot.free()), None)) is not None:
@@ -195,7 +195,7 @@ class SharedMemory:
             place, self._used = 0, _PAGE + size
         memory = self._memory[place : self._used]
         contents = torch.frombuffer(memory[_PAGE:], dtype=torch.uint8)
-        slot = _Slot(place, self._region, memory[:_PAGE].cast("q"), contents)
+        slot = _MessageSlot(place, self._region, memory[:_PAGE].cast("q"), contents)
         slots.append(slot)
         return slot
 

@@ -51,7 +51,7 @@ class RequestState:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the seconds of what waits for other ranks; in a graph that is compiled, nobody counts."""
+        """Count the seconds of what waits for other ranks; nothing is counted in a graph that is compiled."""
         if torch.compiler.is_compiling():
             yield
             return
@@ -94,8 +94,8 @@ class Traffic:
         bytes_sent, calls: by axis.
         bytes_across: those of them that go to ranks on other hosts.
         observer: called as ``observer(axis, kind)`` before every operation of a link, where ``kind`` is the link's
-            method; what it raises, the operation raises. For tests and measurements; None: nobody looks.
-        watcher: sees when tensors are posted and waited for; None: nobody looks.
+            method; what it raises, the operation raises. For tests and measurements; None: no observer.
+        watcher: sees when tensors are posted and waited for; None: no observer.
     """
 
     def __init__(self) -> None:

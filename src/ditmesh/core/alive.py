@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 PLAIN = (Tensor, Parameter, FakeTensor)
 
 
-class Alive(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Counts the storages that operations make while it is entered, until they are given back.
 
     Works on tensors with values, on the meta device, and on fake tensors.
@@ -44,14 +44,14 @@ class Alive(TorchDispatchMode):
             self.hold(tensor)
 
     def hold(self, tensor: Tensor) -> None:
-        """Leave a tensor's memory out, which is somebody else's."""
+        """Leave a tensor's memory out: another owner counts it."""
         storage = tensor.untyped_storage()
         if (key := storage._cdata) not in self._held:
             self._held.add(key)
             # Its address may be that of another one later.
             finalize(storage, self._held.discard, key).atexit = False
 
-    def disown(self, tensor: Tensor) -> None:
+    def ignore(self, tensor: Tensor) -> None:
         """Count a tensor's memory no more."""
         storage = tensor.untyped_storage()
         if storage._cdata in self._counted:
@@ -59,7 +59,7 @@ class Alive(TorchDispatchMode):
         self.hold(tensor)
 
     def reset(self) -> None:
-        """Look for the peak anew."""
+        """Restart the search for the peak."""
         self.peak = self.now
 
     def size_of(self, tensor: Tensor) -> float:

@@ -18,14 +18,14 @@ TIMESTEPS = ("timestep", "t")
 
 
 @dataclass(frozen=True)
-class Call:
+class TransformerCall:
     """One call of a transformer, or the part of it that runs.
 
     Attributes:
         request: number of the pipeline's call, from 0; -1 before the first.
         step: number of the denoising step in its request, from 0; -1 before the first.
         branch: number of the branch of guidance in its step, from 0.
-        rows: first row of the batch that runs, and one after the last; None where nobody shares rows out.
+        rows: first row of the batch that runs, and one after the last; None where rows are not shared out.
         link: name of the link that shares the rows; empty when they are not shared.
         ahead: whether it runs before the pipeline asks for it.
         counted: whether the pipeline's scheduler tells the steps of this request apart.
@@ -47,7 +47,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class _Record:
+class _SeenCall:
     """What a call was made with, by path."""
 
     model: int
@@ -57,7 +57,7 @@ class _Record:
 
 
 class CallClock:
-    """Counts the calls of a pipeline's transformers. Fed once per call, before anybody else sees it.
+    """Counts the calls of a pipeline's transformers. Fed once per call, before any other layer sees it.
 
     A *step* is one evaluation of the (guided) model: calls at one timestep that differ in more than the latents
     are branches of guidance and belong to one step. A new timestep begins a new step; so does a call at the same
@@ -79,16 +79,16 @@ class CallClock:
 
     def __init__(self, scheduler: Callable[[], Any] = lambda: None) -> None:
         self.values = Values()
-        self.call = Call()
+        self.call = TransformerCall()
         self._scheduler = scheduler
-        self._listeners: list[Callable[[Call], None]] = []
+        self._listeners: list[Callable[[TransformerCall], None]] = []
         self._models = 0
         self._forget()
 
     def _forget(self) -> None:
         self.values.forget()
-        self._calls: list[_Record] = []
-        self._before: list[_Record] = []
+        self._calls: list[_SeenCall] = []
+        self._before: list[_SeenCall] = []
         self._at: tuple[Any, int | None] = (None, None)
         self._counts = self._forced = False
         self._schedule: tuple[Seen, list[Any]] | None = None
@@ -96,14 +96,14 @@ class CallClock:
     def begin_request(self) -> None:
         """A new request: its first call begins step 0."""
         self._forget()
-        self.call = Call(self.call.request + 1)
+        self.call = TransformerCall(self.call.request + 1)
 
     def end_request(self) -> None:
         """The request is over: hold no tensor of it."""
         self._forget()
         self.call = replace(self.call, steadiness=lambda: False)
 
-    def on_step(self, listener: Callable[[Call], None]) -> None:
+    def on_step(self, listener: Callable[[TransformerCall], None]) -> None:
         """Tell ``listener`` of every first call of a step, before it runs."""
         self._listeners.append(listener)
 
@@ -118,6 +118,7 @@ class CallClock:
         number, self._models = self._models, self._models + 1
 
         def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            """Find the step and the branch of guidance of a call."""
             arguments = Arguments(names, args, kwargs)
             parts: tuple[dict[str, Any], ...] = ({}, {}, {})
             for path, value in arguments.leaves():
@@ -131,7 +132,7 @@ class CallClock:
 
     def tick(
         self, timestep: Mapping[str, Any], latents: Mapping[str, Any], others: Mapping[str, Any], model: int = 0
-    ) -> Call:
+    ) -> TransformerCall:
         """A call of a transformer begins.
 
         Args:
@@ -144,7 +145,7 @@ class CallClock:
             self.begin_request()
         times, given = ({path: seen(value) for path, value in part.items()} for part in (timestep, others))
         # Of latents that are written to unseen a copy is kept.
-        record = _Record(model, times, {path: seen(value, copied=True) for path, value in latents.items()}, given)
+        record = _SeenCall(model, times, {path: seen(value, copied=True) for path, value in latents.items()}, given)
         new = self._begins_step(record)
         if new:
             self._before, self._calls = self._calls, []
@@ -152,7 +153,7 @@ class CallClock:
         branch = len(self._calls)
         before = self._before[branch] if branch < len(self._before) else None
         self._calls.append(record)
-        self.call = Call(
+        self.call = TransformerCall(
             self.call.request,
             self.call.step + new,
             branch,
@@ -170,7 +171,7 @@ class CallClock:
         self._forced = True
 
     @contextmanager
-    def narrowed(self, **changes: Any) -> Iterator[Call]:
+    def narrowed(self, **changes: Any) -> Iterator[TransformerCall]:
         """A part of the call runs: ``branch``, ``rows``, ``link`` and ``ahead`` as given, all else as it is."""
         before = self.call
         self.call = replace(before, **changes)
@@ -179,7 +180,7 @@ class CallClock:
         finally:
             self.call = before
 
-    def _begins_step(self, now: _Record) -> bool:
+    def _begins_step(self, now: _SeenCall) -> bool:
         scheduler = self._scheduler()
         index = getattr(scheduler, "step_index", None)
         before, self._at = self._at, (scheduler, index if isinstance(index, int) else None)
@@ -195,7 +196,7 @@ class CallClock:
             return False
         return not self._at_one_time(now.timestep, self._calls[0].timestep) or self._again(now)
 
-    def _again(self, now: _Record) -> bool:
+    def _again(self, now: _SeenCall) -> bool:
         """Whether the model is asked again what it was asked before in this step, of other latents."""
         return any(
             now.model == call.model

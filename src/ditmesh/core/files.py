@@ -24,7 +24,7 @@ def written_whole(path: str | Path, replace: bool = True) -> Iterator[Path]:
 
     Args:
         path: where the file goes.
-        replace: a file of that name is replaced; False: it stays, whoever makes it and whenever.
+        replace: a file of that name is replaced; False: it stays, even if another process makes it meanwhile.
 
     Raises:
         FileExistsError: there is such a file, and ``replace`` is False.

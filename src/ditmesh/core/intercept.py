@@ -3,7 +3,7 @@
 diffusers reaches attention in two ways, its dispatcher and the older processors. The processors and the dispatcher's
 default backend, ``native``, end in ``torch.nn.functional.scaled_dot_product_attention``; every other backend
 (``flash``, ``sage``, ``flex`` …) is a function in the dispatcher's registry. While at least one model is parallelised
-these functions are replaced by thin ones which ask whether the calling thread is inside a block that somebody handles;
+these functions are replaced by thin ones which ask whether the calling thread is inside a block with a handler;
 everyone else (VAE, text encoders, other models, other threads) gets the originals.
 
 This module holds the only process-wide state of ditmesh, because the functions it stands in for are
@@ -49,7 +49,7 @@ class AttentionHandler(Protocol):
         ...
 
     def left_out(self) -> None:
-        """A call was answered by somebody's function mode, without attention (guidance by perturbed attention)."""
+        """Another library's function mode answered a call, without attention (guidance by perturbed attention)."""
 
 
 class Observer:
@@ -67,7 +67,7 @@ _users = 0
 
 
 class _Interceptor:
-    """Stands in for torch's function. Taken off while somebody else stands around it, it only passes calls on."""
+    """Stands in for torch's function. Taken off while another replacement stands around it, it only passes calls on."""
 
     def __init__(self) -> None:
         self.original: Any = F.scaled_dot_product_attention
@@ -177,8 +177,8 @@ def _registry() -> dict[Any, Callable[..., Any]]:
 _interceptor: _Interceptor | None = None
 
 
-def handle(handler: AttentionHandler | None) -> None:
-    """Hand this thread's attention calls to ``handler`` from now on; None: to nobody."""
+def set_handler(handler: AttentionHandler | None) -> None:
+    """Hand this thread's attention calls to ``handler`` from now on; None: to the original function."""
     _handler.set(handler)
 
 
@@ -203,7 +203,7 @@ def uninstall() -> None:
 
 @contextmanager
 def handled_by(handler: AttentionHandler | None) -> Iterator[None]:
-    """Attention is intercepted, and this thread's calls go to ``handler``; None: to nobody."""
+    """Attention is intercepted, and this thread's calls go to ``handler``; None: to the original function."""
     install()
     token = _handler.set(handler)
     try:
@@ -253,7 +253,7 @@ def call_backend(name: str, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, **gi
 
 @contextmanager
 def unhandled() -> Iterator[None]:
-    """This thread's attention calls go to nobody: for a handler that calls what calls attention."""
+    """This thread's attention calls go to the original function: for a handler that calls what calls attention."""
     token = _handler.set(None)
     try:
         yield
@@ -325,7 +325,7 @@ def _attend_op(*call: Any) -> Tensor:
             out = plain()(query, key, value, **given)
         else:
             out = call_backend(backend, query, key, value, **given)
-    # One memory order, whoever computes: the compiler plans for the one `_attend_shape` declares.
+    # One memory order on every path: the compiler plans for the one `_attend_shape` declares.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     query, _, value, *_ = call
     return out.clone() if out.data_ptr() in (query.data_ptr(), value.data_ptr()) else out

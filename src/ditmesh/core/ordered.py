@@ -1,7 +1,7 @@
 """Sums whose bits do not depend on who computed which part of them.
 
-The addends have numbers, and are added up along one binary tree over all numbers, whoever has them and in whichever
-order they come. Whoever has all addends below a node has the node's sum; sums of nodes are exchanged instead of
+The addends have numbers, and are added up along one binary tree over all numbers, on any rank and in whichever
+order they come. A rank that has all addends below a node has the node's sum; sums of nodes are exchanged instead of
 addends.
 """
 

@@ -1,4 +1,4 @@
-"""A tensor of which this rank holds its own tokens, until somebody wants them all.
+"""A lazily all-gathered tensor: this rank's tokens, until an operation that is not token-local gathers all.
 
 Behind its last block a transformer normalises its tokens and projects them to the few channels of a prediction. Both
 act on every token by itself. So a rank does them for its own tokens, and what is sent is the prediction: of FLUX.1-dev
@@ -88,7 +88,7 @@ class OwnTokens(Tensor):
     def _like(self, own: Tensor) -> OwnTokens | None:
         """What a computation of every token by itself has made of ``own``; None if it has not kept them apart."""
         if own is self.own:
-            # As torch does where there is nothing to be done: whoever writes to one writes to both.
+            # As torch does where there is nothing to be done: a write to one is a write to both.
             return self
         fits = own.dim() == self.dim() and own.shape[self.along] == self.own.shape[self.along]
         return OwnTokens.of(own, self.along, self._tokens, self._rank, self._gather) if fits else None

@@ -1,7 +1,7 @@
 """Attributes of one instance replaced, and layers around one module's forward; taken off again in any order.
 
 Others patch the same objects: accelerate's and diffusers' hooks wrap ``forward``, users replace methods. A patch is
-therefore taken off by identity. Where it is still on top, what was there before is put back; where somebody has wrapped
+therefore taken off by identity. Where it is still on top, what was there before is put back; where others have wrapped
 it since, their wrapper stays and the patch under it does nothing from then on but call what it had replaced.
 """
 
@@ -29,7 +29,7 @@ class _Replacement:
     """The callable that a `Patch` puts on an instance."""
 
     def __init__(self, patch: Patch, replacement: Callable[..., Any]) -> None:
-        # `inspect.signature` follows ``__wrapped__``: whoever asks sees the parameters of the original.
+        # `inspect.signature` follows ``__wrapped__``: callers see the parameters of the original.
         functools.update_wrapper(self, replacement)
         self.__wrapped__ = getattr(replacement, "__wrapped__", patch.original)
         self.patch = patch
@@ -65,7 +65,7 @@ class Patch:
         self._mine.call = replacement
 
     def undo(self) -> None:
-        """Put back what was there, or, under somebody else's wrapper, do nothing from now on. Harmless twice."""
+        """Put back what was there, or, under another library's wrapper, do nothing from now on. Harmless twice."""
         if self.undone:
             return
         self.undone, self._mine.call = True, self.original
@@ -145,6 +145,11 @@ class CallChain:
         self._module = module
         self._layers: list[Layer] = []
         self._patch: Patch | None = None
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The layers, outermost first."""
+        return self._layers[::-1]
 
     def add(self, layer: Layer) -> Callable[[], None]:
         """Put a layer around all that are there; returns what takes it off again."""

@@ -38,7 +38,7 @@ class PipelineCall:
         pipe.__class__ = self._subclass
 
     def undo(self) -> None:
-        """Give the pipeline its own class back; under somebody else's subclass, do nothing from now on."""
+        """Give the pipeline its own class back; under another library's subclass, do nothing from now on."""
         self._around = lambda proceed, *args, **kwargs: proceed(*args, **kwargs)
         if type(self._pipe) is self._subclass:
             self._pipe.__class__ = self._class

@@ -1,7 +1,7 @@
 """Whether tensors hold the same values, found out by looking at them as seldom as possible.
 
 To compare two tensors by value is to wait for the device. Nearly always something else shows it: they are one piece of
-memory that nobody has written to in between, or the same two were compared before.
+memory that was not written to in between, or the same two were compared before.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Seen(NamedTuple):
-    """A value as somebody saw it: held, so that its memory belongs to nobody else.
+    """A value as it was seen: held, so that its memory is not reused.
 
     Attributes:
         value: a tensor, a number, or anything that compares.
@@ -66,7 +66,7 @@ class Values:
     def found(self, key: Any, find: Callable[[], Any], of: tuple[Tensor, ...]) -> Any:
         """What ``find`` returns, found out once; ``of``: the tensors whose keys are in ``key``, held meanwhile."""
         if any(tensor.is_inference() for tensor in of):
-            # Nobody knows whether they have been written to since.
+            # Whether they have been written to since is unknown.
             return find()
         if key not in self._now:
             known = self._before.get(key)
@@ -89,7 +89,7 @@ class Values:
         """Equal values under equal names."""
         return one.keys() == other.keys() and all(self.same(value, other[name]) for name, value in one.items())
 
-    def equated(self, one: Seen, other: Seen) -> None:
+    def assume_equal(self, one: Seen, other: Seen) -> None:
         """Let two tensors be taken for equal from here on."""
         self._now["same", frozenset((one.key, other.key))] = (True, (one.value, other.value))
 

@@ -23,12 +23,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ..core.alive import Alive
+from ..core.alive import LiveBytes
 from ..core.own_tokens import OwnTokens, settled
 from ..core.partition import Partition, even_cut
 from ..errors import DitmeshError, LayoutError
 from ..layout import Region, Stream, TokenLayout
-from ..layout.conventions import Conventions, Size, Way, ways
+from ..layout.conventions import CallVariant, Conventions, Size, call_variants
 from ..strategies.heads import heads_of
 from ..strategies.pipefusion.stages import blocks_of, kinds_of
 from ..strategies.sequence import result_of, with_result
@@ -79,7 +79,7 @@ class _AttentionTo(WithoutValues):
         return self._recorder.attend(given["query"], given["key"], given["value"])
 
 
-class _Recorder(Alive):
+class _Recorder(LiveBytes):
     """Notes every operation, in which block, and how many elements are alive."""
 
     def __init__(self, model: nn.Module, blocks: dict[nn.Module, int]) -> None:
@@ -256,7 +256,7 @@ def _runs(model: nn.Module, layout: TokenLayout, numbers: dict[nn.Module, int]) 
     reasons: list[str] = []
     # Without what is optional first: masks are looked at, and on the meta device there is nothing to see.
     # Tensors that say they are on the CPU are for models that ask; they are slower.
-    attempts = product((False, True), (False, True), sorted(ways(model), key=lambda way: way.optional))
+    attempts = product((False, True), (False, True), sorted(call_variants(model), key=lambda way: way.optional))
     for fake, fixed, way in attempts:
         conventions = Conventions(model, way)
         length = conventions.entry("max_text_seq_length")
@@ -285,7 +285,7 @@ def _sizes(conventions: Conventions, text: int | None) -> list[Size]:
 
 
 def _run(
-    model: nn.Module, layout: TokenLayout, numbers: dict[nn.Module, int], way: Way, size: Size, fake: bool
+    model: nn.Module, layout: TokenLayout, numbers: dict[nn.Module, int], way: CallVariant, size: Size, fake: bool
 ) -> _Run:
     recorder = _Recorder(model, numbers)
     conventions = Conventions(model, way)

@@ -32,7 +32,7 @@ from ..forecast.memory.check import check_memory as check_fits
 from ..layout import layout_of
 from ..layout.table import known_models
 from ..strategies.pipefusion.stages import ABSENT, IN_PIECES, elsewhere, first_cut, is_away, shape_of
-from ..strategies.sharded import UNITS, Group, Packed, ShardedWeights, Unit, arranged, gathered, groups_of
+from ..strategies.sharded import UNITS, GatherGroup, Packed, ShardedWeights, Unit, arranged, gathered, groups_of
 from ..strategies.tensor.parallel import already_cut
 from ..strategies.tensor.slices import base_of, plan
 from .model_info import ModelInfo, find_model
@@ -303,7 +303,7 @@ class _Pieces:
         torch_dtype: torch.dtype | None,
     ) -> None:
         self._rank = mesh.shard.rank
-        self._made: list[tuple[Group, Packed, Tensor]] = []
+        self._made: list[tuple[GatherGroup, Packed, Tensor]] = []
         # By the name of a parameter: its group, and its number there.
         self._places: dict[str, tuple[int, int]] = {}
         self._by_numbers: dict[int, dict[int, tuple[slice, slice]]] = {}

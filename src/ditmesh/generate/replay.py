@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .. import zoo
-from ..config import RENAMED, ParallelConfig, setting
+from ..config import ParallelConfig, setting
 from ..errors import InputError
 from ..quality import metrics
 from ..request import PictureRequest, added_fields, request_fields
@@ -19,6 +19,9 @@ from .files import InputFile, find_again
 from .job import PictureJob, job_for
 from .model_info import ModelInfo, cached, find_model, is_hub_id
 from .receipt import Receipt
+
+# Settings that images hold under another name: receipts outlive names.
+_RECORDED_AS = {"weights": "speeds"}
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def config_of(receipt: Receipt) -> ParallelConfig:
     Raises:
         ConfigError: it holds a setting that this version does not know.
     """
-    return ParallelConfig.read({RENAMED.get(name, name): value for name, value in receipt.config.items()})
+    return ParallelConfig.read({_RECORDED_AS.get(name, name): value for name, value in receipt.config.items()})
 
 
 def job_of(

@@ -19,7 +19,7 @@ Report = Callable[[Any], None]
 OnMessage = Callable[[int, Any], None]
 Watch = Callable[[], str | None]
 
-# The launcher of whoever names none.
+# The default launcher.
 VARIABLE = "DITMESH_LAUNCHER"
 # Where installed packages say which launchers they bring.
 ENTRY_POINTS = "ditmesh.launchers"
@@ -41,14 +41,14 @@ class Launcher(Protocol):
         world_size: number of ranks.
         device: what all of them compute on.
         threads: threads of each rank.
-        speaks: whether this process is the one that tells the user what comes of it. Where the caller is itself one of
+        is_reporter: whether this process prints results. Where the caller is itself one of
             the ranks, only one of them does.
     """
 
     world_size: int
     device: DeviceKind
     threads: int
-    speaks: bool
+    is_reporter: bool
 
     def run(
         self,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 DeviceKind = Literal["cpu", "cuda"]
 
-# Seconds: more than anybody waits, and less than what clocks overflow at.
+# Seconds: more than any caller waits, and less than what clocks overflow at.
 LONGEST = 1e9
 
 

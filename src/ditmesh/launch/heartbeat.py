@@ -1,4 +1,4 @@
-"""Who is silent: ranks on other hosts that nobody watches say every second that they are there.
+"""Heartbeats of ranks on other hosts, one a second, through the rendezvous store.
 
 A rank that waits for another one says so as well: its thread has nothing else to do. One that is stopped, or whose host
 or network is gone, does not. So after a deadline the one that everybody waited for is named, and not the one that this

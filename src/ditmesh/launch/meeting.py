@@ -1,7 +1,7 @@
 """How ranks that others have started find one another: at one address, with the same versions, within the deadline.
 
 Before the first collective every rank leaves a note at the store of `torch.distributed`: its host, its address and its
-versions. Whoever does not come, or comes with something else, is named. Only the monotonic clock of each host is
+versions. A rank that does not come, or comes with something else, is named. Only the monotonic clock of each host is
 asked, never what time it is.
 
 With a secret in the environment (`SECRET`) every rank proves that it has it before anything else is exchanged: an HMAC
@@ -94,7 +94,7 @@ def meet(rank: int, world_size: int, timeout: float) -> Meeting:
         texts = [notes.get(key) for key in keys]
         every = [json.loads(text) for text in texts]
         _prove(notes, rank, every, texts, limit, place)
-        # Whoever keeps the store leaves only when all have read it.
+        # The rank that keeps the store leaves only when all have read it.
         notes.set(f"read-{rank}", "")
         if rank == 0:
             notes.wait([f"read-{other}" for other in keys], timedelta(seconds=max(1.0, limit - time.monotonic())))

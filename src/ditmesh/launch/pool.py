@@ -64,7 +64,7 @@ class RankPool(StayingRanks):
         stop_limit: seconds after which a rank that is stopped (SIGSTOP) is given up.
     """
 
-    speaks = True
+    is_reporter = True
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class RankPool(StayingRanks):
         self._lock = threading.Lock()
         self._processes: list[Any] = []
         self._channels: list[OwnerChannel] = []
-        self._settings: list[rank_.Settings] = []
+        self._settings: list[rank_.RankSettings] = []
         # How often the ranks have joined a process group.
         self._meetings = 1
         self._resources = contextlib.ExitStack()
@@ -146,7 +146,7 @@ class RankPool(StayingRanks):
             server = fork_server()
         for rank, gpu in enumerate(gpus):
             ours, theirs = socket.socketpair()
-            settings = rank_.Settings(
+            settings = rank_.RankSettings(
                 rank, self.world_size, self.device, gpu, self.threads, self.timeout, str(self._folder), server
             )
             # Not daemonic: a rank may start processes of its own, such as data loader workers.
@@ -212,7 +212,7 @@ class RankPool(StayingRanks):
                 # Some work may be done and kept, and not have been heard of.
                 with contextlib.suppress(BaseException):
                     for rank in range(self.world_size):
-                        self._hear(rank, _Call(on_message))
+                        self._hear(rank, _PoolCall(on_message))
                 self._end("a call was broken off")
                 raise
 
@@ -226,7 +226,7 @@ class RankPool(StayingRanks):
         for channel in self._channels:
             channel.send(message)
         if any(channel.sending for channel in self._channels):
-            # When nobody has read the last ones, one more says nothing new; a pool may have been closed meanwhile.
+            # While the last ones are unread, one more says nothing new; a pool may have been closed meanwhile.
             with contextlib.suppress(OSError):
                 self._waker.send(b"\0")
 
@@ -281,9 +281,9 @@ class RankPool(StayingRanks):
             joining: whether the ranks are about to join a process group: without one they can do nothing else.
             watch: see `Launcher.run`.
         """
-        call, stops, everyone = _Call(on_message), _Stops(self.pids, self.stop_limit), range(self.world_size)
+        call, stops, everyone = _PoolCall(on_message), _Stops(self.pids, self.stop_limit), range(self.world_size)
         while len(call.answers) < self.world_size and not stops.too_long:
-            # Of whoever is gone no more is to be learned. Whoever raised may be followed by the others.
+            # A dead rank sends nothing more. After an exception, wait briefly: other ranks may raise too.
             done = call.failed and (call.causes[0].certain or not call.silent(everyone))
             remaining = min(stops.interval, limit - time.monotonic())
             if done or remaining <= 0:
@@ -314,7 +314,7 @@ class RankPool(StayingRanks):
         raise failures.late(self._whereabouts(stops.too_long or call.silent(everyone)), self.world_size, expected)
 
     def _join_anew(self) -> bool:
-        """Let the ranks join a new process group: in the old one a message may be left that nobody has taken."""
+        """Let the ranks join a new process group: in the old one an unread message may be left."""
         name = f"rendezvous-{self._meetings}"
         self._meetings += 1
         try:
@@ -339,7 +339,7 @@ class RankPool(StayingRanks):
             self._woken.recv(CHUNK)
         return sorted(found - {None})
 
-    def _hear(self, rank: int, call: _Call) -> None:
+    def _hear(self, rank: int, call: _PoolCall) -> None:
         """Read what a rank has sent so far, or how it has ended."""
         channel, process = self._channels[rank], self._processes[rank]
         channel.flush()
@@ -407,7 +407,7 @@ def begin_local_ranks(device: DeviceChoice, preload: Sequence[str] = PRELOAD) ->
 
 
 @dataclass
-class _Call:
+class _PoolCall:
     """A call of a function on every rank, and what the ranks have sent in return."""
 
     on_message: OnMessage | None

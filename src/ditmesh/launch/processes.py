@@ -42,7 +42,7 @@ def interrupts_raise() -> None:
     """Let SIGINT raise `KeyboardInterrupt` and the first SIGTERM `Terminated` in the main thread, to the end of it.
 
     Not during an import: compiled modules abort the process over it, and others take it for a module that is not there.
-    An exception that somebody swallows, such as Python in a finaliser, is raised again. For programs that are ditmesh's
+    An exception that is swallowed, such as by Python in a finaliser, is raised again. For programs that are ditmesh's
     own: this takes SIGALRM.
     """
 
@@ -163,7 +163,7 @@ def ctrl_c_waits() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class Guard:
+class FolderGuard:
     """A process that removes a folder when this one has ended without doing so, killed or not."""
 
     def __init__(self, folder: str) -> None:
@@ -193,7 +193,7 @@ def guarded_folder(prefix: str, parent: str | None = None) -> Iterator[str]:
         with interrupts_wait():
             folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            guard = Guard(folder)
+            guard = FolderGuard(folder)
             stack.callback(guard.end)
             # The guard ends when there is nothing left for it to remove.
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -204,7 +204,7 @@ def start_fork_server(preload: list[str]) -> None:
     """Start the server that ranks are forked from, unless it runs; it imports the modules ``preload`` first."""
     from multiprocessing import forkserver, util
 
-    # A guard that nobody has noted would take the folder away while this process still uses it.
+    # A guard that is not noted would take the folder away while this process still uses it.
     with interrupts_wait(), _STARTING:
         forkserver.set_forkserver_preload(preload)
         before = fork_server()
@@ -213,7 +213,7 @@ def start_fork_server(preload: list[str]) -> None:
         if fork_server() != before:
             # The folder of its socket, which multiprocessing removes at the end of a process that is not killed. The
             # guard is needed as long as the server is.
-            atexit.register(Guard(util.get_temp_dir()).end)
+            atexit.register(FolderGuard(util.get_temp_dir()).end)
 
 
 def fork_server() -> int | None:

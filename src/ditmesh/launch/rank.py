@@ -21,7 +21,7 @@ from .processes import end_fork_server
 
 
 @dataclass(frozen=True)
-class Settings:
+class RankSettings:
     """Settings of a rank; see `RankPool`."""
 
     rank: int
@@ -41,7 +41,7 @@ class Settings:
         return Path(self.folder) / f"stack-{self.rank}"
 
 
-def main(settings: Settings, connection: socket.socket) -> None:
+def main(settings: RankSettings, connection: socket.socket) -> None:
     """Run a rank, from its first import to its end."""
     chatter_off()
     # The owner decides what Ctrl-C means; the terminal sends it to every process of the group.
@@ -63,7 +63,7 @@ def main(settings: Settings, connection: socket.socket) -> None:
     dist.destroy_process_group()
 
 
-def _answer_calls(settings: Settings, channel: RankChannel) -> bool:
+def _answer_calls(settings: RankSettings, channel: RankChannel) -> bool:
     """Join, and answer calls; whether the owner has said that there are no more."""
     try:
         # torch may be loaded already, by the fork server: the variable is for libraries that come later.
@@ -104,18 +104,18 @@ def _answer(rank: int, channel: RankChannel) -> bool:
     return True
 
 
-def _follow_owner(settings: Settings) -> None:
+def _follow_owner(settings: RankSettings) -> None:
     """End this rank as soon as its owner has ended, however that happened and whatever this rank is doing."""
     owner = multiprocessing.parent_process()
     assert owner is not None
     owner.join()
-    # Whoever has another parent by now is not the server's any more, and its number may be another process's.
+    # A process that has another parent by now is not the server's any more, and its number may be another process's.
     if os.getppid() == settings.server:
         end_fork_server(settings.server)
     os._exit(1)
 
 
-def join_group(settings: Settings, meeting: str) -> None:
+def join_group(settings: RankSettings, meeting: str) -> None:
     """Join the default process group, after leaving the one there was, with all its subgroups.
 
     ``meeting`` names the file by which ranks find one another, another one each time.
@@ -124,6 +124,6 @@ def join_group(settings: Settings, meeting: str) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    # A file, not a port: nothing to collide with, and nobody else on the machine can connect to it.
+    # A file, not a port: nothing to collide with, and no other user of the machine can connect to it.
     rendezvous = (Path(settings.folder) / meeting).as_uri()
     join(settings.device, settings.rank, settings.world_size, settings.gpu, settings.timeout, rendezvous)

@@ -50,7 +50,7 @@ class RayRanks(StayingRanks):
         hosts: names of the hosts of ranks 0, 1, …
     """
 
-    speaks = True
+    is_reporter = True
 
     def __init__(
         self,
@@ -507,7 +507,7 @@ def threads_of_cluster(device: DeviceKind, world_size: int, address: str | None 
 
 
 def _look_for(address: str) -> None:
-    """Whether anybody listens at ``host:port``, which Ray tries for minutes to find out: `OSError` if not."""
+    """Whether a server listens at ``host:port``, which Ray tries for minutes to find out: `OSError` if not."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "/" not in host:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_LIMIT).close()

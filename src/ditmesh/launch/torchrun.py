@@ -118,7 +118,7 @@ class TorchrunRanks(Launcher):
     Only where another rank is missed, and says nothing any more, `RankFailed` names it.
 
     Attributes:
-        speaks: whether this is rank 0.
+        is_reporter: whether this is rank 0.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class TorchrunRanks(Launcher):
         if threads is not None:
             torch.set_num_threads(threads)
         self.world_size, self.threads = world_size, torch.get_num_threads()
-        self.speaks = dist.get_rank() == 0
+        self.is_reporter = dist.get_rank() == 0
 
     def run(
         self,
@@ -156,7 +156,7 @@ class TorchrunRanks(Launcher):
         import torch.distributed as dist
 
         if deadline is not None:
-            # Nobody watches the ranks.
+            # The ranks are not watched.
             raise ConfigError(f"a deadline of {deadline:g} s is not possible for ranks of torchrun; leave it out")
         if watch is not None:
             raise ConfigError("ranks of torchrun cannot be watched; use launcher 'local'")

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from ..core.arguments import Arguments, parameter_names
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch
-from ..core.shared_tensor import PerToken
+from ..core.per_token import PerToken
 from .forms import objects_in
 from .influence import along, differs, off_by, spoilt, tolerance
 from .types import Cut, Region, Stream
@@ -47,7 +47,7 @@ class Ran:
     others: dict[int, Any] = field(default_factory=dict)
 
 
-class Skeleton:
+class IdentityBlocks:
     """A model whose blocks of some regions return what they are given.
 
     Args:
@@ -117,7 +117,7 @@ def fresh(value: Any) -> Any:
 
 
 def examine(
-    skeleton: Skeleton, regions: Sequence[Region], call: dict[str, Any]
+    skeleton: IdentityBlocks, regions: Sequence[Region], call: dict[str, Any]
 ) -> tuple[list[Region], tuple[tuple[str, Cut], ...]]:
     """The regions with what is read after them, and the arguments that are added to the tokens between blocks.
 
@@ -161,7 +161,7 @@ def examine(
     return seen, tuple(added)
 
 
-def _chained(region: Region, skeleton: Skeleton, before: Given, handed: Given) -> Region:
+def _chained(region: Region, skeleton: IdentityBlocks, before: Given, handed: Given) -> Region:
     """The region, chained only if its first block is given the very tensors that the block before it returned."""
     sites = [one.site for one in skeleton.ran]
     first = next(site for site in sites if _list_of(site) == region.blocks)
@@ -178,7 +178,7 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
-def unread(skeleton: Skeleton, region: Region, call: dict[str, Any]) -> bool:
+def unread(skeleton: IdentityBlocks, region: Region, call: dict[str, Any]) -> bool:
     """Whether the model does not read the main stream that the last block of a region returns."""
     last = [one.site for one in skeleton.ran if _list_of(one.site) == region.blocks][-1]
     given, output = skeleton(call)
@@ -202,7 +202,9 @@ def _with_local(region: Region, local: set[str]) -> Region:
     return replace(region, cuts=cuts, local=(*region.local, *found))
 
 
-def _added(skeleton: Skeleton, region: Region, sites: list[str], call: dict[str, Any], before: Given) -> Iterator[Cut]:
+def _added(
+    skeleton: IdentityBlocks, region: Region, sites: list[str], call: dict[str, Any], before: Given
+) -> Iterator[Cut]:
     """Arguments of the call whose entries reach the tokens of a region behind its first block only."""
     first, main = sites[0], region.main
     length = before[first][main.name].shape[main.dim]
@@ -229,7 +231,7 @@ def _added(skeleton: Skeleton, region: Region, sites: list[str], call: dict[str,
 
 
 def _problem_of(
-    skeleton: Skeleton,
+    skeleton: IdentityBlocks,
     region: Region,
     sites: list[str],
     call: dict[str, Any],
@@ -271,7 +273,7 @@ def _problem_of(
 
 
 def _leaks(
-    skeleton: Skeleton,
+    skeleton: IdentityBlocks,
     region: Region,
     sites: list[str],
     call: dict[str, Any],
@@ -341,8 +343,8 @@ def _problem(
     return ""
 
 
-def _read_after(skeleton: Skeleton, region: Region, call: dict[str, Any]) -> Region:
-    """Spoil each stream beside the main one in what the last block returns, or shorten it: nobody may notice."""
+def _read_after(skeleton: IdentityBlocks, region: Region, call: dict[str, Any]) -> Region:
+    """Corrupt or shorten each secondary stream after the last block; if the output changes, it is read there."""
     last = [one.site for one in skeleton.ran if _list_of(one.site) == region.blocks][-1]
     _, before = skeleton(call)
     streams = []
@@ -362,7 +364,9 @@ def _read_after(skeleton: Skeleton, region: Region, call: dict[str, Any]) -> Reg
     return replace(region, streams=tuple(streams))
 
 
-def _clean(skeleton: Skeleton, call: dict[str, Any], before: Any, edit: Callable[[str, str, Tensor], Tensor]) -> bool:
+def _clean(
+    skeleton: IdentityBlocks, call: dict[str, Any], before: Any, edit: Callable[[str, str, Tensor], Tensor]
+) -> bool:
     """Whether the model returns what it did before after an edit of what blocks return."""
     try:
         _, after = skeleton(call, edit)

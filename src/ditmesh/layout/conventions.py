@@ -58,7 +58,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Way:
+class CallVariant:
     """A way to call a transformer.
 
     Attributes:
@@ -229,7 +229,7 @@ class Conventions:
         way: how to call it.
     """
 
-    def __init__(self, model: nn.Module, way: Way) -> None:
+    def __init__(self, model: nn.Module, way: CallVariant) -> None:
         self.config: Any = model.config
         self.way = way
         self.parameters = inspect.signature(type(model).forward).parameters
@@ -292,11 +292,11 @@ class Conventions:
         return patch[-1] if isinstance(patch, (tuple, list)) else patch
 
 
-def ways(model: nn.Module) -> Iterator[Way]:
+def call_variants(model: nn.Module) -> Iterator[CallVariant]:
     """Ways to call the model, the most informative first; the caller tries them in turn."""
     parameters = inspect.signature(type(model).forward).parameters
     forms: tuple[Form, ...] = FORMS if "hidden_states" in parameters else ("list",)
     masked: tuple[Masked, ...] = ("image", "text", "joint") if "attention_mask" in parameters else ()
     for optional, form in product((True, False), forms):
         for mask in (*masked, "nothing") if optional else ("nothing",):
-            yield Way(form, optional, mask)
+            yield CallVariant(form, optional, mask)

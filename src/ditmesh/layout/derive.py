@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves
 from ..core import intercept
 from ..core.arguments import Arguments, covers, parameter_names
 from ..errors import LayoutError
-from .between import Ran, Skeleton, examine, fresh, unread
+from .between import IdentityBlocks, Ran, examine, fresh, unread
 from .forms import WAY_OUT, dtype_class, form_of, samples_of
 from .influence import (
-    Block,
     Facts,
     Listener,
+    RecordedBlock,
     checked,
     computed,
     differs,
@@ -86,13 +86,13 @@ class _Observer:
             tensors = {id(v): v for v in tree_leaves((args, kwargs)) if isinstance(v, Tensor)}
             self._given = {key: (v, _version(v), v.clone(), self._source(v)) for key, v in tensors.items()}
             self._listener = Listener(computed)
-            intercept.handle(self._listener)
+            intercept.set_handler(self._listener)
 
     def after(self, site: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """A block has run."""
         if self._busy:
             return
-        intercept.handle(None)
+        intercept.set_handler(None)
         listener = self._listener
         arguments = Arguments(parameter_names(type(block).forward), args, kwargs)
         path = site.rsplit(".", 1)[0]
@@ -112,7 +112,7 @@ class _Observer:
             return
         self._busy = True
         try:
-            self._look(Block(site, block, arguments, output, listener.asked, written), path, sources)
+            self._look(RecordedBlock(site, block, arguments, output, listener.asked, written), path, sources)
         except LayoutError as error:
             self.failed[path] = error
         except Exception as error:
@@ -120,7 +120,7 @@ class _Observer:
         finally:
             self._busy = False
 
-    def _look(self, ran: Block, path: str, sources: Mapping[str, str]) -> None:
+    def _look(self, ran: RecordedBlock, path: str, sources: Mapping[str, str]) -> None:
         site = ran.site
         before = self.seen[path][-1][1].streams if self.seen[path] else ()
         key = (ran.form, before)
@@ -230,7 +230,7 @@ def derive(
 
 @contextlib.contextmanager
 def bare(model: nn.Module) -> Iterator[None]:
-    """The model without hooks and without replaced forwards: whoever has put them there is not to see what is tried.
+    """The model without hooks and without replaced forwards, so that trial calls have no side effects in them.
 
     Hooks that bring weights, which have a true ``brings_weights``, stay: without them there is nothing to try.
     """
@@ -341,7 +341,7 @@ def _layout(
         regions[index] = replace(region, chained=same and bool(set(fed.values()) & {last}))
     residuals: tuple[tuple[str, Cut], ...] = ()
     if not alternating:
-        skeleton = Skeleton(model, regions, observer.ran, run)
+        skeleton = IdentityBlocks(model, regions, observer.ran, run)
         regions, residuals = examine(skeleton, regions, dict(call))
         for region in regions:
             if region.written and (region.alone or unread(skeleton, region, dict(call))):
@@ -465,7 +465,7 @@ def _alternating(order: list[str], observer: _Observer) -> bool:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _RowArguments:
     """Which arguments of a call have rows, as in `TokenLayout`."""
 
     unbatched: tuple[str, ...]
@@ -493,7 +493,7 @@ def _batch(
         if value.shape == (samples,) and not value.is_floating_point()
         if path not in (*parameters[:1], _timestep(parameters))
     )
-    tried: list[_Rows] = []
+    tried: list[_RowArguments] = []
     for names in dict.fromkeys((listed, tuple(n for n in listed if n not in rows), ())):
         unbatched = {
             path: value
@@ -504,13 +504,13 @@ def _batch(
         dims = tuple((path, tuple(v.shape).index(samples)) for path, v in unbatched.items() if samples in v.shape)
         grouped = tuple(path for path, v in unbatched.items() if len(v) and len(v) % samples == 0)
         tried += [
-            _Rows(paths, listed=names),
+            _RowArguments(paths, listed=names),
             # The samples of some lie along another dimension.
-            _Rows(paths, batched=dims, listed=names),
+            _RowArguments(paths, batched=dims, listed=names),
             # Some have several entries for every sample.
-            _Rows(tuple(path for path in paths if path not in grouped), grouped=grouped, listed=names),
+            _RowArguments(tuple(path for path in paths if path not in grouped), grouped=grouped, listed=names),
             # Some are numbers of places, as many as there are samples.
-            _Rows((*paths, *indices), listed=names),
+            _RowArguments((*paths, *indices), listed=names),
         ]
     found = _first_that_holds(tried, call, samples, run, output)
     if found is None:
@@ -533,8 +533,8 @@ def _covered(path: str, names: Sequence[str]) -> bool:
 
 
 def _first_that_holds(
-    tried: Sequence[_Rows], call: Mapping[str, Any], samples: int, run: Callable[..., Any], output: Any
-) -> _Rows | None:
+    tried: Sequence[_RowArguments], call: Mapping[str, Any], samples: int, run: Callable[..., Any], output: Any
+) -> _RowArguments | None:
     return next((one for one in dict.fromkeys(tried) if _rows_hold(call, samples, one, run, output)), None)
 
 
@@ -568,13 +568,15 @@ def _without_rows(
     return found
 
 
-def _rows_hold(call: Mapping[str, Any], samples: int, found: _Rows, run: Callable[..., Any], output: Any) -> bool:
+def _rows_hold(
+    call: Mapping[str, Any], samples: int, found: _RowArguments, run: Callable[..., Any], output: Any
+) -> bool:
     """Whether the last sample and the first, cut out of the arguments as a guess has it, give their rows."""
     return samples < 2 or all(_row_holds(call, samples, n, found, run, output) for n in (samples - 1, 0))
 
 
 def _row_holds(
-    call: Mapping[str, Any], samples: int, number: int, found: _Rows, run: Callable[..., Any], output: Any
+    call: Mapping[str, Any], samples: int, number: int, found: _RowArguments, run: Callable[..., Any], output: Any
 ) -> bool:
     arguments = Arguments((), (), fresh(dict(call)))
     dims = dict(found.batched)

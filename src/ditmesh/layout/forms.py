@@ -81,7 +81,7 @@ def samples_of(arguments: Arguments) -> int:
 
 
 def objects_in(value: Any, within: tuple[int, ...] = ()) -> list[Any]:
-    """The objects of somebody's own in an argument: what is no tensor, number, text, function or collection of them.
+    """The custom objects in an argument: what is no tensor, number, text, function or collection of them.
 
     ``within`` as in `kind_of`.
     """
@@ -220,7 +220,7 @@ class Forms:
         """The layout that holds for a call.
 
         Raises:
-            LayoutError: nobody knows the layout of such a call, and none could be derived from it, or one that cannot
+            LayoutError: the layout of such a call is not known, and none could be derived from it, or one that cannot
                 be taken up any more; names the arguments that are new.
         """
         base = self._layout
@@ -240,7 +240,7 @@ class Forms:
         return found
 
     def _looked_at(self, form: CallForm) -> CallForm:
-        """What of a form can be looked at anew: where blocks are on other ranks, rows have to hold as they are."""
+        """What of a form can be looked at again: where blocks are on other ranks, rows have to hold as they are."""
         return frozenset(item for item in form if item[0] != _SAMPLES) if self._fixed else form
 
     def _gathered(self, path: str) -> TokenLayout:

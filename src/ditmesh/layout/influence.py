@@ -41,7 +41,7 @@ _RANKS = 2
 
 
 @dataclass
-class _Asked:
+class _AttentionCall:
     """One attention call: tensors (B, H, S, D), mask and factor of the scores as they were given, the answer."""
 
     q: Tensor
@@ -61,7 +61,7 @@ class Listener(intercept.Observer):
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
-        self.asked: list[_Asked] = []
+        self.asked: list[_AttentionCall] = []
 
     def attend(
         self,
@@ -74,7 +74,7 @@ class Listener(intercept.Observer):
     ) -> Tensor:
         # Whichever the backend: what is noted is which tokens take part.
         out = self._answer(len(self.asked), q_bhsd, k_bhsd, v_bhsd, mask, scale)
-        self.asked.append(_Asked(q_bhsd, k_bhsd, v_bhsd, mask, out, scale))
+        self.asked.append(_AttentionCall(q_bhsd, k_bhsd, v_bhsd, mask, out, scale))
         # The block may write to it.
         return out.clone()
 
@@ -87,7 +87,7 @@ def computed(_: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale
 
 
 @dataclass
-class _Rows:
+class _TokenRows:
     """Where the tokens of a stream lie in the rows of an attention call's queries or keys.
 
     Attributes:
@@ -100,11 +100,11 @@ class _Rows:
 
 
 @dataclass
-class _Call:
+class _CallStreams:
     """The streams among the queries and the keys of one attention call, by name."""
 
-    queries: dict[str, _Rows]
-    keys: dict[str, _Rows]
+    queries: dict[str, _TokenRows]
+    keys: dict[str, _TokenRows]
 
 
 @dataclass
@@ -120,7 +120,7 @@ class Facts:
     """
 
     streams: tuple[Stream, ...]
-    calls: list[_Call]
+    calls: list[_CallStreams]
     cuts: dict[str, Cut] = field(default_factory=dict)
     whole: dict[str, None] = field(default_factory=dict)
     counts: dict[str, Count] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class _Mixer:
 StandIn = Callable[[_Mixer, int, Arguments, Callable[..., Any]], Any]
 
 
-class Block:
+class RecordedBlock:
     """One block as it ran.
 
     Args:
@@ -167,7 +167,7 @@ class Block:
         module: nn.Module,
         arguments: Arguments,
         output: Any,
-        asked: list[_Asked],
+        asked: list[_AttentionCall],
         written: Collection[str] = (),
     ) -> None:
         self.site, self.module, self.arguments, self.asked = site, module, arguments, asked
@@ -192,7 +192,7 @@ class Block:
 
     def again(
         self, edits: Mapping[str, Any], answer: Answer, stand_in: StandIn | None = None
-    ) -> tuple[list[Any], list[_Asked]]:
+    ) -> tuple[list[Any], list[_AttentionCall]]:
         """The results and attention calls of the block with other arguments.
 
         Args:
@@ -273,9 +273,9 @@ def _copied(value: Any) -> Any:
 
 
 class _Touched:
-    """What has changed, as booleans; see `Block.touched`."""
+    """What has changed, as booleans; see `RecordedBlock.touched`."""
 
-    def __init__(self, block: Block, results: list[Any], asked: list[_Asked]) -> None:
+    def __init__(self, block: RecordedBlock, results: list[Any], asked: list[_AttentionCall]) -> None:
         self.results = [differs(new, old) for new, old in zip(results, block.results, strict=False)]
         pairs = list(zip(asked, block.asked, strict=False))
         self.q = [differs(new.q, old.q) for new, old in pairs]
@@ -308,7 +308,7 @@ def along(changed: Tensor | None, dim: int) -> Tensor:
 
 
 def spoilt(value: Tensor, dim: int, places: Tensor) -> Tensor:
-    """The tensor with entries at some places along a dimension that nobody can take for the old ones."""
+    """The tensor with entries at some places along a dimension that cannot be taken for the old ones."""
     index = places.nonzero().flatten().to(value.device)
     part = value.index_select(dim, index)
     if value.dtype == torch.bool:
@@ -330,7 +330,7 @@ def why(error: Exception) -> str:
 # --- one block ---------------------------------------------------------------------------------------------------
 
 
-def facts_of(block: Block, before: tuple[Stream, ...]) -> Facts:
+def facts_of(block: RecordedBlock, before: tuple[Stream, ...]) -> Facts:
     """What is to be known of a block's arguments.
 
     Args:
@@ -352,7 +352,7 @@ def facts_of(block: Block, before: tuple[Stream, ...]) -> Facts:
     streams = _streams(block, before)
     if not streams:
         return Facts((), [])
-    calls = [_Call({}, {}) for _ in block.asked]
+    calls = [_CallStreams({}, {}) for _ in block.asked]
     for stream in streams:
         _find_rows(block, stream, calls)
     _find_answered_rows(block, streams, calls)
@@ -395,15 +395,15 @@ def facts_of(block: Block, before: tuple[Stream, ...]) -> Facts:
 
 
 def _keeps_state(value: Any) -> bool:
-    """Whether an argument is an object of somebody's own that holds tensors, now that the block has run."""
+    """Whether an argument is a custom object that holds tensors, now that the block has run."""
     return any(map(holds_tensors, objects_in(value)))
 
 
-def length_of(block: Block, stream: Stream) -> int:
+def length_of(block: RecordedBlock, stream: Stream) -> int:
     return block.leaves[stream.arg].shape[stream.dim]
 
 
-def _streams(block: Block, before: tuple[Stream, ...]) -> tuple[Stream, ...]:
+def _streams(block: RecordedBlock, before: tuple[Stream, ...]) -> tuple[Stream, ...]:
     """Arguments that come back, token by token; and those that did in the block before, and here nothing does."""
     if before and all(
         isinstance(block.leaves.get(stream.arg), Tensor)
@@ -435,7 +435,7 @@ def _streams(block: Block, before: tuple[Stream, ...]) -> tuple[Stream, ...]:
     return _named(block, found)
 
 
-def _token_dim(block: Block, path: str, value: Tensor, position: int) -> int | None:
+def _token_dim(block: RecordedBlock, path: str, value: Tensor, position: int) -> int | None:
     """The dimension along which an argument holds tokens, if its entries come back one by one.
 
     The batch comes back one by one, too; of it whole samples of the queries are touched, of a token some rows, or some
@@ -467,7 +467,7 @@ def _token_dim(block: Block, path: str, value: Tensor, position: int) -> int | N
     return None
 
 
-def _mixed(block: Block, path: str) -> str:
+def _mixed(block: RecordedBlock, path: str) -> str:
     mixers = [
         f"{name} ({type(module).__name__})"
         for name, module in block.module.named_modules()
@@ -488,7 +488,7 @@ def _reaches_some_queries(touched: _Touched) -> bool:
     return False
 
 
-def _culprit(block: Block, edits: Mapping[str, Any], places: Tensor) -> tuple[str, int] | None:
+def _culprit(block: RecordedBlock, edits: Mapping[str, Any], places: Tensor) -> tuple[str, int] | None:
     """The innermost module that is given tokens of which some are spoilt, and returns others spoilt, too.
 
     Returns:
@@ -509,7 +509,7 @@ def _culprit(block: Block, edits: Mapping[str, Any], places: Tensor) -> tuple[st
     return None
 
 
-def _inside(block: Block, edits: Mapping[str, Any]) -> list[tuple[str, list[Tensor], list[Tensor]]]:
+def _inside(block: RecordedBlock, edits: Mapping[str, Any]) -> list[tuple[str, list[Tensor], list[Tensor]]]:
     """What every module in a block is given and returns, the innermost first."""
     calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
 
@@ -526,7 +526,7 @@ def _inside(block: Block, edits: Mapping[str, Any]) -> list[tuple[str, list[Tens
     return calls
 
 
-def _named(block: Block, found: list[Stream]) -> tuple[Stream, ...]:
+def _named(block: RecordedBlock, found: list[Stream]) -> tuple[Stream, ...]:
     """Names for the streams; the first is the picture."""
 
     def of_picture(stream: Stream) -> tuple[bool, int]:
@@ -542,7 +542,7 @@ def _named(block: Block, found: list[Stream]) -> tuple[Stream, ...]:
     return tuple(named)
 
 
-def _find_rows(block: Block, stream: Stream, calls: list[_Call]) -> None:
+def _find_rows(block: RecordedBlock, stream: Stream, calls: list[_CallStreams]) -> None:
     """Note where a stream's tokens lie in the rows of every attention call.
 
     Raises:
@@ -552,7 +552,7 @@ def _find_rows(block: Block, stream: Stream, calls: list[_Call]) -> None:
     _note_rows(block, stream, calls, lambda places: block.touched({stream.arg: spoilt(value, stream.dim, places)}))
 
 
-def _find_answered_rows(block: Block, streams: tuple[Stream, ...], calls: list[_Call]) -> None:
+def _find_answered_rows(block: RecordedBlock, streams: tuple[Stream, ...], calls: list[_CallStreams]) -> None:
     """The same for attention calls that are asked what an earlier one has answered, and nothing of an argument.
 
     Raises:
@@ -560,7 +560,7 @@ def _find_answered_rows(block: Block, streams: tuple[Stream, ...], calls: list[_
     """
 
     def unknown() -> int:
-        """Rows of attention calls over tokens that belong to nobody yet."""
+        """Rows of attention calls over tokens of no known stream."""
         pairs = [
             (rows, there.shape[2])
             for call, asked in zip(calls, block.asked, strict=True)
@@ -576,7 +576,7 @@ def _find_answered_rows(block: Block, streams: tuple[Stream, ...], calls: list[_
             known = {n: call.queries[stream.name] for n, call in enumerate(calls) if stream.name in call.queries}
             known = {number: rows for number, rows in known.items() if rows.length == length}
 
-            def touched(places: Tensor, known: dict[int, _Rows] = known) -> _Touched:
+            def touched(places: Tensor, known: dict[int, _TokenRows] = known) -> _Touched:
                 answers = {}
                 for number, rows in known.items():
                     out = block.asked[number].out
@@ -589,7 +589,9 @@ def _find_answered_rows(block: Block, streams: tuple[Stream, ...], calls: list[_
                 _note_rows(block, stream, calls, touched)
 
 
-def _note_rows(block: Block, stream: Stream, calls: list[_Call], touched: Callable[[Tensor], _Touched]) -> None:
+def _note_rows(
+    block: RecordedBlock, stream: Stream, calls: list[_CallStreams], touched: Callable[[Tensor], _Touched]
+) -> None:
     """Note the rows of queries and keys that tokens of a stream touch, where they are not known yet."""
     length = length_of(block, stream)
     places = block.half(length)
@@ -610,10 +612,10 @@ def _note_rows(block: Block, stream: Stream, calls: list[_Call], touched: Callab
                     f"{block.site}: the {stream.name} tokens are not a run of the {what} of attention call {number + 1}"
                     + (f"; {block.note}" if block.note else "")
                 )
-            rows[stream.name] = _Rows(start, there)
+            rows[stream.name] = _TokenRows(start, there)
 
 
-def _given_only(block: Block, streams: tuple[Stream, ...], calls: list[_Call]) -> list[Stream]:
+def _given_only(block: RecordedBlock, streams: tuple[Stream, ...], calls: list[_CallStreams]) -> list[Stream]:
     """Arguments that are attended to beside the streams and do not come back: every rank has them whole."""
     found: list[Stream] = []
     for number, call in enumerate(calls):
@@ -644,7 +646,7 @@ def _given_only(block: Block, streams: tuple[Stream, ...], calls: list[_Call]) -
 # --- other arguments ---------------------------------------------------------------------------------------------
 
 
-def _other_arguments(block: Block, facts: Facts) -> None:
+def _other_arguments(block: RecordedBlock, facts: Facts) -> None:
     """Sort what is no stream: cut with the tokens, counting them, or the same for all."""
     for path, value in block.leaves.items():
         if any(path == stream.arg for stream in facts.streams):
@@ -661,7 +663,7 @@ def _other_arguments(block: Block, facts: Facts) -> None:
                 facts.counts[path] = counted
 
 
-def _cut(block: Block, facts: Facts, path: str, value: Tensor) -> Cut | None:
+def _cut(block: RecordedBlock, facts: Facts, path: str, value: Tensor) -> Cut | None:
     """How an argument follows the tokens; None: along no dimension, or along two."""
     cuts = []
     for dim, size in enumerate(value.shape):
@@ -685,7 +687,7 @@ def _cut(block: Block, facts: Facts, path: str, value: Tensor) -> Cut | None:
     return cuts[0] if len(cuts) == 1 else None
 
 
-def _orders(block: Block, facts: Facts) -> Iterable[tuple[tuple[str, int], ...]]:
+def _orders(block: RecordedBlock, facts: Facts) -> Iterable[tuple[tuple[str, int], ...]]:
     """Orders in which some streams may stand in an argument: single ones, then those of attention, then any."""
     sizes = {stream.name: length_of(block, stream) for stream in facts.streams}
     joint = [tuple(sorted(rows, key=lambda n, r=rows: r[n].start)) for c in facts.calls for rows in (c.queries, c.keys)]
@@ -694,7 +696,7 @@ def _orders(block: Block, facts: Facts) -> Iterable[tuple[tuple[str, int], ...]]
     return [tuple((name, sizes[name]) for name in order) for order in ranked]
 
 
-def _tokens(block: Block, facts: Facts, touched: _Touched, without: Collection[int] = ()) -> dict[str, Tensor]:
+def _tokens(block: RecordedBlock, facts: Facts, touched: _Touched, without: Collection[int] = ()) -> dict[str, Tensor]:
     """Tokens by stream whose result, queries, keys or mask have changed; those of none are not there."""
     hits = {stream.name: torch.zeros(length_of(block, stream), dtype=torch.bool) for stream in facts.streams}
     for stream in facts.streams:
@@ -723,14 +725,14 @@ def _tokens(block: Block, facts: Facts, touched: _Touched, without: Collection[i
     return {name: hit for name, hit in hits.items() if hit.any()}
 
 
-def _note(hits: dict[str, Tensor], rows: Mapping[str, _Rows], changed: Tensor) -> None:
+def _note(hits: dict[str, Tensor], rows: Mapping[str, _TokenRows], changed: Tensor) -> None:
     for name, found in rows.items():
         if found.length == len(hits[name]):
             hits[name] |= changed[found.start : found.start + found.length]
 
 
-def _count(block: Block, facts: Facts, path: str, value: int) -> Count | None:
-    """Whose tokens an integer counts; None: nobody's, or it is the same for all.
+def _count(block: RecordedBlock, facts: Facts, path: str, value: int) -> Count | None:
+    """The stream that an integer counts the tokens of; None: no stream's, or it is the same for all.
 
     One less of the first so many, or of the last, changes one token. All of them are counted where a tensor is shaped
     by the number: then another number is an error.
@@ -765,7 +767,7 @@ def _count(block: Block, facts: Facts, path: str, value: int) -> Count | None:
 # --- the check ---------------------------------------------------------------------------------------------------
 
 
-def checked(block: Block, facts: Facts) -> Facts:
+def checked(block: RecordedBlock, facts: Facts) -> Facts:
     """Run a block as each of two ranks would, and compare with all of its tokens.
 
     Returns:
@@ -788,7 +790,7 @@ def checked(block: Block, facts: Facts) -> Facts:
     return facts
 
 
-def _check(block: Block, facts: Facts) -> None:
+def _check(block: RecordedBlock, facts: Facts) -> None:
     parts = []
     for stream in facts.streams:
         length = length_of(block, stream)
@@ -800,7 +802,7 @@ def _check(block: Block, facts: Facts) -> None:
         _check_rank(block, facts, tokens, rank)
 
 
-def _check_rank(block: Block, facts: Facts, tokens: Partition, rank: int) -> None:
+def _check_rank(block: RecordedBlock, facts: Facts, tokens: Partition, rank: int) -> None:
     edits: dict[str, Any] = {}
     for stream in facts.streams:
         edits[stream.arg] = tokens.select((stream.name,)).take(block.leaves[stream.arg], stream.dim, rank)
@@ -870,7 +872,15 @@ def _check_rank(block: Block, facts: Facts, tokens: Partition, rank: int) -> Non
             _compare(block, f"the {stream.name} tokens it returns", results[stream.out or 0], here, rank)
 
 
-def _check_mask(block: Block, index: int, mask: Tensor, was: _Asked, call: _Call, tokens: Partition, rank: int) -> None:
+def _check_mask(
+    block: RecordedBlock,
+    index: int,
+    mask: Tensor,
+    was: _AttentionCall,
+    call: _CallStreams,
+    tokens: Partition,
+    rank: int,
+) -> None:
     """The mask that a rank hands to attention is the whole one, or its own part along the keys."""
     assert was.mask is not None
     whole = was.mask.reshape((1,) * (4 - was.mask.dim()) + tuple(was.mask.shape))
@@ -899,7 +909,7 @@ def _check_mask(block: Block, index: int, mask: Tensor, was: _Asked, call: _Call
         )
 
 
-def _rows_of(whole: Tensor, rows: Mapping[str, _Rows], tokens: Partition, rank: int) -> Tensor:
+def _rows_of(whole: Tensor, rows: Mapping[str, _TokenRows], tokens: Partition, rank: int) -> Tensor:
     """A rank's rows of the tensor (B, H, S, D) of an attention call."""
     pieces = []
     for name in sorted(rows, key=lambda name: rows[name].start):
@@ -924,7 +934,7 @@ def tolerance(value: Tensor) -> float:
     return _TOLERANCE.get(value.dtype, 5e-2)
 
 
-def _compare(block: Block, what: str, here: Any, expected: Tensor, rank: int) -> None:
+def _compare(block: RecordedBlock, what: str, here: Any, expected: Tensor, rank: int) -> None:
     if not isinstance(here, Tensor) or here.shape != expected.shape:
         shape = tuple(here.shape) if isinstance(here, Tensor) else type(here).__name__
         problem = f"are {shape} instead of {tuple(expected.shape)}"

@@ -1,4 +1,4 @@
-"""The layout of a transformer that nobody has called yet: `derive` on small inputs made up for it."""
+"""The layout of a transformer that was never called: `derive` on small inputs made up for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from ..core.arguments import covers
 from ..errors import LayoutError
-from .conventions import Conventions, Way, ways
+from .conventions import CallVariant, Conventions, call_variants
 from .derive import bare, block_lists, derive
 from .influence import why
 from .types import Region, TokenLayout
@@ -63,7 +63,7 @@ def _first_way(model: nn.Module, name: str) -> Conventions:
         raise LayoutError(f"{name} has no ModuleList of blocks, so there is nothing to parallelise")
     # How far an attempt got (modules that ran), and what went wrong.
     farthest, missing = (-1, ""), ""
-    for way in ways(model):
+    for way in call_variants(model):
         conventions = Conventions(model, way)
         ran: list[None] = []
         watch = nn.modules.module.register_module_forward_hook(lambda *_, ran=ran: ran.append(None))
@@ -87,7 +87,7 @@ def _first_way(model: nn.Module, name: str) -> Conventions:
     )
 
 
-def _with_timestep_per_token(model: nn.Module, way: Way) -> TokenLayout | None:
+def _with_timestep_per_token(model: nn.Module, way: CallVariant) -> TokenLayout | None:
     """The layout of calls with a timestep per token, for models that take one."""
     try:
         conventions = Conventions(model, replace(way, per_token=True))

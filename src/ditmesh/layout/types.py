@@ -183,7 +183,7 @@ def joint(*tokens: str) -> Attention:
     return Attention(queries=tokens, keys=tokens)
 
 
-# An attention call that needs nobody else's tokens: image queries on text that every rank has whole.
+# An attention call that needs no other rank's tokens: image queries on text that every rank has whole.
 LOCAL = Attention(queries=(), keys=())
 
 
@@ -316,7 +316,7 @@ class TokenLayout:
 
     @staticmethod
     def read(path: str | Path) -> TokenLayout:
-        """A layout that `save` has written, or somebody by hand; what it leaves out has its default.
+        """A layout that `save` has written, or that was written by hand; what it leaves out has its default.
 
         Raises:
             InputError: the file cannot be read, or is no layout; says which entry is wrong.

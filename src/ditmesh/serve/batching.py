@@ -783,10 +783,9 @@ def _short(error: Exception) -> str:
 def _why_alone(pipe: Any, engine: Engine) -> str:
     """Why steps of several requests cannot run together with a configuration or a pipeline, a sentence."""
     config, end = engine.config, "; requests run one after the other"
-    if config.stages_or_patches:
-        return f"{config.describe()} keeps keys and values of patches from step to step of one request{end}"
-    if engine.control is not None or config.exchange != "exact":
-        return f"exchange={config.exchange!r} uses keys and values of the step before, of one request{end}"
+    for strategy in engine.strategies:
+        if kept := strategy.keeps_between_steps(config):
+            return f"{kept}{end}"
     for model in engine.models:
         name = type(model.model).__name__
         if getattr(model.model, "is_cache_enabled", False):

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from ..core.clock import Call, CallClock
+from ..core.clock import CallClock, TransformerCall
 from .drift import DriftMonitor, drifts_of
 from .policy import Decision, Outlook, Past, WarmupPolicy
 from .schedule import even_levels
@@ -29,7 +29,7 @@ class StepRecord:
         synchronous, reason: the policy's decision.
         predicted: the error predicted for the step if it is stale, when the policy predicts one.
         drift: relative L2 distance of keys and values from the step before, by block; empty for the first step, and
-            where nobody asked for it: see `WarmupControl.measure_drift`.
+            where it was not asked for: see `WarmupControl.measure_drift`.
         filled: attention calls of a stale step that were synchronous all the same on this rank, because there were
             no keys of the step before (another transformer took over, a branch came back).
     """
@@ -110,7 +110,7 @@ class WarmupControl:
         self.measure_drift = False
         self._devices, self._share, self._lag = devices, share, lag
         self._ask_noise = noise
-        # Sums of the latest steps, in their order: on their way; and those that nobody reads before the end.
+        # Sums of the latest steps, in their order: on their way; and those that are not read before the end.
         self._coming: deque[Callable[[timedelta | None], Tensor]] = deque()
         self._unread: list[Tensor] = []
         self.begin_request()
@@ -160,7 +160,7 @@ class WarmupControl:
         """Count a call of this stale step that was synchronous, because it had no keys of the step before."""
         self.log.steps[-1].filled += 1
 
-    def _begin_step(self, _: Call) -> None:
+    def _begin_step(self, _: TransformerCall) -> None:
         reads = getattr(self.policy, "reads_drift", True)
         if not self.log.steps:
             noise = even_levels(self._given) if self._given is not None else None

@@ -69,7 +69,7 @@ class Outlook:
     Attributes:
         devices: ranks that share a picture.
         noise: share of noise σ in the latents, x = (1 - σ) · picture + σ · noise up to a factor, at every step and
-            after the last: one more than there are steps. None when nobody knows how many steps there are.
+            after the last: one more than there are steps. None when the number of steps is unknown.
         share: of the keys that a query sees in a stale step, how many are of the step before; default: those of the
             other devices, (N - 1) / N.
     """
@@ -114,7 +114,7 @@ class WarmupPolicy(Protocol):
         """The decision for ``step`` (from 0), given all steps before it.
 
         Raises:
-            ConfigError: the policy wants to know how many steps there are, and nobody does.
+            ConfigError: the policy needs the number of steps, which is unknown.
         """
         ...
 

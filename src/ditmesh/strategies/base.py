@@ -24,7 +24,7 @@ from ..layout import TokenLayout
 
 T = TypeVar("T")
 # Arguments of a pipeline's call.
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+PipelineCall = tuple[tuple[Any, ...], dict[str, Any]]
 # Of a picture made with a strategy, compared with one device: the same bits, a stated tolerance, or none.
 Promise = Literal["bits", "tolerance", "none"]
 
@@ -41,7 +41,7 @@ class Parts:
         return part
 
     def find(self, kind: type[T]) -> T | None:
-        """The latest part of a type; None: nobody has left one."""
+        """The latest part of a type; None: no strategy has left one."""
         return next((part for part in reversed(self._parts) if isinstance(part, kind)), None)
 
     def get(self, kind: type[T]) -> T:
@@ -123,6 +123,11 @@ class Strategy:
         self.context = context
 
     @classmethod
+    def keeps_between_steps(cls, config: ParallelConfig) -> str:
+        """Why steps of several requests cannot run together, a clause: what it keeps of one request's step before."""
+        return ""
+
+    @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
         """Whether a configuration asks for it."""
         raise NotImplementedError
@@ -160,7 +165,7 @@ class Strategy:
     def attach(self, pipe: Any, undo: ExitStack) -> None:
         """A pipeline is to use the transformers: put in place what stands around its other components."""
 
-    def arguments(self, pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def arguments(self, pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineCall:
         """The arguments that a pipeline's call is to run with."""
         return args, kwargs
 

@@ -62,7 +62,7 @@ class LayoutCheck:
         """A layer around a whole call.
 
         Raises:
-            LayoutError: on all ranks alike: what they computed together is not what one device does, or nobody can
+            LayoutError: on all ranks alike: what they computed together is not what one device does, or no rank can
                 know any more because weights are cut.
         """
         arguments = Arguments(self._names, args, kwargs)

@@ -125,7 +125,7 @@ class Handler(intercept.AttentionHandler, Protocol):
 class Recomputation:
     """What blocks need to run once more after their call: activation checkpointing does that in the backward pass.
 
-    A block is known by its path and the memory of its first stream, which whoever runs it again has kept.
+    A block is known by its path and the memory of its first stream, which is kept for a second run.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class Recomputation:
             self._notes[site.path, storage.cdata] = storage, site, tokens
 
     def begin_call(self) -> None:
-        """Forget what nobody can run again."""
+        """Forget what cannot be run again."""
         self._notes = {key: note for key, note in self._notes.items() if not note[0].expired()}
 
     def find(self, path: str, stream: Any) -> tuple[BlockSite, Partition]:
@@ -231,6 +231,7 @@ class ModelHooks:
         def before(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            """Cut the block's arguments, and hand its attention calls to the handler."""
             nonlocal at, entered
             again = not self._running and torch._C._current_graph_task_id() >= 0
             entered = (self._running > 0 or again) and not (handler.passive and self.tap is None)
@@ -246,13 +247,14 @@ class ModelHooks:
             handler.before_block(at, arguments)
             if self._recorded:
                 self._recomputation.note(at, stream, handler.tokens())
-            intercept.handle(handler)
+            intercept.set_handler(handler)
             return tuple(arguments.args), arguments.kwargs
 
         def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+            """Give attention back, and return what the model is to see of the block's output."""
             if not entered:
                 return None
-            intercept.handle(None)
+            intercept.set_handler(None)
             if output is None:
                 # It was left by an exception: checkpointing stops a block that has computed what it needs.
                 return None
@@ -266,6 +268,7 @@ class ModelHooks:
         self._undo.callback(block.register_forward_hook(after, always_call=True).remove)
 
     def _around_call(self, proceed: Proceed, *args: Any, **kwargs: Any) -> Any:
+        """One call of the transformer: the handler begins and ends it, and its tokens are whole afterwards."""
         self.handler.begin_call()
         if self.layout.residuals:
             arguments = Arguments(self._names, args, kwargs)
@@ -281,7 +284,7 @@ class ModelHooks:
             self._running -= 1
             self._recorded = False
             # A block that was left by an exception, of whatever kind, does not keep this thread's attention.
-            intercept.handle(None)
+            intercept.set_handler(None)
         self.handler.end_call()
         return output
 

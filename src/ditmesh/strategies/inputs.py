@@ -1,6 +1,6 @@
 """The same pipeline and the same inputs on every rank.
 
-Ranks that disagree about a prompt, a seed or a weight make a picture that belongs to nobody. Before a pipeline starts,
+Ranks that disagree about a prompt, a seed or a weight make a picture of no request. Before a pipeline starts,
 its ranks compare digests of everything that must agree; by default the first rank's call is then what every rank runs.
 """
 
@@ -30,7 +30,7 @@ from ..config import ParallelConfig
 from ..core.arguments import parameter_names
 from ..core.digests import WeightDigests, compared, digest, name_of
 from ..errors import InputDifferenceWarning, InputError
-from .base import Call, Context, Strategy
+from .base import Context, PipelineCall, Strategy
 from .pipefusion.stages import IN_PIECES, blocks_of, spread_parameters
 from .sharded import ShardedWeights
 from .tensor.parallel import TensorParallel, already_cut
@@ -96,7 +96,7 @@ class AgreedInputs:
         self._spread, self._moved = spread, moved
         self._weights.look(adopt=True)
 
-    def agree(self, args: tuple[Any, ...], kwargs: dict[str, Any], undo: ExitStack) -> Call:
+    def agree(self, args: tuple[Any, ...], kwargs: dict[str, Any], undo: ExitStack) -> PipelineCall:
         """The arguments all ranks run. Collective.
 
         Args:
@@ -389,7 +389,7 @@ def _is_plain(value: Any) -> bool:
 
 @cache
 def _passing(kind: type) -> set[str]:
-    """Attributes of a scheduler that a call sets anew: those that its methods set, but neither ``__init__`` nor a
+    """Attributes of a scheduler that every call sets: those that its methods set, but neither ``__init__`` nor a
     setter that is the user's (``set_shift``)."""
     names: set[str] = set()
     for name, method in inspect.getmembers(kind, inspect.isfunction):
@@ -529,7 +529,7 @@ class SameInputs(Strategy):
             # From here on no data group waits for another.
             agreed.compare(self.context.job.world)
 
-    def arguments(self, pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def arguments(self, pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineCall:
         return self._agreed[id(pipe)].agree(args, kwargs, self._call)
 
     def end_request(self, failed: bool) -> None:
@@ -555,7 +555,7 @@ class SameInputs(Strategy):
             )
 
     def outside_request(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Nobody has made these inputs the same: on all ranks alike they are compared, and refused if they differ.
+        # These inputs were not broadcast: on all ranks alike they are compared, and refused if they differ.
         world = self.context.mesh.world
         own = _digests({**{f"number {n}": value for n, value in enumerate(args, 1)}, **kwargs})
         differing = differences(world.all_gather_object(own), world.ranks)

@@ -314,7 +314,7 @@ class TiledSequence(SequenceParallel):
         ]
         if dropping:
             raise ConfigError(
-                f"reproducible=True cannot be trained with dropout, which every tile draws anew: set {site.path}."
+                f"reproducible=True cannot be trained with dropout, which every tile draws again: set {site.path}."
                 f"{dropping[0]}.p = 0"
             )
 
@@ -349,7 +349,7 @@ class TiledSequence(SequenceParallel):
 
     @property
     def _blocks(self) -> str:
-        """The list of blocks that runs: whether tiles are laid out anew for the next one depends on the ranks."""
+        """The list of blocks that runs: whether tiles are laid out again for the next one depends on the ranks."""
         site = self._call.site
         assert site is not None
         return site.region.blocks
@@ -403,7 +403,7 @@ class TiledSequence(SequenceParallel):
                 f"{site.path}: the attention mask requires a gradient, which does not pass through tiles; detach it"
             )
         if not planned.keys:
-            # Nobody else's keys: the shapes are those of the tile as it is.
+            # No other rank's keys: the shapes are those of the tile as it is.
             return self.kernel(aligned(q_bhsd), aligned(k_bhsd), aligned(v_bhsd), mask, scale)
         return ask(_AttentionInput(index, q_bhsd, k_bhsd, v_bhsd, mask, scale))
 

@@ -25,7 +25,7 @@ from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.alignment import ALIGNMENT
 from ..core.arguments import MISSING, Arguments, covers, parameter_names
-from ..core.clock import Call, CallClock, timestep_of
+from ..core.clock import CallClock, TransformerCall, timestep_of
 from ..core.partition import Partition, even_cut
 from ..core.patching import Patch, Proceed
 from ..core.values import Seen, seen, tracked
@@ -48,7 +48,7 @@ _PLAIN = (int, float, complex, str, bytes, torch.Size, type(None), torch.dtype, 
 
 
 @dataclass
-class _Step:
+class _StepCalls:
     """The calls of one transformer in one step.
 
     Attributes:
@@ -90,7 +90,7 @@ class BatchParallel:
 
     def begin_request(self) -> None:
         """Forget the branches of the request before: the same request then gives the same bits twice."""
-        self._before, self._now = _Step(), _Step()
+        self._before, self._now = _StepCalls(), _StepCalls()
         self._at: tuple[int, int] | None = None
         self._modules: list[tuple[str, nn.Module]] | None = None
         self._attention: list[nn.Module] | None = None
@@ -135,7 +135,7 @@ class BatchParallel:
         given = self._seen(arguments, state)
         if (call.request, call.step) != self._at:
             self._at = (call.request, call.step)
-            self._before, self._now = self._now, _Step(call.branch)
+            self._before, self._now = self._now, _StepCalls(call.branch)
             # A cache (a hook's, or an object that a pipeline passes) remembers every branch by itself: each rank runs
             # all of them, as one device does.
             branches = [] if stateful else self._branches_of(self._before, given)
@@ -156,7 +156,9 @@ class BatchParallel:
         plain = {path: Seen(value, None) for path, value in arguments.others() if isinstance(value, _PLAIN)}
         return {**{path: seen(value) for path, value in arguments.leaves()}, **plain, _STATE: Seen(state, None)}
 
-    def _as_predicted(self, given: dict[str, Seen], predicted: dict[str, Seen], own: set[str], call: Call) -> bool:
+    def _as_predicted(
+        self, given: dict[str, Seen], predicted: dict[str, Seen], own: set[str], call: TransformerCall
+    ) -> bool:
         """Whether a call's arguments are the predicted ones; ``own``: paths of those that are not the first call's."""
         if given.keys() != predicted.keys():
             return False
@@ -164,18 +166,18 @@ class BatchParallel:
             expected = predicted[path]
             time = self._timestep is not None and covers(self._timestep, path) and path not in own
             if time and call.counted and _alike(value, expected) and value.key != expected.key:
-                # Pipelines compute it anew for every branch. That it is the step's one the scheduler's count says;
+                # Pipelines compute it again for every branch. That it is the step's one the scheduler's count says;
                 # the values are compared on the device, and read when the request is over.
                 differs = (value.value != expected.value).any()
                 self._mistaken = differs if self._mistaken is None else self._mistaken | differs
-                self._clock.values.equated(value, expected)
+                self._clock.values.assume_equal(value, expected)
             elif not self._clock.values.same(value, expected):
                 return False
         return True
 
     # --- guidance branches ------------------------------------------------------------------------------------
 
-    def _branches_of(self, step: _Step, given: dict[str, Seen]) -> list[dict[str, Any]]:
+    def _branches_of(self, step: _StepCalls, given: dict[str, Seen]) -> list[dict[str, Any]]:
         """For every call of a step, the arguments in which it differed from the first; empty if it was not guidance.
 
         Calls that differ in nothing, or in the latents themselves (a sampler that asks twice at one
@@ -242,7 +244,7 @@ class BatchParallel:
         state: list[Any] = [(path, kind_of(value)) for path, value in objects]
         stateful = any(callable(value) or holds_tensors(value) for _, value in objects)
         for path, module in self._modules:
-            # Keys of torch's hooks are never used twice: a hook that is hung anew is another one.
+            # Keys of torch's hooks are never used twice: a hook that is registered again is another one.
             state += [(path, *hooks) for hooks in (module._forward_pre_hooks, module._forward_hooks) if hooks]
             for name, hook in diffusers_hooks(module).items():
                 state.append((path, name))
@@ -432,7 +434,7 @@ def _alike(one: Seen, other: Seen) -> bool:
     return type(a) is type(b) is Tensor and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
-class Rows(Strategy):
+class BatchRows(Strategy):
     """Rows of the batch and branches of guidance of every transformer."""
 
     name = "data and cfg"
@@ -502,7 +504,7 @@ class DecodedRows(Strategy):
 
     @classmethod
     def wanted(cls, config: ParallelConfig) -> bool:
-        return Rows.wanted(config)
+        return BatchRows.wanted(config)
 
     def attach(self, pipe: Any, undo: ExitStack) -> None:
         vae = getattr(pipe, "vae", None)

@@ -20,7 +20,7 @@ from ..config import ParallelConfig
 from ..core.arguments import MISSING, Arguments, parameter_names
 from ..core.patching import Proceed
 from ..errors import InputError
-from .base import Call, Context, ParallelModel, Strategy
+from .base import Context, ParallelModel, PipelineCall, Strategy
 
 # Sums of a tensor: of every so manyth element, so that shifted, mirrored and permuted values have other sums.
 SUMS = 13
@@ -83,7 +83,7 @@ class SameLatents(Strategy):
             names = parameter_names(type(model.model).forward)
             undo.callback(model.chain.add(partial(self._around_call, model, names)))
 
-    def arguments(self, pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def arguments(self, pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineCall:
         # Only in a pipeline's call all ranks are known to come to an end of the request together.
         self._noted, self._result = {}, []
         return args, kwargs

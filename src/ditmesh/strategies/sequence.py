@@ -26,7 +26,7 @@ from ..core.group import Group
 from ..core.own_tokens import OwnTokens
 from ..core.partition import Partition, weighted_cut
 from ..core.patching import Patch
-from ..core.shared_tensor import PerToken
+from ..core.per_token import PerToken
 from ..core.values import tracked
 from ..errors import ConfigError, LayoutError
 from ..forecast.costs.step import Share, StepForecast, Term
@@ -48,7 +48,7 @@ UNIT = 16
 
 
 @dataclass
-class _Call:
+class _CutTensors:
     """What one run of the transformer has cut so far. Nothing of it outlives the call."""
 
     # the streams, by sequence rank
@@ -96,7 +96,7 @@ class SequenceParallel:
         # All tokens are here and the model's own attention is wanted: nothing is to be done at a block.
         self.passive = self.link.size == 1 and not self.keeps_keys and config.attention in (None, "native")
         self.balance = Balance(config.speeds, mesh.sequence, mesh.device)
-        self._call = _Call()
+        self._call = _CutTensors()
         self._nan: dict[torch.dtype, Tensor] = {}
         # While a block is timed it computes on this rank's tokens alone.
         self._timing = False
@@ -107,7 +107,7 @@ class SequenceParallel:
 
     def begin_call(self) -> None:
         """A new run of the transformer starts: forget everything about the one before."""
-        self._call = _Call()
+        self._call = _CutTensors()
 
     def before_call(self, layout: TokenLayout, arguments: Arguments) -> None:
         """Cut what the model adds to its tokens between blocks to this rank's tokens."""
@@ -135,7 +135,7 @@ class SequenceParallel:
         Raises:
             LayoutError: the last block of a region never ran, so the model went on with a part of the tokens.
         """
-        entered, self._call = self._call.entered, _Call()
+        entered, self._call = self._call.entered, _CutTensors()
         if entered is not None and self.link.size > 1:
             raise LayoutError(
                 f"the last block of {entered} did not run, so this rank's tokens were never gathered; "
@@ -148,9 +148,9 @@ class SequenceParallel:
 
     def resume(self, site: BlockSite, tokens: Partition) -> None:
         """A block is about to run again for a backward pass; ``tokens``: as they were in its call."""
-        # A first block cuts them anew, if it did so before.
+        # A first block cuts them again, if it did so before.
         cuts = site.is_first and not site.fed_by_previous
-        self._call = _Call() if cuts else _Call(tokens, entered=site.span)
+        self._call = _CutTensors() if cuts else _CutTensors(tokens, entered=site.span)
 
     # --- blocks ------------------------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class SequenceParallel:
             if stream.used_after:
                 output = with_result(output, stream, self._gather(value, tokens, stream))
             elif self.link.size > 1:
-                # What nobody is to read, as the layout says, shows in the picture if it is read after all.
+                # The layout says that this is unused after the region; NaN makes a wrong layout visible.
                 output = with_result(output, stream, self._unread(value.dtype, value.device).expand_as(value))
         return output
 

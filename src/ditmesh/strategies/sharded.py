@@ -132,7 +132,7 @@ def _rounded(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Group:
+class GatherGroup:
     """Parameters that are gathered together: paths of the modules that run with them, and their names."""
 
     name: str
@@ -140,7 +140,7 @@ class Group:
     parameters: tuple[str, ...]
 
 
-def grouped(model: nn.Module, lists: Collection[str], kept: Collection[int] = ()) -> list[Group]:
+def grouped(model: nn.Module, lists: Collection[str], kept: Collection[int] = ()) -> list[GatherGroup]:
     """The parameters of a model that can be in pieces: those of every block, and of large layers outside of blocks.
 
     Adapters (peft's) stay whole, and so does what several blocks have, or a module that is no layer. Works without
@@ -156,7 +156,7 @@ def grouped(model: nn.Module, lists: Collection[str], kept: Collection[int] = ()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(name)
     modules, total = dict(model.named_modules(remove_duplicate=False)), sum(map(_bytes_of, model.parameters()))
-    found: list[Group] = []
+    found: list[GatherGroup] = []
     taken: set[int] = set()
     for path, module in modules.items():
         block = next((one for one in blocks if f"{path}.".startswith(f"{one}.")), None)
@@ -179,12 +179,12 @@ def grouped(model: nn.Module, lists: Collection[str], kept: Collection[int] = ()
             runs_with = tuple(homes)
         if own:
             taken.update(map(id, own.values()))
-            found.append(Group(path, runs_with, tuple(own)))
+            found.append(GatherGroup(path, runs_with, tuple(own)))
     return found
 
 
-def groups_of(model: nn.Module, layout: TokenLayout) -> list[Group]:
-    """The parameters of a transformer that can be in pieces; none where nobody has reviewed the layout."""
+def groups_of(model: nn.Module, layout: TokenLayout) -> list[GatherGroup]:
+    """The parameters of a transformer that can be in pieces; none where the layout is not reviewed."""
     if layout.source != "reviewed":
         return []
     return grouped(model, [region.blocks for region in layout.regions], kept_parameters(model, layout))
@@ -201,7 +201,7 @@ def parameters_outside(model: nn.Module, layout: TokenLayout) -> int:
     return _parameters(model, [group for group in groups_of(model, layout) if not group.name.startswith(blocks)])
 
 
-def _parameters(model: nn.Module, groups: Iterable[Group]) -> int:
+def _parameters(model: nn.Module, groups: Iterable[GatherGroup]) -> int:
     return sum(model.get_parameter(name).numel() for group in groups for name in group.parameters)
 
 
@@ -265,7 +265,7 @@ class Unit:
             part.data = part.data.new_empty((0, *shape[1:]))
 
     def check(self) -> None:
-        """Refuse tensors that somebody has cast or moved, which would not be seen in what is gathered.
+        """Refuse tensors that were cast or moved, which would not be seen in what is gathered.
 
         Raises:
             InputError: naming them.
@@ -280,7 +280,7 @@ class Unit:
                 )
 
 
-def units_of(model: nn.Module, groups: Iterable[Group], link: Link) -> list[Unit]:
+def units_of(model: nn.Module, groups: Iterable[GatherGroup], link: Link) -> list[Unit]:
     """The parts of whole weights that this rank is to hold; the others are let go of, block by block.
 
     Raises:
@@ -333,7 +333,9 @@ class ShardedWeights:
         InputError: a weight cannot be cut; or hooks of CPU offloading keep all of them.
     """
 
-    def __init__(self, model: nn.Module, groups: Callable[[], Iterable[Group]], link: Link, chain: CallChain) -> None:
+    def __init__(
+        self, model: nn.Module, groups: Callable[[], Iterable[GatherGroup]], link: Link, chain: CallChain
+    ) -> None:
         self.model, self.link = model, link
         _refuse_offloading(model)
         units: list[Unit] | None = vars(model).pop(UNITS, None)
@@ -516,7 +518,7 @@ def gathered(unit: Unit, link: Link) -> list[Tensor]:
 
 
 class _Before:
-    """A hook before a module's call. It is there for the weights, which whoever takes other hooks off needs."""
+    """A hook before a module's call. It gathers weights, and stays where other hooks are taken off."""
 
     brings_weights = True
 
@@ -555,7 +557,7 @@ class ShardedModels(Strategy):
         if layout.source != "reviewed":
             raise ConfigError(
                 f"shard={config.shard} lets go of a block's weights behind its call, and whether {layout.model} uses "
-                "them elsewhere nobody has reviewed; use tensor to cut its weights, or leave shard out"
+                "them elsewhere is not reviewed; use tensor to cut its weights, or leave shard out"
             )
 
     def apply(self, undo: ExitStack) -> None:

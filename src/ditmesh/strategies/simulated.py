@@ -1,7 +1,7 @@
 """Sequence strategies for N devices in one process: what N devices would generate, without having them.
 
 Every virtual rank runs the transformer as a coroutine with a handler of its own, the same code that runs on real
-ranks. Only the links differ: whoever would send stops, until all virtual ranks have come to the same place, and
+ranks. Only the links differ: a virtual rank yields at each collective until all have reached it, and
 gets what the others have sent. The arithmetic, and so every bit, is that of N real ranks of this machine. It
 takes N times as long.
 """
@@ -72,9 +72,9 @@ class VirtualLink(Link):
         return Transfer([_copy(t) for t in everyone[self.rank - 1]])
 
     def all_gather_async(self, outgoing: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Transfer:
-        # What is sent is there at once: nobody may read it before `Transfer.wait`.
+        # What is sent is there at once; reading it before `Transfer.wait` is an error.
         self._count(outgoing, self.size - 1)
-        # All have posted before anybody goes on, so nobody overwrites what another one has still to take.
+        # All have posted before any of them goes on, so none overwrites what another one has still to take.
         everyone: list[Any] = ask(("post", outgoing))
         received = [_copy(t) for peer, sent in enumerate(everyone) if peer != self.rank for t in sent]
         ask(("taken", None))

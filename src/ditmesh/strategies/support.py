@@ -1,7 +1,7 @@
 """What has been tested: class x combination of strategies, as the parity matrix left it.
 
 The table (`support.json`) is written by the tests, never by hand: ``pytest tests/test_matrix.py
---write-support``. `parallelize` reads it: a combination known to be wrong is refused, one that nobody has
+--write-support``. `parallelize` reads it: a combination known to be wrong is refused, one that no test has
 tested gives a warning by name.
 """
 
@@ -49,7 +49,7 @@ def check(model: str, config: ParallelConfig, published: bool = True) -> None:
         published: whether it is diffusers' class, as it was tested; another class may have the name.
 
     Raises:
-        ConfigError: the parity matrix found a wrong result, or a refusal, for this class and combination.
+        ConfigError: the parity matrix found a wrong result for this class and combination.
     """
     key = combination(config)
     if not key:

@@ -23,7 +23,7 @@ from ..core.patching import CallChain, Proceed, refuse_saving
 from ..errors import InputError
 from .base import Context, Strategy
 from .pipefusion.stages import ABSENT, is_away, parts_of, shape_of, whole_or_refused
-from .sharded import Group, ShardedWeights, grouped
+from .sharded import GatherGroup, ShardedWeights, grouped
 
 _WAY_OUT = "use text_encoder='rank0' or 'sharded'"
 
@@ -45,14 +45,14 @@ def encoders_of(pipe: Any) -> dict[str, nn.Module]:
 def in_pieces(module: nn.Module, link: Link) -> ShardedWeights:
     """A text encoder of which every rank has a part of each layer."""
 
-    def groups() -> list[Group]:
+    def groups() -> list[GatherGroup]:
         lists = [path for path, one in module.named_modules() if isinstance(one, nn.ModuleList)]
         outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
         found = grouped(module, outer)
         layers = [group for group in found if group.name.rpartition(".")[0] in outer]
         # Tables of embeddings, which an encoder may look at by itself: whole while it runs.
         others = tuple(name for group in found if group not in layers for name in group.parameters)
-        return [*([Group("", ("",), others)] if others else []), *layers]
+        return [*([GatherGroup("", ("",), others)] if others else []), *layers]
 
     return ShardedWeights(module, groups, link, CallChain(module))
 

@@ -30,7 +30,7 @@ from ..errors import LayoutError
 class WeightGradients:
     """What the tiles of this rank add to the gradients of the blocks' weights, until `take`.
 
-    One call of the model after the other: its tiles are numbered anew in each.
+    One call of the model after the other: its tiles are numbered from 0 in each.
     """
 
     def __init__(self) -> None:

@@ -109,7 +109,7 @@ def linear_attention(module: nn.Module, link: ExchangeGroup, what: str, processo
     attention.processor = mine = _LinearAttention(link)
 
     def undo() -> None:
-        # Somebody else's stays where it is.
+        # Another library's stays where it is.
         if attention.processor is mine:
             attention.processor = original
 
@@ -169,7 +169,7 @@ def gathered(
         link: the sequence ranks.
         leaf: which of its arguments hold tokens.
         tokens: how they are shared out at the moment.
-        processor: an attention processor with which the module needs nobody else's tokens.
+        processor: an attention processor with which the module needs no other rank's tokens.
     """
     names = parameter_names(type(module).forward)
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Question:
     """What a run handed over when it stopped."""
 
     question: Any
@@ -29,7 +29,7 @@ def ask(question: Any) -> Any:
     """Called inside a run: stop here until all runs have asked, and return this run's answer."""
     parent = getcurrent().parent
     assert parent is not None, "asked outside of a virtual rank"
-    return parent.switch(_Asked(question))
+    return parent.switch(_Question(question))
 
 
 def run_together(
@@ -56,8 +56,8 @@ def run_together(
         let.gr_context = contextvars.copy_context()
     try:
         states = [(enter(place), let.switch())[1] for place, let in enumerate(lets)]
-        while any(isinstance(state, _Asked) for state in states):
-            if not all(isinstance(state, _Asked) for state in states):
+        while any(isinstance(state, _Question) for state in states):
+            if not all(isinstance(state, _Question) for state in states):
                 raise LayoutError(
                     "some tiles of a block asked for attention and others did not; a block whose calls depend on its "
                     "tokens cannot be run tile by tile"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...core.values import tracked
 from ...errors import ConfigError, LayoutError, did_you_mean
-from .backends import Backend, backend_kernel, backends_of, known
+from .backends import DiffusersKernel, backend_kernel, backends_of, known
 from .builtin import Math, Native
 from .lse import attend_backward, attend_with_lse, attend_with_lse_reference, merge_
 
@@ -126,7 +126,7 @@ class LocalAttention:
         """
         self._replaced |= {*backends}
         for kernel in [self.kernel] if self._choose is None else map(self._choose, sorted(backends)):
-            if isinstance(kernel, Backend) and not kernel.supports(sample_bhsd, None):
+            if isinstance(kernel, DiffusersKernel) and not kernel.supports(sample_bhsd, None):
                 raise ConfigError(f"{_refusal(kernel, sample_bhsd, None)} (or another dtype or device)")
 
     def asked_for(self, backend: str | None) -> None:

@@ -102,7 +102,7 @@ TRAITS: dict[str, Traits] = {
 }
 
 
-class Backend:
+class DiffusersKernel:
     """An attention backend of diffusers as a kernel; see `Kernel`.
 
     Args:
@@ -147,7 +147,7 @@ class Backend:
         self, q_bhsd: Tensor, k_bhsd: Tensor, v_bhsd: Tensor, mask: Tensor | None, scale: float | None
     ) -> Tensor:
         """See `Kernel.attend`."""
-        # Whoever calls may keep its keys.
+        # The caller may keep its keys.
         k_bhsd = k_bhsd.clone() if self.traits.overwrites else k_bhsd
         return intercept.call_backend(
             self.name, q_bhsd, k_bhsd, v_bhsd, attn_mask=self._mask(mask, q_bhsd, k_bhsd), scale=scale
@@ -160,7 +160,7 @@ class Backend:
         return mask.reshape((1,) * (4 - mask.dim()) + mask.shape).expand(-1, -1, -1, k_bhsd.shape[2])
 
 
-class BackendWithLse(Backend):
+class BackendWithLse(DiffusersKernel):
     """One that can also serve ring attention; see `KernelWithLse`."""
 
     def attend_with_lse(
@@ -205,7 +205,7 @@ def known() -> list[str]:
     return [str(name.value) for name in AttentionBackendName if name.value in TRAITS]
 
 
-def backend_kernel(name: str) -> Backend | None:
+def backend_kernel(name: str) -> DiffusersKernel | None:
     """The kernel that is the backend of that name; None: there is no such backend.
 
     Raises:
@@ -228,7 +228,7 @@ def backend_kernel(name: str) -> Backend | None:
         # Of a kernel from the hub anything may be raised.
         words = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(f"attention={name!r} cannot be used here: {words}; or use attention='native'") from error
-    return (Backend if TRAITS[name].lse is None else BackendWithLse)(name)
+    return (DiffusersKernel if TRAITS[name].lse is None else BackendWithLse)(name)
 
 
 def backends_of(modules: Iterable[nn.Module]) -> set[str]:

@@ -15,7 +15,7 @@ from ...comm import Link, Traffic, Transfer
 from ...comm.mesh import LINKS, Mesh
 from ...comm.shared import Spec, message_bytes
 from ...config import ParallelConfig
-from ...core.alive import Alive
+from ...core.alive import LiveBytes
 
 # Messages that nobody answers which may be under way.
 _UNDER_WAY = 2
@@ -60,7 +60,7 @@ class SharedPools:
         others: what other ranks have written theirs for this one to.
     """
 
-    def __init__(self, alive: Alive) -> None:
+    def __init__(self, alive: LiveBytes) -> None:
         self.alive = alive
         self.own = _Pool()
         self.others: dict[int, _Pool] = {}
@@ -69,7 +69,7 @@ class SharedPools:
         """A message of another rank, which is no tensor of this one's."""
         before = self.alive.peak
         whole = torch.empty(size, dtype=torch.uint8)
-        self.alive.disown(whole)
+        self.alive.ignore(whole)
         self.alive.peak = before
         return whole
 

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...config import ParallelConfig
-from ...core.alive import Alive
+from ...core.alive import LiveBytes
 from ...engine import Engine
 from ...errors import DitmeshError, LayoutError
 from ...layout import TokenLayout
-from ...layout.conventions import Conventions, Size, ways
+from ...layout.conventions import Conventions, Size, call_variants
 from ...layout.describe import on_meta
 from ...strategies.base import Context, Request, Strategy
 from ...strategies.pipefusion.stages import blocks_of, kinds_of
@@ -151,9 +151,9 @@ def _step(
     reasons: list[str] = []
     batch, calls = workload.calls(workload.pictures, workload.branches)
     size = Size(workload.rows, workload.cols, workload.text, batch, workload.frames)
-    for way in sorted(ways(model), key=lambda way: way.optional):
+    for way in sorted(call_variants(model), key=lambda way: way.optional):
         with _fake(model, dtype):
-            alive = Alive((*model.parameters(), *model.buffers()), workspace)
+            alive = LiveBytes((*model.parameters(), *model.buffers()), workspace)
             pools = SharedPools(alive) if shared_memory else None
             engine = Engine([(model, layout)], config, phantom_mesh(config, pools), owns_mesh=False)
             engine.open(model)
@@ -181,7 +181,7 @@ def _step(
     )
 
 
-def _some_steps(engine: Engine, model: nn.Module, alive: Alive, make: Conventions, size: Size, calls: int) -> float:
+def _some_steps(engine: Engine, model: nn.Module, alive: LiveBytes, make: Conventions, size: Size, calls: int) -> float:
     """What is alive between the steps."""
     stale = engine.control is not None
     with WithoutValues(), alive:
@@ -250,7 +250,7 @@ def bytes_of(model: nn.Module, units: Sequence[Unit] = ()) -> float:
     return float(sum(one.untyped_storage().nbytes() for one in held.values()) + pieces)
 
 
-def _units(sharded: ShardedWeights | None, alive: Alive) -> list[Unit]:
+def _units(sharded: ShardedWeights | None, alive: LiveBytes) -> list[Unit]:
     """What is in pieces; they are weights, which do not count as alive."""
     units = [] if sharded is None else sharded.units
     for unit in units:
@@ -282,7 +282,7 @@ def decode(
     """
     vae: Any = on_meta(kind, dict(settings)).eval()
     with _fake(vae, dtype):
-        alive = Alive((*vae.parameters(), *vae.buffers()), workspace)
+        alive = LiveBytes((*vae.parameters(), *vae.buffers()), workspace)
         pools = SharedPools(alive) if shared_memory else None
         context = Context(config, phantom_mesh(config, pools), [])
         wanted: list[type[Strategy]] = [one for one in (DecodedRows, BandedVae) if one.wanted(config)]
@@ -332,7 +332,7 @@ def encode(
         model: Any = cls(cls.config_class.from_dict(dict(settings))).eval()
     most = getattr(model.config, "max_position_embeddings", None) or tokens
     with _fake(model, dtype):
-        alive = Alive((*model.parameters(), *model.buffers()), workspace)
+        alive = LiveBytes((*model.parameters(), *model.buffers()), workspace)
         pools = SharedPools(alive) if shared_memory else None
         sharded = None
         if config.text_encoder == "sharded" and config.world_size > 1:

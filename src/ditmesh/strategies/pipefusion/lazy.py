@@ -3,7 +3,7 @@
 PipeFusion lets the first patch of a picture start the next denoising step while the last one is still in this step.
 The pipeline and its scheduler know nothing of patches: between two calls of the transformer they compute with whole
 tensors. `LazyPatches` looks like a whole tensor and holds one *version* of it per patch: a tensor of full size of
-which only that patch's elements count, computed when somebody wants it. What an operation does to a version it does
+which only that patch's elements count, computed when it is read. What an operation does to a version it does
 to every one of them:
 
 - element by element (arithmetic, clamping, dtype) it acts on each version;
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 # Owner of an element that all versions have: it depends on no patch.
 COMMON = -1
 
-# A chain of operations that nobody has asked for is computed when it gets this long: Python's stack is finite.
+# A chain of operations that was not read is computed when it gets this long: Python's stack is finite.
 _LONGEST_CHAIN = 100
 
 
@@ -197,7 +197,7 @@ class LazyPatches(Tensor):
 
     @property
     def settled(self) -> Tensor | None:
-        """The whole tensor, if somebody has asked for it."""
+        """The whole tensor, if it was read."""
         return self._whole
 
     @property
@@ -223,7 +223,7 @@ class LazyPatches(Tensor):
         """The whole tensor. The first time, this waits for all patches."""
         if self._whole is None:
             if self._origin is not None and self._recipe is not None:
-                # A view must stay a view: whoever writes to one of the two writes to both.
+                # A view must stay a view: a write to one of the two is a write to both.
                 self._whole = self._recipe(self._origin.settle())
             else:
                 self._whole = self._assemble(self)
@@ -304,7 +304,7 @@ def whole_of(value: Any) -> Any:
 
 
 def settled_of(value: Any) -> Any:
-    """A lazy tensor's whole tensor if somebody has asked for it; anything else as it is."""
+    """A lazy tensor's whole tensor if it was read; anything else as it is."""
     return value._whole if isinstance(value, LazyPatches) and value._whole is not None else value
 
 

@@ -25,7 +25,7 @@ from ..balance import median_seconds
 from ..hooks import BlockSite
 from ..sequence import result_of, shared
 from .lazy import COMMON, Owners
-from .patches import Buffers, PatchParallel, Run, skipped
+from .patches import Buffers, ForwardRun, PatchParallel, skipped
 from .stages import Stages, filled
 
 
@@ -34,7 +34,7 @@ class StageDone(Exception):
 
 
 @dataclass
-class Plan:
+class PatchPlan:
     """How the patches of calls of one form lie in streams, inputs and outputs; found by dry runs.
 
     Attributes:
@@ -64,7 +64,7 @@ class Plan:
         return tree_unflatten([next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves], self.spec)
 
 
-class DryRun(Run):
+class DryRun(ForwardRun):
     """Runs the glue only, and records the streams it sees.
 
     Args:
@@ -112,7 +112,7 @@ class DryRun(Run):
         return skipped(site, arguments, {main.name: value})
 
 
-class TextlessRun(Run):
+class TextlessRun(ForwardRun):
     """A dry run that tries this stage's first block of every list on the second patch without text.
 
     Attributes:
@@ -121,7 +121,7 @@ class TextlessRun(Run):
 
     patch = 1
 
-    def __init__(self, stages: Stages, plan: Plan, patches: int) -> None:
+    def __init__(self, stages: Stages, plan: PatchPlan, patches: int) -> None:
         self._stages, self._plan, self.patches = stages, plan, patches
         self.failed: set[str] = set()
         self._tried: set[str] = set()
@@ -167,7 +167,7 @@ class TextlessRun(Run):
         return (arguments.get(stream.arg).shape[stream.dim], *(0,) * (self.patches - 1))
 
 
-class TimedRun(Run):
+class TimedRun(ForwardRun):
     """A dry run that times the first block of every kind: as much work on every rank.
 
     A picture that goes through a block patch by patch costs what it costs as a whole: tokens and queries add up, and
@@ -191,7 +191,7 @@ class TimedRun(Run):
         return skipped(site, arguments)
 
 
-class PatchRun(Run):
+class PatchRun(ForwardRun):
     """One patch on its way through this stage; ``send`` sends tensors to the next one.
 
     Attributes:
@@ -202,7 +202,7 @@ class PatchRun(Run):
         self,
         stages: Stages,
         handler: PatchParallel,
-        plan: Plan,
+        plan: PatchPlan,
         buffers: Buffers,
         patches: int,
         patch: int,
@@ -287,7 +287,7 @@ def marked_tokens(stream: Tensor, dim: int) -> Tensor:
 
 
 def runs_of(marked: list[Tensor], model: str, blocks: str) -> tuple[int, ...]:
-    """Tokens of every patch in a list, from those of the list before; tokens of nobody go to the patch before them."""
+    """Tokens of every patch in a list, from those of the list before; the preceding patch gets unowned ones."""
     together = torch.stack(marked).long().sum(0)
     starts = [int(mark.nonzero()[0]) if bool(mark.any()) else -1 for mark in marked]
     ordered = all(a < b for a, b in pairwise(starts)) and starts[0] >= 0

@@ -77,7 +77,7 @@ class Buffers:
         self.before, self.step = self.step, step
 
 
-class Run:
+class ForwardRun:
     """One run of the transformer's forward, as the hooks see it. This one cuts nothing and skips every block.
 
     Attributes:
@@ -192,10 +192,10 @@ class PatchParallel(SequenceParallel):
         self.patches = config.patches or config.pipe
         self.patch_link = PatchLink(mesh.sequence)
         self.link = self.patch_link
-        self.run: Run | None = None
+        self.run: ForwardRun | None = None
         self._leaving: BlockSite | None = None
 
-    def start(self, run: Run | None) -> None:
+    def start(self, run: ForwardRun | None) -> None:
         """The next calls of the blocks belong to ``run``."""
         self.run = run
         self.begin_call()

@@ -42,8 +42,8 @@ from ..base import ParallelModel, Request
 from .lazy import COMMON, Deferred, LazyPatches, settled_of, whole_of
 from .passes import (
     DryRun,
+    PatchPlan,
     PatchRun,
-    Plan,
     StageDone,
     TextlessRun,
     TimedRun,
@@ -52,7 +52,7 @@ from .passes import (
     owners_of,
     runs_of,
 )
-from .patches import Buffers, PatchParallel, Run
+from .patches import Buffers, ForwardRun, PatchParallel
 from .stages import PipeStrategy, Stages
 
 # Messages that a rank may have under way before it waits for the oldest: steps' worth of patches.
@@ -84,7 +84,7 @@ class PipeFusion:
         self.device = mesh.device
         self.control, self.clock = control, control.clock
         self._names = parameter_names(type(model.model).forward)
-        self._plans: OrderedDict[Any, Plan] = OrderedDict()
+        self._plans: OrderedDict[Any, PatchPlan] = OrderedDict()
         self._sent: deque[Transfer] = deque()
         self._expected: list[Transfer] = []
         self.begin_request()
@@ -116,7 +116,7 @@ class PipeFusion:
                 raise
 
     def forget_plans(self) -> None:
-        """Plan every form of call anew, on all stages alike: a dry run takes the others, too."""
+        """Plan every form of call again, on all stages alike: a dry run needs the other stages, too."""
         self._plans.clear()
 
     def _drain(self, timeout: timedelta | None) -> None:
@@ -154,7 +154,7 @@ class PipeFusion:
             args, kwargs = tree_map(whole_of, (args, kwargs))
         return self._patch_by_patch(plan, buffers, args, kwargs)
 
-    def _whole_picture(self, plan: Plan, buffers: Buffers, args: Any, kwargs: Any) -> Any:
+    def _whole_picture(self, plan: PatchPlan, buffers: Buffers, args: Any, kwargs: Any) -> Any:
         """A synchronous step: the picture as one patch, exact. Every rank gets the result."""
         run = self._patch_run(plan, buffers, 1, 0)
         outputs = self._run_patch(run, args, kwargs)
@@ -169,7 +169,7 @@ class PipeFusion:
                 tensors.append(self.back.broadcast(empty, self.link.size - 1))
         return outputs if run.finishes else plan.rebuilt(tensors)
 
-    def _patch_by_patch(self, plan: Plan, buffers: Buffers, args: Any, kwargs: Any) -> Any:
+    def _patch_by_patch(self, plan: PatchPlan, buffers: Buffers, args: Any, kwargs: Any) -> Any:
         """A stale step: returns at once what other stages have yet to compute."""
         first, alone = self.link.rank == 0, self.link.size == 1
         versions: list[list[Deferred]] = [[] for _ in plan.outputs]
@@ -200,7 +200,7 @@ class PipeFusion:
             ]
         )
 
-    def _patch_run(self, plan: Plan, buffers: Buffers, patches: int, patch: int) -> PatchRun:
+    def _patch_run(self, plan: PatchPlan, buffers: Buffers, patches: int, patch: int) -> PatchRun:
         """A run that waits for what the stage before sends."""
         run = PatchRun(self.stages, self.handler, plan, buffers, patches, patch, self._send_on)
         run.expect()
@@ -219,7 +219,7 @@ class PipeFusion:
             )
         return output
 
-    def _run(self, run: Run, args: Any, kwargs: Any) -> tuple[Any, bool]:
+    def _run(self, run: ForwardRun, args: Any, kwargs: Any) -> tuple[Any, bool]:
         """What the model's forward returns in a run, and whether it came to its end."""
         self.handler.start(run)
         try:
@@ -240,14 +240,14 @@ class PipeFusion:
         while len(self._sent) > _STEPS_UNDER_WAY * self.patches:
             self._sent.popleft().wait()
 
-    def _send_prediction(self, plan: Plan, patch: int, tensors: Sequence[Tensor]) -> None:
+    def _send_prediction(self, plan: PatchPlan, patch: int, tensors: Sequence[Tensor]) -> None:
         """Send the elements of the model's output that belong to a patch to the first stage."""
         pieces = [
             tensor.reshape(-1)[owners.indices(patch)] for tensor, owners in zip(tensors, plan.owners, strict=True)
         ]
         self._keep_sent(self.back.send(pieces, 0))
 
-    def _expect_prediction(self, plan: Plan, patch: int, versions: list[list[Deferred]]) -> None:
+    def _expect_prediction(self, plan: PatchPlan, patch: int, versions: list[list[Deferred]]) -> None:
         pieces = [
             torch.empty(owners.indices(patch).numel(), dtype=like.dtype, device=self.device)
             for like, owners in zip(plan.outputs, plan.owners, strict=True)
@@ -276,7 +276,7 @@ class PipeFusion:
 
     # --- dry runs --------------------------------------------------------------------------------------------
 
-    def _plan(self, args: Any, kwargs: Any) -> Plan:
+    def _plan(self, args: Any, kwargs: Any) -> PatchPlan:
         """The plan for calls of these shapes; made once for each of the latest `_PLANS` kinds of calls."""
         leaves, spec = tree_flatten((args, kwargs))
         shapes = tuple(
@@ -301,13 +301,13 @@ class PipeFusion:
             self._plans.popitem(last=False)
         return self._plans[key]
 
-    def _planned(self, args: Any, kwargs: Any) -> Plan:
+    def _planned(self, args: Any, kwargs: Any) -> PatchPlan:
         """Run the model's glue without its blocks, to see how patches lie in streams and outputs.
 
         Where a block list ends the tokens of one patch are set to NaN; where the next one begins, and in the
         output, NaN then marks what belongs to the patch.
         """
-        plan = Plan()
+        plan = PatchPlan()
         base = DryRun(self.stages)
         outputs, _ = self._run(base, args, kwargs)
         plan.streams = base.shapes
@@ -354,7 +354,7 @@ class PipeFusion:
             return [marked_tokens(run.entered[following.blocks], following.main.dim)]
         return [torch.isnan(leaf) for leaf in _tensors(outputs)]
 
-    def _takes(self, plan: Plan, lazies: list[LazyPatches], args: Any, kwargs: Any) -> bool:
+    def _takes(self, plan: PatchPlan, lazies: list[LazyPatches], args: Any, kwargs: Any) -> bool:
         """Whether every patch of the first block list can be made from its own elements of the inputs."""
         key = tuple(id(lazy.owners) for lazy in lazies)
         if key not in plan.takes:
@@ -378,7 +378,7 @@ class PipeFusion:
                 plan.takes.pop(next(iter(plan.takes)))
         return plan.takes[key][0]
 
-    def _text_along(self, plan: Plan, args: Any, kwargs: Any) -> set[str]:
+    def _text_along(self, plan: PatchPlan, args: Any, kwargs: Any) -> set[str]:
         """The block lists that cannot do without text tokens; elsewhere text goes with the first patch only.
 
         Each stage tries its own blocks; a block that cannot fails, or returns another number of tokens.

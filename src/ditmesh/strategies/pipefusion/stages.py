@@ -185,13 +185,13 @@ class Stages:
         return sum(self.lengths[: self.mesh.pipe.rank + 1]) - 1
 
     def read_after(self, number: int) -> list[Stream]:
-        """The streams of a block's result that anybody reads."""
+        """The streams of a block's result that are read."""
         region, following = self.regions[number], self.regions[number + 1 : number + 2]
         chained = bool(following) and (following[0] is region or following[0].chained)
         return [stream for stream in region.streams if stream.used_after or chained]
 
     def measured(self, seconds: Sequence[float]) -> None:
-        """Cut anew by the time that this rank takes for a block of every kind, and move blocks. A collective call.
+        """Cut again by the time that this rank takes for a block of every kind, and move blocks. A collective call.
 
         Nothing of a request may be kept or under way.
         """
@@ -327,7 +327,7 @@ class StageWeights:
         ]
 
     def _held(self, parameters: Sequence[Tensor]) -> list[list[int]]:
-        """The stages that have each parameter. A collective call, also of none: nobody returns before all have come.
+        """The stages that have each parameter. A collective call, also of none: it returns when all have come.
 
         Raises:
             PeerError: no stage has one of them.
@@ -350,14 +350,14 @@ def whole_or_refused(model: nn.Module) -> Iterator[None]:
         yield
     except RuntimeError as error:
         lost = PeerError(
-            f"the weights of {type(model).__name__} could not be put together again ({error}); load the model anew"
+            f"the weights of {type(model).__name__} could not be put together again ({error}); load the model again"
         )
         refuse_calls(model, lost)
         raise lost from error
 
 
 def kept_parameters(model: nn.Module, layout: TokenLayout) -> set[int]:
-    """Parameters (by id) inside blocks that every stage needs. All of them where nobody has reviewed the layout."""
+    """Parameters (by id) inside blocks that every stage needs. All of them where the layout is not reviewed."""
     modules = [model] if layout.source != "reviewed" else [model.get_submodule(path) for path in layout.kept]
     return {id(parameter) for module in modules for parameter in module.parameters()}
 

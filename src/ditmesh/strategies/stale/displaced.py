@@ -181,7 +181,7 @@ class _Buffer:
         # Whether packed, and for every rank's messages the memory that they come into: the same in every step, as fresh
         # memory has to be fetched page by page.
         self._incoming: tuple[bool, list[list[Tensor]]] | None = None
-        # Of every rank, its tokens' places; streams that all ranks hold whole are nobody's to send.
+        # Of every rank, its tokens' places; streams that all ranks hold whole are not sent.
         places = [[self.whole.narrow(0, *place) for place in keys.places(rank)] for rank in range(ring.size)]
         self._own = places[ring.rank]
         self._slots = [[slot for block, slot in enumerate(of) if block not in keys.replicated] for of in places]

@@ -35,6 +35,12 @@ class StaleSteps(Strategy):
         return config.exchange != "exact" or config.stages_or_patches
 
     @classmethod
+    def keeps_between_steps(cls, config: ParallelConfig) -> str:
+        if config.stages_or_patches:
+            return f"{config.describe()} keeps keys and values of patches from step to step of one request"
+        return f"exchange={config.exchange!r} uses keys and values of the step before, of one request"
+
+    @classmethod
     def check(cls, config: ParallelConfig, model: nn.Module, layout: TokenLayout) -> None:
         if timestep_of(model, layout) is None:
             raise ConfigError(

@@ -32,7 +32,7 @@ from ...layout import Table, TokenLayout
 from ..base import Strategy
 from ..heads import check_heads, heads_of
 from ..pipefusion.stages import shape_of, whole_or_refused
-from .slices import Plan, Site, base_of, norm_width, plan, share_cut
+from .slices import Site, TensorPlan, base_of, norm_width, plan, share_cut
 
 # Of the parameters in a model's blocks: less cut than this is refused, less than that is said.
 LEAST_SHARE, USUAL_SHARE = 0.1, 0.4
@@ -58,7 +58,7 @@ class TensorParallel:
     def __init__(self, model: nn.Module, link: Link) -> None:
         self.model = model
         self.link = link
-        self.plan: Plan = plan(model, link.size)
+        self.plan: TensorPlan = plan(model, link.size)
         self._check_share()
         # Whether query, key and value projections were fused since: the fused ones have a rank's width.
         self._fused = False
@@ -341,7 +341,7 @@ class TensorParallel:
         return found
 
     def gather_adapters(self) -> None:
-        """Make the adapters whole again; the next call cuts them anew. Collective over the link."""
+        """Make the adapters whole again; the next call cuts them again. Collective over the link."""
         for site, outer in self._linears():
             self._gather(site, _adapter_parameters(site, outer))
 

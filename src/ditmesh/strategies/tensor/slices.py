@@ -55,7 +55,7 @@ class Site:
 
 
 @dataclass
-class Plan:
+class TensorPlan:
     """All that changes in a model, worked out before anything does.
 
     Attributes:
@@ -80,7 +80,7 @@ class Plan:
                 yield f"{site.path}.{name}", dim, None if dim is None else site.cut
 
 
-def plan(model: nn.Module, degree: int) -> Plan:
+def plan(model: nn.Module, degree: int) -> TensorPlan:
     """Work out how ``degree`` ranks share a model's weights. Reads module attributes only, never weights.
 
     A linear that no rule covers stays whole on every rank: exact, only not smaller.
@@ -90,7 +90,7 @@ def plan(model: nn.Module, degree: int) -> Plan:
         InputError: a linear that should be cut does not hold a plain weight (it is quantised, say), or has an
             unexpected size.
     """
-    made = Plan()
+    made = TensorPlan()
     modules = dict(model.named_modules())
     claimed: set[str] = set()
     blocks = {path: module for path, module in modules.items() if not _inside_adapter(path)}
@@ -104,7 +104,7 @@ def plan(model: nn.Module, degree: int) -> Plan:
     return made
 
 
-def _apply(made: Plan, rule: Rule, path: str, module: nn.Module, degree: int, claimed: set[str]) -> None:
+def _apply(made: TensorPlan, rule: Rule, path: str, module: nn.Module, degree: int, claimed: set[str]) -> None:
     """Note what a rule cuts of a module that it fits."""
     claimed.add(path)
     for name in rule.gathered:
@@ -174,7 +174,7 @@ def _refuse_unknown(rule: Rule, module: nn.Module, path: str, attention: nn.Modu
             )
 
 
-def share_cut(model: nn.Module, made: Plan) -> float:
+def share_cut(model: nn.Module, made: TensorPlan) -> float:
     """The share of the parameters in a model's lists of blocks, from 0 to 1, that a plan cuts.
 
     The rest of them is whole on every rank.
@@ -189,13 +189,13 @@ def share_cut(model: nn.Module, made: Plan) -> float:
     return cut / max(1, cut + sum(p.numel() for key, p in inside.items() if key not in numbers))
 
 
-def _whole_parameters(made: Plan, path: str, module: nn.Module) -> list[str]:
+def _whole_parameters(made: TensorPlan, path: str, module: nn.Module) -> list[str]:
     """Names of a module's parameters that are no part of a site."""
     sites = tuple(f"{site.path}." for site in made.sites)
     return [name for name in (_join(path, own) for own, _ in module.named_parameters()) if not name.startswith(sites)]
 
 
-def _cut_attention(made: Plan, path: str, attention: nn.Module, widths: dict[str, Partition]) -> None:
+def _cut_attention(made: TensorPlan, path: str, attention: nn.Module, widths: dict[str, Partition]) -> None:
     """Note the norms over all heads, and the positional tables, of an attention."""
     for name, width in NORMS.items():
         norm = _child(attention, name)

@@ -216,7 +216,7 @@ def joined(op: Operation) -> Outcome:
     stack = op.func.overloadpacket is aten.stack
     dim = op["dim"] % (first.dim() + stack)
     band = first.band
-    # Before dimensions are counted anew.
+    # Before dimensions are renumbered.
     alike = all(x.dim() == first.dim() and x.shape[band.dim] == band.total for x in tensors)
     if not alike or (not stack and dim == band.dim):
         return None

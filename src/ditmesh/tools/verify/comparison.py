@@ -53,7 +53,7 @@ class Comparison:
     def run(self, trace_bytes: float) -> None:
         """Make all runs; traces take about so many bytes. A collective call of the ranks that torchrun has started."""
         budget = 0.0
-        if self._ranks.speaks:
+        if self._ranks.is_reporter:
             budget = budget_of(self._folder, len(self._traces), trace_bytes)
             for trace in self._traces.values():
                 os.mkdir(trace)

@@ -19,11 +19,11 @@ class VerifyRanks(Protocol):
     """Ranks that make runs, of one device and of several.
 
     Attributes:
-        speaks: whether this process has the results, and says what comes of them.
+        is_reporter: whether this process has the results, and says what comes of them.
         threads: of each rank.
     """
 
-    speaks: bool
+    is_reporter: bool
     threads: int
 
     def run(self, devices: int, job: PictureJob, tasks: Sequence[RunTask], on_message: OnBegan) -> list[list[RankRun]]:
@@ -34,7 +34,7 @@ class VerifyRanks(Protocol):
 class StartedRanks:
     """Ranks of a launcher, which are started for a call and end with it."""
 
-    speaks = True
+    is_reporter = True
 
     def __init__(self, name: str | None, kind: Literal["cpu", "cuda"], threads: int, timeout: float) -> None:
         self._name, self._kind, self.threads, self._timeout = name, kind, threads, timeout
@@ -50,7 +50,7 @@ class JoinedRanks:
     """The ranks that torchrun has started; the first one is the one device, and the others wait for it meanwhile."""
 
     def __init__(self, ranks: TorchrunRanks) -> None:
-        self._ranks, self.speaks, self.threads = ranks, ranks.speaks, ranks.threads
+        self._ranks, self.is_reporter, self.threads = ranks, ranks.is_reporter, ranks.threads
 
     def run(self, devices: int, job: PictureJob, tasks: Sequence[RunTask], on_message: OnBegan) -> list[list[RankRun]]:
         """See `VerifyRanks.run`."""
