@@ -137,7 +137,7 @@ def memory_of_a_step(given: dict[str, Any]) -> int:
     pipe = DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     found: list[int] = []
     with Trainer(config, pipe) as trainer:
-        trainer.encoded.fill_cache(trainer.mesh)
+        trainer.data.encoded.fill_cache(trainer.mesh)
         gc.collect()
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew

@@ -83,7 +83,7 @@ def shared_out(given, seconds):
     config, counts = TrainConfig.read(given), []
     with Trainer(config, pipeline(), timeout=100.0) as trainer:
         if trainer.mesh.data.rank == 1:
-            trainer.model.register_forward_pre_hook(lambda *_: time.sleep(seconds))
+            trainer.pipe.transformer.register_forward_pre_hook(lambda *_: time.sleep(seconds))
         share, compute = trainer._optimizer_step, trainer._losses
 
         def step(batches):

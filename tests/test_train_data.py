@@ -9,7 +9,7 @@ from diffusers.training_utils import compute_snr
 
 import ditmesh
 from ditmesh.train import TrainConfig
-from ditmesh.train.objective import NoiseObjective, sample_losses
+from ditmesh.train.objective import OBJECTIVES, Noised, NoiseObjective, Objective, register, sample_losses
 from ditmesh.train.order import Drawn, MicroBatch, SampleOrder, buckets_of, shares
 from ditmesh.train.samples import Samples, pixels
 from support.train import emoji, folder_of, settings, tar_of
@@ -206,6 +206,28 @@ def test_an_objective_that_does_not_fit(tmp_path, scheduler, more, said):
     with pytest.raises(ditmesh.ConfigError) as error:
         NoiseObjective(scheduler, config_of(tmp_path, **more))
     assert said in str(error.value)
+
+
+def test_an_objective_from_outside(tmp_path, monkeypatch):
+    class CleanLatents(Objective):
+        name = "sample"
+
+        def __call__(self, latents, noise, scheduler, generators, config):
+            timesteps = torch.full((len(latents),), 500)
+            return Noised(scheduler.add_noise(latents, noise, timesteps), timesteps, latents, torch.ones(len(latents)))
+
+    scheduler, clean = diffusers.DDIMScheduler(prediction_type="sample"), torch.ones(2, 1, 2, 2)
+    monkeypatch.setattr("ditmesh.train.objective.OBJECTIVES", {**OBJECTIVES})
+    with pytest.raises(ditmesh.ConfigError, match="objective='sampel' is no training objective; use auto, flow"):
+        NoiseObjective(scheduler, config_of(tmp_path, objective="sampel"))
+    own = CleanLatents()
+    register(own)
+    register(own)
+    with pytest.raises(ditmesh.ConfigError, match="there is a training objective 'sample' already"):
+        register(CleanLatents())
+    for name in ("auto", "sample"):
+        objective = NoiseObjective(scheduler, config_of(tmp_path, objective=name))
+        assert (objective.kind, objective(clean, generators(2)).target is clean) == ("sample", True)
 
 
 def test_buckets(tmp_path):

@@ -136,12 +136,12 @@ def test_prediction_and_loss_are_those_of_the_scripts(folders, tmp_path, name, e
     given = TrainConfig.read(run_of(name, folders, tmp_path, train_batch_size=4, proportion_empty_prompts=empty))
     pipe = diffusers.DiffusionPipeline.from_pretrained(folders[name][0])
     with Trainer(given, pipe) as trainer, torch.no_grad():
-        micro = trainer.order.step(0)[0]
-        samples = [trainer.samples[drawn.index] for drawn in micro.samples]
-        batch = trainer.encoded.batch(micro)
+        micro = trainer.data.order.step(0)[0]
+        samples = [trainer.data.samples[drawn.index] for drawn in micro.samples]
+        batch = trainer.data.encoded.batch(micro)
         noised = trainer.objective(batch.latents, batch.generators)
         predicted = trainer.family.predict(
-            pipe, trainer.sync.transformer, noised.latents, noised.timesteps, batch.conditions
+            pipe, trainer.parallel.sync.transformer, noised.latents, noised.timesteps, batch.conditions
         )
         losses = trainer._losses(micro)
     fresh = diffusers.DiffusionPipeline.from_pretrained(folders[name][0])
@@ -219,8 +219,8 @@ def test_lora_keeps_its_scale(folders, tmp_path):
     pipe = diffusers.DiffusionPipeline.from_pretrained(folders["flux"][0])
     with Trainer(config, pipe) as trainer:
         trainer.run()
-        micro = trainer.order.step(0)[0]
-        with torch.no_grad(), trainer.averaged():
+        micro = trainer.data.order.step(0)[0]
+        with torch.no_grad(), trainer.update.averaged():
             trained = trainer._losses(micro)
     # Another run of the same seed writes them down.
     done = train(given | {"output_dir": str(tmp_path / "again")})

@@ -69,13 +69,13 @@ class Faulty:
         self._trainer = trainer
         self._write = HuggingFaceStorageWriter.write_data
         if point == "reading":
-            trainer.encoded.batch = self._before(trainer.encoded.batch)
+            trainer.data.encoded.batch = self._before(trainer.data.encoded.batch)
         elif point == "forward":
-            trainer.model.transformer_blocks[-1].register_forward_pre_hook(self._now)
+            trainer.pipe.transformer.transformer_blocks[-1].register_forward_pre_hook(self._now)
         elif point == "backward":
-            trainer.model.transformer_blocks[-1].register_forward_hook(self._in_backward)
+            trainer.pipe.transformer.transformer_blocks[-1].register_forward_hook(self._in_backward)
         elif point == "optimizer":
-            trainer.optimizer.register_step_pre_hook(self._now)
+            trainer.update.optimizer.register_step_pre_hook(self._now)
         elif point == "state":
             trainer._state = self._before(trainer._state)
         else:

@@ -49,9 +49,9 @@ def scaled(given, scale, growth=2):
     pipe.set_progress_bar_config(disable=True)
     scales = []
     with Trainer(config, pipe, timeout=60.0) as trainer:
-        trainer.scaler._init_scale = scale
-        trainer.scaler.set_growth_interval(growth)
-        outcome = trainer.run(report=lambda now: scales.append((trainer.scaler.get_scale(), now.overflowed)))
+        trainer.update.scaler._init_scale = scale
+        trainer.update.scaler.set_growth_interval(growth)
+        outcome = trainer.run(report=lambda now: scales.append((trainer.update.scaler.get_scale(), now.overflowed)))
         weights = trainer.weights()
     return list(outcome.losses.values()), outcome.overflowed, scales, weights
 

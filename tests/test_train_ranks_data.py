@@ -50,12 +50,12 @@ def run(given, per_rank=None, late=0.0, until=None):
     seen: list[tuple[str, str]] = []
     try:
         with Trainer(config, pipeline(config.pretrained_model_name_or_path), timeout=60.0) as trainer:
-            encoded = trainer.encoded
+            encoded = trainer.data.encoded
             sample, fill = encoded._sample, encoded.fill_cache
 
             def watched(index, *more):
                 found = sample(index, *more)
-                seen.append((trainer.samples[index].name, found[1].name))
+                seen.append((trainer.data.samples[index].name, found[1].name))
                 return found
 
             def filled(*arguments):
@@ -218,9 +218,9 @@ def encoded_of(given, change=None):
     if change is not None:
         change(pipe)
     with Trainer(config, pipe) as trainer:
-        encode = trainer.encoded._encode
-        trainer.encoded._encode = lambda index: counted.append(index) or encode(index)
-        trainer.encoded.fill_cache(trainer.mesh)
+        encode = trainer.data.encoded._encode
+        trainer.data.encoded._encode = lambda index: counted.append(index) or encode(index)
+        trainer.data.encoded.fill_cache(trainer.mesh)
     return len([index for index in counted if index is not None])
 
 
@@ -271,10 +271,10 @@ def slow_filling(given, seconds, deadline):
     config, shown = TrainConfig.read(given), []
     with Trainer(config, pipeline(), timeout=deadline, preparing=shown.append) as trainer:
         if rank_of() == 1:
-            encode = trainer.encoded._encode
-            trainer.encoded._encode = lambda index: (time.sleep(seconds), encode(index))[1]
+            encode = trainer.data.encoded._encode
+            trainer.data.encoded._encode = lambda index: (time.sleep(seconds), encode(index))[1]
         began = time.monotonic()
-        trainer.encoded.fill_cache(trainer.mesh, trainer._preparing)
+        trainer.data.encoded.fill_cache(trainer.mesh, trainer._preparing)
     return time.monotonic() - began, shown
 
 

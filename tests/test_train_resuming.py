@@ -45,7 +45,7 @@ def run(given, until=None):
     rates = {}
     with Trainer(config, pipe, timeout=60.0) as trainer:
         outcome = trainer.run(until=until, report=lambda now: rates.__setitem__(now.step - 1, now.lr))
-        group = trainer.optimizer.param_groups[0]
+        group = trainer.update.optimizer.param_groups[0]
     return outcome.losses, rates, (group["betas"], group["weight_decay"], group["eps"]), outcome.changed
 
 
@@ -234,14 +234,14 @@ def broken_at(given, step, parameter, until=None):
         name, found = list(trainer.trained.named_parameters())[parameter]
         if config.lora is not None:
             name, found = next((n, p) for n, p in trainer.trained.named_parameters() if p.requires_grad)
-        reduce = trainer.sync.reduce
+        reduce = trainer.parallel.sync.reduce
 
         def reduced(shares):
             reduce(shares)
             if trainer.step == step and trainer.mesh.rank == trainer.mesh.world.size - 1:
                 found.grad.view(-1)[0] = float("inf")
 
-        patch.setattr(trainer.sync, "reduce", reduced)
+        patch.setattr(trainer.parallel.sync, "reduce", reduced)
         with pytest.raises(FloatingPointError) as error:
             trainer.run(until=until)
         return str(error.value), name
@@ -260,7 +260,9 @@ def test_weights_that_are_not_finite_are_not_saved(stopped):
     config = TrainConfig.read(stopped)
     pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     with Trainer(config, pipe, timeout=60.0) as trainer:
-        trainer.optimizer.register_step_post_hook(lambda *_: trainer.parameters[0].data.view(-1)[0].fill_(float("nan")))
+        trainer.update.optimizer.register_step_post_hook(
+            lambda *_: trainer.update.parameters[0].data.view(-1)[0].fill_(float("nan"))
+        )
         with pytest.raises(FloatingPointError, match=r"lora_A.* is not finite after step 3: no checkpoint"):
             trainer.run()
     assert not (Path(stopped["output_dir"]) / "checkpoint-3").exists()
@@ -288,7 +290,7 @@ def test_a_caption_that_cannot_be_encoded_is_named(stopped, tmp_path):
     pipe = diffusers.DiffusionPipeline.from_pretrained(config.pretrained_model_name_or_path)
     with Trainer(config, pipe, timeout=60.0) as trainer:
         encode = trainer.family.encode
-        wrong = trainer.samples[3].said
+        wrong = trainer.data.samples[3].said
 
         def encoded(pipe, said, length):
             if wrong in said:

@@ -328,7 +328,7 @@ def test_videos_are_trained_on(model: Path, tmp_path: Path):
         outcome = trainer.run()
         hook.remove()
         with pytest.raises(OSError, match="has 6 frames, and num_frames=7"):
-            trainer.samples[0].frames(7)
+            trainer.data.samples[0].frames(7)
     video.write_mp4(frames, data / "b.mp4", 16, {})
     assert [one.size for one in Samples.find(TrainConfig.read(given), "text").good] == [(32, 32)] * 2
     assert seen["latents"].shape == (1, 4, 2, 8, 8)

@@ -16,7 +16,6 @@ from ..errors import ConfigError, did_you_mean, nearest_problem, reason_of, what
 Positive = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Objective = Literal["auto", "flow", "epsilon", "v_prediction"]
 Precision = Literal["no", "bf16", "fp16"]
 Sharding = Literal["none", "ddp", "fsdp"]
 
@@ -87,7 +86,7 @@ class TrainConfig(BaseModel):
         use_ema, ema_decay: keep a moving average of the weights and save that.
 
     Objective
-        objective: ``auto``: the scheduler's own.
+        objective: ``auto``: the scheduler's own; ``flow``, ``epsilon``, ``v_prediction``, or one that is registered.
         weighting_scheme, logit_mean, logit_std, mode_scale: density of noise levels and weights of rectified flow
             (Esser et al. 2024, arXiv:2403.03206).
         snr_gamma: min-SNR weights of epsilon- and v-prediction (Hang et al. 2023, arXiv:2303.09556).
@@ -169,7 +168,7 @@ class TrainConfig(BaseModel):
     use_ema: bool = False
     ema_decay: Share = 0.9999
 
-    objective: Objective = "auto"
+    objective: str = "auto"
     weighting_scheme: Literal["none", "logit_normal", "mode", "sigma_sqrt", "cosmap"] = "logit_normal"
     logit_mean: float = 0.0
     logit_std: Annotated[float, Field(gt=0)] = 1.0

@@ -1,28 +1,22 @@
-"""What a transformer learns: noise is added to latents, and it predicts what leads back.
+"""Training objectives: noise is added to latents, and the transformer predicts a target that leads back.
 
 Rectified flow (Liu et al. 2022, arXiv:2209.03003; noise levels as in Esser et al. 2024, arXiv:2403.03206), the noise of
 DDPM (Ho et al. 2020, arXiv:2006.11239), and the velocity (Salimans and Ho 2022, arXiv:2202.00512). The schedules and
-weights are diffusers' own.
+weights are diffusers' own. `register` adds another objective; every rank registers it before it makes a `Trainer`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
-from diffusers.training_utils import (
-    compute_density_for_timestep_sampling,
-    compute_loss_weighting_for_sd3,
-    compute_snr,
-)
 from torch import Tensor
 
 from ..core.library import library_class
-from ..errors import ConfigError
+from ..errors import ConfigError, did_you_mean
 from .config import TrainConfig
 
 # The density of ``mode`` is one up to 2 / (pi - 2) (Esser et al. 2024, section 3.1).
@@ -46,37 +40,168 @@ class Noised:
     weights: Tensor
 
 
+class Objective(ABC):
+    """A noise schedule and a prediction target.
+
+    Attributes:
+        name: as `TrainConfig.objective` has it. With ``auto`` the scheduler's ``prediction_type`` is the name.
+        is_flow: whether the noise levels are those of rectified flow (``sigmas``) or those of DDPM.
+    """
+
+    name: ClassVar[str]
+    is_flow: ClassVar[bool] = False
+
+    def check(self, config: TrainConfig) -> None:  # noqa: B027
+        """Refuse settings that the objective has no use for; by default none.
+
+        Raises:
+            ConfigError: names the setting.
+        """
+
+    @abstractmethod
+    def __call__(
+        self, latents: Tensor, noise: Tensor, scheduler: Any, generators: Sequence[torch.Generator], config: TrainConfig
+    ) -> Noised:
+        """Add noise to a batch.
+
+        Args:
+            latents: (B, C, ...) clean, scaled.
+            noise: (B, C, ...) standard normal.
+            scheduler: with the tables of training: a flow-matching scheduler if `is_flow`, else a `DDPMScheduler`.
+            generators: one a sample, on the CPU, to draw noise levels from.
+            config: density of noise levels, weights.
+        """
+        ...
+
+
+class RectifiedFlow(Objective):
+    """The straight path from latents to noise: the target is ``noise - latents``."""
+
+    name, is_flow = "flow", True
+
+    def check(self, config: TrainConfig) -> None:
+        if config.snr_gamma is not None:
+            raise ConfigError("snr_gamma weighs epsilon- and v-prediction; leave it out for rectified flow")
+        if config.weighting_scheme == "mode" and not -1 <= config.mode_scale <= MOST_MODE_SCALE:
+            raise ConfigError(
+                f"mode_scale={config.mode_scale:g} draws noise levels that do not exist; use -1 to {MOST_MODE_SCALE:g}"
+            )
+
+    def __call__(
+        self, latents: Tensor, noise: Tensor, scheduler: Any, generators: Sequence[torch.Generator], config: TrainConfig
+    ) -> Noised:
+        from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
+
+        density = [
+            compute_density_for_timestep_sampling(
+                config.weighting_scheme, 1, config.logit_mean, config.logit_std, config.mode_scale, generator=one
+            )
+            for one in generators
+        ]
+        places = (torch.cat(density) * len(scheduler.timesteps)).long().clamp(max=len(scheduler.timesteps) - 1)
+        levels = scheduler.sigmas[places].to(latents)
+        factor = levels.view(-1, *[1] * (latents.dim() - 1))
+        return Noised(
+            latents=latents + factor * (noise - latents),
+            timesteps=scheduler.timesteps[places].to(latents.device),
+            target=noise - latents,
+            weights=compute_loss_weighting_for_sd3(config.weighting_scheme, levels).float(),
+        )
+
+
+class Epsilon(Objective):
+    """The noise itself, at uniform timesteps of DDPM."""
+
+    name = "epsilon"
+
+    def __call__(
+        self, latents: Tensor, noise: Tensor, scheduler: Any, generators: Sequence[torch.Generator], config: TrainConfig
+    ) -> Noised:
+        from diffusers.training_utils import compute_snr
+
+        steps = scheduler.config["num_train_timesteps"]
+        timesteps = torch.cat([torch.randint(steps, (1,), generator=one) for one in generators]).to(latents.device)
+        weights = torch.ones(len(latents), device=latents.device)
+        if config.snr_gamma is not None:
+            weights = self._min_snr(compute_snr(scheduler, timesteps), config.snr_gamma)
+        mixed = scheduler.add_noise(latents, noise, timesteps)
+        return Noised(mixed, timesteps, self._target(scheduler, latents, noise, timesteps), weights.float())
+
+    def _target(self, scheduler: Any, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        return noise
+
+    def _min_snr(self, snr: Tensor, gamma: float) -> Tensor:
+        # min(snr, gamma) / snr, also for a schedule that ends in noise alone: there snr is 0.
+        return (gamma / snr).clamp(max=1)
+
+
+class Velocity(Epsilon):
+    """The velocity between latents and noise, at uniform timesteps of DDPM."""
+
+    name = "v_prediction"
+
+    def _target(self, scheduler: Any, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        return scheduler.get_velocity(latents, noise, timesteps)
+
+    def _min_snr(self, snr: Tensor, gamma: float) -> Tensor:
+        return snr.clamp(max=gamma) / (snr + 1)
+
+
+OBJECTIVES: dict[str, Objective] = {one.name: one for one in (RectifiedFlow(), Epsilon(), Velocity())}
+
+
+def register(objective: Objective) -> None:
+    """Make an objective known under its name. Registering the same object again does nothing.
+
+    Raises:
+        ConfigError: another one has the name.
+    """
+    if OBJECTIVES.setdefault(objective.name, objective) is not objective:
+        raise ConfigError(f"there is a training objective {objective.name!r} already; give this one another name")
+
+
+def check_objective(name: str) -> None:
+    """Refuse the name of an objective that is not registered.
+
+    Raises:
+        ConfigError: names those that are.
+    """
+    names = ["auto", *OBJECTIVES]
+    if name not in names:
+        raise ConfigError(
+            f"objective={name!r} is no training objective; use {', '.join(names)}, or register it on every rank with "
+            f"ditmesh.train.objective.register before training{did_you_mean(name, names)}"
+        )
+
+
 class NoiseObjective:
-    """Noise for latents and targets for predictions.
+    """The objective of a run, with the noise levels of its pipeline's scheduler.
 
     Args:
         scheduler: the pipeline's; it is not changed, and only its settings count.
         config: objective, density of noise levels, weights.
 
     Attributes:
-        kind: ``"flow"``, ``"epsilon"`` or ``"v_prediction"``.
+        kind: name of the objective.
 
     Raises:
         ConfigError: the scheduler is not for that objective.
     """
 
     def __init__(self, scheduler: Any, config: TrainConfig) -> None:
+        check_objective(config.objective)
         self._config = config
         self._scheduler, is_flow = _tables(scheduler)
         own = "flow" if is_flow else scheduler.config.get("prediction_type", "epsilon")
         self.kind = own if config.objective == "auto" else config.objective
-        if self.kind not in ("flow", "epsilon", "v_prediction"):
+        if self.kind not in OBJECTIVES:
             raise ConfigError(f"{type(scheduler).__name__} predicts {self.kind!r}, which nothing here trains")
-        if (self.kind == "flow") != is_flow:
+        self._objective = OBJECTIVES[self.kind]
+        if self._objective.is_flow != is_flow:
             raise ConfigError(
                 f"objective={self.kind!r} is not what {type(scheduler).__name__} samples with; use objective='auto'"
             )
-        if config.snr_gamma is not None and self.kind == "flow":
-            raise ConfigError("snr_gamma weighs epsilon- and v-prediction; leave it out for rectified flow")
-        if config.weighting_scheme == "mode" and self.kind == "flow" and not -1 <= config.mode_scale <= MOST_MODE_SCALE:
-            raise ConfigError(
-                f"mode_scale={config.mode_scale:g} draws noise levels that do not exist; use -1 to {MOST_MODE_SCALE:g}"
-            )
+        self._objective.check(config)
 
     def __call__(self, latents: Tensor, generators: Sequence[torch.Generator]) -> Noised:
         """Add noise.
@@ -86,38 +211,7 @@ class NoiseObjective:
             generators: one a sample, on the CPU, so that a sample's noise does not depend on its batch or device.
         """
         noise = torch.stack([torch.randn(latents.shape[1:], generator=one) for one in generators]).to(latents)
-        if self.kind == "flow":
-            return self._flow(latents, noise, generators)
-        scheduler, steps = self._scheduler, self._scheduler.config["num_train_timesteps"]
-        timesteps = torch.cat([torch.randint(steps, (1,), generator=one) for one in generators]).to(latents.device)
-        mixed = scheduler.add_noise(latents, noise, timesteps)
-        is_noise = self.kind == "epsilon"
-        target = noise if is_noise else scheduler.get_velocity(latents, noise, timesteps)
-        weights = torch.ones(len(latents), device=latents.device)
-        if self._config.snr_gamma is not None:
-            snr = compute_snr(scheduler, timesteps)
-            # The first is min(snr, gamma) / snr, also for a schedule that ends in noise alone: there snr is 0.
-            gamma = self._config.snr_gamma
-            weights = (gamma / snr).clamp(max=1) if is_noise else snr.clamp(max=gamma) / (snr + 1)
-        return Noised(mixed, timesteps, target, weights.float())
-
-    def _flow(self, latents: Tensor, noise: Tensor, generators: Sequence[torch.Generator]) -> Noised:
-        config, tables = self._config, self._scheduler
-        density = [
-            compute_density_for_timestep_sampling(
-                config.weighting_scheme, 1, config.logit_mean, config.logit_std, config.mode_scale, generator=one
-            )
-            for one in generators
-        ]
-        places = (torch.cat(density) * len(tables.timesteps)).long().clamp(max=len(tables.timesteps) - 1)
-        levels = tables.sigmas[places].to(latents)
-        factor = levels.view(-1, *[1] * (latents.dim() - 1))
-        return Noised(
-            latents=latents + factor * (noise - latents),
-            timesteps=tables.timesteps[places].to(latents.device),
-            target=noise - latents,
-            weights=compute_loss_weighting_for_sd3(config.weighting_scheme, levels).float(),
-        )
+        return self._objective(latents, noise, self._scheduler, generators, self._config)
 
 
 def _tables(scheduler: Any) -> tuple[Any, bool]:
@@ -126,9 +220,12 @@ def _tables(scheduler: Any) -> tuple[Any, bool]:
     Sampling changes a scheduler's tables, and solvers have tables that are for nothing else: `add_noise` of a
     DPM-Solver that samples nothing yet takes its noise levels from the wrong end.
     """
+    from diffusers.schedulers.scheduling_ddpm import DDPMScheduler
+    from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+
     config = scheduler.config
     if "FlowMatch" in type(scheduler).__name__:
-        # Its own tables, whosever class it is.
+        # Its own tables, also of a class outside diffusers.
         return type(scheduler).from_config(config), True
     if library_class(type(scheduler)) is None:
         raise ConfigError(

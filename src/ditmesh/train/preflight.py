@@ -60,7 +60,9 @@ def check_run(config: TrainConfig, info: ModelInfo) -> None:
     size = None if config.aspect_ratio_buckets is not None else (config.resolution, config.resolution)
     check_config(config.parallel, info, config.parallel.world_size, size, config.num_frames or 1)
     from .families import FAMILIES
+    from .objective import check_objective
 
+    check_objective(config.objective)
     # The class itself is known once the model is read; a folder gives its name alone.
     names = [kind if isinstance(kind, str) else kind.__name__ for kind in FAMILIES]
     if info.transformer_class not in names:

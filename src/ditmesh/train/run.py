@@ -68,12 +68,12 @@ def train(
         # Messages of the other ranks would be the same.
         reported = report if trainer.speaks else None
         if reported is not None:
-            reported(trainer.data_report)
+            reported(trainer.data.report)
         elif trainer.speaks:
-            trainer.data_report.log(logger)
+            trainer.data.report.log(logger)
         outcome = trainer.run(report=reported, validate=validation.run if config.validation_prompts else None)
         bits = trainer.weights_digest() if config.in_order else None
-        with trainer.averaged():
+        with trainer.update.averaged():
             weights = trainer.weights()
             speaks = trainer.speaks
         lock = trainer.keep_folder()
@@ -139,13 +139,13 @@ class _Validation:
 
     def _nearest(self, said: list[Any], pictures: np.ndarray) -> float | None:
         """Of the prompts that are captions of the data set."""
-        captions = {sample.said: number for number, sample in enumerate(self._trainer.samples)}
+        captions = {sample.said: number for number, sample in enumerate(self._trainer.data.samples)}
         asked = [number for number, one in enumerate(said) if one in captions]
         # Every training picture is looked at: for sets of some hundreds.
-        if not asked or len(self._trainer.samples) > 4096:
+        if not asked or len(self._trainer.data.samples) > 4096:
             return None
         references = []
-        for sample in self._trainer.samples:
+        for sample in self._trainer.data.samples:
             try:
                 whole = pixels(sample.picture(), (32, 32))
             except OSError:
@@ -153,6 +153,7 @@ class _Validation:
             references.append(((whole + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).numpy())
         closest = nearest(shrink(pictures[asked]), np.stack(references))
         own = [
-            self._trainer.samples[int(place)].said == said[number] for place, number in zip(closest, asked, strict=True)
+            self._trainer.data.samples[int(place)].said == said[number]
+            for place, number in zip(closest, asked, strict=True)
         ]
         return float(np.mean(own))

@@ -5,16 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from diffusers.optimization import get_scheduler
-from diffusers.training_utils import EMAModel
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -23,36 +21,27 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LambdaLR
-from transformers.optimization import get_wsd_schedule
 
 from ..comm import PeerError
 from ..comm.mesh import DEFAULT_DEADLINE, Mesh
 from ..comm.state import raise_for_peer
 from ..comm.uneven import RankProgress
-from ..core.alignment import aligned
 from ..core.digests import digest, tensor_digest
-from ..engine import parallelize, restore
-from ..errors import ConfigError, InputError
-from ..layout import layout_of
+from ..engine import restore
+from ..errors import InputError
 from ..strategies.determinism import deterministic
-from .agreement import agreed_samples
 from .checkpoint import Checkpoints, facts_of
-from .config import LoraConfig, TrainConfig
-from .dropout import TokenDropout, dropping, refusal
-from .encoded import Batch, EncodedSamples
+from .config import TrainConfig
+from .data import TrainingData
 from .export import bytes_of, check_room
 from .families import family_of
 from .folder import RunFolder, changes, settings_of
 from .logs import TrainingLog
-from .lora import peft_config
 from .objective import NoiseObjective, sample_losses
-from .order import MicroBatch, SampleOrder, buckets_of, shares
-from .precision import LEAST_SCALE, MeshGradScaler, not_finite
-from .samples import Samples
-from .speeds import DataSpeeds
-from .sync import GradientSync, TensorSlicesOf
-from .token_subset import TokenSubset, on_grid, random_tokens
+from .order import MicroBatch, shares
+from .parallel import ParallelTraining, trained_modules
+from .token_subset import on_grid, random_tokens
+from .update import WeightUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +110,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _Step:
+class StepResult:
     """What an optimizer step came to: mean loss over its samples, norm of the gradient before clipping."""
 
     loss: float
@@ -201,133 +190,15 @@ class Trainer:
         torch.manual_seed(config.seed)
         pipe.to(self.device)
         self.family.prepare(pipe)
-        self._check_frames()
-        by = self.family.conditioned_by
-        found = agreed_samples(
-            self.mesh,
-            lambda advance: Samples.find(config, by, advance),
-            lambda ranks: self._preparing("reading the data set", ranks),
-        )
-        found.check(config)
-        self.data_report = found.report()
-        self.samples, self.corrupt = found.good, list(found.corrupt)
-        self._data = digest([(sample.name, sample.size, sample.said) for sample in self.samples])
-        sizes = buckets_of([sample.size for sample in self.samples], config)
-        self.encoded = EncodedSamples(pipe, self.family, self.samples, sizes, config, self.device)
-        self.speeds = DataSpeeds(config.data_speeds, self.mesh)
-        per_step = config.batch // config.train_batch_size
-        self.order = SampleOrder(sizes, config.seed, config.train_batch_size, per_step)
-        self.steps = config.max_train_steps or self.order.steps(config.num_train_epochs)
-        self.model: Any = pipe.transformer
-        for name, module in pipe.components.items():
-            if isinstance(module, nn.Module):
-                trained = name in config.train_modules and config.lora is None
-                module.requires_grad_(trained).train(name in config.train_modules)
-        if config.from_scratch:
-            _reinitialise(self.model)
-        if config.lora is not None:
-            self._add_lora()
-        if config.in_order:
-            # Weights of a file that was mapped into memory begin anywhere, and kernels look at where.
-            for module in pipe.components.values():
-                for parameter in module.parameters() if isinstance(module, nn.Module) else ():
-                    parameter.data = aligned(parameter.data)
-        if config.gradient_checkpointing:
-            self.model.enable_gradient_checkpointing()
-        unknown = [name for name in config.train_modules if not isinstance(pipe.components.get(name), nn.Module)]
-        if unknown:
-            raise ConfigError(f"train_modules: {type(pipe).__name__} has no module {unknown[0]!r}")
-        self.trained = nn.ModuleDict({name: pipe.components[name] for name in config.train_modules})
-        if config.lora is not None and self.mesh.tensor.size > 1:
-            raise ConfigError("tensor ranks cut adapters anew in every call; train lora with ulysses, ring or data")
-        self.subset = TokenSubset(self.model, layout_of(self.model)) if config.token_share < 1 else None
-        if self.subset is not None:
-            self._undo.callback(self.subset.close)
-        problem = refusal(self.model, self.mesh)
-        if problem is not None:
-            raise ConfigError(problem)
-        room = bytes_of(pipe, config)
-        self.slices = TensorSlicesOf(self.model, self.mesh, "transformer.")
-        if self.mesh.world_size > 1 or config.in_order:
-            parallelize(self.model, self.mesh.config, mesh=self.mesh)
-            self._undo.callback(self._restore)
-        if self.mesh.sequence.size > 1 and dropping(self.model):
-            self._undo.callback(TokenDropout(self.model, self.mesh).close)
-        self.sync = GradientSync(self.trained, self.mesh, config.sharding, self.slices)
-        # FSDP2 puts others in the place of the parameters.
-        self.slices.follow(self.trained.named_parameters())
-        self.parameters = [p for p in self.trained.parameters() if p.requires_grad]
-        if not self.parameters:
-            raise ConfigError("nothing is trained: no parameter asks for a gradient")
-        self.optimizer = torch.optim.AdamW(
-            self.parameters,
-            lr=self._peak_rate(),
-            betas=(config.adam_beta1, config.adam_beta2),
-            weight_decay=config.adam_weight_decay,
-            eps=config.adam_epsilon,
-        )
-        self._rate = self._schedule()
-        self.scaler = MeshGradScaler(self.mesh, config.mixed_precision == "fp16")
-        self.ema = EMAModel(self.parameters, decay=config.ema_decay) if config.use_ema else None
+        self.data = TrainingData(pipe, self.family, config, self.mesh, self.device, self._preparing)
+        self.trained = trained_modules(pipe, config)
+        # Weights are whole only until ranks have their shares of them.
+        self._bytes = bytes_of(pipe, config)
+        self.parallel = ParallelTraining(self.trained, pipe.transformer, config, self.mesh, self._undo, self._restore)
+        self.update = WeightUpdate(self.trained, config, self.mesh, self.data.steps)
         self.checkpoints = Checkpoints(config.output_dir, self.mesh, config.checkpoints_total_limit)
         self._undo.callback(self.checkpoints.close)
-        self._bytes = room
         self.step = 0
-
-    def _check_frames(self) -> None:
-        count, name = self.config.num_frames, type(self.pipe).__name__
-        if self.family.videos and count is None:
-            raise ConfigError(f"{name} makes videos; say of how many frames with num_frames")
-        if count is None:
-            return
-        if not self.family.videos:
-            raise ConfigError(f"num_frames={count}: {name} makes pictures; leave num_frames out")
-        if self.config.validation_prompts:
-            raise ConfigError(f"validation_prompts are drawn as pictures, and {name} makes videos; leave them out")
-        step = self.pipe.vae.config.get("scale_factor_temporal") or 1
-        if (count - 1) % step:
-            less = count - (count - 1) % step
-            raise ConfigError(f"num_frames={count}: {name} takes {step}k + 1 frames; use {less} or {less + step}")
-
-    def _schedule(self) -> LambdaLR:
-        config = self.config
-        if config.lr_decay_steps is None:
-            try:
-                return get_scheduler(
-                    config.lr_scheduler,
-                    optimizer=self.optimizer,
-                    num_warmup_steps=config.lr_warmup_steps,
-                    num_training_steps=self.steps,
-                    num_cycles=config.lr_num_cycles,
-                    power=config.lr_power,
-                )
-            except ValueError as error:
-                raise ConfigError(f"lr_scheduler={config.lr_scheduler!r}: {error}") from None
-        if config.lr_warmup_steps + config.lr_decay_steps > self.steps:
-            raise ConfigError(
-                f"lr_warmup_steps={config.lr_warmup_steps} and lr_decay_steps={config.lr_decay_steps} are more than "
-                f"the run's {self.steps} steps; use fewer"
-            )
-        return get_wsd_schedule(
-            self.optimizer,
-            config.lr_warmup_steps,
-            config.lr_decay_steps,
-            num_training_steps=self.steps,
-            decay_type="linear",
-        )
-
-    def _peak_rate(self) -> float:
-        return self.config.peak_rate
-
-    def _add_lora(self) -> None:
-        if not hasattr(self.model, "add_adapter") or not hasattr(self.pipe, "save_lora_weights"):
-            raise ConfigError(
-                f"{type(self.pipe).__name__} has no LoRA in diffusers; leave lora out to train its weights"
-            )
-        try:
-            self.model.add_adapter(peft_config(cast(LoraConfig, self.config.lora)))
-        except ValueError as error:
-            raise ConfigError(f"lora: {str(error).splitlines()[0]}") from None
 
     # --- the loop ----------------------------------------------------------------------------------------
 
@@ -363,28 +234,28 @@ class Trainer:
     def _run(
         self, report: Callable[[Progress], None] | None, validate: Callable[[int], None] | None, until: int | None
     ) -> Outcome:
-        config, outcome = self.config, Outcome(skipped=list(self.corrupt))
+        config, outcome = self.config, Outcome(skipped=list(self.data.corrupt))
         outcome.changed = self._resume()
-        self._on_first(lambda: check_room(config, *self._bytes, self.step, self.steps))
-        self.encoded.fill_cache(self.mesh, self._preparing)
+        self._on_first(lambda: check_room(config, *self._bytes, self.step, self.data.steps))
+        self.data.encoded.fill_cache(self.mesh, self._preparing)
         log = (
             TrainingLog(Path(config.output_dir), self.step, config.report_to == "tensorboard") if self.speaks else None
         )
-        end = min(self.steps, until or self.steps)
+        end = min(self.data.steps, until or self.data.steps)
         try:
             while self.step < end:
                 began = time.perf_counter()
-                done = self._optimizer_step(self.order.step(self.step))
+                done = self._optimizer_step(self.data.order.step(self.step))
                 self.step += 1
                 outcome.losses[self.step - 1] = done.loss
                 seconds = time.perf_counter() - began
-                rate, pace = self.optimizer.param_groups[0]["lr"], done.samples / seconds
+                rate, pace = self.update.optimizer.param_groups[0]["lr"], done.samples / seconds
                 if done.overflowed:
                     outcome.overflowed.append(self.step - 1)
                 else:
                     # As in accelerate: a step that is skipped is none of the schedule's.
-                    self._rate.step()
-                scale = self.scaler.get_scale()
+                    self.update.schedule.step()
+                scale = self.update.scaler.get_scale()
                 if log is not None:
                     log.add(
                         {
@@ -399,21 +270,23 @@ class Trainer:
                         }
                     )
                 if report is not None:
-                    left = (self.steps - self.step) * seconds
+                    left = (self.data.steps - self.step) * seconds
                     report(
-                        Progress(self.step, self.steps, done.loss, rate, done.norm, pace, left, done.overflowed, scale)
+                        Progress(
+                            self.step, self.data.steps, done.loss, rate, done.norm, pace, left, done.overflowed, scale
+                        )
                     )
                 if self.step % config.checkpointing_steps == 0 or self.step == end:
                     self._save(outcome)
                 if validate is not None and self.step % config.validation_steps == 0:
-                    with self.averaged():
+                    with self.update.averaged():
                         validate(self.step)
             self._saved(outcome)
         finally:
             if log is not None:
                 log.close()
         outcome.step = self.step
-        skipped, outcome.notes = self.encoded.told(self.mesh)
+        skipped, outcome.notes = self.data.encoded.told(self.mesh)
         outcome.skipped += skipped
         return outcome
 
@@ -426,143 +299,55 @@ class Trainer:
         """Whether this rank writes logs and pictures."""
         return self.mesh.rank == 0
 
-    def _optimizer_step(self, batches: list[MicroBatch]) -> _Step:
+    def _optimizer_step(self, batches: list[MicroBatch]) -> StepResult:
         data = self.mesh.data
-        by_rank = shares(batches, self.speeds.values, equal_counts=self.config.sharding == "fsdp")
+        by_rank = shares(batches, self.parallel.speeds.values, equal_counts=self.config.sharding == "fsdp")
         mine = by_rank[data.rank]
         samples = sum(len(batch.samples) for batch in batches)
         found: dict[int, float] = {}
         for place, number in enumerate(mine):
-            with self.sync.accumulating(number, len(batches), is_last=place == len(mine) - 1):
-                with self.speeds.measured(batches[number].cost):
+            with self.parallel.sync.accumulating(number, len(batches), is_last=place == len(mine) - 1):
+                with self.parallel.speeds.measured(batches[number].cost):
                     losses = self._losses(batches[number])
-                self.scaler.scale(losses.sum() * (self.sync.share / samples)).backward()
-                if self.subset is not None:
-                    self.subset.keep(None)
+                self.update.scaler.scale(losses.sum() * (self.parallel.sync.share / samples)).backward()
+                if self.parallel.subset is not None:
+                    self.parallel.subset.keep(None)
             found[number] = float(losses.detach().double().sum())
-        self.speeds.agree()
-        self.sync.reduce(by_rank)
+        self.parallel.speeds.agree()
+        self.parallel.sync.reduce(by_rank)
         for others in data.all_gather_object(found) if data.size > 1 else ():
             found |= others
         loss = sum(found[number] for number in range(len(batches))) / samples
         if not math.isfinite(loss):
-            raise FloatingPointError(self._stopped(f"the loss of step {self.step + 1} is {loss}"))
-        self.scaler.unscale_(self.optimizer)
-        overflowed = self.scaler.overflowed(self.optimizer)
-        norm = self.sync.clip(0.0 if overflowed else self.config.max_grad_norm)
-        if not overflowed and not math.isfinite(norm):
-            self._refuse_gradients(norm)
-        if overflowed and self.scaler.get_scale() < LEAST_SCALE:
-            raise FloatingPointError(
-                self._stopped(
-                    f"the gradients of step {self.step + 1} overflow in float16 even at a loss scale of "
-                    f"{self.scaler.get_scale():g} (mixed_precision: bf16 has float32's range)"
-                )
-            )
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.ema is not None:
-            # In a skipped step, too, as in diffusers' scripts.
-            self.ema.step(self.parameters)
-        return _Step(loss, norm, samples, overflowed)
-
-    def _stopped(self, why: str) -> str:
-        return (
-            f"{why}: no weight was changed by this step, and the last checkpoint in {self.config.output_dir} stays; "
-            f"use a lower learning_rate (now {self.config.learning_rate:g}) or max_grad_norm "
-            f"({self.config.max_grad_norm:g}) and --resume"
-        )
-
-    def _refuse_gradients(self, norm: float) -> None:
-        """Stop before gradients that are not finite change a weight. Collective."""
-        gradients = ((name, p.grad) for name, p in self.trained.named_parameters() if p.grad is not None)
-        name = not_finite(gradients, self.mesh)
-        where = "of all parameters together" if name is None else f"in {name}"
-        raise FloatingPointError(self._stopped(f"the norm of the gradient of step {self.step + 1} is {norm} ({where})"))
-
-    def _bad_weights(self) -> str | None:
-        """The name of something that would be saved and is not finite; None: nothing. Collective."""
-
-        def held() -> Iterator[tuple[str, Tensor]]:
-            trained = [(name, p) for name, p in self.trained.named_parameters() if p.requires_grad]
-            yield from trained
-            averages = self.ema.shadow_params if self.ema is not None else []
-            for (name, _), average in zip(trained, averages, strict=False):
-                yield f"the average of {name}", average
-            for name, parameter in trained:
-                for key, value in self.optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, Tensor):
-                        yield f"AdamW's {key} of {name}", value
-
-        return not_finite(held(), self.mesh)
+            raise FloatingPointError(self.update.unchanged(f"the loss of step {self.step + 1} is {loss}"))
+        norm, overflowed = self.update.apply(self.parallel.sync, self.step + 1)
+        return StepResult(loss, norm, samples, overflowed)
 
     def _losses(self, micro: MicroBatch) -> Tensor:
         # What a model draws by itself (dropout) is the micro-batch's, too, and not the rank's.
-        torch.manual_seed(self.encoded.seed_of(micro.samples[0]))
-        batch = self._batch(micro)
+        torch.manual_seed(self.data.encoded.seed_of(micro.samples[0]))
+        batch = self.data.batch(micro)
         noised = self.objective(batch.latents, batch.generators)
         seen = self._leave_tokens_out(micro, noised.latents)
         dtype = AUTOCAST.get(self.config.mixed_precision)
         with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype):
             prediction = self.family.predict(
-                self.pipe, self.sync.transformer, noised.latents, noised.timesteps, batch.conditions
+                self.pipe, self.parallel.sync.transformer, noised.latents, noised.timesteps, batch.conditions
             )
         return sample_losses(prediction, noised, seen)
 
-    def _batch(self, micro: MicroBatch) -> Batch:
-        """The samples of a micro-batch, encoded.
-
-        Raises:
-            InputError: a sample's caption or label cannot be encoded; names it.
-        """
-        try:
-            return self.encoded.batch(micro)
-        except (TypeError, ValueError, LookupError) as error:
-            if isinstance(error, InputError):
-                raise
-            cause = error
-        for drawn in micro.samples:
-            try:
-                self.encoded.batch(MicroBatch((drawn,), micro.size))
-            except (TypeError, ValueError, LookupError) as error:
-                sample = self.samples[drawn.index]
-                raise InputError(
-                    f"sample {sample.name!r} cannot be encoded ({type(error).__name__}: {error}); its caption or "
-                    f"label is {sample.said!r}"
-                ) from error
-        names = ", ".join(repr(self.samples[drawn.index].name) for drawn in micro.samples)
-        raise InputError(f"samples {names} cannot be encoded together ({cause})") from cause
-
     def _leave_tokens_out(self, micro: MicroBatch, latents: Tensor) -> Tensor | None:
         """Choose tokens for the transformer's next call; which latents they are, as ones and zeros; None: all."""
-        config, subset = self.config, self.subset
-        if subset is None or self.step >= config.token_share_until * self.steps:
+        config, subset = self.config, self.parallel.subset
+        if subset is None or self.step >= config.token_share_until * self.data.steps:
             return None
         shape, patch = latents.shape[2:], self.family.patch(self.pipe)
         total = math.prod(size // step for size, step in zip(shape, patch, strict=True))
         chosen = micro.samples if subset.per_sample else micro.samples[:1]
-        seeds = [self.encoded.seed_of(drawn, "tokens") for drawn in chosen]
+        seeds = [self.data.encoded.seed_of(drawn, "tokens") for drawn in chosen]
         tokens = torch.stack([random_tokens(total, config.token_share, seed) for seed in seeds]).to(latents.device)
         subset.keep(tokens, total)
         return on_grid(tokens, shape, patch)
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """The moving average in the place of the weights, and modules as they generate."""
-        training = [module for module in self.trained.values() if module.training]
-        if self.ema is not None:
-            self.ema.store(self.parameters)
-            self.ema.copy_to(self.parameters)
-        for module in training:
-            module.eval()
-        try:
-            yield
-        finally:
-            for module in training:
-                module.train()
-            if self.ema is not None:
-                self.ema.restore(self.parameters)
 
     def weights_digest(self) -> str:
         """A digest of the trained weights' bits; the same on any number of ranks in reproducible mode. Collective."""
@@ -575,23 +360,28 @@ class Trainer:
     def _state(self) -> dict[str, Any]:
         """The tensors that the next step depends on, whole but for shards. Collective."""
         options = StateDictOptions(ignore_frozen_params=True)
-        whole = self.slices.whole
-        optimizer = get_optimizer_state_dict(self.trained, self.optimizer, options=options)
+        whole = self.parallel.slices.whole
+        optimizer = get_optimizer_state_dict(self.trained, self.update.optimizer, options=options)
         state: dict[str, Any] = {
-            "model": self.slices.mapped(get_model_state_dict(self.trained, options=options), whole),
-            "optimizer": {"state": self.slices.mapped(cast(Any, optimizer["state"]), whole)},
+            "model": self.parallel.slices.mapped(get_model_state_dict(self.trained, options=options), whole),
+            "optimizer": {"state": self.parallel.slices.mapped(cast(Any, optimizer["state"]), whole)},
         }
-        if self.ema is not None:
+        if self.update.average is not None:
             names = [name for name, p in self.trained.named_parameters() if p.requires_grad]
-            state["average"] = self.slices.mapped(dict(zip(names, self.ema.shadow_params, strict=True)), whole)
-            state["average_steps"] = torch.tensor(self.ema.optimization_step)
+            state["average"] = self.parallel.slices.mapped(
+                dict(zip(names, self.update.average.shadow_params, strict=True)), whole
+            )
+            state["average_steps"] = torch.tensor(self.update.average.optimization_step)
         return state
 
     def _facts(self) -> dict[str, Any]:
         """What else the next step depends on, and whose checkpoint it is; on the first rank."""
-        facts: dict[str, Any] = {"schedule": self._rate.last_epoch, "settings": settings_of(self.config, self._data)}
-        if self.scaler.is_enabled():
-            facts["scaler"] = self.scaler.state_dict()
+        facts: dict[str, Any] = {
+            "schedule": self.update.schedule.last_epoch,
+            "settings": settings_of(self.config, self.data.digest),
+        }
+        if self.update.scaler.is_enabled():
+            facts["scaler"] = self.update.scaler.state_dict()
         if self._folder is not None:
             facts["run"] = self._folder.run
         return facts
@@ -601,7 +391,7 @@ class Trainer:
         options = StateDictOptions(ignore_frozen_params=self.config.lora is not None)
         found: dict[str, Tensor] = {}
         for name, value in get_model_state_dict(self.trained, options=options).items():
-            whole = self.slices.whole(name, cast(Tensor, value))
+            whole = self.parallel.slices.whole(name, cast(Tensor, value))
             whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
             if self.mesh.rank == 0:
                 found[name] = whole.detach().to("cpu", copy=True)
@@ -610,7 +400,7 @@ class Trainer:
     def _save(self, outcome: Outcome) -> None:
         # One at a time.
         self._saved(outcome)
-        bad = self._bad_weights()
+        bad = self.update.bad_weights()
         if bad is not None:
             raise FloatingPointError(
                 f"{bad} is not finite after step {self.step}: no checkpoint of this step is saved, and the last one in "
@@ -635,7 +425,7 @@ class Trainer:
             self._on_first(lambda: here and here.begin(None, 0, None))
             return []
         facts = self._on_first(lambda: facts_of(folder))
-        now = settings_of(self.config, self._data)
+        now = settings_of(self.config, self.data.digest)
         changed: list[str] = self._on_first(
             lambda: changes(facts.get("settings", {}), now, self.config.resume_allow_changed)
         )
@@ -663,36 +453,32 @@ class Trainer:
                 f"{str('average_steps' in names).lower()}"
             )
         scaler = facts.get("scaler")
-        if "scaler.scale" in names and self.scaler.is_enabled():
+        if "scaler.scale" in names and self.update.scaler.is_enabled():
             # Of an earlier version, which kept it among the tensors.
-            scaler = state["scaler"] = self.scaler.state_dict()
+            scaler = state["scaler"] = self.update.scaler.state_dict()
         self.step = self.checkpoints.load(folder, state)
         options = StateDictOptions(strict=False, ignore_frozen_params=True)
-        own = self.slices.own
-        set_model_state_dict(self.trained, self.slices.mapped(state["model"], own), options=options)
+        own = self.parallel.slices.own
+        set_model_state_dict(self.trained, self.parallel.slices.mapped(state["model"], own), options=options)
         # Rate, decay and betas are this run's.
         groups = get_optimizer_state_dict(
-            self.trained, self.optimizer, options=StateDictOptions(ignore_frozen_params=True)
+            self.trained, self.update.optimizer, options=StateDictOptions(ignore_frozen_params=True)
         )["param_groups"]
-        optimizer = {"param_groups": groups, "state": self.slices.mapped(state["optimizer"]["state"], own)}
-        set_optimizer_state_dict(self.trained, self.optimizer, cast(Any, optimizer), options=options)
-        if self.ema is not None:
-            average = self.slices.mapped(state["average"], own)
-            for mine, loaded in zip(self.ema.shadow_params, average.values(), strict=True):
+        optimizer = {"param_groups": groups, "state": self.parallel.slices.mapped(state["optimizer"]["state"], own)}
+        set_optimizer_state_dict(self.trained, self.update.optimizer, cast(Any, optimizer), options=options)
+        if self.update.average is not None:
+            average = self.parallel.slices.mapped(state["average"], own)
+            for mine, loaded in zip(self.update.average.shadow_params, average.values(), strict=True):
                 mine.copy_(loaded)
-            self.ema.optimization_step = int(state["average_steps"])
-        if self.scaler.is_enabled() and scaler is not None:
-            self.scaler.load_state_dict(scaler)
-        bad = self._bad_weights()
+            self.update.average.optimization_step = int(state["average_steps"])
+        if self.update.scaler.is_enabled() and scaler is not None:
+            self.update.scaler.load_state_dict(scaler)
+        bad = self.update.bad_weights()
         if bad is not None:
             raise InputError(
                 f"{folder}: {bad} is not finite; resume from an earlier checkpoint, which is named in full"
             )
-        self._rate.last_epoch = int(facts.get("schedule", self.step))
-        for group, rate, factor in zip(
-            self.optimizer.param_groups, self._rate.base_lrs, self._rate.lr_lambdas, strict=True
-        ):
-            group["initial_lr"], group["lr"] = rate, rate * factor(self._rate.last_epoch)
+        self.update.schedule_from(int(facts.get("schedule", self.step)))
 
     def close(self) -> None:
         """Take everything off the pipeline again; its weights stay trained. Collective."""
@@ -700,7 +486,7 @@ class Trainer:
 
     def _restore(self) -> None:
         try:
-            restore(self.model)
+            restore(self.pipe.transformer)
         except PeerError:
             # Slices of weights cannot be put together: of a job that has failed, whose error is to be told, or in
             # FSDP2's shards, in which the weights stay.
@@ -721,10 +507,3 @@ class Trainer:
             self.close()
         else:
             self._give_up()
-
-
-def _reinitialise(model: nn.Module) -> None:
-    """Fresh weights: what every module's constructor gives it."""
-    config = cast(Any, model).config
-    fresh = cast(Any, type(model)).from_config(config)
-    model.load_state_dict(fresh.state_dict())

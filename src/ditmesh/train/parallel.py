@@ -1,0 +1,104 @@
+"""What is trained, and how ranks share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, cast
+
+from torch import nn
+
+from ..comm.mesh import Mesh
+from ..core.alignment import aligned
+from ..engine import parallelize
+from ..errors import ConfigError
+from ..layout import layout_of
+from .config import TrainConfig
+from .dropout import TokenDropout, dropping, refusal
+from .lora import peft_config
+from .speeds import DataSpeeds
+from .sync import GradientSync, TensorSlicesOf
+from .token_subset import TokenSubset
+
+
+def trained_modules(pipe: Any, config: TrainConfig) -> nn.ModuleDict:
+    """The modules of ``train_modules``, with fresh weights or adapters as configured; all others are frozen.
+
+    Raises:
+        ConfigError: the pipeline has no such module, or no LoRA.
+    """
+    unknown = [name for name in config.train_modules if not isinstance(pipe.components.get(name), nn.Module)]
+    if unknown:
+        raise ConfigError(f"train_modules: {type(pipe).__name__} has no module {unknown[0]!r}")
+    model, modules = pipe.transformer, {n: m for n, m in pipe.components.items() if isinstance(m, nn.Module)}
+    for name, module in modules.items():
+        module.requires_grad_(name in config.train_modules and config.lora is None)
+        module.train(name in config.train_modules)
+    if config.from_scratch:
+        model.load_state_dict(type(model).from_config(model.config).state_dict())
+    if config.lora is not None:
+        if not hasattr(model, "add_adapter") or not hasattr(pipe, "save_lora_weights"):
+            raise ConfigError(f"{type(pipe).__name__} has no LoRA in diffusers; leave lora out to train its weights")
+        try:
+            model.add_adapter(peft_config(config.lora))
+        except ValueError as error:
+            raise ConfigError(f"lora: {str(error).splitlines()[0]}") from None
+    if config.in_order:
+        # Memory-mapped weights start at any address, and kernels are chosen by its alignment.
+        for module in modules.values():
+            for parameter in module.parameters():
+                parameter.data = aligned(parameter.data)
+    if config.gradient_checkpointing:
+        model.enable_gradient_checkpointing()
+    return nn.ModuleDict({name: pipe.components[name] for name in config.train_modules})
+
+
+class ParallelTraining:
+    """The transformer on the ranks of a mesh, and the gradients of its weights. Collective.
+
+    Args:
+        trained: modules by name, whole.
+        model: the transformer.
+        config: the run.
+        mesh: the ranks.
+        undo: gets what takes the ranks off the model again.
+        restore: undoes `parallelize`.
+
+    Attributes:
+        speeds: of the data ranks.
+        subset: the tokens that a step works on; None without ``token_share``.
+        slices: what tensor ranks hold.
+        sync: of the gradients.
+
+    Raises:
+        ConfigError: the model cannot be trained so.
+    """
+
+    def __init__(
+        self,
+        trained: nn.ModuleDict,
+        model: nn.Module,
+        config: TrainConfig,
+        mesh: Mesh,
+        undo: ExitStack,
+        restore: Callable[[], None],
+    ) -> None:
+        if config.lora is not None and mesh.tensor.size > 1:
+            raise ConfigError("tensor ranks cut adapters anew in every call; train lora with ulysses, ring or data")
+        self.speeds = DataSpeeds(config.data_speeds, mesh)
+        self.subset = TokenSubset(model, layout_of(model)) if config.token_share < 1 else None
+        if self.subset is not None:
+            undo.callback(self.subset.close)
+        problem = refusal(model, mesh)
+        if problem is not None:
+            raise ConfigError(problem)
+        # Of the whole weights: `parallelize` cuts them.
+        self.slices = TensorSlicesOf(model, mesh, "transformer.")
+        if mesh.world_size > 1 or config.in_order:
+            parallelize(cast(Any, model), mesh.config, mesh=mesh)
+            undo.callback(restore)
+        if mesh.sequence.size > 1 and dropping(model):
+            undo.callback(TokenDropout(model, mesh).close)
+        self.sync = GradientSync(trained, mesh, config.sharding, self.slices)
+        # FSDP2 puts others in the place of the parameters.
+        self.slices.follow(trained.named_parameters())

@@ -1,0 +1,166 @@
+"""What changes the weights: optimizer, learning rate, loss scale and moving average."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from diffusers.optimization import get_scheduler
+from diffusers.training_utils import EMAModel
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers.optimization import get_wsd_schedule
+
+from ..comm.mesh import Mesh
+from ..errors import ConfigError
+from .config import TrainConfig
+from .precision import LEAST_SCALE, MeshGradScaler, not_finite
+from .sync import GradientSync
+
+
+class WeightUpdate:
+    """The optimizer of a run and what belongs to it.
+
+    Args:
+        trained: modules by name, parallelised and sharded already.
+        config: the run.
+        mesh: the ranks.
+        steps: optimizer steps of the run.
+
+    Attributes:
+        parameters: what is trained.
+        optimizer: AdamW.
+        schedule: of the learning rate.
+        scaler: of the loss; does nothing without ``mixed_precision: fp16``.
+        average: the moving average of the weights; None without ``use_ema``.
+
+    Raises:
+        ConfigError: no parameter is trained, or the schedule does not fit the run.
+    """
+
+    def __init__(self, trained: nn.ModuleDict, config: TrainConfig, mesh: Mesh, steps: int) -> None:
+        self._trained, self._config, self._mesh = trained, config, mesh
+        self.parameters = [p for p in trained.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise ConfigError("nothing is trained: no parameter asks for a gradient")
+        self.optimizer = torch.optim.AdamW(
+            self.parameters,
+            lr=config.peak_rate,
+            betas=(config.adam_beta1, config.adam_beta2),
+            weight_decay=config.adam_weight_decay,
+            eps=config.adam_epsilon,
+        )
+        self.schedule = _schedule(self.optimizer, config, steps)
+        self.scaler = MeshGradScaler(mesh, config.mixed_precision == "fp16")
+        self.average = EMAModel(self.parameters, decay=config.ema_decay) if config.use_ema else None
+
+    def apply(self, sync: GradientSync, step: int) -> tuple[float, bool]:
+        """Change the weights by the gradients that they hold. Collective.
+
+        Args:
+            sync: clips the gradients of all ranks.
+            step: number of the step from 1, for messages.
+
+        Returns:
+            The norm of the gradient before clipping; and whether gradients have overflowed, and no weight was changed.
+
+        Raises:
+            FloatingPointError: a gradient is not finite.
+        """
+        self.scaler.unscale_(self.optimizer)
+        overflowed = self.scaler.overflowed(self.optimizer)
+        norm = sync.clip(0.0 if overflowed else self._config.max_grad_norm)
+        if not overflowed and not math.isfinite(norm):
+            gradients = ((name, p.grad) for name, p in self._trained.named_parameters() if p.grad is not None)
+            name = not_finite(gradients, self._mesh)
+            where = "of all parameters together" if name is None else f"in {name}"
+            raise FloatingPointError(self.unchanged(f"the norm of the gradient of step {step} is {norm} ({where})"))
+        if overflowed and self.scaler.get_scale() < LEAST_SCALE:
+            raise FloatingPointError(
+                self.unchanged(
+                    f"the gradients of step {step} overflow in float16 even at a loss scale of "
+                    f"{self.scaler.get_scale():g} (mixed_precision: bf16 has float32's range)"
+                )
+            )
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.average is not None:
+            # In a skipped step, too, as in diffusers' scripts.
+            self.average.step(self.parameters)
+        return norm, overflowed
+
+    def unchanged(self, why: str) -> str:
+        """The message of a step that is refused before it changes a weight."""
+        config = self._config
+        return (
+            f"{why}: no weight was changed by this step, and the last checkpoint in {config.output_dir} stays; "
+            f"use a lower learning_rate (now {config.learning_rate:g}) or max_grad_norm "
+            f"({config.max_grad_norm:g}) and --resume"
+        )
+
+    def bad_weights(self) -> str | None:
+        """The name of something that would be saved and is not finite; None: nothing. Collective."""
+
+        def held() -> Iterator[tuple[str, Tensor]]:
+            trained = [(name, p) for name, p in self._trained.named_parameters() if p.requires_grad]
+            yield from trained
+            averages = self.average.shadow_params if self.average is not None else []
+            for (name, _), average in zip(trained, averages, strict=False):
+                yield f"the average of {name}", average
+            for name, parameter in trained:
+                for key, value in self.optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        yield f"AdamW's {key} of {name}", value
+
+        return not_finite(held(), self._mesh)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The moving average in the place of the weights, and modules as they generate."""
+        training = [module for module in self._trained.values() if module.training]
+        if self.average is not None:
+            self.average.store(self.parameters)
+            self.average.copy_to(self.parameters)
+        for module in training:
+            module.eval()
+        try:
+            yield
+        finally:
+            for module in training:
+                module.train()
+            if self.average is not None:
+                self.average.restore(self.parameters)
+
+    def schedule_from(self, step: int) -> None:
+        """Go on with the learning rate behind ``step`` of the schedule."""
+        self.schedule.last_epoch = step
+        for group, rate, factor in zip(
+            self.optimizer.param_groups, self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True
+        ):
+            group["initial_lr"], group["lr"] = rate, rate * factor(step)
+
+
+def _schedule(optimizer: torch.optim.Optimizer, config: TrainConfig, steps: int) -> LambdaLR:
+    if config.lr_decay_steps is None:
+        try:
+            return get_scheduler(
+                config.lr_scheduler,
+                optimizer=optimizer,
+                num_warmup_steps=config.lr_warmup_steps,
+                num_training_steps=steps,
+                num_cycles=config.lr_num_cycles,
+                power=config.lr_power,
+            )
+        except ValueError as error:
+            raise ConfigError(f"lr_scheduler={config.lr_scheduler!r}: {error}") from None
+    if config.lr_warmup_steps + config.lr_decay_steps > steps:
+        raise ConfigError(
+            f"lr_warmup_steps={config.lr_warmup_steps} and lr_decay_steps={config.lr_decay_steps} are more than "
+            f"the run's {steps} steps; use fewer"
+        )
+    return get_wsd_schedule(
+        optimizer, config.lr_warmup_steps, config.lr_decay_steps, num_training_steps=steps, decay_type="linear"
+    )
