@@ -66,6 +66,12 @@ def inspect(
             metavar="N|N,N", help="Show what the configuration sends between this many hosts, or hosts of these ranks."
         ),
     ] = None,
+    explain: Annotated[
+        bool,
+        layout_option(
+            "--explain", help="List what stands around the transformer's call, and what ranks exchange, and why."
+        ),
+    ] = False,
     check: Annotated[
         bool, layout_option("--check", help="Probe the class and compare with the reviewed layout.")
     ] = False,
@@ -103,6 +109,8 @@ def inspect(
 
     ditmesh inspect ./my-model --config "ulysses=4 cfg=2" --hosts 2
 
+    ditmesh inspect --explain --devices 4 --ulysses 4
+
     Exits with code 1 when --check finds a difference.
     """
     from .. import zoo
@@ -121,9 +129,11 @@ def inspect(
         emit(_needed(components, workload, count, chosen, heads, dtype, hardware), as_json, _show_memory)
         return
     asked = bool(settings) or devices is not None or config is not None
-    if asked != (hosts is not None):
+    if asked != (explain or hosts is not None):
         raise InputError(
             "a configuration is for --memory, or with --hosts for what travels between them; give both or neither"
+            if not explain
+            else "--explain is of a configuration; give --config, or --devices and degrees"
         )
     info = find_model(model or zoo.path())
     from ..forecast.workload import workload_of
@@ -154,10 +164,12 @@ def inspect(
     if check:
         facts["probed"] = as_data(probed) if probed else None
         facts["differences"] = differences
-    if hosts is not None:
+    if asked:
         count, chosen = _config_of(config, devices, settings, info.heads)
         chosen = chosen or ParallelConfig.auto(count, info.heads or 1)
-
+        if explain:
+            facts |= _anatomy(name, sizes, layout, chosen, workload, dtype)
+    if hosts is not None:
         step = {"frames": frames, "text": tokens, "pictures": pictures, "guidance": guidance, "dtype": dtype}
         step["size"] = (workload.width, workload.height)
         facts["between_hosts"] = _between(str(model or zoo.path()), step, chosen, hosts)
@@ -169,6 +181,55 @@ def inspect(
     emit(facts, as_json, partial(_show, layout=layout, check=check))
     if differences:
         raise typer.Exit(1)
+
+
+def _anatomy(
+    transformer: str, sizes: Any, layout: TokenLayout, config: ParallelConfig, workload: Workload, dtype: str
+) -> dict[str, Any]:
+    """What stands around a call of the transformer and what ranks exchange in it, as plain data."""
+    import torch
+
+    from .. import recipe
+    from ..forecast.memory.anatomy import anatomy
+    from ..layout.describe import on_meta
+
+    recipe.check(recipe.RECIPE, config, [(on_meta(transformer, sizes), layout)])
+    layers, exchanges = anatomy(transformer, sizes, layout, config, workload, getattr(torch, dtype))
+    return {
+        "config": config.describe(),
+        "layers": [vars(layer) for layer in layers],
+        "exchanges": None if exchanges is None else [vars(exchange) for exchange in exchanges],
+    }
+
+
+def _show_anatomy(facts: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(f"[bold]{facts['config']}[/], outermost first:")
+    table = Table(box=None, padding=(0, 2, 0, 2))
+    for column in ("around", "what", "why"):
+        table.add_column(column, overflow="fold")
+    around = ""
+    for layer in facts["layers"]:
+        table.add_row(
+            *map(escape, ("" if layer["around"] == around else layer["around"], layer["name"], layer["reason"]))
+        )
+        around = layer["around"]
+    console.print(table)
+    if facts["exchanges"] is None:
+        console.print("Exchanges are not predicted for this configuration and model.")
+        return
+    console.print("Exchanges of rank 0 in a step, with one block of each kind; predicted:")
+    table = Table(box=None, padding=(0, 2, 0, 2))
+    for column in ("where", "link", "exchange", "times", "MB"):
+        table.add_column(column, justify="right" if column in ("times", "MB") else "left")
+    for each in facts["exchanges"]:
+        row = (each["where"], each["link"], each["kind"], str(each["times"]), f"{each['bytes'] / 1e6:.3g}")
+        table.add_row(*map(escape, row))
+    console.print(table)
 
 
 def _config_of(
@@ -265,6 +326,8 @@ def _show(facts: dict[str, Any], layout: TokenLayout, check: bool) -> None:
         console.print(table, highlight=False)
     if layout.refused:
         console.print("Derived from the call that sets one: " + ", ".join(layout.refused), highlight=False)
+    if "layers" in facts:
+        _show_anatomy(facts)
     if "between_hosts" in facts:
         _show_between(facts["between_hosts"])
     if check and not facts["differences"]:

@@ -126,10 +126,20 @@ class PhantomLink(Link):
         name, size, rank: as of `Link`.
         traffic: what counts the bytes sent.
         pools: shared memory of the ranks; None: tensors travel over a process group.
+        listen: told of each exchange: the link's name, its kind and the bytes that this rank sends.
     """
 
-    def __init__(self, name: str, size: int, rank: int, traffic: Traffic, pools: SharedPools | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        rank: int,
+        traffic: Traffic,
+        pools: SharedPools | None,
+        listen: Callable[[str, str, int], None] | None = None,
+    ) -> None:
         super().__init__(name, range(size), rank, traffic)
+        self._listen = listen
         # It stands for a `SharedChannel`.
         self.connect(None, None if pools is None or size == 1 else _Channel(pools, range(size)))  # type: ignore[arg-type]
 
@@ -144,6 +154,9 @@ class PhantomLink(Link):
 
     def _together(self, collective: Callable[..., Any], *tensors: Any) -> None:
         """Ranks that are not there have the same."""
+        if self._listen is not None:
+            sent = sum(each.nbytes for each in tensors if isinstance(each, Tensor))
+            self._listen(self.name, collective.__name__, sent)
 
     def _start(
         self,
@@ -151,24 +164,32 @@ class PhantomLink(Link):
         outgoing: Sequence[tuple[Sequence[Tensor], Sequence[int]]],
         incoming: Sequence[tuple[Sequence[Tensor], int]],
     ) -> Transfer:
+        if self._listen is not None:
+            self._listen(self.name, kind, sum(each.nbytes * len(to) for tensors, to in outgoing for each in tensors))
         if self._shared is not None:
             return super()._start(kind, outgoing, incoming)
         sent = [tensor.contiguous() for tensors, _ in outgoing for tensor in tensors]
         return Transfer([tensor for tensors, _ in incoming for tensor in tensors], sent, link=self.name)
 
 
-def phantom_mesh(config: ParallelConfig, pools: SharedPools | None, stage: int = 0) -> Mesh:
+def phantom_mesh(
+    config: ParallelConfig,
+    pools: SharedPools | None,
+    stage: int = 0,
+    listen: Callable[[str, str, int], None] | None = None,
+) -> Mesh:
     """The mesh of one rank of a configuration, without the others.
 
     Args:
         config: degrees.
         pools: shared memory of the ranks; None: they have none.
         stage: the rank's place on the pipe axis; on the others it is the first, which has no less than any other.
+        listen: as of `PhantomLink`.
     """
     traffic = Traffic()
     sizes = {name: config.size_of(axes) for name, axes in LINKS.items()} | {"shard": config.shard}
     links = {
-        name: PhantomLink(name, sizes[name], stage if axes == ("pipe",) else 0, traffic, pools)
+        name: PhantomLink(name, sizes[name], stage if axes == ("pipe",) else 0, traffic, pools, listen)
         for name, axes in LINKS.items()
     }
     return Mesh(config, "cpu", links=links)

@@ -43,6 +43,8 @@ from .phantom import SharedPools, phantom_mesh
 
 log = logging.getLogger(__name__)
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
+# What models raise that look at values, or that are called in another way than theirs.
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 # torch's own convolution is taken for small inputs of small kernels: elements of its first four dimensions.
 _SMALL = 20480
 # Steps of a stale strategy that are looked at: a synchronous one, one that uses its keys, one that overwrites them.
@@ -152,7 +154,7 @@ def _step(
     batch, calls = workload.calls(workload.pictures, workload.branches)
     size = Size(workload.rows, workload.cols, workload.text, batch, workload.frames)
     for way in sorted(call_variants(model), key=lambda way: way.optional):
-        with _fake(model, dtype):
+        with fake_weights(model, dtype):
             alive = LiveBytes((*model.parameters(), *model.buffers()), workspace)
             pools = SharedPools(alive) if shared_memory else None
             engine = Engine([(model, layout)], config, phantom_mesh(config, pools), owns_mesh=False)
@@ -170,7 +172,7 @@ def _step(
                 make.dtype = dtype
                 kept = _some_steps(engine, model, alive, make, size, calls)
                 return Needs(weights, alive.peak, kept, pools.bytes if pools else 0.0, blocks)
-            except (DitmeshError, RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+            except (DitmeshError, *FAILURES) as error:
                 reasons.append(f"{(str(error).splitlines() or [type(error).__name__])[0]} ({way})")
             finally:
                 engine.end_request(failed=True)
@@ -202,7 +204,7 @@ def _some_steps(engine: Engine, model: nn.Module, alive: LiveBytes, make: Conven
 
 
 @contextmanager
-def _fake(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def fake_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Give a model on the meta device weights without values, which say that they are on the CPU."""
     exact = tuple(getattr(type(model), "_keep_in_fp32_modules", None) or ())
     if not hasattr(model, "register_to_config"):
@@ -281,7 +283,7 @@ def decode(
         LayoutError: it cannot run without values.
     """
     vae: Any = on_meta(kind, dict(settings)).eval()
-    with _fake(vae, dtype):
+    with fake_weights(vae, dtype):
         alive = LiveBytes((*vae.parameters(), *vae.buffers()), workspace)
         pools = SharedPools(alive) if shared_memory else None
         context = Context(config, phantom_mesh(config, pools), [])
@@ -331,7 +333,7 @@ def encode(
     with torch.device("meta"):
         model: Any = cls(cls.config_class.from_dict(dict(settings))).eval()
     most = getattr(model.config, "max_position_embeddings", None) or tokens
-    with _fake(model, dtype):
+    with fake_weights(model, dtype):
         alive = LiveBytes((*model.parameters(), *model.buffers()), workspace)
         pools = SharedPools(alive) if shared_memory else None
         sharded = None

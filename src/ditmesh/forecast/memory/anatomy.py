@@ -1,0 +1,129 @@
+"""What stands around a transformer's call under a configuration, and what its ranks exchange, without any of them.
+
+The program runs on the meta device with links to ranks that are not there, as for the prediction of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...config import ParallelConfig
+from ...engine import Engine
+from ...errors import DitmeshError
+from ...explain import Layer
+from ...layout import TokenLayout
+from ...layout.conventions import Conventions, Size, call_variants
+from ...layout.describe import on_meta
+from ...strategies.pipefusion.stages import blocks_of, kinds_of
+from ..costs.work import Workload
+from ..model_work import WithoutValues, kept_blocks
+from .phantom import phantom_mesh
+from .walk import FAILURES, fake_weights
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Messages of one kind in a row, of a step in the steady state.
+
+    Attributes:
+        where: the path of the block that runs; ``"forward"`` outside of blocks.
+        link: axes of the mesh.
+        kind: of the exchange.
+        times: in a row.
+        bytes: that rank 0 sends in all of them.
+    """
+
+    where: str
+    link: str
+    kind: str
+    times: int
+    bytes: int
+
+
+def anatomy(
+    transformer: str,
+    settings: Mapping[str, Any],
+    layout: TokenLayout,
+    config: ParallelConfig,
+    workload: Workload,
+    dtype: torch.dtype,
+) -> tuple[list[Layer], list[Exchange] | None]:
+    """Layers around the call of a transformer with one block of each kind, and the exchanges of one of its steps.
+
+    Args:
+        transformer, settings: class and configuration.
+        layout: where its tokens are.
+        config: any.
+        workload: what is asked of it.
+        dtype: of the weights.
+
+    Returns:
+        The layers, and rank 0's exchanges in order. None in their place: the model does not run without values, or
+        the configuration has stages or patches, whose messages depend on the blocks that a stage has.
+
+    Raises:
+        ConfigError: the transformer cannot run with the configuration.
+    """
+    model = on_meta(transformer, dict(settings)).eval()
+    batch, calls = workload.calls(workload.pictures, workload.branches)
+    size = Size(workload.rows, workload.cols, workload.text, batch, workload.frames)
+    with kept_blocks(model, layout, [1] * (max(kinds_of(model, layout)) + 1)):
+        layers: list[Layer] = []
+        for variant in sorted(call_variants(model), key=lambda variant: variant.optional):
+            seen: list[tuple[str, str, str, int]] = []
+            place = ["forward"]
+
+            def listen(link: str, kind: str, sent: int, seen: list = seen, place: list = place) -> None:
+                seen.append((place[0], link, kind, sent))
+
+            with fake_weights(model, dtype):
+                mesh = phantom_mesh(config, None, listen=listen)
+                engine = Engine([(model, layout)], config, mesh, owns_mesh=False)
+                engine.open(model)
+                try:
+                    layers = engine.explain()
+                    if config.stages_or_patches:
+                        return layers, None
+                    make = Conventions(model, variant)
+                    make.dtype = dtype
+                    _note_blocks(model, layout, place)
+                    _steps(engine, model, make.inputs(size), calls, seen)
+                    return layers, _in_a_row(seen)
+                except (DitmeshError, *FAILURES):
+                    continue
+                finally:
+                    engine.end_request(failed=True)
+                    engine.close()
+    return layers, None
+
+
+def _note_blocks(model: nn.Module, layout: TokenLayout, place: list[str]) -> None:
+    """Let blocks say when they run; the model is one that is thrown away."""
+    for path, block in blocks_of(model, layout):
+        block.register_forward_pre_hook(lambda *_, path=path: place.__setitem__(0, path), prepend=True)
+        block.register_forward_hook(lambda *_: place.__setitem__(0, "forward"), always_call=True)
+
+
+def _steps(engine: Engine, model: nn.Module, inputs: dict[str, Any], calls: int, seen: list[Any]) -> None:
+    """Some steps; ``seen`` is left with the exchanges of the last one, which is stale if any is."""
+    with WithoutValues():
+        engine.begin_request(3)
+        for step in range(3 if engine.control is not None else 1):
+            seen.clear()
+            for name in {"timestep", "t"} & inputs.keys():
+                # Steps are told apart by their times.
+                inputs[name] = inputs[name] - 0.01 * step
+            for _ in range(calls):
+                model(**inputs)
+        engine.end_request()
+
+
+def _in_a_row(seen: list[tuple[str, str, str, int]]) -> list[Exchange]:
+    rows = [(key, [sent for *_, sent in group]) for key, group in groupby(seen, key=lambda one: one[:3])]
+    return [Exchange(*key, times=len(sent), bytes=sum(sent)) for key, sent in rows]
