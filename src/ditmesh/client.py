@@ -46,7 +46,7 @@ LAST = 3.0
 
 
 @dataclass(frozen=True)
-class Ask:
+class ApiRequest:
     """A request that may be sent again, as `httpx.Client.request` takes it."""
 
     method: str
@@ -57,38 +57,38 @@ class Ask:
 
 
 # Yields requests, is sent their answers, and returns the result.
-Flow = Generator[Ask, httpx.Response, Result]
+Flow = Generator[ApiRequest, httpx.Response, Result]
 
 
-def _submission(prompt: str, options: Mapping[str, Any]) -> Ask:
+def _submission(prompt: str, options: Mapping[str, Any]) -> ApiRequest:
     """A job; sent again, after a lost connection for one, it is the same job."""
     once = {"Idempotency-Key": secrets.token_hex(16)}
-    return Ask("POST", "/v1/jobs", json=job_body(prompt, options), headers=once)
+    return ApiRequest("POST", "/v1/jobs", json=job_body(prompt, options), headers=once)
 
 
-def _submit(ask: Ask) -> Flow[Job]:
+def _submit(ask: ApiRequest) -> Flow[Job]:
     response = yield ask
     return Job.model_validate(response.json())
 
 
 def _job(id: str) -> Flow[Job]:
-    response = yield Ask("GET", f"/v1/jobs/{id}")
+    response = yield ApiRequest("GET", f"/v1/jobs/{id}")
     return Job.model_validate(response.json())
 
 
 def _jobs(limit: int, status: Status | None) -> Flow[list[Job]]:
     params = {"limit": limit} | ({} if status is None else {"status": status})
-    response = yield Ask("GET", "/v1/jobs", params=params)
+    response = yield ApiRequest("GET", "/v1/jobs", params=params)
     return [Job.model_validate(one) for one in response.json()["data"]]
 
 
 def _cancel(id: str) -> Flow[Job]:
-    response = yield Ask("DELETE", f"/v1/jobs/{id}")
+    response = yield ApiRequest("DELETE", f"/v1/jobs/{id}")
     return Job.model_validate(response.json())
 
 
 def _file(id: str, index: int) -> Flow[bytes]:
-    response = yield Ask("GET", f"/v1/jobs/{id}/images/{index}")
+    response = yield ApiRequest("GET", f"/v1/jobs/{id}/images/{index}")
     return response.content
 
 
@@ -110,12 +110,12 @@ def _images(job: Job) -> Flow[list[Image]]:
 
 
 def _models() -> Flow[list[ModelCard]]:
-    response = yield Ask("GET", "/v1/models")
+    response = yield ApiRequest("GET", "/v1/models")
     return [ModelCard.model_validate(one) for one in response.json()["data"]]
 
 
 def _server() -> Flow[ServerState]:
-    response = yield Ask("GET", "/v1/server")
+    response = yield ApiRequest("GET", "/v1/server")
     return ServerState.model_validate(response.json())
 
 
@@ -217,7 +217,7 @@ def _unreachable(url: str, error: Exception) -> ServerError | InputError:
 
 
 @dataclass
-class _Reader:
+class EventReader:
     """Reads a stream of events, and knows where to go on after a lost connection."""
 
     url: str
@@ -266,7 +266,7 @@ class _Reader:
         return min(PAUSE, self.patience)
 
 
-class _Settings:
+class _ClientBase:
     """What both clients are made with."""
 
     def __init__(
@@ -282,7 +282,7 @@ class _Settings:
         self._options: dict[str, Any] = {"base_url": self.url, "headers": headers, "timeout": timeout}
         self._silence = httpx.Timeout(timeout, read=SILENCE)
 
-    def _lost(self, ask: Ask, error: Exception, waited: float) -> float | None:
+    def _lost(self, ask: ApiRequest, error: Exception, waited: float) -> float | None:
         """Seconds to wait before a request is sent again that found no connection, or lost it; None: it is not."""
         if ask.method == "DELETE":
             # Whoever breaks off does not wait.
@@ -291,7 +291,7 @@ class _Settings:
         nobody = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)) and not self._reached
         return PAUSE if passing and not nobody and waited + PAUSE <= self._patience else None
 
-    def _stream(self, id: str, reader: _Reader) -> dict[str, Any]:
+    def _stream(self, id: str, reader: EventReader) -> dict[str, Any]:
         path = f"/v1/jobs/{id}/events"
         return {"method": "GET", "url": path, "headers": reader.headers, "timeout": self._silence}
 
@@ -299,7 +299,7 @@ class _Settings:
 # --- the clients
 
 
-class Client(_Settings):
+class Client(_ClientBase):
     """A server's client.
 
     Args:
@@ -354,7 +354,7 @@ class Client(_Settings):
             self._withdraw(ask)
             raise
 
-    def _withdraw(self, ask: Ask) -> None:
+    def _withdraw(self, ask: ApiRequest) -> None:
         """Cancel a job that may have arrived: the same request again says which one it is."""
         with contextlib.suppress(Exception):
             job = Job.model_validate(self._http.request(**vars(ask), timeout=LAST).json())
@@ -394,7 +394,7 @@ class Client(_Settings):
 
     def events(self, id: str, after: int = 0) -> Iterator[Event]:
         """What happens to a job, behind event number ``after``, to its end; lost connections are made again."""
-        reader = _Reader(self.url, after, self._patience)
+        reader = EventReader(self.url, after, self._patience)
         while True:
             error = None
             try:
@@ -439,7 +439,7 @@ class Client(_Settings):
         except StopIteration as done:
             return done.value
 
-    def _answer(self, ask: Ask) -> httpx.Response:
+    def _answer(self, ask: ApiRequest) -> httpx.Response:
         waited = 0.0
         while True:
             try:
@@ -458,7 +458,7 @@ class Client(_Settings):
             time.sleep(wait)
 
 
-class AsyncClient(_Settings):
+class AsyncClient(_ClientBase):
     """`Client` for programs with an event loop: the same methods, to be awaited."""
 
     def __init__(
@@ -489,7 +489,7 @@ class AsyncClient(_Settings):
             await asyncio.shield(self._withdraw(ask))
             raise
 
-    async def _withdraw(self, ask: Ask) -> None:
+    async def _withdraw(self, ask: ApiRequest) -> None:
         with contextlib.suppress(Exception):
             job = Job.model_validate((await self._http.request(**vars(ask), timeout=LAST)).json())
             await self._http.request("DELETE", f"/v1/jobs/{job.id}", timeout=LAST)
@@ -528,7 +528,7 @@ class AsyncClient(_Settings):
 
     async def events(self, id: str, after: int = 0) -> AsyncIterator[Event]:
         """See `Client.events`."""
-        reader = _Reader(self.url, after, self._patience)
+        reader = EventReader(self.url, after, self._patience)
         while True:
             error = None
             try:
@@ -573,7 +573,7 @@ class AsyncClient(_Settings):
         except StopIteration as done:
             return done.value
 
-    async def _answer(self, ask: Ask) -> httpx.Response:
+    async def _answer(self, ask: ApiRequest) -> httpx.Response:
         waited = 0.0
         while True:
             try:

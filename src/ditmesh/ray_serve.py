@@ -18,7 +18,7 @@ from .cli.serve import (
     LimitOptions,
     LogOptions,
     ModelOptions,
-    Plan,
+    ServerPlan,
     check_installed,
     planned,
     traces_of,
@@ -45,7 +45,7 @@ def _options(
     limits: LimitOptions,
     logs: LogOptions,
     models: ModelOptions,
-) -> Plan:
+) -> ServerPlan:
     if ranks.launcher is not None or ranks.address is not None:
         raise InputError("ranks of a server under Ray Serve are on its own cluster; leave launcher and address out")
     return planned(parallel, ranks, clients, limits, logs, models)
@@ -57,7 +57,7 @@ def _command() -> Any:
     return typer.main.get_command(app)
 
 
-def plan_of(arguments: Mapping[str, Any]) -> Plan:
+def plan_of(arguments: Mapping[str, Any]) -> ServerPlan:
     """A server from its settings by name, which are the options of ``ditmesh serve`` with underscores.
 
     Raises:
@@ -120,7 +120,7 @@ def build(arguments: dict[str, Any]) -> Any:
         graceful_shutdown_timeout_s=plan.limits.grace + LAST,
         ray_actor_options={"num_cpus": 0},
     )
-    return deployment(serve.ingress(app)(Replica)).bind()
+    return deployment(serve.ingress(app)(RayServeReplica)).bind()
 
 
 def _app(arguments: Mapping[str, Any]) -> FastAPI:
@@ -137,7 +137,7 @@ def _app(arguments: Mapping[str, Any]) -> FastAPI:
     return app
 
 
-class Replica:
+class RayServeReplica:
     """What Ray Serve asks the server for beside requests.
 
     Before Ray Serve ends a replica it waits until its requests have been answered, and tells it nothing: streams of

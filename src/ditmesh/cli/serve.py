@@ -20,7 +20,7 @@ from .values import download, embedded_or, parallel_config
 
 if TYPE_CHECKING:
     from ..serve.protocol import ModelSpec
-    from ..serve.settings import Settings
+    from ..serve.settings import ApiSettings
 
 LOG_FORMATS, LOG_LEVELS = ("text", "json"), ("debug", "info", "warning", "error")
 
@@ -206,7 +206,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServerPlan:
     """A server as its options have it, which nothing has been started for.
 
     Attributes:
@@ -214,7 +214,7 @@ class Plan:
         devices: ranks of a replica.
     """
 
-    settings: Settings
+    settings: ApiSettings
     devices: int
     specs: list[ModelSpec]
     models: ModelOptions
@@ -229,7 +229,7 @@ class Plan:
             InputError, ConfigError: the ranks' devices are not there, or a model is not.
         """
         from ..launch import device_of_launcher
-        from ..serve.replicas import Limits
+        from ..serve.replicas import RankLimits
         from ..serve.service import Service
 
         models, ranks, limits = self.models, self.ranks, self.limits
@@ -247,7 +247,7 @@ class Plan:
             launcher=launcher,
             most_loaded=limits.max_loaded,
             most_running=limits.max_batch,
-            limits=Limits(stall=limits.stall),
+            limits=RankLimits(stall=limits.stall),
             keep=limits.keep * 3600,
             most_bytes=int(limits.max_disk * 2**30),
             most_waiting=limits.max_queue,
@@ -264,7 +264,7 @@ def planned(
     logs: LogOptions,
     models: ModelOptions,
     host: str = "127.0.0.1",
-) -> Plan:
+) -> ServerPlan:
     """A server that listens at ``host``.
 
     Raises:
@@ -274,7 +274,7 @@ def planned(
     named = _named(models.model or ["emoji-sd3"], "--model"), _named(models.lora or [], "--lora")
     devices, specs = _specs(*named, models.devices, models.config, parallel, limits.max_batch)
     settings = settings.model_copy(update={"aliases": _aliases(models.model_alias or [], [one.name for one in specs])})
-    return Plan(settings, devices, specs, models, ranks, limits, logs)
+    return ServerPlan(settings, devices, specs, models, ranks, limits, logs)
 
 
 def _aliases(texts: Sequence[str], names: Sequence[str]) -> dict[str, str]:
@@ -347,13 +347,13 @@ def traces_of(logs: LogOptions) -> AbstractContextManager[Any]:
     return otlp_traces() if logs.otel else nullcontext()
 
 
-def _settings(host: str, clients: ClientOptions, limits: LimitOptions, logs: LogOptions) -> Settings:
+def _settings(host: str, clients: ClientOptions, limits: LimitOptions, logs: LogOptions) -> ApiSettings:
     """The settings of the HTTP side."""
-    from ..serve.settings import LOOPBACK, Settings
+    from ..serve.settings import LOOPBACK, ApiSettings
 
     names = tuple(clients.allow_host or ())
     here = host in LOOPBACK
-    return Settings(
+    return ApiSettings(
         keys=clients.keys,
         # Elsewhere it has names that only its owner knows.
         hosts=(*LOOPBACK, host, *names) if here or names else (),
@@ -434,7 +434,7 @@ def state_folder() -> Path:
     return (Path(base) if base else Path.home() / ".local" / "state") / "ditmesh" / "serve"
 
 
-def _serve(backend: Any, settings: Settings, tracer: Any, listening: Any, grace: float, logs: LogOptions) -> None:
+def _serve(backend: Any, settings: ApiSettings, tracer: Any, listening: Any, grace: float, logs: LogOptions) -> None:
     """Answer until a signal comes."""
     from ..launch import leave
     from ..serve.app import create_app

@@ -59,7 +59,7 @@ class UnknownJob(ServerError, KeyError):
 
 
 @dataclass(frozen=True)
-class Once:
+class IdempotencyKey:
     """What makes a request that is sent again the same job.
 
     Attributes:
@@ -79,7 +79,7 @@ class ResultFile:
     media_type: str
 
 
-class Backend(Protocol):
+class JobBackend(Protocol):
     """Jobs, as the HTTP side asks for them. ``owner``: hash of the API key, or empty. Calls may overlap."""
 
     async def start(self) -> None:
@@ -94,7 +94,7 @@ class Backend(Protocol):
         """Returns when nothing will ever run here, with the reason: the process is to end. Jobs stay queued."""
         ...
 
-    async def submit(self, request: JobRequest, owner: str, once: Once | None = None) -> Job:
+    async def submit(self, request: JobRequest, owner: str, once: IdempotencyKey | None = None) -> Job:
         """Accept a job: once this returns it is on disk and not lost any more.
 
         A request that was accepted before with the same ``once`` is answered with its job, unless that was cancelled.
@@ -107,7 +107,7 @@ class Backend(Protocol):
         """
         ...
 
-    async def repeated(self, owner: str, once: Once) -> Job | None:
+    async def repeated(self, owner: str, once: IdempotencyKey) -> Job | None:
         """The job that was accepted with this key, unless it was cancelled. Raises `KeyReused`."""
         ...
 

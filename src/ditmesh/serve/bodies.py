@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope
 
 from ..errors import did_you_mean
 from .errors import Refused, wait_header
-from .settings import Settings
+from .settings import ApiSettings
 
 # Bytes of JSON that holds no images.
 MOST_OF_WORDS = 1024 * 1024
@@ -74,12 +74,12 @@ class Bodies:
             del self._of[who]
 
 
-def most_structure(settings: Settings) -> int:
+def most_structure(settings: ApiSettings) -> int:
     """Characters of `STRUCTURE` that a request may have: its own, and those of two prompts, escaped in any way."""
     return OWN + 2 * 4 * settings.max_prompt
 
 
-async def read_json(request: Request, known: Collection[str], most: int, settings: Settings) -> dict[str, Any]:
+async def read_json(request: Request, known: Collection[str], most: int, settings: ApiSettings) -> dict[str, Any]:
     """The object in a request's body.
 
     Args:
@@ -121,7 +121,7 @@ async def read_json(request: Request, known: Collection[str], most: int, setting
     return fields
 
 
-def check_limits(fields: Mapping[str, Any], settings: Settings) -> None:
+def check_limits(fields: Mapping[str, Any], settings: ApiSettings) -> None:
     """Refuse what the operator does not allow, in a request's fields or in those of its JSON.
 
     Raises:
@@ -177,7 +177,7 @@ class JsonRoute(APIRoute):
         known = body.model_fields
 
         async def read(request: Request) -> Response:
-            settings: Settings = request.app.state.server.settings
+            settings: ApiSettings = request.app.state.server.settings
             most = settings.max_body if "inputs" in known else min(MOST_OF_WORDS, settings.max_body)
             fields = await read_json(request, known, most, settings)
             return await handler(ReadRequest(request.scope, request.receive, fields))

@@ -17,7 +17,7 @@ from .bodies import Bodies
 from .errors import Refused, answer_to
 from .keys import Keys
 from .metrics import Metrics
-from .settings import Settings
+from .settings import ApiSettings
 
 logger = logging.getLogger("ditmesh.serve.access")
 
@@ -36,14 +36,14 @@ SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
 @dataclass
-class Guard:
+class RequestGuard:
     """Middleware around the whole application.
 
     The owner that it finds out, the hash of the request's key, is ``request.state.owner``; empty without keys.
     """
 
     app: ASGIApp
-    settings: Settings
+    settings: ApiSettings
     keys: Keys | None
     metrics: Metrics
     bodies: Bodies

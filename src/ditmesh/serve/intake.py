@@ -20,13 +20,13 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from ..errors import DitmeshError, InputError
-from .backend import Backend, Once, UnknownJob
+from .backend import IdempotencyKey, JobBackend, UnknownJob
 from .bodies import LIMITED, check_limits
 from .errors import Refused, as_refused, wait_header
 from .keys import Limiter
 from .logs import JobWatch
 from .metrics import Metrics
-from .settings import Settings
+from .settings import ApiSettings
 from .streams import ended
 from .types import Input, InputRole, Job, JobRequest, ModelCard
 from .uploads import Uploads, from_data_url
@@ -39,7 +39,7 @@ JobId = Annotated[str, Path(description="`job_` and 32 hexadecimal digits", max_
 Size = Annotated[str, Field(pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$", examples=["1024x1024"])]
 
 
-IdempotencyKey = Annotated[
+IdempotencyHeader = Annotated[
     str | None,
     Header(
         alias="Idempotency-Key",
@@ -76,8 +76,8 @@ class Server:
         closing: set when the server stops and has done what it could.
     """
 
-    backend: Backend
-    settings: Settings
+    backend: JobBackend
+    settings: ApiSettings
     metrics: Metrics
     watch: JobWatch
     limiter: Limiter
@@ -146,7 +146,7 @@ class Server:
 
         Raises:
             Refused: it is not allowed.
-            DitmeshError: as `Backend.submit`.
+            DitmeshError: as `JobBackend.submit`.
         """
         owner: str = caller.state.owner
         kept: list[str] = []
@@ -172,7 +172,7 @@ class Server:
             if inputs is not None:
                 more["inputs"] = await inputs(kept)
             request = request.model_copy(update=more)
-            once = None if key is None else Once(key, _digest(caller.url.path, request))
+            once = None if key is None else IdempotencyKey(key, _digest(caller.url.path, request))
             job = None if once is None else await self.backend.repeated(owner, once)
             if job is None:
                 job = await self.backend.submit(request, owner, once)
@@ -199,7 +199,7 @@ class Server:
             if not self._waiting[job.id]:
                 del self._waiting[job.id]
 
-    async def left(self, job: Job, owner: str, key: str | None) -> None:
+    async def client_gone(self, job: Job, owner: str, key: str | None) -> None:
         """The client that waited for a job has gone away: cancel the job.
 
         With an ``Idempotency-Key`` it may come back to it: the job is cancelled when nobody has after a while.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.files import finite
 from ..errors import DitmeshError, InputError
-from .backend import Backend
+from .backend import JobBackend
 from .metrics import Metrics
 from .streams import closed_after, ended
 from .types import ENDED, Event, Job
@@ -26,7 +26,7 @@ LogFormat = Literal["json", "text"]
 logger = logging.getLogger("ditmesh.serve")
 
 
-class Lines(logging.Formatter):
+class LineFormatter(logging.Formatter):
     """One line a record; facts that are passed as ``extra={"facts": {...}}`` are fields of it.
 
     Args:
@@ -56,7 +56,7 @@ def _one_line(text: str) -> str:
     return text.encode("unicode_escape").decode() if not text.isprintable() else text
 
 
-class Sparing(logging.Filter):
+class RepeatFilter(logging.Filter):
     """Lets a few records of a kind through, and then one now and then that says how many there were.
 
     A kind is a logger, a message before its values, and what was answered where. A million requests of nonsense are a
@@ -104,8 +104,8 @@ def log_config(form: LogFormat, level: str) -> dict[str, Any]:
     return {
         "version": 1,
         "disable_existing_loggers": False,
-        "formatters": {"lines": {"()": Lines, "form": form}},
-        "filters": {"sparing": {"()": Sparing}},
+        "formatters": {"lines": {"()": LineFormatter, "form": form}},
+        "filters": {"sparing": {"()": RepeatFilter}},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines", "filters": ["sparing"]}},
         "loggers": {
             name: {
@@ -156,7 +156,7 @@ class JobWatch:
         log_prompts: prompts are part of what is logged.
     """
 
-    def __init__(self, backend: Backend, metrics: Metrics, tracer: Tracer | None, log_prompts: bool) -> None:
+    def __init__(self, backend: JobBackend, metrics: Metrics, tracer: Tracer | None, log_prompts: bool) -> None:
         self._backend, self._metrics, self._tracer, self._log_prompts = backend, metrics, tracer, log_prompts
         self._tasks: dict[str, asyncio.Task[None]] = {}
 

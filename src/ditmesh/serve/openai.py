@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from .bodies import JsonRoute
 from .errors import ErrorDetail, Refused, described, wait_header
-from .intake import IdempotencyKey, Server, Size, sized, validated
+from .intake import IdempotencyHeader, Server, Size, sized, validated
 from .streams import EventStream, closed_after, ended, event_schema, gone, sse
 from .types import ENDED, Adapter, Event, Format, Input, Job, JobImage, JobRequest, ModelCard
 
@@ -200,7 +200,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 
 
 @router.post("/generations", response_model=ImagesResponse, responses=ANSWERS, summary="Pictures from a prompt")
-async def generations(request: Request, body: ImageRequest, key: IdempotencyKey = None) -> Response:
+async def generations(request: Request, body: ImageRequest, key: IdempotencyHeader = None) -> Response:
     """Generate pictures and wait for them. A client that goes away cancels its job."""
     server: Server = request.app.state.server
     body.check(server.settings.aliases)
@@ -227,7 +227,7 @@ def _edit_form() -> dict[str, Any]:
     summary="Pictures from a prompt and a picture",
     openapi_extra=_edit_form(),
 )
-async def edits(request: Request, key: IdempotencyKey = None) -> Response:
+async def edits(request: Request, key: IdempotencyHeader = None) -> Response:
     """Generate a picture anew, wholly or where a mask says: white, or (as OpenAI has it) transparent throughout."""
     server: Server = request.app.state.server
     async with request.form(max_files=4, max_fields=64, max_part_size=server.settings.max_body) as form:
@@ -297,7 +297,7 @@ async def _answered(
     async with server.waiting(job):
         done = await _ended(server, request, job, owner, key)
     if done is None:
-        await server.left(job, owner, key)
+        await server.client_gone(job, owner, key)
         # Nobody reads it.
         return Response(status_code=499)
     _check_success(done)
@@ -333,7 +333,7 @@ async def _ended(server: Server, request: Request, job: Job, owner: str, key: st
             return tasks["end"].result()
     except asyncio.CancelledError:
         # What runs the application may tell in this way that the client has gone away.
-        await asyncio.shield(asyncio.ensure_future(server.left(job, owner, key)))
+        await asyncio.shield(asyncio.ensure_future(server.client_gone(job, owner, key)))
         raise
     finally:
         for task in tasks.values():
@@ -382,7 +382,7 @@ async def _events(server: Server, job: Job, owner: str, kind: str, partial: int,
     finally:
         # The client has gone away, or the server stops; that has taken back what it could.
         if not over:
-            await server.left(job, owner, key)
+            await server.client_gone(job, owner, key)
 
 
 def _partial(job: Job, event: Event, kind: str, number: int) -> StreamedImage:

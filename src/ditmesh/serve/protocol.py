@@ -39,7 +39,7 @@ class ModelSpec:
 
 
 @dataclass(frozen=True)
-class Task:
+class PictureTask:
     """One picture of a job.
 
     Attributes:
@@ -95,7 +95,7 @@ class Load:
 class Start:
     """Begin a task at the next step."""
 
-    task: Task
+    task: PictureTask
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class ModelFailed:
 
 
 @dataclass(frozen=True)
-class Began:
+class TaskBegan:
     """A task's pipeline has been called; ``steps`` when they are known."""
 
     id: str
@@ -149,7 +149,7 @@ class Began:
 
 
 @dataclass(frozen=True)
-class Stepped:
+class TaskStepped:
     """A task has ended its denoising step number ``step``, from 1, in a batch of ``batch`` rows."""
 
     id: str
@@ -226,4 +226,6 @@ class Beat:
     drift: float | None = None
 
 
-Message = ModelReady | ModelFailed | Began | Stepped | Preview | Paused | Finished | TaskFailed | Cancelled | Beat
+Message = (
+    ModelReady | ModelFailed | TaskBegan | TaskStepped | Preview | Paused | Finished | TaskFailed | Cancelled | Beat
+)

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from ..core.files import free_names, lock_of
 from ..errors import ConfigError, InputError
-from .backend import KeyReused, Once, QueueFull, UnknownJob
+from .backend import IdempotencyKey, KeyReused, QueueFull, UnknownJob
 from .results import INPUTS, RESULTS
 from .storage import kind_of, storage_error
 from .types import Job, JobError, JobImage, JobRequest, Status
@@ -102,7 +102,7 @@ WAITING = (
 
 
 @dataclass(frozen=True)
-class Head:
+class NextJob:
     """The job whose picture is next.
 
     Attributes:
@@ -118,7 +118,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Place:
+class QueuePlace:
     """A queued job's place: number of queued jobs that begin before it, and work of all that goes before it."""
 
     position: int
@@ -282,7 +282,7 @@ class Queue:
         owner: str,
         work: float,
         rate: float | None = None,
-        once: Once | None = None,
+        once: IdempotencyKey | None = None,
     ) -> Job:
         """Accept a job: it is on disk when this returns. A request that is repeated is answered with its job.
 
@@ -323,7 +323,7 @@ class Queue:
         assert job is not None
         return job
 
-    def repeated(self, owner: str, once: Once) -> Job | None:
+    def repeated(self, owner: str, once: IdempotencyKey) -> Job | None:
         """The job of a request that was accepted with this key, unless it was cancelled: then the key is free again.
 
         A key is remembered as long as its job.
@@ -334,7 +334,7 @@ class Queue:
         with self._lock:
             return self._repeated(self._db, owner, once)
 
-    def _repeated(self, db: sqlite3.Connection, owner: str, once: Once) -> Job | None:
+    def _repeated(self, db: sqlite3.Connection, owner: str, once: IdempotencyKey) -> Job | None:
         row = db.execute(
             "SELECT j.*, k.digest FROM keys k JOIN jobs j ON j.number = k.job "
             "WHERE k.owner = ? AND k.key = ? AND j.status != 'cancelled'",
@@ -368,7 +368,7 @@ class Queue:
             f"{number} pictures{whose} wait already, and {bound} may; ask again in {after:.0f} s", round(after, 1)
         )
 
-    def head(self, models: Collection[str] | None = None, job: str | None = None, again: bool = True) -> Head | None:
+    def head(self, models: Collection[str] | None = None, job: str | None = None, again: bool = True) -> NextJob | None:
         """The job whose picture is to begin next.
 
         Args:
@@ -386,7 +386,7 @@ class Queue:
             query += " AND j.attempt = 1"
         with self._lock:
             row = self._db.execute(f"{query} ORDER BY {ORDER} LIMIT 1", values).fetchone()
-        return row and Head(row["id"], row["model"], row["priority"], row["attempt"] > 1, row["created"])
+        return row and NextJob(row["id"], row["model"], row["priority"], row["attempt"] > 1, row["created"])
 
     def begin(self, id: str) -> int | None:
         """Begin a job's next picture, and charge its owner for it; its number, or None when none waits."""
@@ -526,7 +526,7 @@ class Queue:
             row = self._db.execute(query, (id, picture)).fetchone()
         return row and row["file"]
 
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, QueuePlace]:
         """Places of the queued jobs, as they will begin if nobody else comes."""
         query = (
             "SELECT j.id, j.owner, j.status, j.priority, j.attempt > 1 AS again, j.work, j.waiting, "
@@ -540,7 +540,7 @@ class Queue:
         for number, row in enumerate(rows):
             line = lines.setdefault(-row["again"], {}).setdefault(row["owner"], deque())
             line.append([(-row["priority"], number), row["waiting"], row])
-        places: dict[str, Place] = {}
+        places: dict[str, QueuePlace] = {}
         before = 0.0
         for _, owners in sorted(lines.items()):
             heap = [(used[owner], line[0][0], owner) for owner, line in owners.items()]
@@ -550,7 +550,7 @@ class Queue:
                 line = owners[owner]
                 row = line[0][2]
                 if row["status"] == "queued" and row["id"] not in places:
-                    places[row["id"]] = Place(len(places), before)
+                    places[row["id"]] = QueuePlace(len(places), before)
                 before += row["work"]
                 used[owner] += row["work"] / self._weights.get(owner, 1.0)
                 line[0][1] -= 1

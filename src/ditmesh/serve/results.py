@@ -29,7 +29,7 @@ MEDIA = {suffix: media for *_, suffix, media in KINDS}
 OTHER = "application/octet-stream"
 
 
-class Results:
+class ResultFiles:
     """Files of jobs, ``results/<job>/<picture>.<kind>``, and input pictures, ``inputs/<SHA-256>``.
 
     A file is on disk, whole and under its name, when the method that writes it returns. Any thread may call.

@@ -14,12 +14,12 @@ from .._version import __version__
 from ..errors import ConfigError, InputError, did_you_mean
 from ..launch import DeviceChoice, Launcher, connection, device_of_launcher, launcher, threads_of_launcher
 from ..launch.pool import PRELOAD
-from .backend import NoRanks, Once, ResultFile, Stopping, UnknownJob
+from .backend import IdempotencyKey, NoRanks, ResultFile, Stopping, UnknownJob
 from .dispatch import Dispatcher
 from .jobs import Jobs, events_of
-from .offers import Offer
+from .offers import ServedModel
 from .protocol import ModelSpec
-from .replicas import LONGEST_BACKOFF, Limits
+from .replicas import LONGEST_BACKOFF, RankLimits
 from .types import ENDED, Event, Job, JobRequest, ModelCard, ServerState, Status
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ AWAY = 10.0
 
 
 class Service:
-    """Jobs in a queue on disk, shared out to replicas; implements `backend.Backend`.
+    """Jobs in a queue on disk, shared out to replicas; implements `backend.JobBackend`.
 
     Ranks that fail are started again, and what they were at begins again, once (see `Dispatcher`). What cannot be
     written down while the disk is full waits for room (see `Jobs`).
@@ -48,7 +48,7 @@ class Service:
         launcher: str | None = None,
         most_loaded: int = 1,
         most_running: int = 8,
-        limits: Limits | None = None,
+        limits: RankLimits | None = None,
         keep: float = 86400.0,
         most_bytes: int = 10 * 2**30,
         reserve: int = 64 * 2**20,
@@ -80,7 +80,7 @@ class Service:
         """
         if not specs:
             raise InputError("a server needs a model; give one")
-        self._offers = {spec.name: Offer.of(spec) for spec in specs}
+        self._offers = {spec.name: ServedModel.of(spec) for spec in specs}
         if len(self._offers) < len(specs):
             raise InputError(f"{len(specs)} models have {len(self._offers)} names; give each its own")
         for spec in specs:
@@ -102,7 +102,7 @@ class Service:
             most_per_owner=most_per_owner,
             weights=weights,
         )
-        limits = limits or Limits()
+        limits = limits or RankLimits()
         ranks = partial(_ranks, launcher, devices, device, threads, timeout, limits.stopped, replicas)
         self._dispatcher = Dispatcher(
             self._jobs,
@@ -133,7 +133,7 @@ class Service:
             self._undo.close()
             raise
         await self._dispatcher.start()
-        self._looking = asyncio.create_task(self._jobs.look_after())
+        self._looking = asyncio.create_task(self._jobs.maintain())
 
     async def stop(self, grace: float) -> None:
         """Take no more jobs, end the pictures under way within ``grace`` seconds; what is left stays queued."""
@@ -148,11 +148,11 @@ class Service:
         """Returns when no ranks will ever serve, with the reason; see `Dispatcher.given_up`."""
         return await self._dispatcher.given_up()
 
-    async def submit(self, request: JobRequest, owner: str, once: Once | None = None) -> Job:
-        """Accept a job; see `Backend.submit`. Raises `Stopping` as well."""
+    async def submit(self, request: JobRequest, owner: str, once: IdempotencyKey | None = None) -> Job:
+        """Accept a job; see `JobBackend.submit`. Raises `Stopping` as well."""
         if self._stopping:
             raise Stopping("the server is stopping and takes no more jobs; ask again in a moment", AWAY)
-        if why := self._dispatcher.hopeless:
+        if why := self._dispatcher.failure_reason:
             raise NoRanks(f"{why}; ask again in a minute", LONGEST_BACKOFF)
         name = request.model or next(iter(self._offers))
         offer = self._offers.get(name)
@@ -165,7 +165,7 @@ class Service:
         id = f"job_{secrets.token_hex(16)}"
         return await self._whole(self._jobs.accept(id, request, owner, offer.work(request), once))
 
-    async def repeated(self, owner: str, once: Once) -> Job | None:
+    async def repeated(self, owner: str, once: IdempotencyKey) -> Job | None:
         """The job of a request that has come before. Raises `KeyReused`."""
         job = await self._jobs.on_disk(self._jobs.queue.repeated, owner, once)
         return job and self._jobs.seen(job)
@@ -180,7 +180,7 @@ class Service:
 
     async def job(self, id: str, owner: str) -> Job:
         """A job. Raises `UnknownJob`."""
-        live = self._jobs.lives.get(id)
+        live = self._jobs.live_jobs.get(id)
         if live is not None and live.owner == owner:
             return self._jobs.view(live)
         return await self._jobs.on_disk(self._jobs.queue.job, id, owner)
@@ -195,8 +195,8 @@ class Service:
         return job if job.status in ENDED else self._jobs.view(await self._whole(self._jobs.cancel(id)))
 
     async def events(self, id: str, owner: str, after: int = 0) -> AsyncIterator[Event]:
-        """Events behind number ``after``; see `Backend.events`. Raises `UnknownJob`."""
-        live = self._jobs.lives.get(id)
+        """Events behind number ``after``; see `JobBackend.events`. Raises `UnknownJob`."""
+        live = self._jobs.live_jobs.get(id)
         if live is not None and live.owner == owner:
             async for event in live.log.follow(after):
                 yield event
@@ -218,16 +218,16 @@ class Service:
 
     def models(self) -> list[ModelCard]:
         """The models, as far as they are known."""
-        loaded = {name for group in self._dispatcher.groups for name in group.models}
+        loaded = {name for slot in self._dispatcher.slots for name in slot.models}
         return [offer.card.model_copy(update={"loaded": name in loaded}) for name, offer in self._offers.items()]
 
     def state(self, owner: str | None = None) -> ServerState:
         """The server as it is; ``ready``: a replica has a model loaded; ``owner``: ids of others' jobs are left out."""
         states = []
-        for group in self._dispatcher.groups:
-            lives = (live for live, _ in group.running.values())
+        for slot in self._dispatcher.slots:
+            lives = (live for live, _ in slot.running.values())
             running = list(dict.fromkeys(live.id for live in lives if owner in (None, live.owner)))
-            states.append(group.state.model_copy(update={"running": running}))
+            states.append(slot.state.model_copy(update={"running": running}))
         return ServerState(
             version=__version__,
             ready=not self._stopping and any(state.state == "ready" for state in states),

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-class Settings(BaseModel):
+class ApiSettings(BaseModel):
     """Limits and behaviour of the HTTP API.
 
     Attributes:

@@ -25,12 +25,11 @@ from ..comm import PeerError
 from ..errors import DitmeshError, LayoutError
 from ..generate.receipt import Receipt, text_chunk
 from ..generate.run import call_parameters, device_of_rank, loop_steps, quieten, receipt_of
-from .batching import Run, Trouble
+from .batching import FailedCalls, PipelineTask
 from .loaded import LoadedModel, Prepared, images_of
 from .previews import Latents, grid, watch_steps
 from .protocol import (
     Beat,
-    Began,
     Cancel,
     Cancelled,
     Command,
@@ -41,11 +40,12 @@ from .protocol import (
     ModelReady,
     ModelSpec,
     Paused,
+    PictureTask,
     Preview,
-    Stepped,
     Stop,
-    Task,
+    TaskBegan,
     TaskFailed,
+    TaskStepped,
     under_way,
 )
 from .types import RankState
@@ -58,15 +58,15 @@ logger = logging.getLogger(__name__)
 Code = Literal["invalid_request", "out_of_memory", "internal"]
 
 # Seconds between beats while there is nothing to do, and between two looks at all ranks.
-BEAT, LOOK = 1.0, 0.5
+HEARTBEAT_INTERVAL, STATE_INTERVAL = 1.0, 0.5
 # Seconds for which a rank that cannot load a model waits for the others to say the same.
-ALONE = 2.0
+LOAD_VOTE_SECONDS = 2.0
 # Bytes of what ranks exchange before a round that travel at once; more than that travels in a second message.
-ROOM = 2048
+INLINE_BYTES = 2048
 # What a new measurement of a call's seconds counts for.
-WEIGHT = 0.3
+EWMA = 0.3
 # What is said of a failure, at most.
-LONGEST = 500
+MAX_MESSAGE = 500
 
 
 def serve_rank(specs: Sequence[ModelSpec], *, report: Any) -> None:
@@ -85,14 +85,14 @@ def serve_rank(specs: Sequence[ModelSpec], *, report: Any) -> None:
     """
     quieten()
     with torch.no_grad():
-        loop = _Loop(report)
+        loop = RankWorker(report)
         try:
             loop.run(specs)
         finally:
             loop.close()
 
 
-class Exchange:
+class HostAllGather:
     """What all ranks tell one another before every round, over a process group of the host."""
 
     def __init__(self) -> None:
@@ -115,9 +115,9 @@ class Exchange:
         if self._group is None:
             return [value]
         data = pickle.dumps(value)
-        mine = torch.zeros(ROOM, dtype=torch.uint8)
+        mine = torch.zeros(INLINE_BYTES, dtype=torch.uint8)
         mine[:8] = _bytes(len(data).to_bytes(8, "little"))
-        if len(data) <= ROOM - 8:
+        if len(data) <= INLINE_BYTES - 8:
             mine[8 : 8 + len(data)] = _bytes(data)
         every = [torch.empty_like(mine) for _ in range(self.size)]
         gathering: Any = dist.all_gather(every, mine, group=self._group, async_op=True)
@@ -132,7 +132,7 @@ class Exchange:
         for rank, box in enumerate(every):
             size = int.from_bytes(bytes(box[:8].tolist()), "little")
             whole = box[8 : 8 + size]
-            if size > ROOM - 8:
+            if size > INLINE_BYTES - 8:
                 whole = _bytes(data) if rank == self.rank else torch.empty(size, dtype=torch.uint8)
                 dist.broadcast(whole, rank, group=self._group)
             values.append(value if rank == self.rank else pickle.loads(whole.numpy().tobytes()))
@@ -148,7 +148,7 @@ def _bytes(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-class _Orders:
+class CommandReader:
     """The owner's commands, read by a thread: the loop never waits for one that does not come."""
 
     def __init__(self, report: Any, kept: bool) -> None:
@@ -179,7 +179,7 @@ class _Orders:
 
 
 @dataclass(frozen=True)
-class _Failure:
+class FailureReason:
     """Why a task cannot be done, on one rank; ``consequence``: another rank knows the cause."""
 
     code: Code
@@ -188,7 +188,7 @@ class _Failure:
 
 
 @dataclass
-class _Word:
+class RoundMessage:
     """What a rank tells the others before a round.
 
     Attributes:
@@ -200,13 +200,13 @@ class _Word:
 
     commands: tuple[Command, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
-    stuck: dict[str, _Failure] = field(default_factory=dict)
-    failed: dict[str, _Failure] = field(default_factory=dict)
+    stuck: dict[str, FailureReason] = field(default_factory=dict)
+    failed: dict[str, FailureReason] = field(default_factory=dict)
     state: RankState | None = None
 
 
 @dataclass(eq=False)
-class _Work:
+class RunningTask:
     """A task on this rank.
 
     Attributes:
@@ -216,10 +216,10 @@ class _Work:
         latents: of the latest step, if anybody wants to see them; rank 0's.
     """
 
-    task: Task
+    task: PictureTask
     order: int
     prepared: Prepared | None = None
-    run: Run | None = None
+    run: PipelineTask | None = None
     step: int = 0
     steps: int = 0
     began: float = 0.0
@@ -233,25 +233,25 @@ class _Work:
         return -self.task.request.priority, self.order
 
 
-class _Loop:
+class RankWorker:
     """The loop of one rank. What it decides depends on what all ranks know alone."""
 
     def __init__(self, report: Any) -> None:
         # Of rounds, and of whether a model could be loaded: while it is, ranks may be at different exchanges.
-        self.exchange, self._outcomes = Exchange(), Exchange()
+        self.exchange, self._outcomes = HostAllGather(), HostAllGather()
         self.rank, self.size = self.exchange.rank, self.exchange.size
         self.device = device_of_rank()
         self._report = report
-        self._orders = _Orders(report, kept=self.rank == 0)
+        self._orders = CommandReader(report, kept=self.rank == 0)
         self._models: dict[str, LoadedModel] = {}
         self._loads: list[Load] = []
-        self._work: dict[str, _Work] = {}
+        self._work: dict[str, RunningTask] = {}
         self._number = 0
         # The model whose request is open, and when each was served last.
         self._current: LoadedModel | None = None
         self._served: dict[str, int] = {}
         self._stop = False
-        self._word = _Word()
+        self._word = RoundMessage()
         # Rank 0 measures; all ranks go by what it says.
         self._measured: dict[str, float] = {}
         self._said: dict[str, float] = {}
@@ -268,14 +268,14 @@ class _Loop:
         while True:
             busy = bool(self._work or self._ready_load())
             if self.rank == 0:
-                self._word.commands = self._orders.take(0.0 if busy else BEAT)
+                self._word.commands = self._orders.take(0.0 if busy else HEARTBEAT_INTERVAL)
                 self._word.seconds = self._news()
             self._word.state = self._state()
             words = self.exchange(self._word)
-            self._word = _Word()
-            self._heed(words)
+            self._word = RoundMessage()
+            self._apply_outcomes(words)
             for command in words[0].commands:
-                self._obey(command)
+                self._handle(command)
             if self._stop:
                 return
             if (load := self._ready_load()) is not None:
@@ -305,7 +305,7 @@ class _Loop:
 
     # --- commands ----------------------------------------------------------------------------------------------
 
-    def _obey(self, command: Command) -> None:
+    def _handle(self, command: Command) -> None:
         if isinstance(command, Load):
             self._loads.append(command)
         elif isinstance(command, Stop):
@@ -321,7 +321,7 @@ class _Loop:
             known = {*self._models, *(load.spec.name for load in self._loads)}
             if task.model in known:
                 self._number += 1
-                self._work[task.id] = _Work(task, self._number)
+                self._work[task.id] = RunningTask(task, self._number)
             else:
                 self._say(TaskFailed(task.id, "invalid_request", f"model {task.model!r} is not loaded; load it first"))
 
@@ -341,7 +341,7 @@ class _Loop:
     def _load(self, load: Load) -> None:
         spec, unloaded = load.spec, []
         if self._current is not None:
-            self._current.batcher.rest()
+            self._current.batcher.close_request()
             self._current = None
         if spec.name not in self._models:
             while len(self._models) >= max(1, load.most) and (name := self._idle_model()) is not None:
@@ -375,7 +375,7 @@ class _Loop:
             if isinstance(error, PeerError):
                 raise
             try:
-                every = self._outcomes(_failure(error).message, ALONE)
+                every = self._outcomes(_failure(error).message, LOAD_VOTE_SECONDS)
             except TimeoutError:
                 raise error from None
         if model is not None and not any(every):
@@ -389,13 +389,13 @@ class _Loop:
 
     # --- what has happened -------------------------------------------------------------------------------------
 
-    def _heed(self, words: Sequence[_Word]) -> None:
+    def _apply_outcomes(self, words: Sequence[RoundMessage]) -> None:
         """End and report what has ended, in the same way on every rank."""
         self._seconds.update(words[0].seconds)
         self._states.update({word.state.rank: word.state for word in words if word.state is not None})
         if any(word.stuck for word in words):
             if self._current is not None:
-                self._current.batcher.rest()
+                self._current.batcher.close_request()
             self._again(words)
         failed = dict.fromkeys(name for word in words for name in word.failed)
         for name in failed:
@@ -404,29 +404,29 @@ class _Loop:
             if work.run is not None and work.run.ended:
                 self._finish(work)
 
-    def _again(self, words: Sequence[_Word]) -> None:
+    def _again(self, words: Sequence[RoundMessage]) -> None:
         """Calls have failed. Those that no rank has an answer to are made again, each alone; others are lost."""
         names = dict.fromkeys(name for word in words for name in word.stuck)
         for name in names:
             work = self._work.get(name)
             reasons = [word.stuck[name] for word in words if name in word.stuck]
-            asked = None if work is None or work.run is None else work.run.asked
-            if len(reasons) < len(words) or asked is None or asked.alone:
+            pending = None if work is None or work.run is None else work.run.pending
+            if len(reasons) < len(words) or pending is None or pending.alone:
                 self._fail(name, reasons)
             else:
-                asked.alone = True
+                pending.alone = True
                 if any(reason.code == "out_of_memory" for reason in reasons) and self._current is not None:
                     batcher = self._current.batcher
                     batcher.most = max(1, min(batcher.most, len(names)) // 2)
 
-    def _fail(self, name: str, reasons: Iterable[_Failure]) -> None:
+    def _fail(self, name: str, reasons: Iterable[FailureReason]) -> None:
         work = self._work.get(name)
         if work is not None:
             self._leave(work)
             cause = min(reasons, key=lambda reason: reason.consequence)
             self._say(TaskFailed(name, cause.code, cause.message))
 
-    def _finish(self, work: _Work) -> None:
+    def _finish(self, work: RunningTask) -> None:
         assert work.run is not None
         assert work.prepared is not None
         prepared, model, output = work.prepared, self._models[work.task.model], work.run.output
@@ -466,13 +466,13 @@ class _Loop:
             failure = _failure(error)
             self._say(TaskFailed(name, failure.code, failure.message))
 
-    def _leave(self, work: _Work) -> None:
+    def _leave(self, work: RunningTask) -> None:
         """Stop a task where it is, and forget it."""
         if work.run is not None:
             work.run.leave()
         self._drop(work)
 
-    def _drop(self, work: _Work) -> None:
+    def _drop(self, work: RunningTask) -> None:
         work.undo.close()
         self._work.pop(work.task.id, None)
 
@@ -483,11 +483,11 @@ class _Loop:
         model = self._next_model()
         if model is None:
             if self._current is not None:
-                self._current.batcher.rest()
+                self._current.batcher.close_request()
                 self._current = None
             return
         if self._current is not model and self._current is not None:
-            self._current.batcher.rest()
+            self._current.batcher.close_request()
         self._current = model
         self._number += 1
         self._served[model.spec.name] = self._number
@@ -507,14 +507,14 @@ class _Loop:
         # Of several owners none may hold up the models of the others.
         alone = len({work.task.owner for work in waiting}) == 1
 
-        def before(work: _Work) -> tuple[int, int, int]:
+        def before(work: RunningTask) -> tuple[int, int, int]:
             urgency = -work.task.request.priority if alone else 0
             return urgency, self._served.get(work.task.model, 0), work.order
 
         first = min(waiting, key=before, default=None)
         return None if first is None else self._models[first.task.model]
 
-    def _of(self, model: LoadedModel) -> list[_Work]:
+    def _of(self, model: LoadedModel) -> list[RunningTask]:
         """A model's tasks, the most urgent first."""
         return sorted((w for w in self._work.values() if w.task.model == model.spec.name), key=lambda w: w.urgency)
 
@@ -543,7 +543,7 @@ class _Loop:
                 self._measure(name, seconds)
         self._note(runs, trouble)
 
-    def _note(self, runs: dict[Run, _Work], trouble: Trouble | None) -> None:
+    def _note(self, runs: dict[PipelineTask, RunningTask], trouble: FailedCalls | None) -> None:
         """Take down for the others what has failed here."""
         for run, work in runs.items():
             if run.failure is not None:
@@ -552,7 +552,7 @@ class _Loop:
             failure = _failure(trouble.error)
             self._word.stuck = {runs[run].task.id: failure for run in trouble.stuck}
             assert self._current is not None
-            self._current.batcher.rest(trouble.error)
+            self._current.batcher.close_request(trouble.error)
 
     def _plain_round(self, model: LoadedModel) -> None:
         """A step of the one task that is under way, through the parallel pipeline itself."""
@@ -561,7 +561,7 @@ class _Loop:
         first = under_way([(work.task.owner, work.task.request.priority) for work in came], 1)
         work = next((work for work in tasks if work.run is not None), came[first[0]])
         if work.run is None:
-            model.batcher.rest()
+            model.batcher.close_request()
             self._begin(work, model)
         run = work.run
         if run is None:
@@ -574,7 +574,7 @@ class _Loop:
         if run.failure is not None:
             self._word.failed[work.task.id] = _failure(run.failure)
 
-    def _begin(self, work: _Work, model: LoadedModel) -> None:
+    def _begin(self, work: RunningTask, model: LoadedModel) -> None:
         """Prepare a task's run; a task that cannot be done fails at the next round, on all ranks."""
         try:
             prepared = model.prepare(work.task)
@@ -588,10 +588,10 @@ class _Loop:
         self._watch(work, model, prepared.pipe, not called)
         batched = not model.batcher.why
         work.prepared, work.steps, work.began = prepared, prepared.steps, time.perf_counter()
-        work.run = Run(prepared.pipe, arguments, prepared.job.seed, self.device, prepared.adapters, batched)
-        self._say(Began(work.task.id, prepared.steps))
+        work.run = PipelineTask(prepared.pipe, arguments, prepared.job.seed, self.device, prepared.adapters, batched)
+        self._say(TaskBegan(work.task.id, prepared.steps))
 
-    def _watch(self, work: _Work, model: LoadedModel, pipe: Any, counting: bool) -> None:
+    def _watch(self, work: RunningTask, model: LoadedModel, pipe: Any, counting: bool) -> None:
         """See every step of a pipeline's scheduler."""
         scheduler = getattr(pipe, "scheduler", None)
         if scheduler is None or not hasattr(scheduler, "step"):
@@ -607,30 +607,30 @@ class _Loop:
 
         work.undo.callback(watch_steps(scheduler, seen))
 
-    def _stepped(self, work: _Work, model: LoadedModel) -> None:
+    def _stepped(self, work: RunningTask, model: LoadedModel) -> None:
         """A task has done a step; in its coroutine."""
         run, prepared = work.run, work.prepared
         assert run is not None
         assert prepared is not None
         if not work.step:
-            # Now its timesteps are set: planned was what was asked for.
+            # Now its timesteps are set: planned was what was pending for.
             work.steps = loop_steps(getattr(prepared.pipe, "scheduler", None), prepared.steps)
         work.step = min(work.step + 1, work.steps)
-        self._say(Stepped(work.task.id, work.step, work.steps, run.batch or 1))
+        self._say(TaskStepped(work.task.id, work.step, work.steps, run.batch or 1))
         every = work.task.request.previews
         if self.rank == 0 and every and work.step % every == 0 and work.step < work.steps:
             self._preview(work, model)
         if not run.delegates:
             run.ask(None)
 
-    def _preview(self, work: _Work, model: LoadedModel) -> None:
+    def _preview(self, work: RunningTask, model: LoadedModel) -> None:
         try:
             self._show(work, model)
         except Exception as error:
             # A picture does without.
             logger.warning("a preview could not be made: %s", error)
 
-    def _show(self, work: _Work, model: LoadedModel) -> None:
+    def _show(self, work: RunningTask, model: LoadedModel) -> None:
         latents = work.latents()
         assert work.prepared is not None
         width, height = work.prepared.job.size or model.info.default_size or (1, 1)
@@ -645,7 +645,7 @@ class _Loop:
 
     def _measure(self, name: str, seconds: float) -> None:
         before = self._measured.get(name)
-        self._measured[name] = seconds if before is None else before + WEIGHT * (seconds - before)
+        self._measured[name] = seconds if before is None else before + EWMA * (seconds - before)
 
     def _news(self) -> dict[str, float]:
         """Measured seconds that have changed enough to be said."""
@@ -660,7 +660,7 @@ class _Loop:
     def _state(self) -> RankState | None:
         """How this rank is, if that was not said a moment ago."""
         now = time.monotonic()
-        if now - self._looked < LOOK:
+        if now - self._looked < STATE_INTERVAL:
             return None
         self._looked = now
         tiles = None if self._current is None else self._current.batcher.counts.tiles
@@ -678,7 +678,7 @@ class _Loop:
     def _beat(self) -> None:
         """Say that the ranks are alive: after a step, and once a second without one."""
         steps, now = sum(model.batcher.counts.calls for model in self._models.values()), time.monotonic()
-        if self.rank > 0 or (steps == self._calls and now - self._beaten < BEAT):
+        if self.rank > 0 or (steps == self._calls and now - self._beaten < HEARTBEAT_INTERVAL):
             return
         self._calls, self._beaten = steps, now
         log = None if self._current is None else self._current.engine.staleness
@@ -731,19 +731,21 @@ def encoded(images: Sequence[Image], form: str, fps: int, receipt: Receipt) -> b
     return data.getvalue()
 
 
-def _failure(error: BaseException) -> _Failure:
+def _failure(error: BaseException) -> FailureReason:
     """An error in the words of a report."""
-    said = " ".join(str(error).split())[:LONGEST] or type(error).__name__
+    said = " ".join(str(error).split())[:MAX_MESSAGE] or type(error).__name__
     memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said
     if memory:
-        return _Failure("out_of_memory", f"there is not enough memory for this picture ({said}); ask for a smaller one")
+        return FailureReason(
+            "out_of_memory", f"there is not enough memory for this picture ({said}); ask for a smaller one"
+        )
     if isinstance(error, PeerError):
-        return _Failure("internal", said, consequence=True)
+        return FailureReason("internal", said, consequence=True)
     if isinstance(error, FloatingPointError):
-        return _Failure("internal", said)
+        return FailureReason("internal", said)
     if isinstance(error, (ValueError, TypeError, NotImplementedError, LayoutError)):
-        return _Failure("invalid_request", said)
-    return _Failure("internal", f"{type(error).__name__}: {said}")
+        return FailureReason("invalid_request", said)
+    return FailureReason("internal", f"{type(error).__name__}: {said}")
 
 
 def _memory(device: torch.device) -> int:
