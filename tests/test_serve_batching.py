@@ -166,22 +166,22 @@ def serve_counted(specs: Any, *, report: Any) -> list[dict[str, int]]:
     from ditmesh.serve import worker
     from ditmesh.serve.loaded import Prepared
 
-    whole, counts = worker.RankWorker._round, []
+    whole, counts = worker.TaskScheduler.round, []
 
     def counted(self: Any) -> None:
         whole(self)
-        if not self._work and self._models:
+        if not self.tasks and self._models.models:
             gc.collect()
             kinds = (torch.Tensor, worker.PipelineTask, worker.RunningTask, Prepared, Image.Image, torch.Generator)
             live = Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, kinds))
-            if (self._number, live) not in counts[-1:]:
-                counts.append((self._number, live))
+            if (self._models.clock, live) not in counts[-1:]:
+                counts.append((self._models.clock, live))
 
-    worker.RankWorker._round = counted  # type: ignore[method-assign]
+    worker.TaskScheduler.round = counted  # type: ignore[method-assign]
     try:
         worker.serve_rank(specs, report=report)
     finally:
-        worker.RankWorker._round = whole  # type: ignore[method-assign]
+        worker.TaskScheduler.round = whole  # type: ignore[method-assign]
     return [dict(live) for _, live in counts]
 
 
