@@ -64,7 +64,7 @@ def test_a_rank_that_fails_costs_nobody_a_picture(tmp_path: Path) -> None:
                 assert (tmp_path / how).exists()
                 assert jobs[0].attempt == 2
                 assert time.monotonic() - began < BACK
-                restarted = [one for one in service._jobs.live_jobs[jobs[0].id].log.events if one.event == "restarted"]
+                restarted = [one for one in service.live_jobs[jobs[0].id].log.events if one.event == "restarted"]
                 assert [one.data["attempt"] for one in restarted] == [2]
                 assert restarted[0].data["reason"].startswith(said)
                 # A second attempt has no company but the same job's.

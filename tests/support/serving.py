@@ -56,7 +56,7 @@ def drawn(prompt: str, seed: int, size: tuple[int, int]) -> Image.Image:
 
 
 class FakeBackend:
-    """Jobs in memory, one after another, as `ditmesh.serve.backend.JobBackend` has them.
+    """Jobs in memory, one after another, as `ditmesh.serve.service.Service` has them.
 
     Prompts that begin with ``fail:`` fail with the code that follows.
 

@@ -21,7 +21,6 @@ from starlette.staticfiles import StaticFiles
 from .._version import __version__
 from ..errors import DitmeshError
 from . import openai, videos
-from .backend import JobBackend
 from .bodies import Bodies, JsonRoute
 from .errors import Refused, answer_to, described, wait_header
 from .guard import RequestGuard
@@ -36,6 +35,8 @@ from .uploads import Uploads
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
+
+    from .service import Service
 
 # Characters of what /readyz says has failed.
 LONGEST_REASON = 500
@@ -263,7 +264,7 @@ def _as_html(schema: dict[str, Any]) -> str:
 
 
 def create_app(
-    backend: JobBackend, settings: ApiSettings | None = None, tracer: Tracer | None = None, grace: float = 0.0
+    backend: Service, settings: ApiSettings | None = None, tracer: Tracer | None = None, grace: float = 0.0
 ) -> FastAPI:
     """The application; ``app.state.server`` is its `Server`.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from .backend import StorageError
-from .jobs import Jobs, JobState
+from .jobs import JobState, JobStore
 from .offers import ServedModel
 from .protocol import (
     Beat,
@@ -94,8 +94,8 @@ class Dispatcher:
 
     def __init__(
         self,
-        jobs: Jobs,
-        offers: Mapping[str, ServedModel],
+        jobs: JobStore,
+        models: Mapping[str, ServedModel],
         launchers: Sequence[MakeRanks],
         limits: RankLimits,
         *,
@@ -104,7 +104,7 @@ class Dispatcher:
         function: Callable[..., None] | None = None,
     ) -> None:
         """Prepare a replica for each of ``launchers``; for the other arguments see `Service`."""
-        self._jobs, self._offers = jobs, offers
+        self._jobs, self._models = jobs, models
         self._most_loaded, self._most_running = most_loaded, most_running
         self.slots = []
         for number, make in enumerate(launchers):
@@ -175,7 +175,7 @@ class Dispatcher:
                         if not await self._assign_next(slot):
                             open_slots.remove(slot)
             except StorageError as error:
-                # `Jobs.maintain` wakes this up again.
+                # `JobStore.maintain` wakes this up again.
                 logger.error("%s", error)
             except Exception:
                 logger.exception("giving tasks to replicas failed")
@@ -226,7 +226,7 @@ class Dispatcher:
         there = {name for one in others for name in (*one.models, one.loading)}
 
         def choose() -> NextJob | None:
-            head = queue.head(self._offers.keys(), again=again)
+            head = queue.head(self._models.keys(), again=again)
             if head is None or head.model in models:
                 return head
             own = queue.head(models, again=again)
@@ -237,7 +237,7 @@ class Dispatcher:
 
     def _load(self, slot: ReplicaSlot, name: str) -> None:
         slot.loading = name
-        slot.replica.send(Load(self._offers[name].spec, self._most_loaded))
+        slot.replica.send(Load(self._models[name].spec, self._most_loaded))
 
     def _start(self, slot: ReplicaSlot, live: JobState, picture: int) -> None:
         self._jobs.begin(live, picture, slot.replica)
@@ -332,7 +332,7 @@ class Dispatcher:
             height=said.height,
             receipt=dict(said.receipt),
         )
-        self._jobs.speed.done(live.work)
+        self._jobs.throughput.done(live.work)
         queue, results = self._jobs.queue, self._jobs.results
 
         def change() -> Job | None:
@@ -375,8 +375,8 @@ class Dispatcher:
 
     async def _load_first(self, slot: ReplicaSlot) -> None:
         """Load the model that is asked for, or the first, unless that has failed."""
-        head = await self._jobs.on_disk(self._jobs.queue.head, self._offers.keys())
-        names = [*self._offers] if head is None else [head.model, *self._offers]
+        head = await self._jobs.on_disk(self._jobs.queue.head, self._models.keys())
+        names = [*self._models] if head is None else [head.model, *self._models]
         name = next((one for one in names if self._failed_loads.get(one, 0) < LOADS), None)
         if name is not None:
             self._load(slot, name)
@@ -385,7 +385,7 @@ class Dispatcher:
         slot.loading, slot.failures, self._served = "", 0, True
         self._failed_loads.pop(said.name, None)
         slot.models = (slot.models | {said.name}) - set(said.unloaded)
-        self._offers[said.name].loaded(said.card)
+        self._models[said.name].loaded(said.card)
         for lora, note in said.card.get("lora_notes", {}).items():
             logger.warning("LoRA %s fits %s in part: %s", lora, said.name, note)
         slot.state.state, slot.state.models = "ready", sorted(slot.models)
@@ -437,7 +437,7 @@ class Dispatcher:
             return
         error = JobError(code=error.code, message=f"model {name} could not be loaded: {error.message}")
         logger.error("%s", error.message)
-        if not self._served and all(self._failed_loads.get(one, 0) >= LOADS for one in self._offers):
+        if not self._served and all(self._failed_loads.get(one, 0) >= LOADS for one in self._models):
             self._give_up(f"{error.message}; the jobs stay in the queue")
             return
         for live in list(self._jobs.live_jobs.values()):

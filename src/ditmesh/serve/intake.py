@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import Header, Path
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from ..errors import DitmeshError, InputError
-from .backend import IdempotencyKey, JobBackend, UnknownJob
+from .backend import IdempotencyKey, UnknownJob
 from .bodies import LIMITED, check_limits
 from .errors import Refused, as_refused, wait_header
 from .keys import Limiter
@@ -30,6 +30,9 @@ from .settings import ApiSettings
 from .streams import ended
 from .types import Input, InputRole, Job, JobRequest, ModelCard
 from .uploads import Uploads, from_data_url
+
+if TYPE_CHECKING:
+    from .service import Service
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -76,7 +79,7 @@ class Server:
         closing: set when the server stops and has done what it could.
     """
 
-    backend: JobBackend
+    backend: Service
     settings: ApiSettings
     metrics: Metrics
     watch: JobWatch
@@ -146,7 +149,7 @@ class Server:
 
         Raises:
             Refused: it is not allowed.
-            DitmeshError: as `JobBackend.submit`.
+            DitmeshError: as `Service.submit`.
         """
         owner: str = caller.state.owner
         kept: list[str] = []
@@ -172,10 +175,10 @@ class Server:
             if inputs is not None:
                 more["inputs"] = await inputs(kept)
             request = request.model_copy(update=more)
-            once = None if key is None else IdempotencyKey(key, _digest(caller.url.path, request))
-            job = None if once is None else await self.backend.repeated(owner, once)
+            repeatable = None if key is None else IdempotencyKey(key, _digest(caller.url.path, request))
+            job = None if repeatable is None else await self.backend.repeated(owner, repeatable)
             if job is None:
-                job = await self.backend.submit(request, owner, once)
+                job = await self.backend.submit(request, owner, repeatable)
                 self.watch.follow(job, owner, caller.headers)
         except DitmeshError as error:
             self.metrics.refused(as_refused(error).code)

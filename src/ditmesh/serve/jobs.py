@@ -7,15 +7,14 @@ import hashlib
 import logging
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ..errors import InputError
-from .backend import IdempotencyKey, StorageError, UnknownJob
+from .backend import IdempotencyKey, ResultFile, StorageError, UnknownJob
 from .events import EventLog
 from .offers import ServedModel
 from .protocol import Cancel
@@ -117,47 +116,44 @@ class Throughput:
         return sum(work for _, work in known) / max(self._done[-1][0] - began, 1e-3)
 
 
-class Jobs:
+class JobStore:
     """All jobs that have not ended, and the latest that have.
 
-    Every change that has to survive is written by one thread before anybody is told of it, and changes happen one after
-    the other, under ``change``. While the folder cannot be written (a full disk, a locked database), those that cannot
-    be put off fail with `StorageError`; those that ranks have caused (an image is done, a job has failed) wait in
-    memory, in order, and are written as soon as that works. A damaged database will never take them: their jobs fail.
+    Every change that has to survive is written by one thread before a client is told of it, and changes happen one
+    after the other, under ``change``. While the folder cannot be written (a full disk, a locked database), those that
+    cannot be put off fail with `StorageError`; those that ranks have caused (an image is done, a job has failed) wait
+    in memory, in order, and are written as soon as that works. A damaged database will never take them: their jobs
+    fail.
+
+    ``owner`` is the hash of a client's API key, or empty. Calls may overlap.
 
     Attributes:
-        change: held by whoever changes a job, or reads on what is to be changed.
+        change: the lock of changes, and of what is read to be changed.
         wake: set when there may be something to do for replicas.
         live_jobs: jobs in memory, by id.
+        throughput: of all ranks together.
     """
 
     def __init__(
         self,
-        offers: Mapping[str, ServedModel],
-        folder: str | Path,
-        *,
-        keep: float,
-        most_bytes: int,
-        reserve: int,
-        most: int,
-        most_per_owner: int,
-        weights: Mapping[str, float] | None,
+        served: Mapping[str, ServedModel],
+        open_queue: Callable[[], Queue],
+        open_results: Callable[[], ResultFiles],
     ) -> None:
-        """Prepare; `open` opens. For the arguments see `Queue` and `ResultFiles`."""
-        self._offers = offers
-        self._open_queue = partial(Queue, folder, keep=keep, most=most, most_per_owner=most_per_owner, weights=weights)
-        self._open_results = partial(ResultFiles, folder, keep=keep, most_bytes=most_bytes, reserve=reserve)
+        """Prepare; `open` opens the queue and the files of results, of one folder."""
+        self._served, self._open_queue, self._open_results = served, open_queue, open_results
         self.live_jobs: OrderedDict[str, JobState] = OrderedDict()
-        self.speed = Throughput()
+        self.throughput = Throughput()
         # Seconds per step, by model.
         self._pace: dict[str, float] = {}
         self._places: dict[str, QueuePlace] = {}
         # Requests with an input picture that are neither accepted nor refused, by its digest.
         self._pending_inputs: Counter[str] = Counter()
-        # Changes that the disk has not taken yet, in order, and what is to be done then.
+        # Changes that the disk has not taken yet, in order, and what follows each.
         self._unwritten: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
-        # Why it has not.
-        self._write_error = StorageError("nothing is owed")
+        # The error of the first of them.
+        self._write_error = StorageError("nothing is unwritten")
+        self._background: set[asyncio.Future[Any]] = set()
 
     async def open(self) -> None:
         """Open the folder, and take up the jobs of an earlier run. Raises `ConfigError`, `StorageError`."""
@@ -191,8 +187,8 @@ class Jobs:
 
     async def _fail_without_model(self) -> None:
         """Fail the jobs of an earlier run whose model this server does not have: they would wait for ever."""
-        there = ", ".join(self._offers)
-        gone = [live for live in self.live_jobs.values() if live.model not in self._offers]
+        there = ", ".join(self._served)
+        gone = [live for live in self.live_jobs.values() if live.model not in self._served]
         for live in gone:
             message = f"this server has no model {live.model!r} any more; submit the job again for one of: {there}"
             error = JobError(code="invalid_request", message=message)
@@ -217,7 +213,7 @@ class Jobs:
     # ---- what becomes of jobs
 
     async def accept(
-        self, id: str, request: JobRequest, owner: str, work: float, once: IdempotencyKey | None = None
+        self, id: str, request: JobRequest, owner: str, work: float, key: IdempotencyKey | None = None
     ) -> Job:
         """Take a new job; it is on disk when this returns. A request that is repeated is answered with its job.
 
@@ -227,9 +223,9 @@ class Jobs:
         async with self.change:
             if self._unwritten:
                 raise self._write_error
-            job = await self.on_disk(self._submit, id, request, owner, work, once)
+            job = await self.on_disk(self._submit, id, request, owner, work, key)
             if job.id != id:
-                return self.seen(job)
+                return self._seen(job)
             live = self._add_live(job, owner)
             await self._update_places()
             live.position = self._places[id].position if id in self._places else 0
@@ -237,16 +233,16 @@ class Jobs:
         self.wake.set()
         return self.view(live)
 
-    def _submit(self, id: str, request: JobRequest, owner: str, work: float, once: IdempotencyKey | None) -> Job:
+    def _submit(self, id: str, request: JobRequest, owner: str, work: float, key: IdempotencyKey | None) -> Job:
         self.results.check_space()
         for one in request.inputs:
             if self.results.input(one.digest) is None:
                 raise InputError(f"input {one.digest[:16]}… is not here, or no longer; send the picture again")
-        return self.queue.submit(id, request, owner, work, self.speed.rate, once)
+        return self.queue.submit(id, request, owner, work, self.throughput.rate, key)
 
     def _add_live(self, job: Job, owner: str) -> JobState:
         """Keep a job in memory."""
-        offer = self._offers.get(job.request.model)
+        offer = self._served.get(job.request.model)
         log = EventLog(self.first_event)
         live = JobState(job, owner, offer.work(job.request) if offer else 1.0, log, job.request.steps)
         if job.status == "running":
@@ -255,8 +251,16 @@ class Jobs:
         self.live_jobs[job.id] = live
         return live
 
-    async def cancel(self, id: str) -> JobState:
-        """End a job that nobody wants any more, unless it has ended. Raises `UnknownJob`, `StorageError`."""
+    async def cancel(self, id: str, owner: str) -> Job:
+        """Cancel a job: it has ended at once, its ranks stop at the next step. One that has ended stays as it is.
+
+        Raises:
+            UnknownJob, StorageError.
+        """
+        job = await self.job(id, owner)
+        return job if job.status in ENDED else await self._to_the_end(self._cancel(id))
+
+    async def _cancel(self, id: str) -> Job:
         async with self.change:
             live = self.live_jobs.get(id)
             if live is None:
@@ -265,7 +269,14 @@ class Jobs:
             if job is not None:
                 self.end(live, job)
         self.wake.set()
-        return live
+        return self.view(live)
+
+    async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await work that goes on to its end even if its caller is cancelled: half of it would not do."""
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return await asyncio.shield(task)
 
     def end(self, live: JobState, job: Job) -> None:
         """A job has ended: tell who follows it, stop what runs of it, and forget the oldest ones that have."""
@@ -289,12 +300,12 @@ class Jobs:
         live.progress.pop(picture, None)
         live.stepped.pop(picture, None)
         live.tasks[picture] = replica
-        self.speed.running(1)
+        self.throughput.running(1)
 
     def task_ended(self, live: JobState, picture: int) -> None:
         """A picture is with its replica no more."""
         del live.tasks[picture]
-        self.speed.running(-1)
+        self.throughput.running(-1)
 
     def stepped(self, live: JobState, picture: int, step: int, batch: int) -> None:
         """A picture has come as far as a step, in a batch of so many rows."""
@@ -332,6 +343,50 @@ class Jobs:
 
     # ---- how clients see them
 
+    async def repeated(self, owner: str, key: IdempotencyKey) -> Job | None:
+        """The job that was accepted with this key, unless it was cancelled. Raises `KeyReused`."""
+        job = await self.on_disk(self.queue.repeated, owner, key)
+        return job and self._seen(job)
+
+    async def job(self, id: str, owner: str) -> Job:
+        """A job. Raises `UnknownJob`."""
+        live = self.live_jobs.get(id)
+        if live is not None and live.owner == owner:
+            return self.view(live)
+        return await self.on_disk(self.queue.job, id, owner)
+
+    async def jobs(self, owner: str, limit: int = 50, status: Status | None = None) -> list[Job]:
+        """The newest first."""
+        return [self._seen(job) for job in await self.on_disk(self.queue.jobs, owner, limit, status)]
+
+    async def events(self, id: str, owner: str, after: int = 0) -> AsyncIterator[Event]:
+        """Events behind number ``after``, those to come too, up to the last one. Raises `UnknownJob`.
+
+        Of a job of an earlier run only what its state says is repeated; previews are never repeated.
+        """
+        live = self.live_jobs.get(id)
+        if live is not None and live.owner == owner:
+            async for event in live.log.follow(after):
+                yield event
+            return
+        # It has ended long ago, or in an earlier run: then its number of events is not known, and all are told.
+        job, first = await self.job(id, owner), self.first_event
+        told = _past(job) if after < first else []
+        if job.status in ENDED:
+            told.append((_last(job.status), job.model_dump(mode="json")))
+        for number, (name, data) in enumerate(told, max(after, first - 1) + 1):
+            yield Event(id=number, event=name, data=data)
+
+    async def result(self, id: str, index: int, owner: str) -> ResultFile:
+        """A result's file. Raises `UnknownJob`."""
+        await self.job(id, owner)
+        file = await self.on_disk(self.queue.file, id, index)
+        if file is not None:
+            path, media = self.results.path(id, file)
+            if path.exists():
+                return ResultFile(path, media)
+        raise UnknownJob(f"job {id} has no picture {index}, or not yet")
+
     @property
     def first_event(self) -> int:
         """Number of the first event of this run."""
@@ -351,14 +406,14 @@ class Jobs:
             update["eta"] = self._eta(live)
         return job.model_copy(update=update)
 
-    def seen(self, job: Job) -> Job:
+    def _seen(self, job: Job) -> Job:
         """A job of the queue with what is known of it here."""
         live = self.live_jobs.get(job.id)
         return job if live is None else self.view(live)
 
     def _eta(self, live: JobState) -> float | None:
         """Seconds until a job is done, as far as that can be told."""
-        place, pace, rate = self._places.get(live.id), self._pace.get(live.model), self.speed.rate
+        place, pace, rate = self._places.get(live.id), self._pace.get(live.model), self.throughput.rate
         undone = sum(image.url is None for image in live.job.images)
         waiting = (place.work if place else 0.0) + (undone - len(live.tasks)) * live.work
         seconds = 0.0
@@ -459,14 +514,6 @@ class Jobs:
             gone += more
         self.results.sweep(self.queue.ids(), self.queue.inputs())
         return gone
-
-
-def events_of(job: Job, after: int, all: bool) -> list[Event]:
-    """The events that a job's state tells of, numbered behind ``after``; ``all``: not only the last one."""
-    told = _past(job) if all else []
-    if job.status in ENDED:
-        told.append((_last(job.status), job.model_dump(mode="json")))
-    return [Event(id=number, event=name, data=data) for number, (name, data) in enumerate(told, after + 1)]
 
 
 def _past(job: Job) -> list[tuple[EventName, dict[str, Any]]]:

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.files import finite
 from ..errors import DitmeshError, InputError
-from .backend import JobBackend
 from .metrics import Metrics
 from .streams import closed_after, ended
 from .types import ENDED, Event, Job
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
+
+    from .service import Service
 
 LogFormat = Literal["json", "text"]
 
@@ -156,7 +157,7 @@ class JobWatch:
         log_prompts: prompts are part of what is logged.
     """
 
-    def __init__(self, backend: JobBackend, metrics: Metrics, tracer: Tracer | None, log_prompts: bool) -> None:
+    def __init__(self, backend: Service, metrics: Metrics, tracer: Tracer | None, log_prompts: bool) -> None:
         self._backend, self._metrics, self._tracer, self._log_prompts = backend, metrics, tracer, log_prompts
         self._tasks: dict[str, asyncio.Task[None]] = {}
 

@@ -282,7 +282,7 @@ class Queue:
         owner: str,
         work: float,
         rate: float | None = None,
-        once: IdempotencyKey | None = None,
+        key: IdempotencyKey | None = None,
     ) -> Job:
         """Accept a job: it is on disk when this returns. A request that is repeated is answered with its job.
 
@@ -292,7 +292,7 @@ class Queue:
             owner: who asks.
             work: of one picture, in any unit.
             rate: of all ranks together, in work per second, as far as it has been measured.
-            once: see `repeated`.
+            key: see `repeated`.
 
         Raises:
             InputError: it asks for more pictures than may ever wait.
@@ -304,7 +304,7 @@ class Queue:
         if request.n > most:
             raise InputError(f"n {request.n} is more than the {most} pictures that may wait; use n {most} at most")
         with self._change() as db:
-            if once is not None and (before := self._repeated(db, owner, once)) is not None:
+            if key is not None and (before := self._repeated(db, owner, key)) is not None:
                 return before
             self._check_bounds(db, request.n, owner, rate)
             number = db.execute(
@@ -317,13 +317,13 @@ class Queue:
             ).lastrowid
             digests = {given.digest for given in request.inputs}
             db.executemany("INSERT INTO inputs VALUES (?, ?)", [(digest, number) for digest in digests])
-            if once is not None:
-                db.execute("INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?)", (owner, once.key, once.digest, number))
+            if key is not None:
+                db.execute("INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?)", (owner, key.key, key.digest, number))
             job = self._job(db, id)
         assert job is not None
         return job
 
-    def repeated(self, owner: str, once: IdempotencyKey) -> Job | None:
+    def repeated(self, owner: str, key: IdempotencyKey) -> Job | None:
         """The job of a request that was accepted with this key, unless it was cancelled: then the key is free again.
 
         A key is remembered as long as its job.
@@ -332,18 +332,16 @@ class Queue:
             KeyReused: it came with another request.
         """
         with self._lock:
-            return self._repeated(self._db, owner, once)
+            return self._repeated(self._db, owner, key)
 
-    def _repeated(self, db: sqlite3.Connection, owner: str, once: IdempotencyKey) -> Job | None:
+    def _repeated(self, db: sqlite3.Connection, owner: str, key: IdempotencyKey) -> Job | None:
         row = db.execute(
             "SELECT j.*, k.digest FROM keys k JOIN jobs j ON j.number = k.job "
             "WHERE k.owner = ? AND k.key = ? AND j.status != 'cancelled'",
-            (owner, once.key),
+            (owner, key.key),
         ).fetchone()
-        if row is not None and row["digest"] != once.digest:
-            raise KeyReused(
-                f"Idempotency-Key {once.key!r} came with another request before; use a new key for this one"
-            )
+        if row is not None and row["digest"] != key.digest:
+            raise KeyReused(f"Idempotency-Key {key.key!r} came with another request before; use a new key for this one")
         return row and self._as_job(db, row)
 
     def _check_bounds(self, db: sqlite3.Connection, n: int, owner: str, rate: float | None) -> None:
