@@ -38,7 +38,7 @@ ROLES = {"image": "image", "mask": "mask", "control": "control", "ip_image": "ip
 # Seconds: to connect and to be answered; of silence in a stream, in which the server says every 15 that it is alive;
 # between two attempts when the server does not say.
 TIMEOUT, SILENCE, PAUSE = 30.0, 45.0, 1.0
-# For an answer when somebody who breaks off waits for the end.
+# For an answer while a caller that breaks off waits for the end.
 LAST = 3.0
 
 
@@ -285,11 +285,11 @@ class _ClientBase:
     def _lost(self, ask: ApiRequest, error: Exception, waited: float) -> float | None:
         """Seconds to wait before a request is sent again that found no connection, or lost it; None: it is not."""
         if ask.method == "DELETE":
-            # Whoever breaks off does not wait.
+            # A caller that breaks off does not wait.
             return None
         passing = isinstance(error, (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException))
-        nobody = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)) and not self._reached
-        return PAUSE if passing and not nobody and waited + PAUSE <= self._patience else None
+        absent = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)) and not self._reached
+        return PAUSE if passing and not absent and waited + PAUSE <= self._patience else None
 
     def _stream(self, id: str, reader: EventReader) -> dict[str, Any]:
         path = f"/v1/jobs/{id}/events"

@@ -149,7 +149,7 @@ class RayServeReplica:
     _watch: asyncio.Task[None] | None = None
 
     async def check_health(self) -> None:
-        """Raises `RuntimeError`: the server is to be started anew, as its ranks cannot be, or as it has stopped."""
+        """Raises `RuntimeError`: the server is to be started again, as its ranks cannot be, or as it has stopped."""
         server: Server = self.app.state.server
         self._asked = time.monotonic()
         if self._watch is None:

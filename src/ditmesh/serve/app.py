@@ -268,7 +268,7 @@ def create_app(
 ) -> FastAPI:
     """The application; ``app.state.server`` is its `Server`.
 
-    It starts the backend when it is started itself, and stops it when nobody has done so before.
+    It starts the backend when it is started itself, and stops it unless that was done before.
 
     Args:
         backend: the queue.

@@ -25,14 +25,14 @@ class Stopping(QueueFull):
 
 
 class NoRanks(QueueFull):
-    """The ranks have failed so often that nobody waits for them any more; they are started again all the same."""
+    """The ranks have failed so often that jobs do not wait for them; they are started again all the same."""
 
 
 class StorageError(ServerError):
     """The server's folder cannot be read or written: what was to be done was not.
 
     Attributes:
-        passes: it may work in a moment, without anybody's help.
+        passes: it may work in a moment, without a person's help.
         broken: the database is damaged: it will not work however often it is tried.
     """
 
@@ -50,7 +50,7 @@ class KeyReused(ServerError):
 
 
 class UnknownJob(ServerError, KeyError):
-    """There is no such job, or it belongs to somebody else, or has expired."""
+    """There is no such job, or it belongs to another client, or has expired."""
 
     __str__ = Exception.__str__
 

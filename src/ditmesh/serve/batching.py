@@ -453,7 +453,7 @@ class Batcher:
         self._values = Values()
         # Forms of calls that were looked at: why their rows cannot run together, or nothing.
         self._forms: dict[tuple[int, CallForm], str] = {}
-        # The run whose branches of guidance ranks foresee.
+        # The only task of the batch: ranks run its guidance branches ahead.
         self._guided_task: PipelineTask | None = None
         # Seconds of other components' calls since the latest step.
         self._spent = 0.0

@@ -83,7 +83,7 @@ async def read_json(request: Request, known: Collection[str], most: int, setting
     """The object in a request's body.
 
     Args:
-        request: whose body has not been read yet.
+        request: with a body that has not been read yet.
         known: names of its fields.
         most: bytes of it.
         settings: of the server.
@@ -167,7 +167,7 @@ def _check_members(fields: Mapping[str, Any]) -> None:
 
 
 class JsonRoute(APIRoute):
-    """A route whose body, if it has one, is read by `read_json`."""
+    """A route with a body, if any, that is read by `read_json`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """As FastAPI's."""
@@ -193,7 +193,7 @@ def _body_of(endpoint: Callable[..., Any]) -> type[BaseModel] | None:
 
 
 class ReadRequest(Request):
-    """A request whose JSON has been read."""
+    """A request with its JSON read."""
 
     def __init__(self, scope: Scope, receive: Receive, fields: dict[str, Any]) -> None:
         headers = [one for one in scope["headers"] if one[0] != b"content-type"]

@@ -76,7 +76,7 @@ class ConnectionLimits:
 
     @classmethod
     def of_process(cls, most: int) -> ConnectionLimits:
-        """Limits that fit the process's number of descriptors, whose soft limit is raised as far as that is needed."""
+        """Limits that fit the process's number of descriptors; their soft limit is raised as far as that is needed."""
         fit = min(most, _descriptors(2 * most + RESERVED) // 2)
         if fit < most:
             logger.warning(
@@ -116,7 +116,7 @@ class ClientConnection(H11Protocol):
     """uvicorn's protocol on h11, with limits of time.
 
     Attributes:
-        party: whose it is.
+        party: of the client.
         crowded: it came when there were too many already.
         since: when it was made, its request began, or that was answered, on the monotonic clock.
     """
@@ -154,7 +154,7 @@ class ClientConnection(H11Protocol):
                 if not self.transport.is_closing():
                     super().data_received(data[start : start + LONGEST_HEADER])
         except (h11.LocalProtocolError, UnicodeDecodeError):
-            # Nonsense in a body whose answer has begun, or in a path.
+            # Nonsense in a body after its answer has begun, or in a path.
             self.transport.abort()
         self._note()
 
@@ -288,7 +288,7 @@ class Connections:
         self.limits = limits
         self._all: dict[ClientConnection, None] = {}
         self._of: Counter[str] = Counter()
-        # Those without a request under way, by whose they are, the oldest first.
+        # Connections without a request under way, by party, the oldest first.
         self._idle: dict[str, OrderedDict[ClientConnection, None]] = {}
 
     def __len__(self) -> int:

@@ -73,7 +73,7 @@ class ReplicaSlot:
 
     @property
     def gave_up(self) -> bool:
-        """Whether its ranks have failed so often that nobody waits for them."""
+        """Whether its ranks have failed so often that jobs do not wait for them."""
         return self.final or self.failures >= MOST_STARTS
 
     @property
@@ -284,7 +284,7 @@ class Dispatcher:
             slot.state.message, slot.state.models = said.message, sorted(slot.models)
             await self._load_failed(said.name, JobError(code="internal", message=said.message), LOADS)
             if not slot.models:
-                # Whoever asks whether the server is ready asks for any of them.
+                # The server is ready with any of its models.
                 await self._load_first(slot)
         else:
             state = slot.state
@@ -319,7 +319,7 @@ class Dispatcher:
             else:
                 await self._fail(live, JobError(code=said.code, message=said.message))
         else:
-            # Nobody has asked for that.
+            # The ranks were not asked to.
             await self._restart(live, [picture], "the ranks have given it back", counts=False)
 
     async def _finished(self, live: JobState, picture: int, said: Finished) -> None:

@@ -68,7 +68,7 @@ class RequestGuard:
             with self.metrics.under_way():
                 await self._answered(scope, receive, answer)
         except ClientDisconnect:
-            # In the middle of its body; nobody reads an answer.
+            # In the middle of its body; the client reads no answer.
             status = status or 400
         except Exception as error:
             logger.error("%s %s failed", scope["method"], _route(scope), exc_info=error)
@@ -118,7 +118,7 @@ class RequestGuard:
             )
 
     def _check_origin(self, method: str, headers: Headers) -> None:
-        """A page of another site may send forms here; a browser says whose they are."""
+        """A page of another site may send forms here; a browser names the site."""
         origin = headers.get("origin")
         if origin is None or method in SAFE_METHODS or origin in self.settings.cors:
             return

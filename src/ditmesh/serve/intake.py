@@ -88,7 +88,7 @@ class Server:
     grace: float = 0.0
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     stopping: bool = False
-    # Requests that wait for a job's end, by its id; and what cancels those that nobody has come back to.
+    # Requests that wait for a job's end, by its id; and what cancels jobs without a client that waits.
     _waiting: Counter[str] = field(default_factory=Counter)
     _leaving: set[asyncio.Future[None]] = field(default_factory=set)
     _stopped: asyncio.Future[None] | None = None
@@ -96,7 +96,7 @@ class Server:
     async def stop(self, grace: float | None = None) -> None:
         """Take no more jobs, end those under way within ``grace`` seconds, and end all streams. Once, for all who ask.
 
-        Returns when that is done, whoever asked first.
+        Every caller returns when that is done.
         """
         if self._stopped is None:
             self.stopping = True
@@ -140,7 +140,7 @@ class Server:
 
         Args:
             request: what is asked for.
-            caller: whose it is.
+            caller: the HTTP request.
             videos: the endpoint is for videos alone, for pictures alone, or (None) for both.
             inputs: decodes and keeps the input pictures, when all else is allowed; called with a list that takes the
                 digests of those it keeps.
@@ -205,7 +205,7 @@ class Server:
     async def client_gone(self, job: Job, owner: str, key: str | None) -> None:
         """The client that waited for a job has gone away: cancel the job.
 
-        With an ``Idempotency-Key`` it may come back to it: the job is cancelled when nobody has after a while.
+        With an ``Idempotency-Key`` it may come back to it: the job is cancelled when no client has after a while.
         """
         if not self.settings.cancel_on_disconnect or self.stopping:
             return

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 # Seconds between looks at what the disk owes and what has changed places, and at what has expired.
 LOOK, SWEEP = 0.5, 60.0
-# Ended jobs whose events are kept in memory; that have no results, on disk: clients make any number of them.
+# Ended jobs with their events that are kept in memory; and without results, on disk: clients make any number of them.
 ENDED_KEPT, WITHOUT_RESULTS = 128, 10_000
 # Numbers of events in one run of the server: a client that was cut off from an earlier run gets all of this one's.
 RUN = 2**32
@@ -186,7 +186,7 @@ class JobStore:
         await self._update_places()
 
     async def _fail_without_model(self) -> None:
-        """Fail the jobs of an earlier run whose model this server does not have: they would wait for ever."""
+        """Fail jobs of an earlier run for models that this server does not have: they would wait for ever."""
         there = ", ".join(self._served)
         gone = [live for live in self.live_jobs.values() if live.model not in self._served]
         for live in gone:
@@ -334,7 +334,7 @@ class JobStore:
         self._pending_inputs[digest] -= 1
         if not self._pending_inputs[digest]:
             del self._pending_inputs[digest]
-            # Whoever sends it from now on comes later on the disk's thread.
+            # A picture that is sent from now on comes later on the disk's thread.
             await self.on_disk(self._drop_input, digest)
 
     def _drop_input(self, digest: str) -> None:
@@ -496,7 +496,7 @@ class JobStore:
             self.wake.set()
 
     async def sweep(self) -> None:
-        """Forget jobs whose time is over, and the oldest ones where there is too much."""
+        """Forget jobs that have expired, and the oldest ones where there is too much."""
         async with self.change:
             for id in await self.on_disk(self._sweep):
                 self.live_jobs.pop(id, None)

@@ -92,7 +92,7 @@ class LoadedModel:
         card: the fields of its `ModelCard` that loading shows.
 
     Raises:
-        InputError: it cannot be loaded. LayoutError: nobody can place its tokens.
+        InputError: it cannot be loaded. LayoutError: its tokens cannot be placed.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ class LineFormatter(logging.Formatter):
             line = {"time": when, "level": record.levelname.lower(), "logger": record.name}
             line |= {"message": record.getMessage(), **facts, **({"exception": error} if error else {})}
             return json.dumps(finite(line), allow_nan=False)
-        # A line break in a name would make somebody's text look like a line of ours.
+        # A line break in a name would make a client's text look like a line of ours.
         words = [when, record.levelname.lower(), _one_line(record.getMessage())]
         words += [f"{name}={_one_line(str(value))}" for name, value in facts.items()]
         return " ".join(words) + (f"\n{error}" if error else "")

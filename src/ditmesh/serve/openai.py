@@ -120,7 +120,7 @@ class ImageRequest(BaseModel):
 
 
 class EditRequest(ImageRequest):
-    """Pictures from a prompt and a picture; strength (0 to 1): how much of it is generated anew."""
+    """Pictures from a prompt and a picture; strength (0 to 1): how much of it is generated again."""
 
     strength: Annotated[float, Field(gt=0, le=1)] | None = None
     input_fidelity: str | None = Field(default=None, max_length=32)
@@ -228,7 +228,7 @@ def _edit_form() -> dict[str, Any]:
     openapi_extra=_edit_form(),
 )
 async def edits(request: Request, key: IdempotencyHeader = None) -> Response:
-    """Generate a picture anew, wholly or where a mask says: white, or (as OpenAI has it) transparent throughout."""
+    """Generate a picture again, wholly or where a mask says: white, or (as OpenAI has it) transparent throughout."""
     server: Server = request.app.state.server
     async with request.form(max_files=4, max_fields=64, max_part_size=server.settings.max_body) as form:
         body, files = _parts(form)
@@ -298,7 +298,7 @@ async def _answered(
         done = await _ended(server, request, job, owner, key)
     if done is None:
         await server.client_gone(job, owner, key)
-        # Nobody reads it.
+        # The client has gone.
         return Response(status_code=499)
     _check_success(done)
     base = str(request.base_url).rstrip("/")
@@ -355,7 +355,7 @@ async def _last(server: Server, job: Job, owner: str, key: str | None) -> Job:
 def _stops(server: Server, job: Job, key: str | None) -> Refused:
     headers = wait_header(server.settings.retry_after)
     if key is None:
-        # A client that asked anew would have the same picture made twice.
+        # A client that asks again would have the same picture made twice.
         headers["x-should-retry"] = "false"
     return Refused(503, f"the server stops; it goes on with {job.id} when it is back", headers=headers)
 

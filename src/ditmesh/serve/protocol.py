@@ -47,7 +47,7 @@ class PictureTask:
         model: name of its `ModelSpec`.
         request: the job's; picture ``index`` has seed ``request.seed + index``.
         files: input pictures on this machine, by digest.
-        owner: whose it is; priorities count among the tasks of one owner.
+        owner: of the job; priorities count among the tasks of one owner.
     """
 
     id: str
@@ -61,8 +61,8 @@ class PictureTask:
 def under_way(tasks: Sequence[tuple[str, int]], most: int) -> list[int]:
     """Which tasks take steps when there are more than may: the places of those, in order.
 
-    Whoever came first goes on. A later one takes the place of one of the same owner that is less urgent: of those the
-    least urgent, and of these the latest.
+    Tasks go on in the order in which they came. A later task takes the place of a less urgent one of the same owner:
+    of the least urgent one, and among equals of the latest.
 
     Args:
         tasks: owners and priorities, in the order in which they came.

@@ -34,7 +34,7 @@ FILE, LOCK = "queue.sqlite", "lock"
 # is new does not raise it: older servers fail the jobs that have it, and keep all others. And what says that the file
 # is ours: "dmsh".
 VERSION, APPLICATION = 1, 0x646D7368
-# What stands for the prompt of a job whose request cannot be read.
+# What stands for a prompt that cannot be read.
 UNREADABLE = "(not readable)"
 # Seconds after which it is worth asking again, while nothing has been measured, and at least.
 UNMEASURED, SOONEST = 5.0, 1.0
@@ -93,7 +93,7 @@ CREATE INDEX IF NOT EXISTS keys_job ON keys (job);
 """
 
 # Which picture is next: of jobs that ranks have failed under; then of the owner who has had the least; of that owner
-# the most urgent, then the oldest. A priority orders its owner's jobs: everybody may ask for the highest.
+# the most urgent, then the oldest. A priority orders its owner's jobs: any client may ask for the highest.
 ORDER = "j.attempt > 1 DESC, max(coalesce(o.used, 0), c.value), j.priority DESC, j.number"
 WAITING = (
     "FROM jobs j LEFT JOIN owners o ON o.owner = j.owner JOIN facts c ON c.name = 'clock' "
@@ -103,7 +103,7 @@ WAITING = (
 
 @dataclass(frozen=True)
 class NextJob:
-    """The job whose picture is next.
+    """The job with the next picture.
 
     Attributes:
         again: ranks have failed under it.
@@ -134,7 +134,7 @@ class Queue:
 
     Attributes:
         aside: where a queue that could not be read was moved, with its results; None: all was well.
-        unread: jobs that waited and whose requests this version cannot read; they have failed.
+        unread: jobs that waited with requests that this version cannot read; they have failed.
         run: how often the folder has been opened.
         queued, running: numbers of jobs.
     """
@@ -206,9 +206,9 @@ class Queue:
             version, ours = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("user_version", "application_id"))
             tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
             if tables and (ours, version) != (APPLICATION, VERSION):
-                whose = f"version {version}" if ours == APPLICATION else "another program"
+                writer = f"version {version}" if ours == APPLICATION else "another program"
                 raise ConfigError(
-                    f"{self.path} is of {whose}, and this ditmesh keeps its queue in version {VERSION}; move it away, "
+                    f"{self.path} is of {writer}, and this ditmesh keeps its queue in version {VERSION}; move it away, "
                     "or give another folder"
                 )
             (state,) = db.execute("PRAGMA quick_check(1)").fetchone()
@@ -225,7 +225,7 @@ class Queue:
         return db
 
     def _move_aside(self) -> Path:
-        """Move a queue that cannot be read, and all results, which nobody else knows of, into a folder of their own."""
+        """Move a queue that cannot be read, and all results, which only it knew of, into a folder of their own."""
         stamp = time.strftime("broken-%Y%m%d-%H%M%S", time.gmtime(self._now()))
         aside = next(path for path in free_names(self.folder / stamp) if not path.exists())
         aside.mkdir()
@@ -359,15 +359,15 @@ class Queue:
         # Until enough of them are done: of all at the speed of all, of the owner's at the speed of a share.
         work = max(over * everyone["work"], over_mine * mine["work"] * everyone["owners"])
         after = max(SOONEST, work / rate) if rate else UNMEASURED
-        whose, number, bound = (
+        mine_or_all, number, bound = (
             ("", everyone["pictures"], self.most) if over > 0 else (" of yours", mine["pictures"], self.most_per_owner)
         )
         raise QueueFull(
-            f"{number} pictures{whose} wait already, and {bound} may; ask again in {after:.0f} s", round(after, 1)
+            f"{number} pictures{mine_or_all} wait already, and {bound} may; ask again in {after:.0f} s", round(after, 1)
         )
 
     def head(self, models: Collection[str] | None = None, job: str | None = None, again: bool = True) -> NextJob | None:
-        """The job whose picture is to begin next.
+        """The job with the picture that begins next.
 
         Args:
             models: only jobs of these.
@@ -392,7 +392,7 @@ class Queue:
             job = self._row(db, id)
             if job is None or not job["waiting"]:
                 return None
-            # Of those who wait the one that has used least: whoever comes now has no more credit than that.
+            # The virtual time: use of the waiting owner with the least. A new owner has no more credit than that.
             (clock,) = db.execute(f"SELECT min(max(coalesce(o.used, 0), c.value)) {WAITING}").fetchone()
             begun = {row[0] for row in db.execute("SELECT picture FROM pictures WHERE job = ?", (job["number"],))}
             picture = next(one for one in range(job["n"]) if one not in begun)
@@ -525,7 +525,7 @@ class Queue:
         return row and row["file"]
 
     def places(self) -> dict[str, QueuePlace]:
-        """Places of the queued jobs, as they will begin if nobody else comes."""
+        """Places of the queued jobs, as they will begin if no others come."""
         query = (
             "SELECT j.id, j.owner, j.status, j.priority, j.attempt > 1 AS again, j.work, j.waiting, "
             f"max(coalesce(o.used, 0), c.value) AS used {WAITING} "
@@ -561,7 +561,7 @@ class Queue:
     # ---- expiry
 
     def expired(self) -> list[str]:
-        """Jobs whose time is over."""
+        """Jobs that have expired."""
         with self._lock:
             return [row[0] for row in self._db.execute("SELECT id FROM jobs WHERE expires <= ?", (self._now(),))]
 

@@ -35,8 +35,8 @@ class RankLimits:
     """Seconds after which ranks are given up.
 
     Attributes:
-        stall: without a message while they are idle, without a step or anything else done while they work; on ranks
-            whose steps take long, as long as four of the slowest.
+        stall: without a message while they are idle, without a step or anything else done while they work; where
+            steps take long, as long as four of the slowest.
         load: without a message while they start or load a model.
         stopped: for which a rank may be stopped by a signal such as SIGSTOP.
     """

@@ -50,7 +50,7 @@ class ResultFiles:
         """Look at what is there, and remove what was never finished.
 
         Args:
-            folder: of the server, which nobody else uses.
+            folder: of the server, which no other program uses.
             keep: seconds for which an input picture is kept that no job needs.
             most_bytes: of all files.
             reserve: bytes of the disk that new jobs leave alone, for the results of those that have been accepted.

@@ -117,7 +117,7 @@ class Service(JobStore):
             ConfigError: another server uses the folder, or its queue is of another version; a cluster does not answer.
             StorageError: the folder cannot be written.
         """
-        # Replicas whose ranks are started again share it.
+        # Replicas share it, also when their ranks are started again.
         await asyncio.to_thread(lambda: self._undo.enter_context(self._connection()))
         try:
             await self.open()

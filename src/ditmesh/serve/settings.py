@@ -15,7 +15,7 @@ class ApiSettings(BaseModel):
     """Limits and behaviour of the HTTP API.
 
     Attributes:
-        keys: file of hashed keys (`keys.Keys`); None: everybody may ask.
+        keys: file of hashed keys (`keys.Keys`); None: any client may ask.
         hosts: names under which the server answers (the ``Host`` header, without the port); empty: any.
         cors: origins of other sites whose pages may call the API.
         max_pixels: of a result, width times height; of videos that of one frame.
