@@ -367,15 +367,12 @@ def _varied(rows: CallRows, model: nn.Module, layout: TokenLayout) -> CallRows:
     for path in (*rows.batched, *rows.times):
         value = other.get(path)
         if covers(time_path, path):
-            value = value // 2 if isinstance(value, int) or not _floating(value) else value * 0.5
+            floating = value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, float)
+            value = value * 0.5 if floating else value // 2
         else:
             value = changed(value)
         other.set(path, value)
     return CallRows(other, rows.count, rows.batched, rows.times, rows.shared, rows.listed, rows.key)
-
-
-def _floating(value: Any) -> bool:
-    return value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, float)
 
 
 # --- the hub -----------------------------------------------------------------------------------------------------
@@ -534,23 +531,21 @@ class Batcher:
         Returns:
             What has failed here. Runs that are stuck were not resumed.
         """
-        trouble = self._round(runs, seconds)
-        if self._guided_task is not None and self._guided_task.ended:
-            self._end_guided_task()
-        return trouble
-
-    def _round(self, runs: Sequence[PipelineTask], seconds: Mapping[str, float]) -> FailedCalls | None:
         for run in runs:
             if not run.begun:
                 run.resume()
         waiting = [run for run in runs if run.pending is not None]
         steps = [run for run in waiting if self.steps(run)]
         encoder_calls = [run for run in waiting if not self.steps(run)]
-        chosen = self._choose_encoder_calls(encoder_calls, seconds, bool(steps))
-        if chosen:
-            return self._run_encoder_calls(chosen, seconds)
-        self._spent = 0.0
-        return self._run_steps(steps) if steps else None
+        failed = None
+        if chosen := self._choose_encoder_calls(encoder_calls, seconds, bool(steps)):
+            self._run_encoder_calls(chosen)
+        else:
+            self._spent = 0.0
+            failed = self._run_steps(steps) if steps else None
+        if self._guided_task is not None and self._guided_task.ended:
+            self._end_guided_task()
+        return failed
 
     def _choose_encoder_calls(
         self, encoder_calls: list[PipelineTask], seconds: Mapping[str, float], others: bool
@@ -569,7 +564,7 @@ class Batcher:
             chosen.append(run)
         return chosen
 
-    def _run_encoder_calls(self, runs: list[PipelineTask], seconds: Mapping[str, float]) -> FailedCalls | None:
+    def _run_encoder_calls(self, runs: list[PipelineTask]) -> None:
         """Calls of text encoders, autoencoders and the like. Several are shared out over the ranks of a CPU."""
         self._switch_to(self._current_pipe or self._template)
         shared = self._size > 1 and len(runs) > 1 and self.engine.mesh.device.type == "cpu"
@@ -595,7 +590,6 @@ class Batcher:
             answer, error, states = answers[place]
             run.generators = states
             run.resume(answer, error)
-        return None
 
     def _run_steps(self, runs: list[PipelineTask]) -> FailedCalls | None:
         """Calls of transformers: those that fit together as one."""
@@ -631,12 +625,13 @@ class Batcher:
         for run in runs:
             pending = run.pending
             assert pending is not None
-            rows = None if pending.alone else self._rows(pending)
+            found = "" if pending.alone else self._rows(pending)
+            rows = None if isinstance(found, str) else found
             known = places.setdefault((rows.key, run.adapters), []) if rows is not None else []
             for place in known:
                 first = groups[place][0][1]
                 room = len(groups[place]) < self.most
-                if room and first and rows and self._same(first, rows) and self._joins(run, rows):
+                if room and first and rows and self._same(first, rows) and not self._why(run, rows):
                     groups[place].append((run, rows))
                     break
             else:
@@ -648,10 +643,9 @@ class Batcher:
         hooks = model.find(ModelHooks)
         return model.layout if hooks is None else hooks.layout
 
-    def _rows(self, pending: PendingCall) -> CallRows | None:
+    def _rows(self, pending: PendingCall) -> CallRows | str:
         model = self._models[id(pending.component)]
-        rows = rows_of(model.model, self._layout(model), pending)
-        return None if isinstance(rows, str) else rows
+        return rows_of(model.model, self._layout(model), pending)
 
     def _same(self, one: CallRows, other: CallRows) -> bool:
         """Whether two calls have equal tensors beside their rows."""
@@ -708,9 +702,6 @@ class Batcher:
 
     # --- looking -----------------------------------------------------------------------------------------------
 
-    def _joins(self, run: PipelineTask, rows: CallRows) -> bool:
-        return not self._why(run, rows)
-
     def _why(self, run: PipelineTask, rows: CallRows) -> str:
         form = id(run.pending.component) if run.pending is not None else 0, form_of(rows.arguments)
         if form not in self._forms:
@@ -719,10 +710,8 @@ class Batcher:
 
     def check_joining(self, run: PipelineTask) -> None:
         """Find out whether calls such as a run waits for can be joined, and set `why` if not. Collective."""
-        pending = run.pending
-        assert pending is not None
-        model = self._models[id(pending.component)]
-        rows = rows_of(model.model, self._layout(model), pending)
+        assert run.pending is not None
+        rows = self._rows(run.pending)
         if why := rows if isinstance(rows, str) else self._why(run, rows):
             self.why = f"{why}; requests run one after the other"
 

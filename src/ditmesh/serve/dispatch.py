@@ -274,7 +274,8 @@ class Dispatcher:
     ) -> None:
         """What a replica says of its ranks."""
         if isinstance(said, RanksUp):
-            await self._up(slot)
+            slot.up = True
+            await self._load_first(slot)
         elif isinstance(said, RanksDown):
             await self._down(slot, said)
         elif isinstance(said, ModelReady):
@@ -368,10 +369,6 @@ class Dispatcher:
         await self._jobs.write(live, partial(self._jobs.queue.interrupt, live.id, pictures, counts), then)
 
     # ---- ranks that come and go
-
-    async def _up(self, slot: ReplicaSlot) -> None:
-        slot.up = True
-        await self._load_first(slot)
 
     async def _load_first(self, slot: ReplicaSlot) -> None:
         """Load the model that is asked for, or the first, unless that has failed."""

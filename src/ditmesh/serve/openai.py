@@ -20,7 +20,7 @@ from .bodies import JsonRoute
 from .errors import ErrorDetail, Refused, described, wait_header
 from .intake import IdempotencyHeader, Server, Size, sized, validated
 from .streams import EventStream, closed_after, ended, event_schema, gone, sse
-from .types import ENDED, Adapter, Event, Format, Input, Job, JobImage, JobRequest, ModelCard
+from .types import ENDED, Adapter, Format, Input, Job, JobImage, JobRequest, ModelCard
 
 router = APIRouter(prefix="/v1/images", tags=["images"], route_class=JsonRoute)
 
@@ -300,7 +300,8 @@ async def _answered(
         await server.client_gone(job, owner, key)
         # The client has gone.
         return Response(status_code=499)
-    _check_success(done)
+    if (refused := _failure(done)) is not None:
+        raise refused
     base = str(request.base_url).rstrip("/")
     data = []
     for image in done.images:
@@ -367,12 +368,31 @@ async def _events(server: Server, job: Job, owner: str, kind: str, partial: int,
         async with server.waiting(job), closed_after(server.backend.events(job.id, owner)) as events:
             async for event in events:
                 if event.event == "preview" and seen[event.data["image"]] < partial:
-                    yield _streamed(_partial(job, event, kind, seen[event.data["image"]]))
+                    preview = StreamedImage(
+                        type=f"{kind}.partial_image",
+                        b64_json=event.data["b64_json"],
+                        created_at=int(job.created),
+                        output_format="jpeg",
+                        size=f"{event.data['width']}x{event.data['height']}",
+                        index=event.data["image"],
+                        partial_image_index=seen[event.data["image"]],
+                    )
+                    yield sse(preview.model_dump(exclude_none=True), preview.type)
                     seen[event.data["image"]] += 1
                 elif event.event == "image":
                     image = JobImage.model_validate(event.data)
                     data = await _base64(server, job, image.index, owner)
-                    yield _streamed(_completed(job, image, kind, data))
+                    done = StreamedImage(
+                        type=f"{kind}.completed",
+                        b64_json=data,
+                        created_at=int(job.created),
+                        output_format=job.request.format,
+                        size=_size(image) or "auto",
+                        index=image.index,
+                        seed=image.seed,
+                        usage=Usage(),
+                    )
+                    yield sse(done.model_dump(exclude_none=True), done.type)
                 elif event.event in ENDED:
                     over = True
                     if (refused := _failure(Job.model_validate(event.data))) is not None:
@@ -385,43 +405,9 @@ async def _events(server: Server, job: Job, owner: str, kind: str, partial: int,
             await server.client_gone(job, owner, key)
 
 
-def _partial(job: Job, event: Event, kind: str, number: int) -> StreamedImage:
-    return StreamedImage(
-        type=f"{kind}.partial_image",
-        b64_json=event.data["b64_json"],
-        created_at=int(job.created),
-        output_format="jpeg",
-        size=f"{event.data['width']}x{event.data['height']}",
-        index=event.data["image"],
-        partial_image_index=number,
-    )
-
-
-def _completed(job: Job, image: JobImage, kind: str, data: str) -> StreamedImage:
-    return StreamedImage(
-        type=f"{kind}.completed",
-        b64_json=data,
-        created_at=int(job.created),
-        output_format=job.request.format,
-        size=_size(image) or "auto",
-        index=image.index,
-        seed=image.seed,
-        usage=Usage(),
-    )
-
-
-def _streamed(image: StreamedImage) -> str:
-    return sse(image.model_dump(exclude_none=True), image.type)
-
-
 def _error(refused: Refused) -> str:
     detail = ErrorDetail(message=str(refused), type=refused.type, code=refused.code, param=refused.param)
     return sse({"error": detail.model_dump()}, "error")
-
-
-def _check_success(job: Job) -> None:
-    if (refused := _failure(job)) is not None:
-        raise refused
 
 
 def _failure(job: Job) -> Refused | None:
