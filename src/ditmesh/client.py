@@ -267,7 +267,10 @@ class EventReader:
 
 
 class _ClientBase:
-    """What both clients are made with."""
+    """What both clients are made with; subclasses say which client of httpx asks."""
+
+    _http: Any
+    _library: Callable[..., Any]
 
     def __init__(
         self, url: str = URL, key: str | None = None, *, timeout: float = TIMEOUT, patience: float = 60.0
@@ -279,7 +282,7 @@ class _ClientBase:
         # Whether the server has answered before: then it may be back in a moment.
         self._reached = False
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._options: dict[str, Any] = {"base_url": self.url, "headers": headers, "timeout": timeout}
+        self._http = self._library(base_url=self.url, headers=headers, timeout=timeout)
         self._silence = httpx.Timeout(timeout, read=SILENCE)
 
     def _lost(self, ask: ApiRequest, error: Exception, waited: float) -> float | None:
@@ -315,11 +318,8 @@ class Client(_ClientBase):
     * `ServerError` for all else.
     """
 
-    def __init__(
-        self, url: str = URL, key: str | None = None, *, timeout: float = TIMEOUT, patience: float = 60.0
-    ) -> None:
-        super().__init__(url, key, timeout=timeout, patience=patience)
-        self._http = httpx.Client(**self._options)
+    _http: httpx.Client
+    _library = httpx.Client
 
     def generate(self, prompt: str, *, on_event: OnEvent | None = None, **options: Any) -> list[Image]:
         """Generate pictures, and wait for them. Breaking off, by Ctrl-C for one, cancels the job.
@@ -461,11 +461,8 @@ class Client(_ClientBase):
 class AsyncClient(_ClientBase):
     """`Client` for programs with an event loop: the same methods, to be awaited."""
 
-    def __init__(
-        self, url: str = URL, key: str | None = None, *, timeout: float = TIMEOUT, patience: float = 60.0
-    ) -> None:
-        super().__init__(url, key, timeout=timeout, patience=patience)
-        self._http = httpx.AsyncClient(**self._options)
+    _http: httpx.AsyncClient
+    _library = httpx.AsyncClient
 
     async def generate(self, prompt: str, *, on_event: OnEvent | None = None, **options: Any) -> list[Image]:
         """See `Client.generate`; cancelling the task cancels the job."""

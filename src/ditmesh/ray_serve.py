@@ -51,12 +51,6 @@ def _options(
     return planned(parallel, ranks, clients, limits, logs, models)
 
 
-def _command() -> Any:
-    app = typer.Typer(add_completion=False)
-    app.command()(_options)
-    return typer.main.get_command(app)
-
-
 def plan_of(arguments: Mapping[str, Any]) -> ServerPlan:
     """A server from its settings by name, which are the options of ``ditmesh serve`` with underscores.
 
@@ -64,7 +58,9 @@ def plan_of(arguments: Mapping[str, Any]) -> ServerPlan:
         InputError: there is no such setting, or its value is not possible.
     """
     check_installed()
-    command = _command()
+    app = typer.Typer(add_completion=False)
+    app.command()(_options)
+    command: Any = typer.main.get_command(app)
     options = {option.name: option for option in command.params}
     words: list[str] = []
     for name, value in arguments.items():
@@ -72,20 +68,16 @@ def plan_of(arguments: Mapping[str, Any]) -> ServerPlan:
         if option is None:
             raise InputError(f"setting {name!r} is none of ditmesh serve's{did_you_mean(name, options)}")
         if getattr(option, "is_flag", False):
-            words += _flag(option, name, value)
+            on = {"true": True, "false": False}.get(str(value).lower())
+            if on is None:
+                raise InputError(f"setting {name}={value!r} is neither true nor false; use one of them")
+            words += (option.opts if on else option.secondary_opts)[:1]
         elif value is not None:
             words += [f"{option.opts[0]}={one}" for one in (value if isinstance(value, list) else [value])]
     try:
         return command.main(words, prog_name="ditmesh.ray_serve", standalone_mode=False)
     except typer.BadParameter as error:
         raise InputError(error.format_message()) from None
-
-
-def _flag(option: Any, name: str, value: Any) -> list[str]:
-    on = {"true": True, "false": False}.get(str(value).lower())
-    if on is None:
-        raise InputError(f"setting {name}={value!r} is neither true nor false; use one of them")
-    return option.opts[:1] if on else option.secondary_opts[:1]
 
 
 def build(arguments: dict[str, Any]) -> Any:

@@ -111,7 +111,7 @@ class Dispatcher:
             name = f"replica-{number}"
             replica = Replica(name, make, self._receive, limits, function)
             self.slots.append(ReplicaSlot(replica, ReplicaState(name=name, state="starting")))
-        self._group_of = {slot.replica: slot for slot in self.slots}
+        self._slot_of = {slot.replica: slot for slot in self.slots}
         # Loads that have failed, by model; whether any has been loaded.
         self._failed_loads: dict[str, int] = {}
         self._served = self._draining = False
@@ -253,7 +253,7 @@ class Dispatcher:
         """Called in a replica's thread."""
         with suppress(RuntimeError):
             # The loop may be closed when this process ends.
-            self._loop.call_soon_threadsafe(self._inbox.put_nowait, (self._group_of[replica], said))
+            self._loop.call_soon_threadsafe(self._inbox.put_nowait, (self._slot_of[replica], said))
 
     async def _listen(self) -> None:
         while (item := await self._inbox.get()) is not None:

@@ -175,7 +175,11 @@ class Server:
             if inputs is not None:
                 more["inputs"] = await inputs(kept)
             request = request.model_copy(update=more)
-            repeatable = None if key is None else IdempotencyKey(key, _digest(caller.url.path, request))
+            repeatable = None
+            if key is not None:
+                # What tells a request that is repeated from another one.
+                text = f"{caller.url.path} {request.model_dump_json()}".encode("utf-8", "surrogatepass")
+                repeatable = IdempotencyKey(key, hashlib.sha256(text).hexdigest())
             job = None if repeatable is None else await self.backend.repeated(owner, repeatable)
             if job is None:
                 job = await self.backend.submit(request, owner, repeatable)
@@ -259,11 +263,6 @@ class Server:
                 kept.append(one.digest)
             found.append(one)
         return tuple(found)
-
-
-def _digest(path: str, request: JobRequest) -> str:
-    """What tells a request that is repeated from another one."""
-    return hashlib.sha256(f"{path} {request.model_dump_json()}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _check_kind(card: ModelCard, videos: bool | None) -> None:

@@ -193,15 +193,6 @@ class JobWatch:
             if span is not None:
                 span.end()
 
-    def _said(self, error: Mapping[str, Any]) -> dict[str, Any]:
-        # What says that a request cannot be done may quote it.
-        quotes = error.get("code") == "invalid_request" and not self._log_prompts
-        return {
-            f"error_{name}": error[name]
-            for name in ("code", "message")
-            if name in error and (name == "code" or not quotes)
-        }
-
     def _begin(self, job: Job, headers: Mapping[str, str]) -> Span | None:
         if self._tracer is None:
             return None
@@ -224,20 +215,20 @@ class JobWatch:
         elif event.event in ENDED:
             error = event.data.get("error") or {}
             self._metrics.ended(event.event, error.get("code"), seconds)
-            facts |= {"seconds": round(seconds, 4), **self._said(error)}
+            facts |= {"seconds": round(seconds, 4)}
+            # What says that a request cannot be done may quote it.
+            quotes = error.get("code") == "invalid_request" and not self._log_prompts
+            shown = ("code",) if quotes else ("code", "message")
+            facts |= {f"error_{name}": error[name] for name in shown if name in error}
         if span is not None and event.event != "preview":
             plain = {name: value for name, value in event.data.items() if isinstance(value, (int, float, str))}
             span.add_event(event.event, plain if event.event not in ENDED else {})
             if event.event == "failed":
+                from opentelemetry.trace import Status, StatusCode
+
                 # The message may quote the prompt.
-                _mark_failed(span, facts.get("error_code", ""))
+                span.set_attribute("error.type", facts.get("error_code", ""))
+                span.set_status(Status(StatusCode.ERROR, facts.get("error_code", "")))
         if event.event not in ("queued", "step", "preview", "image"):
             level = logging.WARNING if event.event in ("failed", "restarted") else logging.INFO
             logger.log(level, "job %s", event.event, extra={"facts": facts})
-
-
-def _mark_failed(span: Span, code: str) -> None:
-    from opentelemetry.trace import Status, StatusCode
-
-    span.set_attribute("error.type", code)
-    span.set_status(Status(StatusCode.ERROR, code))
