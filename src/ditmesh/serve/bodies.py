@@ -107,9 +107,7 @@ async def read_json(request: Request, known: Collection[str], most: int, setting
     except ClientDisconnect:
         raise Refused(400, "the body did not come whole; send it again") from None
     # A thread: megabytes of pictures are not to stop the steps of others from being told of.
-    parse = _parsed if len(data) < MOST_OF_WORDS else _in_thread
-    fields = parse(data)
-    fields = await fields if isinstance(fields, Coroutine) else fields
+    fields = _parsed(data) if len(data) < MOST_OF_WORDS else await asyncio.to_thread(_parsed, data)
     if not isinstance(fields, dict):
         raise Refused(400, "the body is no JSON object; send one", "invalid_json")
     unknown = [name for name in fields if name not in known]
@@ -149,10 +147,6 @@ def _parsed(data: bytes | bytearray) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError):
         raise Refused(400, "the body is not JSON; send one JSON object", "invalid_json") from None
-
-
-def _in_thread(data: bytes | bytearray) -> Coroutine[Any, Any, Any]:
-    return asyncio.to_thread(_parsed, data)
 
 
 def _check_members(fields: Mapping[str, Any]) -> None:

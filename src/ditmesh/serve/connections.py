@@ -130,7 +130,7 @@ class ClientConnection(H11Protocol):
         self.since = self._looked = time.monotonic()
         # Bytes that have come since then; when the buffer of what goes out was looked at, and its size.
         self._heard = 0
-        self._owed: tuple[float, int] | None = None
+        self._backlog: tuple[float, int] | None = None
 
     # ---- uvicorn's hooks
 
@@ -243,13 +243,13 @@ class ClientConnection(H11Protocol):
         """Whether the client does not read what it is sent."""
         size = self.transport.get_write_buffer_size()
         if not size or not (self.flow.write_paused or self.transport.is_closing() or not self._busy):
-            self._owed = None
-        elif self._owed is None:
-            self._owed = now, size
-        elif now - self._owed[0] > limits.write:
-            if self._owed[1] - size < limits.write_rate * limits.write:
+            self._backlog = None
+        elif self._backlog is None:
+            self._backlog = now, size
+        elif now - self._backlog[0] > limits.write:
+            if self._backlog[1] - size < limits.write_rate * limits.write:
                 return True
-            self._owed = now, size
+            self._backlog = now, size
         return False
 
     def _too_slow(self, what: str, seconds: float) -> None:
@@ -287,7 +287,7 @@ class Connections:
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self._all: dict[ClientConnection, None] = {}
-        self._of: Counter[str] = Counter()
+        self._by_party: Counter[str] = Counter()
         # Connections without a request under way, by party, the oldest first.
         self._idle: dict[str, OrderedDict[ClientConnection, None]] = {}
 
@@ -297,7 +297,7 @@ class Connections:
     def add(self, connection: ClientConnection, address: str) -> bool:
         """Take in a new connection; False: there is no room even for a probe."""
         party = _party(address)
-        own = self._of[party] >= self.limits.per_address
+        own = self._by_party[party] >= self.limits.per_address
         if own or len(self._all) >= self.limits.most:
             oldest = self._oldest(party if own else self._largest())
             if oldest is not None:
@@ -309,7 +309,7 @@ class Connections:
                 connection.crowded = True
         connection.party = party
         self._all[connection] = None
-        self._of[party] += 1
+        self._by_party[party] += 1
         self._idle.setdefault(party, OrderedDict())[connection] = None
         return True
 
@@ -332,9 +332,9 @@ class Connections:
         if connection not in self._all:
             return
         del self._all[connection]
-        self._of[connection.party] -= 1
-        if not self._of[connection.party]:
-            del self._of[connection.party]
+        self._by_party[connection.party] -= 1
+        if not self._by_party[connection.party]:
+            del self._by_party[connection.party]
         self._leave(connection)
 
     def _leave(self, connection: ClientConnection) -> None:
