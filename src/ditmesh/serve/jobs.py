@@ -242,9 +242,9 @@ class JobStore:
 
     def _add_live(self, job: Job, owner: str) -> JobState:
         """Keep a job in memory."""
-        offer = self._served.get(job.request.model)
+        model = self._served.get(job.request.model)
         log = EventLog(self.first_event)
-        live = JobState(job, owner, offer.work(job.request) if offer else 1.0, log, job.request.steps)
+        live = JobState(job, owner, model.work(job.request) if model else 1.0, log, job.request.steps)
         if job.status == "running":
             for name, data in _past(job):
                 log.publish(name, data)

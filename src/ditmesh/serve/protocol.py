@@ -10,6 +10,8 @@ from ..config import ParallelConfig
 from ..generate.receipt import Dtype, Offload
 from .types import JobRequest, RankState
 
+FailureCode = Literal["invalid_request", "out_of_memory", "internal"]
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -193,7 +195,7 @@ class TaskFailed:
     """A task cannot be done: the ranks are well."""
 
     id: str
-    code: Literal["invalid_request", "out_of_memory", "internal"]
+    code: FailureCode
     message: str
 
 

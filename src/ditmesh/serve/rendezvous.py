@@ -8,7 +8,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,8 @@ from torch import Tensor
 
 from ..comm import PeerError
 from ..errors import LayoutError
-from .protocol import Command, Message, Stop
+from .protocol import Command, FailureCode, Message, Stop
 from .types import RankState
-
-Code = Literal["invalid_request", "out_of_memory", "internal"]
 
 # Bytes of a rank's pickled message that travel in the first collective; a longer message takes a second one.
 INLINE_BYTES = 2048
@@ -119,7 +117,7 @@ class CommandReader:
 class FailureReason:
     """Why a task cannot be done, on one rank; ``consequence``: another rank knows the cause."""
 
-    code: Code
+    code: FailureCode
     message: str
     consequence: bool = False
 
