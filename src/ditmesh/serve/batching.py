@@ -484,7 +484,7 @@ class Batcher:
         self._values.forget()
 
     def _switch_to(self, pipe: Any) -> None:
-        """Transformer calls are of ``pipe``'s from here on; the template's: of many."""
+        """Tell the engine which pipeline makes the transformer calls that follow; the template: many tasks together."""
         if self._set_pipe is None:
             name = type(self._template).__name__
             self._set_pipe = self._request.enter_context(self.engine.request(f"calls of {name} of many requests"))
@@ -550,7 +550,7 @@ class Batcher:
     def _choose_encoder_calls(
         self, encoder_calls: list[PipelineTask], seconds: Mapping[str, float], others: bool
     ) -> list[PipelineTask]:
-        """Those of the calls beside the steps that are next."""
+        """The calls of text encoders and autoencoders that run before the next step."""
         chosen: list[PipelineTask] = []
         limit = seconds.get("", 0.0)
         for run in encoder_calls:
@@ -592,7 +592,7 @@ class Batcher:
             run.resume(answer, error)
 
     def _run_steps(self, runs: list[PipelineTask]) -> FailedCalls | None:
-        """Calls of transformers: those that fit together as one."""
+        """Run calls of transformers, those that fit together as one."""
         started, waited = time.perf_counter(), self.engine.mesh.waited
         alone = len(runs) == 1 and self.engine.config.cfg > 1
         answers: dict[PipelineTask, Any] = {}

@@ -321,7 +321,7 @@ class Connections:
         return 0.0 if oldest is None else max(0.0, oldest.since + GRACE - time.monotonic())
 
     def _largest(self) -> str:
-        """Who has the most connections without a request."""
+        """The party with the most connections without a request."""
         return max(self._idle, key=lambda one: len(self._idle[one]), default="")
 
     def _oldest(self, party: str) -> ClientConnection | None:

@@ -162,7 +162,6 @@ class Dispatcher:
     # ---- to replicas
 
     async def _assign_tasks(self) -> None:
-        """Give tasks to replicas whenever something has changed."""
         while True:
             await self._jobs.wake.wait()
             self._jobs.wake.clear()
@@ -272,7 +271,6 @@ class Dispatcher:
     async def _apply_rank_report(
         self, slot: ReplicaSlot, said: RanksUp | RanksDown | ModelReady | ModelFailed | Beat
     ) -> None:
-        """What a replica says of its ranks."""
         if isinstance(said, RanksUp):
             slot.up = True
             await self._load_first(slot)
@@ -294,7 +292,6 @@ class Dispatcher:
             state.synchronous_steps, state.drift = said.synchronous_steps, said.drift
 
     async def _apply_task_report(self, slot: ReplicaSlot, live: JobState, picture: int, said: TaskReport) -> None:
-        """What a replica says of a task."""
         if isinstance(said, (Finished, TaskFailed, Cancelled)):
             del slot.running[said.id]
             self._jobs.task_ended(live, picture)
@@ -357,7 +354,7 @@ class Dispatcher:
         await self._jobs.write(live, change, lambda job: None if job is None else self._jobs.end(live, job))
 
     async def _restart(self, live: JobState, pictures: Collection[int], why: str, counts: bool = True) -> None:
-        """Pictures have to be begun again."""
+        """Put pictures back into the queue; ``counts``: as another attempt of their job."""
 
         def then(job: Job | None) -> None:
             if job is not None:

@@ -26,7 +26,7 @@ from .types import ENDED, Event, EventName, Job, JobError, JobRequest, Status
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Seconds between looks at what the disk owes and what has changed places, and at what has expired.
+# Seconds between attempts to write changes that wait (with news of places in the queue), and between sweeps.
 LOOK, SWEEP = 0.5, 60.0
 # Ended jobs with their events that are kept in memory; and without results, on disk: clients make any number of them.
 ENDED_KEPT, WITHOUT_RESULTS = 128, 10_000
@@ -241,7 +241,6 @@ class JobStore:
         return self.queue.submit(id, request, owner, work, self.throughput.rate, key)
 
     def _add_live(self, job: Job, owner: str) -> JobState:
-        """Keep a job in memory."""
         model = self._served.get(job.request.model)
         log = EventLog(self.first_event)
         live = JobState(job, owner, model.work(job.request) if model else 1.0, log, job.request.steps)
@@ -461,7 +460,7 @@ class JobStore:
         self._unwritten.append((change, then))
 
     async def _flush_unwritten(self) -> None:
-        """Write down what is owed, as far as there is room."""
+        """Write the changes that wait, in order, until one fails again."""
         while self._unwritten:
             change, then = self._unwritten[0]
             try:

@@ -148,7 +148,7 @@ class Replica:
     def _run(self) -> None:
         pause = BACKOFF
         while not self._stopping.is_set():
-            down = self._lives()
+            down = self._serve_once()
             self._say(self, down)
             if down.final:
                 return
@@ -156,8 +156,8 @@ class Replica:
             pause = BACKOFF if self._useful else min(2 * pause, LONGEST_BACKOFF)
             self._stopping.wait(pause)
 
-    def _lives(self) -> RanksDown:
-        """Start ranks and let them serve; how that ended."""
+    def _serve_once(self) -> RanksDown:
+        """Start ranks and let them serve until they end; how they ended."""
         self._stalled, self._calls, self._slowest = "", -1, 0.0
         self._starting, self._loading, self._useful = True, False, False
         try:

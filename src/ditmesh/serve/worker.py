@@ -152,7 +152,7 @@ class RankWorker:
             self._scheduler.add(command.task)
 
     def _state(self) -> RankState | None:
-        """How this rank is, if that was not told a moment ago."""
+        """The state of this rank, twice a second at most."""
         now = time.monotonic()
         if now - self._state_time < STATE_INTERVAL:
             return None
@@ -445,7 +445,7 @@ class TaskScheduler:
         self._ranks.send(TaskBegan(work.task.id, prepared.steps))
 
     def _watch(self, work: RunningTask, model: LoadedModel, pipe: Any, counting: bool) -> None:
-        """See every step of a pipeline's scheduler."""
+        """Follow a pipeline's scheduler: for previews, and to count its steps if it has no callback."""
         scheduler = getattr(pipe, "scheduler", None)
         if scheduler is None or not hasattr(scheduler, "step"):
             return
@@ -461,7 +461,7 @@ class TaskScheduler:
         work.undo.callback(watch_steps(scheduler, seen))
 
     def _stepped(self, work: RunningTask, model: LoadedModel) -> None:
-        """A task has done a step; in its coroutine."""
+        """Report a step of a task; called in its coroutine."""
         run, prepared = work.run, work.prepared
         assert run is not None
         assert prepared is not None
