@@ -15,7 +15,6 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -163,13 +162,14 @@ def measure(folder: Path, config: ParallelConfig, whole: bool) -> list[dict[str,
     from ditmesh.generate.job import check_job, job_for
     from ditmesh.generate.model_info import find_model
     from ditmesh.launch import RankPool
+    from ditmesh.request import PictureRequest
 
     info = find_model(folder)
-    job = job_for(info, ("class 1",), folder / "out", config=config, steps=1, guidance=1.0)
+    job = job_for(info, PictureRequest(prompt="class 1", steps=1, guidance=1.0), folder / "out", config=config)
     check_job(job, info, config.world_size)
     with RankPool(config.world_size, threads=1) as pool:
         # The weights' files are float32: in bfloat16 nobody can use the mapped file as its memory.
-        return pool.run(watched, replace(job, dtype="bfloat16"), whole)
+        return pool.run(watched, job.changed(dtype="bfloat16"), whole)
 
 
 def main() -> None:

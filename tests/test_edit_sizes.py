@@ -15,6 +15,7 @@ from ditmesh.generate.files import InputFile, input_picture
 from ditmesh.generate.job import job_for
 from ditmesh.generate.model_info import ModelInfo, find_model
 from ditmesh.generate.shape import check_mask, input_size, stretched
+from ditmesh.request import PictureRequest
 from ditmesh.serve.loaded import LoadedModel
 from ditmesh.serve.types import JobRequest
 
@@ -70,9 +71,9 @@ def test_the_size_of_an_input(tmp_path):
     assert input_size(info, [InputFile("lora", "x", "0")]) is None
     # A pipeline that does not say how large it makes images.
     assert input_size(model(), [large]) == (1600, 400)
-    assert job_for(info, ["a"], "", files=(wide,)).size == (64, 32)
-    assert job_for(info, ["a"], "", files=(wide,), size=(48, 48)).size == (48, 48)
-    assert job_for(info, ["a"], "").size is None
+    assert job_for(info, PictureRequest(prompt="a"), "", files=(wide,)).size == (64, 32)
+    assert job_for(info, PictureRequest(prompt="a", width=48, height=48), "", files=(wide,)).size == (48, 48)
+    assert job_for(info, PictureRequest(prompt="a"), "").size is None
 
 
 def test_masks_lie_on_their_image(tmp_path):

@@ -26,7 +26,7 @@ from ditmesh.config import ParallelConfig
 from ditmesh.errors import ConfigError, JournalError, RankFailed
 from ditmesh.generate import journal
 from ditmesh.generate.elastic import Restarted, check_elastic, generate_elastically
-from ditmesh.generate.job import Generated, Job, Stepped
+from ditmesh.generate.job import Generated, PictureJob, StepDone
 from ditmesh.generate.journal import Journal
 from ditmesh.generate.receipt import read_receipt
 from ditmesh.launch import RankPool
@@ -285,10 +285,10 @@ def test_what_cannot_go_on_is_refused(changes: dict[str, Any], devices: int, say
 # The restart
 
 
-def job(folder: Path, config: dict[str, Any], prompts: tuple[str, ...] = ("a red fox",), **more: Any) -> Job:
+def job(folder: Path, config: dict[str, Any], prompts: tuple[str, ...] = ("a red fox",), **more: Any) -> PictureJob:
     info = zoo.EMBEDDED["emoji-sd3"]
     folder.mkdir(exist_ok=True)
-    return Job(
+    return PictureJob(
         model=str(zoo.path()),
         name="emoji-sd3",
         pipeline_class=info.pipeline,
@@ -394,7 +394,7 @@ def test_one_of_two_is_killed_in_the_second_picture(
     assert watched.forwards(1) == 2 * (STEPS - 2)
     assert [message.receipt.index for message in watched.of(Generated)] == [0, 1]
     # Every step is reported once.
-    assert sum(message.steps for message in watched.of(Stepped)) == 2 * STEPS
+    assert sum(message.steps for message in watched.of(StepDone)) == 2 * STEPS
     # And it is said.
     (said,) = watched.of(Restarted)
     assert str(said) == (
@@ -502,7 +502,7 @@ def test_the_command_goes_on(
 
         def hear(rank: int, message: Any) -> None:
             on_message(rank, message)
-            heard.extend([message.steps] if isinstance(message, Stepped) else [])
+            heard.extend([message.steps] if isinstance(message, StepDone) else [])
             if pool.world_size == 2 and sum(heard) == 2:
                 os.kill(pool.pids[0], signal.SIGKILL)
 

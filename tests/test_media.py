@@ -22,6 +22,7 @@ from ditmesh.media.files import open_part
 from ditmesh.media.images import as_seen, image_size, read_image, read_mask
 from ditmesh.media.videos import frame_size, read_frames
 from ditmesh.quality.pictures import as_picture
+from ditmesh.request import PictureRequest
 from ditmesh.serve.errors import Refused
 from ditmesh.serve.uploads import Uploads
 from ditmesh.train import TrainConfig
@@ -450,5 +451,5 @@ def test_a_mask_that_the_transformer_cannot_use_is_refused(tmp_path):
     Image.new("RGB", (64, 64)).save(tmp_path / "image.png")
     files = tuple(input_picture(role, tmp_path / "image.png") for role in ("image", "mask"))
     with pytest.raises(InputError, match=r"--mask: .* of 16 or 33 input channels, and this model's has 8"):
-        check_content(job_for(info, ["a red fox"], tmp_path, files=files), info, 1)
-    check_content(job_for(info, ["a red fox"], tmp_path, files=files[:1]), info, 1)
+        check_content(job_for(info, PictureRequest(prompt="a red fox"), tmp_path, files=files), info, 1)
+    check_content(job_for(info, PictureRequest(prompt="a red fox"), tmp_path, files=files[:1]), info, 1)

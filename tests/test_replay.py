@@ -192,7 +192,7 @@ def test_receipts_of_earlier_versions_can_be_read_and_replayed(tmp_path: Path):
     info = model_of(was)
     assert info.files == zoo.path("emoji-sd3")
     job = job_of(was, info, ParallelConfig(**was.config), tmp_path, 60.0)
-    assert (job.prompts, job.seed, job.images, job.size) == (("a red fox",), 7, 1, (32, 32))
+    assert (job.prompts, job.seed, job.n, job.size) == (("a red fox",), 7, 1, (32, 32))
     texts = [change.describe() for change in changes_of(was, receipt(config=OLD["config"]))]
     assert "weights unknown -> abc" in texts
     # What receipts once said of weights is compared with the same, and never with the digest of today.
@@ -210,9 +210,9 @@ def test_a_reproducible_picture_is_drawn_alone_a_fast_one_with_its_neighbours(tm
     info = model_of(was)
     strict = ParallelConfig(ring=2, reproducible=True)
     job = job_of(was, info, strict, tmp_path, 60.0)
-    assert (job.seed, job.images, place_of(was, strict)) == (12, 1, 0)
+    assert (job.seed, job.n, place_of(was, strict)) == (12, 1, 0)
     job = job_of(was, info, ParallelConfig(ring=2), tmp_path, 60.0)
-    assert (job.seed, job.images, place_of(was, ParallelConfig(ring=2))) == (9, 4, 3)
+    assert (job.seed, job.n, place_of(was, ParallelConfig(ring=2))) == (9, 4, 3)
 
 
 def test_the_nearest_configuration_for_other_devices():

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from ditmesh import zoo
 from ditmesh.config import ParallelConfig
+from ditmesh.core.steps import loop_steps
 from ditmesh.errors import InputError, RankFailed
 from ditmesh.generate.files import partial_fit
 from ditmesh.generate.receipt import read_receipt
-from ditmesh.generate.run import loop_steps
 from ditmesh.launch import RankPool
 from ditmesh.serve.loaded import images_of
 from ditmesh.serve.previews import Projection

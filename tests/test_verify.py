@@ -24,7 +24,7 @@ from ditmesh.cli.main import main
 from ditmesh.cli.values import config_of
 from ditmesh.config import ParallelConfig
 from ditmesh.errors import ConfigError, InputError
-from ditmesh.generate.job import Job
+from ditmesh.generate.job import PictureJob
 from ditmesh.generate.model_info import find_model
 from ditmesh.quality.metrics import token_digests
 from ditmesh.recipe import promise_of
@@ -47,8 +47,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def job(model: Path) -> Job:
-    return Job(
+def job(model: Path) -> PictureJob:
+    return PictureJob(
         model=str(model),
         name="tiny",
         pipeline_class="StableDiffusion3Pipeline",
@@ -69,7 +69,7 @@ def alone(ranks, job, tmp_path_factory) -> tuple[Run, str]:
 
 
 def verdicts(
-    ranks: Any, job: Job, alone: tuple[Run, str], configs: list[ParallelConfig], fn: Any = run_tasks, *more: Any
+    ranks: Any, job: PictureJob, alone: tuple[Run, str], configs: list[ParallelConfig], fn: Any = run_tasks, *more: Any
 ):
     one, folder = alone
     every = ranks(configs[0].world_size).run(fn, job, [Task(config, folder) for config in configs], *more)
@@ -167,7 +167,7 @@ class BrokenExchange(SequenceParallel):
         return super().attend_distributed(attention)
 
 
-def run_broken(job: Job, tasks: list[Task]) -> list[Run]:
+def run_broken(job: PictureJob, tasks: list[Task]) -> list[Run]:
     with mock.patch("ditmesh.strategies.sequence.ExactSequence.kind", BrokenExchange):
         return run_tasks(job, tasks)
 
@@ -203,7 +203,7 @@ class BrokenSilently(SequenceParallel):
         return out
 
 
-def run_silently_broken(job: Job, tasks: list[Task]) -> list[Run]:
+def run_silently_broken(job: PictureJob, tasks: list[Task]) -> list[Run]:
     with mock.patch("ditmesh.strategies.sequence.ExactSequence.kind", BrokenSilently):
         return run_tasks(job, tasks)
 
@@ -235,7 +235,7 @@ class ForgetfulTiles(TiledSequence):
         return outs
 
 
-def run_forgetful(job: Job, tasks: list[Task]) -> list[Run]:
+def run_forgetful(job: PictureJob, tasks: list[Task]) -> list[Run]:
     with mock.patch("ditmesh.strategies.reproducible.ReproducibleSequence.kind", ForgetfulTiles):
         return run_tasks(job, tasks)
 
@@ -455,7 +455,7 @@ def test_a_full_disk_is_told(ranks, job, tmp_path):
     assert "--trace-dir" in said
 
 
-def fill_the_disk(job: Job, folder: str) -> str:
+def fill_the_disk(job: PictureJob, folder: str) -> str:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 

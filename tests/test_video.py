@@ -21,6 +21,7 @@ from ditmesh.generate.model_info import find_model
 from ditmesh.generate.receipt import CHUNK, holds_receipt, read_receipt
 from ditmesh.media.videos import read_frames
 from ditmesh.quality.metrics import Difference, of_video
+from ditmesh.request import PictureRequest
 from support.tiny import save_tiny_sd3, save_tiny_wan
 
 pytest.importorskip("av")
@@ -250,7 +251,7 @@ def test_pictures_have_no_frames(tmp_path: Path):
     info = find_model(save_tiny_sd3(tmp_path))
     for given, said in (({"frames": 5}, "--frames 5"), ({"fps": 8}, "--fps 8")):
         with pytest.raises(InputError, match=f"{said}: StableDiffusion3Pipeline makes pictures"):
-            check_content(job_for(info, ["a red fox"], tmp_path, **given), info, 1)
+            check_content(job_for(info, PictureRequest(prompt="a red fox", **given), tmp_path), info, 1)
 
 
 def test_without_pyav_it_is_said_what_to_install(

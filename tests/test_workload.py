@@ -19,7 +19,7 @@ from ditmesh.core.unexpected import RAISE
 from ditmesh.costs.hardware import machine
 from ditmesh.errors import InputError, LayoutError
 from ditmesh.generate import memory, run
-from ditmesh.generate.job import Job, check_config, check_content, check_output
+from ditmesh.generate.job import PictureJob, check_config, check_content, check_output
 from ditmesh.generate.memory import check_memory, components_of, components_of_shape
 from ditmesh.generate.model_info import ModelInfo, find_model
 from ditmesh.generate.run import call_parameters, check_call, check_options, made_of
@@ -30,6 +30,7 @@ from ditmesh.memory.predict import fullest
 from ditmesh.planner import auto
 from ditmesh.planner.catalogue import shapes
 from ditmesh.planner.search import search
+from ditmesh.request import PictureRequest, size_of
 from ditmesh.tools.planning.subject import Asked, subject
 from support.more_pipelines import FAMILIES, draw
 
@@ -111,8 +112,9 @@ def test_all_count_what_the_transformer_is_called_with(
     assert inspected(capsys, words)["image_tokens"] == there
     checked: list[Any] = []
     monkeypatch.setattr(memory, "check_memory", lambda *args, **_: checked.append(args[4]))
-    job = Job(model=str(tmp_path), name="tiny", pipeline_class=info.pipeline_class, prompts=("a",), out=".")
-    run._check_memory(replace(job, size=size, frames=frames), torch.device("cpu"))
+    job = PictureJob(model=str(tmp_path), name="tiny", pipeline_class=info.pipeline_class, prompts=("a",), out=".")
+    width, height = size or (None, None)
+    run._check_memory(job.changed(width=width, height=height, frames=frames), torch.device("cpu"))
     assert checked[0].image == there
     # Of one more latent frame there are as many tokens more as a frame has.
     grid, more = info.token_grid(*size, frames), info.token_grid(*size, frames + (info.frame_step or 1))
@@ -251,7 +253,7 @@ def test_what_is_neither_image_nor_video_is_refused_before_it_is_computed(
 ):
     info = folder_of(tmp_path, pipeline, _class_name=vae)
     index = info.index | ({"audio_vae": ["diffusers", "X"]} if pipeline == "LTX2Pipeline" else {})
-    job = Job(model=str(tmp_path), name="odd", pipeline_class=pipeline, prompts=("a",), out=".")
+    job = PictureJob(model=str(tmp_path), name="odd", pipeline_class=pipeline, prompts=("a",), out=".")
     with pytest.raises(InputError, match=says):
         check_content(job, replace(info, index=index), 1)
     # The ranks, which know the class.
@@ -300,14 +302,15 @@ def test_sizes_that_are_not_used_are_refused(
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"negative": "blue"}, "takes no negative_prompt"),
+        ({"negative_prompt": "blue"}, "takes no negative_prompt"),
         ({"guidance": 3.0}, "takes no guidance_scale"),
-        ({"size": (64, 64)}, "has one size only"),
+        ({"width": 64, "height": 64}, "has one size only"),
     ],
 )
 def test_options_that_a_call_does_not_accept_are_refused(given: dict[str, Any], says: str):
+    request = PictureRequest(**given)
     with pytest.raises(InputError, match=says):
-        check_options("Pipeline", {"prompt": None}, **given)
+        check_options("Pipeline", {"prompt": None}, request, size_of(request))
 
 
 def test_a_mistake_in_a_prediction_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):

@@ -13,11 +13,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from .host import lora_file
-from .request import Made, Request, Watch
+from .request import Made, Wanted, Watch
 
 if TYPE_CHECKING:
     from ditmesh.generate.files import InputFile
-    from ditmesh.generate.job import Job
+    from ditmesh.generate.job import PictureJob
     from ditmesh.generate.preview import LatentColours
     from ditmesh.ranks import RemotePipeline
 
@@ -103,7 +103,7 @@ class MeshPipeline:
             if release is not None:
                 release()
 
-    def generate(self, request: Request, watch: Watch) -> list[Made]:
+    def generate(self, wanted: Wanted, watch: Watch) -> list[Made]:
         """The pictures of a request.
 
         Raises:
@@ -115,10 +115,10 @@ class MeshPipeline:
         from ditmesh.generate.files import PICTURES
         from ditmesh.generate.run import call_arguments, receipt_of
 
-        given = {"image": request.image, "mask": request.mask}
+        given = {"image": wanted.image, "mask": wanted.mask}
         pictures = {PICTURES[role]: picture.image for role, picture in given.items() if picture is not None}
         with self._lock:
-            job, kind, size = self._job(request)
+            job, kind, size = self._job(wanted)
             opened = self._ready()
             pipe, facts = self._prepared(opened, job, kind)
             made: list[Made] = []
@@ -185,7 +185,7 @@ class MeshPipeline:
     def _dtype(self, kind: str) -> str:
         return self.settings.dtype or ("bfloat16" if kind == "cuda" else "float32")
 
-    def _job(self, request: Request) -> tuple[Job, type[Any], tuple[int, int]]:
+    def _job(self, wanted: Wanted) -> tuple[PictureJob, type[Any], tuple[int, int]]:
         """The request as a job that was looked at, the class of pipeline that does it, and the pictures' size."""
         import diffusers
 
@@ -195,38 +195,33 @@ class MeshPipeline:
         from ditmesh.generate.job import PER_CALL, check_content, job_for
         from ditmesh.generate.receipt import MOST_PIXELS
         from ditmesh.generate.run import call_parameters, check_call
+        from ditmesh.request import size_of
 
-        sampling, settings = request.sampling, self.settings
+        request, settings = wanted.request, self.settings
         world_size, config, device = self._mesh()
-        info, steps, guidance, tokens = embedded_or(settings.model, sampling.steps, sampling.guidance)
-        size = sampling.size
-        if size is None and request.image is not None:
-            size = info.size_like(*request.image.image.size, prod(info.default_size or (1024, 1024)))
+        info, steps, guidance, tokens = embedded_or(settings.model, request.steps, request.guidance)
+        size = size_of(request)
+        if size is None and wanted.image is not None:
+            size = info.size_like(*wanted.image.image.size, prod(info.default_size or (1024, 1024)))
         width, height = size or info.default_size or (1, 1)
         files = [
             InputFile(role, picture.name, picture.digest)
-            for role, picture in (("image", request.image), ("mask", request.mask))
+            for role, picture in (("image", wanted.image), ("mask", wanted.mask))
             if picture is not None
         ]
-        files += [adapter("lora", f"{lora_file(one.name)}:{one.scale!r}") for one in request.loras]
+        files += [adapter("lora", f"{lora_file(one.name)}:{one.scale!r}") for one in wanted.loras]
+        sides = {} if size is None else {"width": width, "height": height}
         job = job_for(
             info,
-            (request.text.prompt,),
+            request.model_copy(update={"steps": steps, "guidance": guidance, **sides}),
             "",
             config=config or "auto",
-            negative=request.text.negative,
-            steps=steps,
-            guidance=guidance,
-            size=size,
             max_sequence_length=tokens,
-            seed=sampling.seed,
-            images=sampling.images,
             per_call=max(1, min(PER_CALL, MOST_PIXELS // (width * height))),
             dtype=self._dtype(device),
             files=tuple(files),
-            strength=request.strength,
             variant=settings.variant,
-            scheduler=sampling.scheduler,
+            scheduler=wanted.scheduler,
         )
         check_content(job, info, world_size)
         name = pipeline_for(job.pipeline_class, job.files, job.strength)
@@ -236,7 +231,7 @@ class MeshPipeline:
         check_call(job, name, call_parameters(kind))
         return job, kind, (width, height)
 
-    def _prepared(self, opened: _Opened, job: Job, kind: type[Any]) -> tuple[RemotePipeline, dict[str, Any]]:
+    def _prepared(self, opened: _Opened, job: PictureJob, kind: type[Any]) -> tuple[RemotePipeline, dict[str, Any]]:
         """The pipeline of a class with the job's adapters and scheduler alone; what receipts say of it."""
         from ditmesh.generate.files import ADAPTERS, load_adapters
         from ditmesh.generate.run import facts_on_rank
@@ -275,7 +270,7 @@ class _Steps:
     """
 
     def __init__(
-        self, watch: Watch, job: Job, kind: type[Any], colours: LatentColours | None, size: tuple[int, int]
+        self, watch: Watch, job: PictureJob, kind: type[Any], colours: LatentColours | None, size: tuple[int, int]
     ) -> None:
         from ditmesh.generate.run import call_parameters
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from . import host
 from .mesh import MeshPipeline, MeshSettings, close_all
@@ -15,15 +16,16 @@ from .request import (
     Made,
     Pipeline,
     Receipts,
-    Request,
-    Sampling,
-    Text,
+    Wanted,
     as_picture,
     as_tensor,
     input_picture,
     pixels_digest,
     stamp,
 )
+
+if TYPE_CHECKING:
+    from ditmesh.request import Widget
 
 PIPELINE, LORAS, TEXT, SAMPLING, RECEIPTS = (
     *("DITMESH_PIPELINE", "DITMESH_LORAS", "DITMESH_TEXT", "DITMESH_SAMPLING", "DITMESH_RECEIPTS"),
@@ -40,8 +42,8 @@ DEGREES = {
     "tensor": "Ranks that share the transformer's weights.",
     "pipe": "Stages of blocks (PipeFusion): approximate, keys are a step old.",
 }
-# Numbers above are not kept exactly by a browser's page.
-LARGEST_SEED = 2**53 - 1
+# Fields of a `PictureRequest` by name.
+Fields = Mapping[str, Any]
 
 
 def _number(default: int, least: int, most: int, tooltip: str, **more: Any) -> tuple[str, dict[str, Any]]:
@@ -235,8 +237,8 @@ class WriteText:
             }
         }
 
-    def write(self, prompt: str, negative: str) -> tuple[Text]:
-        return (Text(prompt, negative or None),)
+    def write(self, prompt: str, negative: str) -> tuple[Fields]:
+        return ({"prompt": prompt, "negative_prompt": negative or None},)
 
 
 class SetSampling:
@@ -248,44 +250,44 @@ class SetSampling:
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
-        return {
-            "required": {
-                "seed": _number(
-                    0,
-                    0,
-                    LARGEST_SEED,
-                    "The same seed gives the picture of `ditmesh generate --seed`.",
-                    control_after_generate=True,
-                ),
-                "steps": _number(0, 0, 10_000, "Denoising steps. 0: the model's own."),
-                "guidance": (
-                    "FLOAT",
-                    {"default": -1.0, "min": -1.0, "max": 100.0, "step": 0.1, "tooltip": "-1: the model's own."},
-                ),
-                "width": _number(0, 0, 16384, "In pixels. 0: of the image, else the model's own.", step=8),
-                "height": _number(0, 0, 16384, "In pixels. 0: of the image, else the model's own.", step=8),
-                "images": _number(1, 1, 1024, "Number of pictures."),
-                "scheduler": (_scheduler_names(), {"default": OWN, "tooltip": "A class of diffusers."}),
-            }
-        }
+        from ditmesh.request import request_fields
 
-    def set(
-        self, seed: int, steps: int, guidance: float, width: int, height: int, images: int, scheduler: str
-    ) -> tuple[Sampling]:
+        widgets = [_widget(one) for of in request_fields().values() if (one := of.widget) is not None]
+        scheduler = _scheduler_names(), {"default": OWN, "tooltip": "A class of diffusers."}
+        return {"required": {**dict(sorted(widgets, key=_place)), "scheduler": scheduler}}
+
+    def set(self, scheduler: str, **given: Any) -> tuple[Fields]:
         from ditmesh import InputError
+        from ditmesh.request import request_fields
 
+        width, height = given["width"], given["height"]
         if (width == 0) != (height == 0):
             raise InputError(f"width {width} and height {height}: give both, or 0 for both")
-        return (
-            Sampling(
-                steps or None,
-                None if guidance < 0 else guidance,
-                seed,
-                (width, height) if width else None,
-                images,
-                None if scheduler == OWN else scheduler,
-            ),
-        )
+        fields: dict[str, Any] = {"scheduler": None if scheduler == OWN else scheduler}
+        for name, of in request_fields().items():
+            if (
+                of.widget is not None
+                and (value := given.get(of.widget.name)) is not None
+                and not of.widget.leaves(value)
+            ):
+                fields[name] = value
+        return (fields,)
+
+
+# In this order widgets have always stood: workflows that were saved hold their values by place.
+PLACES = ("seed", "steps", "guidance", "width", "height", "images")
+
+
+def _place(named: tuple[str, Any]) -> int:
+    return PLACES.index(named[0]) if named[0] in PLACES else len(PLACES)
+
+
+def _widget(of: Widget) -> tuple[str, tuple[str, dict[str, Any]]]:
+    """A widget of ComfyUI for a field of a request."""
+    kind = "FLOAT" if isinstance(of.usual, float) else "INT"
+    step = {} if of.step is None else {"step": of.step}
+    options = {"default": of.usual, "min": of.least, "max": of.most, "tooltip": of.tooltip, **step, **of.more}
+    return of.name, (kind, options)
 
 
 class Generate:
@@ -319,20 +321,24 @@ class Generate:
     def generate(
         self,
         pipeline: Pipeline,
-        text: Text,
-        sampling: Sampling,
+        text: Fields,
+        sampling: Fields,
         loras: tuple[Lora, ...] = (),
         image: Any = None,
         mask: Any = None,
         strength: float = 0.0,
     ) -> tuple[Any, Receipts]:
-        request = Request(
-            text, sampling, loras, input_picture(image, "image"), input_picture(mask, "mask"), strength or None
-        )
-        made: list[Made] = pipeline.generate(request, host.Progress())
+        from ditmesh.request import PictureRequest
+
+        fields = {**text, **sampling}
+        scheduler = fields.pop("scheduler", None)
+        request = PictureRequest.read(**fields, strength=strength or None)
+        pictures = input_picture(image, "image"), input_picture(mask, "mask")
+        wanted = Wanted(request, scheduler, loras, *pictures)
+        made: list[Made] = pipeline.generate(wanted, host.Progress())
         receipts = tuple(one.receipt for one in made)
         digests = tuple(pixels_digest(one.image) for one in made)
-        inputs = tuple(one for one in (request.image, request.mask) if one is not None)
+        inputs = tuple(one for one in pictures if one is not None)
         return as_tensor([one.image for one in made]), Receipts(receipts, digests, inputs)
 
 

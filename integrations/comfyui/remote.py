@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .request import Made, Request, Watch
+from .request import Made, Wanted, Watch
 
 if TYPE_CHECKING:
     from ditmesh import Client
@@ -38,7 +38,7 @@ class ServerPipeline:
     model: str
     priority: int = 0
 
-    def generate(self, request: Request, watch: Watch) -> list[Made]:
+    def generate(self, wanted: Wanted, watch: Watch) -> list[Made]:
         """The pictures of a request.
 
         Raises:
@@ -47,9 +47,9 @@ class ServerPipeline:
         """
         from ditmesh import Client, DitmeshError
 
-        options = self._options(request, watch.previews)
+        options = self._options(wanted, watch.previews)
         with Client(self.url, self.key or "") as client:
-            job = client.submit(request.text.prompt, **options)
+            job = client.submit(wanted.request.prompt, **options)
             try:
                 done = _followed(client, job, watch)
             except BaseException:
@@ -57,32 +57,25 @@ class ServerPipeline:
                     client.cancel(job.id)
                 raise
             images: list[Any] = client.images(done)
-        return [Made(image, _receipt(image.receipt, request)) for image in images]
+        return [Made(image, _receipt(image.receipt, wanted)) for image in images]
 
-    def _options(self, request: Request, previews: bool) -> dict[str, Any]:
+    def _options(self, wanted: Wanted, previews: bool) -> dict[str, Any]:
         """The request as `Client.submit` takes it."""
         from ditmesh import InputError
 
-        sampling, loras = request.sampling, {one.name: one.scale for one in request.loras}
-        if sampling.scheduler is not None:
+        loras = {one.name: one.scale for one in wanted.loras}
+        if wanted.scheduler is not None:
             raise InputError(
-                f"scheduler {sampling.scheduler}: a server uses its models' own; choose the model's own, or a mesh here"
+                f"scheduler {wanted.scheduler}: a server uses its models' own; choose the model's own, or a mesh here"
             )
-        if len(loras) < len(request.loras):
-            twice = next(name for name in loras if sum(one.name == name for one in request.loras) > 1)
+        if len(loras) < len(wanted.loras):
+            twice = next(name for name in loras if sum(one.name == name for one in wanted.loras) > 1)
             raise InputError(f"LoRA {twice!r} stands twice on the stack; leave one out")
-        return {
+        return wanted.request.model_dump(exclude={"prompt"}, exclude_none=True) | {
             "model": self.model or None,
-            "negative_prompt": request.text.negative,
-            "n": sampling.images,
-            "size": sampling.size,
-            "steps": sampling.steps,
-            "guidance": sampling.guidance,
-            "seed": sampling.seed,
             "loras": loras or None,
-            "image": None if request.image is None else request.image.png,
-            "mask": None if request.mask is None else request.mask.png,
-            "strength": request.strength,
+            "image": None if wanted.image is None else wanted.image.png,
+            "mask": None if wanted.mask is None else wanted.mask.png,
             "priority": self.priority or None,
             "previews": 1 if previews else None,
         }
@@ -133,12 +126,12 @@ def _preview(data: Mapping[str, Any]) -> Any:
     return picture
 
 
-def _receipt(receipt: Receipt | None, request: Request) -> Receipt:
+def _receipt(receipt: Receipt | None, wanted: Wanted) -> Receipt:
     """A server's receipt, with the names under which the input pictures are kept here."""
     from ditmesh import InputError
 
     if receipt is None:
         raise InputError("the server gave no receipt with its picture; use a server of this version of ditmesh")
-    names = {one.digest: one.name for one in (request.image, request.mask) if one is not None}
+    names = {one.digest: one.name for one in (wanted.image, wanted.mask) if one is not None}
     files = [one.model_copy(update={"path": names.get(one.digest, one.path)}) for one in receipt.files]
     return receipt.model_copy(update={"files": files})

@@ -13,26 +13,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from ditmesh.generate.receipt import Receipt
-
-
-@dataclass(frozen=True)
-class Text:
-    """What is to be shown, and what is not."""
-
-    prompt: str
-    negative: str | None = None
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How it is sampled; None: as the model has it. Picture ``i`` of ``images`` has ``seed + i``."""
-
-    steps: int | None = None
-    guidance: float | None = None
-    seed: int = 0
-    size: tuple[int, int] | None = None
-    images: int = 1
-    scheduler: str | None = None
+    from ditmesh.request import PictureRequest
 
 
 @dataclass(frozen=True)
@@ -62,15 +43,19 @@ class InputPicture:
 
 
 @dataclass(frozen=True)
-class Request:
-    """Everything that decides the pictures but for the pipeline."""
+class Wanted:
+    """Everything that decides the pictures but for the pipeline.
 
-    text: Text
-    sampling: Sampling
+    Attributes:
+        request: what is asked for; its size is not given where the image's is to be taken.
+        scheduler: class of the scheduler; None: the model's own.
+    """
+
+    request: PictureRequest
+    scheduler: str | None = None
     loras: tuple[Lora, ...] = ()
     image: InputPicture | None = None
     mask: InputPicture | None = None
-    strength: float | None = None
 
 
 class Watch(Protocol):
@@ -86,7 +71,7 @@ class Watch(Protocol):
 class Pipeline(Protocol):
     """What generates: ranks of this machine, or a server."""
 
-    def generate(self, request: Request, watch: Watch) -> list[Made]: ...
+    def generate(self, wanted: Wanted, watch: Watch) -> list[Made]: ...
 
 
 @dataclass(frozen=True)

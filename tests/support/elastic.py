@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 import ditmesh
-from ditmesh.generate.job import Job, Kept
+from ditmesh.generate.job import Kept, PictureJob
 from ditmesh.generate.journal import Journal
 from ditmesh.generate.run import generate
 from support.reproducible import digest, latents, made
@@ -26,7 +26,9 @@ def rank_and_size() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def draw_and_lose(job: Job, kept: Kept | None = None, *, report: Any = None, log: str, plan: dict[int, Any]) -> float:
+def draw_and_lose(
+    job: PictureJob, kept: Kept | None = None, *, report: Any = None, log: str, plan: dict[int, Any]
+) -> float:
     """`generate`, with a note of every forward and every decoded latent, and an end for some ranks.
 
     Args:

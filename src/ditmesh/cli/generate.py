@@ -38,7 +38,7 @@ from .show import bar, count, emit
 from .values import fetched, parallel_config, picture_job, read_prompts, videos_of
 
 if TYPE_CHECKING:
-    from ..generate.job import Generated, Job
+    from ..generate.job import Generated, PictureJob
     from ..generate.receipt import Receipt
     from ..launch import Launcher, Report
 
@@ -81,9 +81,6 @@ def generate(
             show_default="64, fewer if they are large",
             callback=at_least(1),
         ),
-    ] = None,
-    fps: Annotated[
-        float | None, picture_option(help="Set the frames per second of a video.", show_default="the pipeline's, or 16")
     ] = None,
     inputs: InputOptions,
     parallel: ConfigOptions,
@@ -137,7 +134,7 @@ def generate(
 
     if server is not None:
         check_options(context)
-        result = generate_on(server, prompts, model, pictures, inputs, fps, out, overwrite)
+        result = generate_on(server, prompts, model, pictures, inputs, out, overwrite)
         emit(result if json_full else short(result) if as_json else result, as_json or json_full, _say)
         return
     began, there = time.perf_counter(), torchrun_rank()
@@ -145,7 +142,7 @@ def generate(
     settings = parallel.settings()
     if "tiles" in settings and "reproducible" not in settings:
         raise InputError(f"--tiles {settings['tiles']} counts in reproducible mode only; add --reproducible")
-    more: dict[str, Any] = inputs.of_job() | {"fps": fps} | ({} if batch is None else {"per_call": batch})
+    more: dict[str, Any] = inputs.of_job() | ({} if batch is None else {"per_call": batch})
     more |= {"check_memory": memory_check, "memory_limit": None if memory_limit is None else memory_limit * 1e9}
     job, info = picture_job(model, asked, pictures, ranks.timeout, out, overwrite=overwrite, **more)
     world_size, chosen = parallel_config(devices, config, settings, info.heads)
@@ -156,7 +153,7 @@ def generate(
                 "--devices"
             )
         check_elastic(chosen or ParallelConfig(), world_size)
-    job = replace(job, config=chosen or "auto")
+    job = job.changed(config=chosen or "auto")
     ranks.begin(PRELOAD)
     if job.files:
         # The class of pipeline is looked at.
@@ -172,7 +169,7 @@ def generate(
         raise InputError(f"--launcher {ranks.launcher} starts ranks, and torchrun has started them; use one of them")
     kind = ranks.kind(world_size if there is None else there.local_size)
     check_offload(job.offload, kind)
-    job = with_free_names(fetched(replace(job, dtype=ranks.dtype_on(kind)), info))
+    job = with_free_names(fetched(job.changed(dtype=ranks.dtype_on(kind)), info))
     # Where torchrun has started ranks, this process is one of them.
     name = ranks.backend if there is None else "torchrun"
     result = _on_ranks(job, name, world_size, kind, ranks.threads, compare, elastic, began)
@@ -181,7 +178,7 @@ def generate(
 
 
 def _on_ranks(
-    job: Job,
+    job: PictureJob,
     name: str | None,
     world_size: int,
     kind: Literal["cpu", "cuda"],
@@ -232,7 +229,7 @@ def _on_ranks(
         if not isinstance(job.config, str) and job.config.reproducible:
             config = job.config.resized(1)
         with guarded_folder("ditmesh-compare-") as folder, launcher(name, 1, kind, threads, job.timeout) as ranks:
-            alone, facts = _generated(replace(job, config=config, out=folder, number=1), ranks, "one device")
+            alone, facts = _generated(job.changed(config=config, out=folder, number=1), ranks, "one device")
             difference = _largest_difference(made, alone)
         result["compare"] = {
             "one_device_seconds": facts["seconds"],
@@ -242,7 +239,7 @@ def _on_ranks(
     return result
 
 
-def _generated(job: Job, ranks: Launcher, what: str = "generating") -> tuple[list[Generated], dict[str, Any]]:
+def _generated(job: PictureJob, ranks: Launcher, what: str = "generating") -> tuple[list[Generated], dict[str, Any]]:
     """The pictures, and the seconds it took."""
     from ..generate.run import generate
 
@@ -252,7 +249,9 @@ def _generated(job: Job, ranks: Launcher, what: str = "generating") -> tuple[lis
 
 
 @contextlib.contextmanager
-def progress(job: Job, what: str, shown: bool = True) -> Iterator[tuple[Report, list[Generated], dict[str, Any]]]:
+def progress(
+    job: PictureJob, what: str, shown: bool = True
+) -> Iterator[tuple[Report, list[Generated], dict[str, Any]]]:
     """One bar for the whole job, fed by rank 0's reports; collects what was generated, and facts such as times.
 
     When the job is broken off it is said what there is.
@@ -260,7 +259,7 @@ def progress(job: Job, what: str, shown: bool = True) -> Iterator[tuple[Report, 
     from rich.progress import TextColumn, TimeRemainingColumn
 
     from ..generate.elastic import Restarted
-    from ..generate.job import Generated, Loaded, Noted, Stepped
+    from ..generate.job import Generated, Loaded, Noted, StepDone
 
     made: list[Generated] = []
     facts: dict[str, Any] = {}
@@ -276,8 +275,10 @@ def progress(job: Job, what: str, shown: bool = True) -> Iterator[tuple[Report, 
                     progress.update(task, description=what, total=message.steps * job.total)
                 elif isinstance(message, Noted):
                     _above(progress, message.text)
-                elif isinstance(message, Stepped):
-                    progress.update(task, description=f"{what}, {message.note}" if message.note else what)
+                elif isinstance(message, StepDone):
+                    said = f"{what}, {message.note}" if message.note else what
+                    # How many there are, the schedule says: of Heun's they are nearly twice as many as were asked for.
+                    progress.update(task, description=said, total=message.of * job.total)
                     progress.advance(task, message.pictures * message.steps)
                 elif isinstance(message, Generated):
                     # There may be many: what is the same in all of them is kept once.

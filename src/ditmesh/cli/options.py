@@ -19,6 +19,7 @@ import typer
 
 from ..config import RENAMED, ParallelConfig, current_names, setting
 from ..errors import ConfigError, InputError, did_you_mean
+from ..request import PIPELINES, PictureRequest, plain_type, request_fields
 
 Result = TypeVar("Result")
 
@@ -62,37 +63,35 @@ DEVICES = ("auto", "cpu", "cuda")
 OFFLOADS = ("none", "model", "group", "sequential")
 DTYPES = ("float32", "bfloat16", "float16")
 SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-PIPELINES = "the pipeline's"
 
 PromptsFile = Annotated[
     Path | None, common_option("--prompts", metavar="FILE", help="Read more prompts from this file, one a line.")
 ]
-Steps = Annotated[
-    int | None,
-    common_option(
-        "--steps", "-s", help="Set the number of denoising steps.", show_default=PIPELINES, callback=at_least(1)
-    ),
-]
-Guidance = Annotated[
-    float | None, common_option("--guidance", "-g", help="Set the guidance scale.", show_default=PIPELINES)
-]
-Size = Annotated[
-    str | None,
-    common_option(
-        metavar="WxH", help="Set width and height in pixels.", show_default="an input image's, or the pipeline's"
-    ),
-]
-Seed = Annotated[
-    int, common_option(help="Set the seed of the first image; image i has seed + i.", callback=at_least(0))
-]
-AnySeed = Annotated[
-    int,
-    common_option(
-        "--seed",
-        help="Set the seed of the first image; image i has seed + i. With -1 it is random.",
-        callback=at_least(0, but=-1),
-    ),
-]
+
+
+def request_option(name: str, panel: Callable[..., Any] | None = None, **more: Any) -> Any:
+    """Annotation of the option for a field of `PictureRequest`."""
+    of, field = request_fields()[name], PictureRequest.model_fields[name]
+    # Width and height are one option.
+    kind, form = (str | None, "WxH") if name == "width" else (plain_type(name), None)
+    least = next((bound.ge for bound in field.metadata if hasattr(bound, "ge")), None)
+    made = panel or (common_option if of.common else picture_option)
+    shown = of.usual if field.default is None else None
+    given = {"metavar": form, "help": of.help, **({} if shown is None else {"show_default": shown})} | more
+    if least is not None:
+        given.setdefault("callback", at_least(least))
+    return Annotated[kind, made(*of.flags, **given)]
+
+
+if TYPE_CHECKING:
+    Steps = int | None
+    Guidance = Strength = float | None
+    Size = str | None
+    Seed = int
+else:
+    Steps, Guidance, Size = (request_option(name) for name in ("steps", "guidance", "width"))
+    Strength = request_option("strength", input_option, metavar="0..1", callback=None)
+    Seed = request_option("seed", help="Set the seed of the first image; image i has seed + i.", callback=at_least(0))
 if TYPE_CHECKING:
     from ..generate.receipt import Dtype
     from ..launch import DeviceChoice as Device
@@ -192,21 +191,42 @@ JsonFull = Annotated[
 AsJson = Annotated[bool, output_option("--json", help="Print the result as one JSON object on stdout.")]
 
 
-@dataclass(frozen=True)
-class PictureOptions:
-    """What is generated."""
+if TYPE_CHECKING:
 
-    prompts_file: PromptsFile = None
-    steps: Steps = None
-    guidance: Guidance = None
-    negative: Annotated[str | None, picture_option(help="Say what the images should not show.")] = None
-    size: Size = None
-    seed: AnySeed = 0
-    num_images: Annotated[int, common_option(help="Generate this many images per prompt.", callback=at_least(1))] = 1
-    frames: Annotated[
-        int | None,
-        picture_option(help="Generate this many frames of a video.", show_default=PIPELINES, callback=at_least(1)),
-    ] = None
+    class PictureOptions:
+        """What is generated: the fields of `PictureRequest`, each an option."""
+
+        prompts_file: Path | None
+        num_images: int
+
+        def fields(self) -> dict[str, Any]:
+            """The fields by name; a seed that is to be random is chosen."""
+            ...
+
+    class SampleOptions(PictureOptions):
+        """The same of pictures that are compared and not watched."""
+else:
+
+    def _asked(options: Any) -> dict[str, Any]:
+        from .values import any_seed, parse_size
+
+        names = {name: of.option for name, of in request_fields().items() if of.flags}
+        found = {name: value for name, one in names.items() if (value := getattr(options, one, None)) is not None}
+        found["width"], found["height"] = parse_size(found.get("width")) or (None, None)
+        return found | {"seed": any_seed(found["seed"])}
+
+    def _picture_options(name: str, without: Sequence[str] = ()) -> type:
+        """A dataclass with an option for every field of a request, and for a file of prompts."""
+        made = [("prompts_file", PromptsFile, field(default=None))]
+        for one, of in request_fields().items():
+            if of.flags and one not in without:
+                more = {"callback": at_least(0, but=-1)} if one == "seed" else {}
+                default = field(default=PictureRequest.model_fields[one].default)
+                made.append((of.option, request_option(one, **more), default))
+        return make_dataclass(name, made, frozen=True, namespace={"fields": _asked})
+
+    PictureOptions = _picture_options("PictureOptions")
+    SampleOptions = _picture_options("SampleOptions", without=("fps",))
 
 
 @dataclass(frozen=True)
@@ -217,14 +237,7 @@ class InputOptions:
     video: Annotated[
         str | None, input_option(metavar="FILE", help="Begin with this video; --frames uses its first frames.")
     ] = None
-    strength: Annotated[
-        float | None,
-        input_option(
-            metavar="0..1",
-            help="Set how much of --image or --video is replaced: 0 keeps it, 1 ignores it.",
-            show_default=PIPELINES,
-        ),
-    ] = None
+    strength: Strength = None
     mask: Annotated[
         str | None, input_option(metavar="FILE", help="Replace only the part of --image that is white here (inpaint).")
     ] = None

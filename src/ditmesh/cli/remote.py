@@ -15,7 +15,7 @@ import typer
 from ..errors import DitmeshError, InputError
 from .options import InputOptions, PictureOptions
 from .show import bar, count
-from .values import any_seed, parse_size, read_prompts
+from .values import read_prompts
 
 if TYPE_CHECKING:
     from ..client import Client
@@ -59,7 +59,6 @@ def generate_on(
     model: str | None,
     pictures: PictureOptions,
     inputs: InputOptions,
-    fps: float | None,
     out: str,
     overwrite: bool,
 ) -> dict[str, Any]:
@@ -75,8 +74,8 @@ def generate_on(
 
     asked = read_prompts(prompts, pictures.prompts_file)
     check_folder(out)
-    first, total = any_seed(pictures.seed), len(asked) * pictures.num_images
-    fields = _fields(model, pictures, inputs, fps)
+    fields = _fields(model, pictures, inputs)
+    first, total = fields.pop("seed"), len(asked) * pictures.num_images
     began = time.perf_counter()
     # A job for every few pictures: each is what it would be alone.
     parts = [
@@ -110,10 +109,15 @@ def generate_on(
     }
 
 
-def _fields(model: str | None, pictures: PictureOptions, inputs: InputOptions, fps: float | None) -> dict[str, Any]:
-    """The options of a job that are the same for all."""
-    if fps is not None and fps != int(fps):
-        raise InputError(f"--fps {fps:g}: servers take whole frames a second; use --fps {round(fps)}")
+def _fields(model: str | None, pictures: PictureOptions, inputs: InputOptions) -> dict[str, Any]:
+    """The options of a job that are the same for all, and the first one's seed."""
+    asked = pictures.fields()
+    if (fps := asked.get("fps")) is not None:
+        if fps != int(fps):
+            raise InputError(f"--fps {fps:g}: servers take whole frames a second; use --fps {round(fps)}")
+        asked["fps"] = int(fps)
+    width, height = asked.pop("width"), asked.pop("height")
+    del asked["n"]
     loras = {}
     for text in inputs.lora or ():
         name, colon, scale = text.rpartition(":")
@@ -121,14 +125,9 @@ def _fields(model: str | None, pictures: PictureOptions, inputs: InputOptions, f
             loras[name if colon else text] = float(scale) if colon else 1.0
         except ValueError:
             raise InputError(f"--lora {text!r}: the scale {scale!r} is not a number; write it as NAME:0.8") from None
-    return {
+    return asked | {
         "model": model,
-        "steps": pictures.steps,
-        "guidance": pictures.guidance,
-        "negative_prompt": pictures.negative,
-        "size": parse_size(pictures.size),
-        "frames": pictures.frames,
-        "fps": None if fps is None else int(fps),
+        "size": None if width is None else (width, height),
         "strength": inputs.strength,
         "image": inputs.image,
         "mask": inputs.mask,

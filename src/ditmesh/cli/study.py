@@ -219,12 +219,13 @@ def _check_call(info: ModelInfo, guidance: float | None, size: tuple[int, int] |
 
     from ..generate.job import check_output
     from ..generate.run import call_parameters, check_options
+    from ..request import PictureRequest
 
     kind = getattr(diffusers, info.pipeline_class, None)
     if isinstance(kind, type):
         parameters = call_parameters(kind)
         check_output(info.pipeline_class, parameters)
-        check_options(info.pipeline_class, parameters, None, guidance, None if info.labels else size)
+        check_options(info.pipeline_class, parameters, PictureRequest(guidance=guidance), None if info.labels else size)
 
 
 def _run(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from ..errors import ConfigError, InputError, did_you_mean
 from ..launch import torchrun_rank
 
 if TYPE_CHECKING:
-    from ..generate.job import Job
+    from ..generate.job import PictureJob
     from ..generate.model_info import ModelInfo
     from .options import PictureOptions
 
@@ -191,40 +190,29 @@ def check_planned(model: str) -> None:
 
 def picture_job(
     model: str | None, prompts: Sequence[str], pictures: PictureOptions, timeout: float, out: str, **more: Any
-) -> tuple[Job, ModelInfo]:
+) -> tuple[PictureJob, ModelInfo]:
     """A job without configuration and dtype, from options and ``more`` fields; and what the model's files say."""
     from ..generate.job import PER_CALL, job_for
     from ..generate.receipt import MOST_PIXELS
     from ..generate.run import quieten
     from ..generate.shape import input_size
+    from ..request import PictureRequest, size_of
 
-    size = parse_size(pictures.size)
-    info, steps, guidance, text_tokens = embedded_or(model, pictures.steps, pictures.guidance)
+    asked = {"steps": None, "guidance": None, "strength": more.pop("strength", None), **pictures.fields()}
+    info, asked["steps"], asked["guidance"], text_tokens = embedded_or(model, asked["steps"], asked["guidance"])
     if more.get("files"):
         # The class of pipeline is looked at.
         quieten()
     # Also with a size: a mask has to lie on its image.
-    like = input_size(info, more.get("files", ()), more.get("strength"))
-    size = size or like
-    width, height = size or info.default_size or (1, 1)
+    like = input_size(info, more.get("files", ()), asked["strength"])
+    if like is not None and asked["width"] is None:
+        asked["width"], asked["height"] = like
+    request = PictureRequest.read(**asked)
+    width, height = size_of(request) or info.default_size or (1, 1)
     # Videos one by one: each is as much as many pictures.
     together = 1 if videos_of(info) else max(1, min(PER_CALL, MOST_PIXELS // (width * height)))
-    job = job_for(
-        info,
-        prompts,
-        out,
-        negative=pictures.negative,
-        steps=steps,
-        guidance=guidance,
-        size=size,
-        max_sequence_length=text_tokens,
-        seed=any_seed(pictures.seed),
-        images=pictures.num_images,
-        timeout=timeout,
-        frames=pictures.frames,
-        **{"per_call": together, **more},
-    )
-    return job, info
+    more = {"per_call": together, "max_sequence_length": text_tokens, "timeout": timeout, **more}
+    return job_for(info, request, out, prompts, **more), info
 
 
 def videos_of(info: ModelInfo) -> bool:
@@ -248,9 +236,9 @@ def any_seed(seed: int) -> int:
     return secrets.randbelow(2**32)
 
 
-def fetched(job: Job, info: ModelInfo) -> Job:
+def fetched(job: PictureJob, info: ModelInfo) -> PictureJob:
     """The job, with a hub model's folder instead of its name; the model is fetched if it is not there yet."""
-    return job if info.local else replace(job, model=download(info.name, job.variant))
+    return job if info.local else job.changed(model=download(info.name, job.variant))
 
 
 def download(name: str, variant: str | None = None) -> str:

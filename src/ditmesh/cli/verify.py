@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,13 +15,13 @@ import typer
 
 from ..core.files import finite
 from ..errors import ConfigError, InputError
-from .options import AsJson, PictureOptions, RankOptions, at_least, common_option, output_option, with_groups
+from .options import AsJson, RankOptions, SampleOptions, at_least, common_option, output_option, with_groups
 from .show import bar, count, emit, print_table, provenance
 from .values import configs_of, fetched, picture_job, read_prompts
 
 if TYPE_CHECKING:
     from ..config import ParallelConfig
-    from ..generate.job import Job
+    from ..generate.job import PictureJob
     from ..generate.model_info import ModelInfo
     from ..tools.verify.ranks import VerifyRanks
     from ..tools.verify.runs import Run, Task
@@ -93,7 +93,7 @@ def verify(
     more_configs: Annotated[
         list[str] | None, common_option("--configs", metavar="CONFIG", help="Verify these as well; may be given again.")
     ] = None,
-    pictures: PictureOptions,
+    pictures: SampleOptions,
     comparing: CompareOptions,
     ranks: RankOptions,
     as_json: AsJson = False,
@@ -113,9 +113,9 @@ def verify(
     """
     from .. import zoo
     from ..generate.job import check_folder, check_job
-    from ..generate.receipt import MOST_TOGETHER
     from ..generate.run import PRELOAD
     from ..launch import torchrun_rank
+    from ..request import MOST_TOGETHER
 
     asked = configs_of([*(more_configs or []), *(configs or [])])
     if not asked and comparing.all_of is None:
@@ -137,7 +137,7 @@ def verify(
     if there is not None:
         _check_joined(there.world_size, [*asked, *offered], ranks)
     kind = ranks.kind(largest if there is None else there.local_size)
-    job = fetched(replace(job, dtype=ranks.dtype_on(kind)), info)
+    job = fetched(job.changed(dtype=ranks.dtype_on(kind)), info)
     made_by = None if page_at is None else provenance(context.obj or ())
     found = _verify(job, asked, offered, kind, ranks, comparing, made_by)
     if found is None:
@@ -153,7 +153,9 @@ def verify(
         raise typer.Exit(1)
 
 
-def _checked(job: Job, info: ModelInfo, asked: Sequence[ParallelConfig], all_of: int | None) -> list[ParallelConfig]:
+def _checked(
+    job: PictureJob, info: ModelInfo, asked: Sequence[ParallelConfig], all_of: int | None
+) -> list[ParallelConfig]:
     """Refuse configurations that say nothing or do not fit; the others that are to be verified."""
     from ..config import ParallelConfig
     from ..generate.job import check_config
@@ -168,7 +170,7 @@ def _checked(job: Job, info: ModelInfo, asked: Sequence[ParallelConfig], all_of:
     if all_of is None:
         return []
     guided = job.guidance is None or job.guidance > 1
-    offered = sensible(all_of, info, job.images, guided, job.size, job.frames or 1)
+    offered = sensible(all_of, info, job.n, guided, job.size, job.frames or 1)
     return [config for config in offered if config not in asked]
 
 
@@ -197,7 +199,7 @@ def _file_at(name: str | None, option: str) -> Path | None:
 
 
 def _verify(
-    job: Job,
+    job: PictureJob,
     asked: Sequence[ParallelConfig],
     offered: Sequence[ParallelConfig],
     kind: Literal["cpu", "cuda"],
@@ -278,7 +280,7 @@ def _verify(
 
 @contextmanager
 def _ranks(
-    job: Job, configs: Sequence[ParallelConfig], kind: Literal["cpu", "cuda"], ranks: RankOptions
+    job: PictureJob, configs: Sequence[ParallelConfig], kind: Literal["cpu", "cuda"], ranks: RankOptions
 ) -> Iterator[tuple[VerifyRanks, str]]:
     """The ranks to run on, and a folder for what one device computes."""
     from ..launch import TorchrunRanks, default_threads, guarded_folder, torchrun_rank
@@ -298,7 +300,7 @@ def _ranks(
 
 
 def _result(
-    job: Job,
+    job: PictureJob,
     verdicts: list[Verdict],
     alone: dict[str, Run],
     where: dict[str, Any],
@@ -319,7 +321,7 @@ def _result(
         "steps": job.steps,
         "guidance": job.guidance,
         "size": list(job.size) if job.size else None,
-        "images": job.images,
+        "images": job.n,
         "frames": job.frames,
         "dtype": job.dtype,
         **where,

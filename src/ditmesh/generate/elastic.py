@@ -19,7 +19,7 @@ from ..config import ParallelConfig
 from ..errors import ConfigError, RankFailed
 from ..launch import guarded_folder, launcher
 from . import journal
-from .job import Generated, Job, Kept, Loaded, Restart, Stepped
+from .job import Generated, Kept, Loaded, PictureJob, Restart, StepDone
 from .run import generate
 
 
@@ -62,7 +62,7 @@ class Restarted:
 
 
 def generate_elastically(
-    job: Job,
+    job: PictureJob,
     world_size: int,
     device: Literal["cpu", "cuda"],
     threads: int,
@@ -77,7 +77,7 @@ def generate_elastically(
         world_size: number of ranks to begin with.
         device: what they run on.
         threads: threads of each, before and after a restart: arithmetic depends on them.
-        report: takes what rank 0 reports (`job.Loaded`, `Stepped`, `Generated`), each step and picture once, and
+        report: takes what rank 0 reports (`job.Loaded`, `StepDone`, `Generated`), each step and picture once, and
             `Restarted`.
         generate: what the ranks run, called as `run.generate` is.
         launcher_name: see `launch.launcher`. On several hosts the folder of temporary files has to be one for all.
@@ -126,14 +126,14 @@ def generate_elastically(
                 prompt = job.call(progress.request).prompt
                 report(Restarted(what, restarts[-1], prompt, progress.steps_of_each, config))
                 gpus = [gpus[rank] for rank in survivors][: config.world_size]
-                job = replace(job, config=config)
+                job = job.changed(config=config)
     return restarts, progress.seconds
 
 
 class _Progress:
     """What ranks have reported of a job, over all its restarts; passes on every step and picture once."""
 
-    def __init__(self, job: Job, report: Callable[[Any], None]) -> None:
+    def __init__(self, job: PictureJob, report: Callable[[Any], None]) -> None:
         self.done: set[int] = set()
         # Steps of the request that is being generated.
         self.steps = 0
@@ -168,7 +168,7 @@ class _Progress:
         if isinstance(message, Loaded):
             self._started = self._started or time.perf_counter()
             self.steps_of_each = message.steps
-        elif isinstance(message, Stepped):
+        elif isinstance(message, StepDone):
             again = min(self._again, message.steps)
             self._again -= again
             self.steps += message.steps - again

@@ -19,6 +19,7 @@ from ..errors import InputError
 from ..media.files import read_whole
 from ..media.images import read_image, read_mask
 from ..media.videos import read_frames
+from ..request import FieldError
 from .model_info import HUB_ID
 
 if TYPE_CHECKING:
@@ -264,15 +265,13 @@ def check_roles(files: Iterable[InputFile], strength: float | None = None) -> No
         InputError: naming the options.
     """
     roles = [file.role for file in files]
-    if strength is not None and not 0 < strength <= 1:
-        raise InputError(f"strength {strength:g} is not possible; use more than 0 and at most 1")
     if strength is not None and not {"image", "video"} & set(roles):
-        raise InputError("--strength needs --image as well, or --video")
+        raise FieldError("strength", "{strength} needs {image} as well, or {video}")
     if {"image", "video"} <= set(roles):
-        raise InputError("--image and --video are both to begin with; leave one out")
+        raise FieldError("video", "{image} and {video} are both to begin with; leave one out")
     for role, needed in NEEDED.items():
         if role in roles and needed not in roles:
-            raise InputError(f"--{role} needs --{needed} as well")
+            raise FieldError(role, "{" + role + "} needs {" + needed + "} as well")
 
 
 # Files that are of use with another only.
@@ -385,9 +384,11 @@ def check_mask(pipeline: str, files: Iterable[InputFile], channels: Any) -> None
     """
     fitting = MASK_CHANNELS.get(pipeline)
     if fitting and isinstance(channels, int) and channels not in fitting and any(one.role == "mask" for one in files):
-        raise InputError(
-            f"--mask: {pipeline} inpaints with a transformer of {' or '.join(map(str, fitting))} input channels, and "
-            f"this model's has {channels}; leave --mask out, or give another model"
+        raise FieldError(
+            "mask",
+            "{mask}: {} inpaints with a transformer of {} input channels, and this model's has {}; leave {mask} out, "
+            "or give another model",
+            *(pipeline, " or ".join(map(str, fitting)), channels),
         )
 
 

@@ -9,59 +9,49 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
+
+from pydantic import Field
 
 from ..config import ParallelConfig
 from ..errors import ConfigError, InputError
 from ..media.videos import MOST_VIDEO_PIXELS
+from ..request import MOST_TOGETHER, FieldConfigError, FieldError, PictureRequest, check_text, field_values, size_of
 from ..strategies import support
 from ..strategies.heads import check_heads
 from .files import PICTURES, InputFile, check_encoder, check_mask, check_roles, open_video, pipeline_for
 from .model_info import ModelInfo
-from .receipt import LONGEST_PROMPT, MOST_PIXELS, MOST_STEPS, MOST_TOGETHER, Dtype, Offload, Receipt
+from .receipt import MOST_PIXELS, Dtype, Offload, Receipt
 from .shape import input_size
 
 # Pictures of one call of the pipeline when nobody says how many, and of a whole job at most.
 PER_CALL = 64
 MOST_PICTURES = 100_000
-# Frames of a video, and frames per second.
-MOST_FRAMES, MOST_FPS = 4096, 1000
 # What calls of pipelines that make audio alone are told of it.
 AUDIO = ("num_waveforms_per_prompt", "audio_end_in_s", "audio_length_in_s", "audio_duration", "audio_duration_s")
 # In names of parts of models that make audio, or images in layers.
 _ODD = re.compile("audio|oobleck|vocoder|layered|acestep", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Job:
-    """Pictures to generate, in plain data that every rank gets alike.
+class PictureJob(PictureRequest):
+    """A request for pictures of one or more prompts, and what it is made with: plain data that every rank gets alike.
 
     Attributes:
         model: folder or hub id to load.
         name: the model as the user named it.
         pipeline_class: class of the pipeline, as ``model_index.json`` has it.
-        prompts: one or more; class names when the model is class-conditional.
+        prompts: one or more, in the place of ``prompt``; class names when the model is class-conditional. Picture i of
+            all has ``seed + i``.
         labels: class numbers of the prompts when the model is class-conditional, else empty.
         out: folder for the PNGs and MP4s.
         config: parallel configuration; ``"auto"``: the engine chooses.
-        negative: negative prompt.
-        steps: denoising steps; None: the pipeline's own number.
-        guidance: guidance scale; None: the pipeline's own.
-        size: width and height in pixels; None: the pipeline's own.
         max_sequence_length: longest prompt in tokens, where the pipeline takes it; None: the pipeline's own.
-        seed: of the first picture; picture i has ``seed + i``.
-        images: pictures per prompt.
         per_call: pictures that one call of the pipeline makes, at most.
-        frames: of a video; None: the pipeline's own number. A pipeline that makes as many as its input video has is
-            given so many of them.
-        fps: frames per second of a video; None: the pipeline's own, or `video.FPS`.
         dtype: of the weights.
         timeout: deadline of every collective, in seconds.
         overwrite: pictures replace those of the same names that ditmesh has written.
         files: input pictures and adapters.
-        strength: how much of the input picture is generated anew, from 0 to 1; None: the pipeline's own.
         variant: of the weights' files, such as ``"fp16"``.
         offload: which components are on the device only while they work, see `offload.offload`.
         scheduler: class of the scheduler that takes the place of the pipeline's own; None: that one stays.
@@ -74,25 +64,16 @@ class Job:
     model: str
     name: str
     pipeline_class: str
-    prompts: tuple[str, ...]
+    prompts: tuple[str, ...] = Field(min_length=1)
     out: str
     config: ParallelConfig | Literal["auto"] = "auto"
     labels: tuple[int, ...] = ()
-    negative: str | None = None
-    steps: int | None = None
-    guidance: float | None = None
-    size: tuple[int, int] | None = None
     max_sequence_length: int | None = None
-    seed: int = 0
-    images: int = 1
     per_call: int = PER_CALL
-    frames: int | None = None
-    fps: float | None = None
     dtype: Dtype = "float32"
     timeout: float = 600.0
     overwrite: bool = False
     files: tuple[InputFile, ...] = ()
-    strength: float | None = None
     variant: str | None = None
     offload: Offload = "none"
     scheduler: str | None = None
@@ -101,30 +82,39 @@ class Job:
     check_memory: bool = True
     memory_limit: float | None = None
 
+    def changed(self, **fields: Any) -> PictureJob:
+        """The job with other values of some fields."""
+        return self.model_copy(update=fields)
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Width and height in pixels; None: the pipeline's own."""
+        return size_of(self)
+
     @property
     def total(self) -> int:
         """Number of pictures."""
-        return len(self.prompts) * self.images
+        return len(self.prompts) * self.n
 
     @property
     def calls(self) -> int:
         """Number of calls of the pipeline."""
-        return len(self.prompts) * -(-self.images // self.per_call)
+        return len(self.prompts) * -(-self.n // self.per_call)
 
-    def call(self, number: int) -> Call:
+    def call(self, number: int) -> PictureCall:
         """Call ``number`` of the pipeline, from 0."""
         prompt, part = divmod(number, self.calls // len(self.prompts))
         start = part * self.per_call
-        return Call(prompt, prompt * self.images + start, min(self.per_call, self.images - start))
+        return PictureCall(prompt, prompt * self.n + start, min(self.per_call, self.n - start))
 
     def call_of(self, index: int) -> int:
         """Number of the call that makes picture ``index``."""
-        prompt, place = divmod(index, self.images)
+        prompt, place = divmod(index, self.n)
         return prompt * (self.calls // len(self.prompts)) + place // self.per_call
 
 
 @dataclass(frozen=True)
-class Call:
+class PictureCall:
     """One call of the pipeline: the number of its prompt, and its pictures ``first``, ``first + 1``, …"""
 
     prompt: int
@@ -192,11 +182,12 @@ class Noted:
 
 
 @dataclass(frozen=True)
-class Stepped:
-    """``pictures`` pictures have advanced by ``steps`` denoising steps; ``note``: what there is to say about them."""
+class StepDone:
+    """``pictures`` pictures have advanced by ``steps`` of ``of`` denoising steps; ``note``: what to say about them."""
 
     pictures: int
     steps: int
+    of: int
     note: str = ""
 
 
@@ -208,7 +199,7 @@ class Generated:
     receipt: Receipt
 
 
-def check_job(job: Job, model: ModelInfo, devices: int) -> None:
+def check_job(job: PictureJob, model: ModelInfo, devices: int) -> None:
     """Refuse what cannot be generated, or not be written, as far as the model's JSON files say.
 
     Args:
@@ -225,25 +216,13 @@ def check_job(job: Job, model: ModelInfo, devices: int) -> None:
         check_layout(model)
 
 
-def check_content(job: Job, model: ModelInfo, devices: int) -> None:
+def check_content(job: PictureJob, model: ModelInfo, devices: int) -> None:
     """As `check_job`, of what is to be generated alone."""
-    for option, value, most in (
-        ("--steps", job.steps, MOST_STEPS),
-        ("--num-images", job.images, MOST_PICTURES // len(job.prompts)),
-        ("--batch", job.per_call, MOST_TOGETHER),
-        ("--frames", job.frames, MOST_FRAMES),
-    ):
-        if value is not None and not 1 <= value <= most:
-            raise InputError(f"{option} {value} is not possible; use 1 to {most}")
-    if job.guidance is not None and not isfinite(job.guidance):
-        raise InputError(f"guidance {job.guidance} is not a number; use one such as --guidance 3.5")
+    for field, value, most in (("n", job.n, MOST_PICTURES // len(job.prompts)), ("batch", job.per_call, MOST_TOGETHER)):
+        if not 1 <= value <= most:
+            raise FieldError(field, "{" + field + "} {} is not possible; use 1 to {}", value, most)
     if not -(2**63) <= job.seed <= 2**63 - job.total:
         raise InputError(f"seed {job.seed} does not fit into 64 bits; use a smaller one")
-    for number, prompt in enumerate(job.prompts, 1):
-        if not prompt.strip():
-            raise InputError(f'prompt {number} is empty; write what to generate, such as "a red fox"')
-        check_text(prompt, f"prompt {number}")
-    check_text(job.negative or "", "the negative prompt")
     check_roles(job.files, job.strength)
     if job.files:
         kind = pipeline_for(model.pipeline_class, job.files, job.strength)
@@ -253,21 +232,28 @@ def check_content(job: Job, model: ModelInfo, devices: int) -> None:
     _check_video(job, model)
     if job.size is not None:
         model.check_size(*job.size)
-    size = job.size or model.default_size
-    if size is not None:
-        pixels, together = size[0] * size[1] * (job.frames or 1), min(job.images, job.per_call)
-        most = MOST_PIXELS if job.frames is None else MOST_VIDEO_PIXELS
-        if pixels * together > most:
-            way = f"--batch {most // pixels}" if together > 1 and pixels <= most else "a smaller --size"
-            frames = "" if job.frames is None else f" of {job.frames} frames"
-            raise InputError(
-                f"{together} x {size[0]}x{size[1]}{frames} are more than {most} pixels, the most of one call; use {way}"
-            )
+    _check_pixels(job, job.size or model.default_size)
     if not isinstance(job.config, str):
         check_config(job.config, model, devices, job.size, job.frames or 1)
 
 
-def _check_video(job: Job, model: ModelInfo) -> None:
+def _check_pixels(job: PictureJob, size: tuple[int, int] | None) -> None:
+    """Refuse more pixels of this size than one call of a pipeline may make."""
+    if size is None:
+        return
+    pixels, together = size[0] * size[1] * (job.frames or 1), min(job.n, job.per_call)
+    most = MOST_PIXELS if job.frames is None else MOST_VIDEO_PIXELS
+    if pixels * together > most:
+        way = f"{{batch}} {most // pixels}" if together > 1 and pixels <= most else "a smaller {size}"
+        frames = "" if job.frames is None else f" of {job.frames} frames"
+        raise FieldError(
+            "size",
+            "{} x {}x{}{} are more than {} pixels, the most of one call; use " + way,
+            *(together, *size, frames, most),
+        )
+
+
+def _check_video(job: PictureJob, model: ModelInfo) -> None:
     """Refuse videos that are not of the frames asked for, and frames and fps of pictures."""
     if job.frames is None and job.fps is None and model.frame_step is None:
         # Most make pictures, and diffusers takes seconds to import.
@@ -276,25 +262,31 @@ def _check_video(job: Job, model: ModelInfo) -> None:
     videos = makes_videos(name)
     if videos:
         _check_cleaning(name)
-    for option, value in (("--frames", job.frames), ("--fps", job.fps)):
+    for field, value in (("frames", job.frames), ("fps", job.fps)):
         if value is not None and videos is False:
-            raise InputError(f"{option} {value:g}: {model.pipeline_class} makes pictures; leave {option} out")
-    if job.fps is not None and not 0 < job.fps <= MOST_FPS:
-        raise InputError(f"--fps {job.fps:g} is not possible; use more than 0 and at most {MOST_FPS}")
+            why = "{" + field + "} {:g}: {} makes pictures; leave {" + field + "} out"
+            raise FieldError(field, why, value, model.pipeline_class)
     if job.frames is not None:
         model.check_frames(job.frames)
     for file in job.files:
         if file.role == "video" and not says_frames(name):
-            there = len(open_video(file, job.frames))
-            if job.frames is not None and there < job.frames:
-                raise InputError(f"--video {file.path!r} has {there} frames, fewer than --frames {job.frames}")
-            if job.frames is None:
-                try:
-                    model.check_frames(there)
-                except InputError as error:
-                    raise InputError(f"--video {file.path!r}: {error}, as --frames") from None
-        if file.role in ("image", "video") and videos and min(job.images, job.per_call) > 1:
-            raise InputError(f"--{file.role}: such videos are generated one by one; leave --batch {job.per_call} out")
+            _check_input_frames(job, model, file)
+        if file.role in ("image", "video") and videos and min(job.n, job.per_call) > 1:
+            why = "{" + file.role + "}: such videos are generated one by one; leave {batch} {} out"
+            raise FieldError(file.role, why, job.per_call)
+
+
+def _check_input_frames(job: PictureJob, model: ModelInfo, file: InputFile) -> None:
+    """Refuse an input video that has not as many frames as are to be made of it."""
+    there = len(open_video(file, job.frames))
+    if job.frames is not None and there < job.frames:
+        why = "{video} {!r} has {} frames, fewer than {frames} {}"
+        raise FieldError("video", why, file.path, there, job.frames)
+    if job.frames is None:
+        try:
+            model.check_frames(there)
+        except InputError as error:
+            raise FieldError("video", "{video} {!r}: {}, as {frames}", file.path, error) from None
 
 
 def check_output(pipeline: str, parameters: Mapping[str, Any]) -> None:
@@ -358,23 +350,6 @@ def video_call(parameters: Mapping[str, Any]) -> bool:
     return "num_frames" in parameters or PICTURES["video"] in parameters
 
 
-def check_text(text: str, name: str) -> None:
-    """Refuse text that is too long, or that no file can hold: half of a surrogate pair.
-
-    Raises:
-        InputError: naming the text.
-    """
-    if len(text) > LONGEST_PROMPT:
-        raise InputError(f"{name} has {len(text)} characters; use {LONGEST_PROMPT} at most")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"{name} is not Unicode: character {error.start + 1} is {text[error.start]!r}, half of a pair; "
-            "write it in UTF-8"
-        ) from None
-
-
 def check_layout(model: ModelInfo) -> None:
     """Refuse a transformer whose tokens nobody can place, before any rank loads its weights.
 
@@ -418,9 +393,10 @@ def check_config(
     if size is not None:
         tokens = model.image_tokens(*size, frames)
         if config.sequence > tokens:
-            raise ConfigError(
-                f"{config.sequence} ranks are to share the {tokens} image tokens of {size[0]}x{size[1]} pixels; "
-                f"use at most {tokens} devices, or a larger --size"
+            raise FieldConfigError(
+                "size",
+                "{} ranks are to share the {} image tokens of {}x{} pixels; use at most {} devices, or a larger {size}",
+                *(config.sequence, tokens, *size, tokens),
             )
 
 
@@ -454,30 +430,43 @@ def check_folder(out: str | Path, option: str = "--out") -> None:
         raise InputError(f"cannot write to folder {str(out)!r} ({reason}); choose another one with {option}") from None
 
 
-def job_for(model: ModelInfo, prompts: Sequence[str], out: str | Path, **more: Any) -> Job:
+def job_for(
+    model: ModelInfo, request: PictureRequest, out: str | Path, prompts: Sequence[str] = (), **more: Any
+) -> PictureJob:
     """A job for a model.
 
     Args:
         model: the model's files.
-        prompts, out: of the job.
-        more: the other fields of the job; ``labels`` are found by the prompts if not given. A ``size`` that is not
-            given is that of an input image, see `input_size`. ``size`` and ``frames`` of an embedded model are its own
-            if not given: its pipeline's defaults are those of a model a thousand times as large.
+        request: what is asked for. A size that it does not give is that of an input image, see `input_size`. Size and
+            frames of an embedded model are its own if not given: its pipeline's defaults are those of a model a
+            thousand times as large.
+        out: folder of the files.
+        prompts: in the place of the request's one.
+        more: the other fields of the job; ``labels`` are found by the prompts if not given.
 
     Raises:
-        InputError: a prompt is not one of the model's classes, or an input image cannot be read.
+        InputError: a prompt is empty, too long or not one of the model's classes, or an input image cannot be read.
     """
-    more["size"] = more.get("size") or input_size(model, more.get("files", ()), more.get("strength"))
+    fields, prompts = field_values(request), tuple(prompts) or (request.prompt,)
+    size = size_of(request) or input_size(model, more.get("files", ()), request.strength)
     if "sample_size" not in model.transformer:
-        more["size"] = more["size"] or model.default_size
-    more["frames"] = more.get("frames") or model.default_frames
-    return Job(
+        size = size or model.default_size
+    fields["width"], fields["height"] = size or (None, None)
+    fields["frames"] = request.frames or model.default_frames
+    if "labels" not in more:
+        more["labels"] = class_numbers(prompts, model)
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt.strip():
+            raise InputError(f'prompt {number} is empty; write what to generate, such as "a red fox"')
+        check_text(prompt, f"prompt {number}")
+    return PictureJob.read(
+        **fields | {"prompt": ""},
         model=str(model.files) if model.local else model.name,
         name=model.name,
         pipeline_class=model.pipeline_class,
-        prompts=tuple(prompts),
+        prompts=prompts,
         out=str(out),
-        **(more if "labels" in more else {"labels": class_numbers(prompts, model), **more}),
+        **more,
     )
 
 

@@ -43,7 +43,7 @@ _FRAME = struct.Struct("<4sIQ32s")
 
 
 @dataclass(frozen=True)
-class Entry:
+class JournalEntry:
     """One call of a transformer, as its journal has it.
 
     Attributes:
@@ -102,7 +102,7 @@ class Journal:
 
         self.answered = self.computed = 0
         self._folder, self._rank = Path(folder), rank
-        self._known: list[Entry] = []
+        self._known: list[JournalEntry] = []
         self._file: Any = None
         self._request = -1
         self._restore: list[Callable[[], None]] = []
@@ -167,7 +167,7 @@ class Journal:
 
         return call
 
-    def _check(self, entry: Entry, name: str, digests: dict[str, str]) -> None:
+    def _check(self, entry: JournalEntry, name: str, digests: dict[str, str]) -> None:
         differing = [path for path in {**digests, **entry.inputs} if digests.get(path) != entry.inputs.get(path)]
         if name != entry.model:
             differing.insert(0, f"the model ({entry.model} then, {name} now)")
@@ -209,9 +209,9 @@ class Journal:
             )
 
 
-def read(path: Path) -> list[Entry]:
+def read(path: Path) -> list[JournalEntry]:
     """The entries of a file, up to the first that is not whole; none when there is no such file."""
-    entries: list[Entry] = []
+    entries: list[JournalEntry] = []
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         size = path.stat().st_size
         while len(frame := file.read(_FRAME.size)) == _FRAME.size:
@@ -221,11 +221,11 @@ def read(path: Path) -> list[Entry]:
             head, offset = file.read(head_length), file.tell()
             if hashlib.sha256(head + file.read(length)).digest() != checksum:
                 break
-            entries.append(Entry(**json.loads(head), path=path, offset=offset, length=length))
+            entries.append(JournalEntry(**json.loads(head), path=path, offset=offset, length=length))
     return entries
 
 
-def keep_longest(folder: str | Path, request: int) -> list[Entry]:
+def keep_longest(folder: str | Path, request: int) -> list[JournalEntry]:
     """Keep the longest journal of a request, for all ranks that come next. No rank may be running.
 
     Args:
@@ -256,7 +256,7 @@ def keep_longest(folder: str | Path, request: int) -> list[Entry]:
     return read(kept)
 
 
-def steps(entries: list[Entry]) -> int:
+def steps(entries: list[JournalEntry]) -> int:
     """Denoising steps whose calls are all there; the last one counts when it has as many calls as the first.
 
     Of a single step nobody knows how many calls it takes: it counts as none.

@@ -186,16 +186,23 @@ def pipeline_on(pipe: Any, name: str) -> Any:
     kind: Any = getattr(diffusers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, DiffusionPipeline)):
         raise InputError(f"{name} is no pipeline of diffusers {diffusers.__version__}")
-    # Not its `from_pipe`, which casts the components.
-    needed, options = kind._get_signature_keys(kind)
-    has = {part: value for part, value in pipe.components.items() if part in needed}
-    settings = {key: value for key, value in pipe.config.items() if key in options}
     try:
-        made = kind(**has, **settings)
+        made = as_class(pipe, kind)
     except TypeError as error:
         raise InputError(f"{name} cannot be made of a {type(pipe).__name__}'s components ({error})") from None
     made.set_progress_bar_config(**getattr(pipe, "_progress_bar_config", {}))
     return parallelize(made, engine_of(pipe).config)
+
+
+def as_class(pipe: Any, kind: Any) -> Any:
+    """A pipeline of another class on the components of one; not by its `from_pipe`, which casts them.
+
+    Raises:
+        TypeError: it needs other components.
+    """
+    needed, options = kind._get_signature_keys(kind)
+    has = {part: value for part, value in pipe.components.items() if part in needed}
+    return kind(**has, **{key: value for key, value in dict(pipe.config).items() if key in options})
 
 
 def dtype_option(torch_dtype: Dtypes) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from urllib.parse import urlparse
 
 from .. import zoo
 from ..errors import InputError, did_you_mean
+from ..request import FieldError
 
 # Seconds to find out whether the hub can be reached at all.
 HUB_LIMIT = 5.0
@@ -229,9 +230,8 @@ class ModelInfo:
         text = f"size {width}x{height}"
         if self.labels and (width, height) != self.default_size:
             own = "x".join(map(str, self.default_size or ()))
-            raise InputError(
-                f"{text}: {self.pipeline_class} has one size only{f', {own}' if own else ''}; leave --size out"
-            )
+            why = "{}: {} has one size only{}; leave {size} out"
+            raise FieldError("size", why, text, self.pipeline_class, f", {own}" if own else "")
         if width % step or height % step:
             below = "x".join(str(max(step, side - side % step)) for side in (width, height))
             above = "x".join(str(side + -side % step) for side in (width, height))

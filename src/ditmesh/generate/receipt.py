@@ -10,14 +10,15 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, create_model, model_validator
 
 from ..core.files import free_names, written_whole
 from ..errors import InputError
 from ..media.images import MOST_PIXELS
 from ..media.videos import MOST_VIDEO_PIXELS
+from ..request import LONGEST_PROMPT, MOST_STEPS, MOST_TOGETHER, Count, added_fields
 from .files import Role
 from .video import FPS, is_video, metadata_of, strip, write_mp4
 
@@ -30,18 +31,13 @@ CHUNK = "ditmesh"
 # How the name of the strip beside a video ends.
 STRIP = ".strip.png"
 
-# What a receipt may ask for, and so what a job may: denoising steps, pictures of one call of the pipeline, pixels of
-# those pictures together, characters of a prompt; bytes of the receipt itself.
-MOST_STEPS = 10_000
-MOST_TOGETHER = 1024
-LONGEST_PROMPT = 100_000
+# Bytes of a receipt.
 LARGEST = 2**22
 # A part of file names.
 VARIANT = r"^[A-Za-z0-9_-]{1,64}$"
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Offload = Literal["none", "model", "group", "sequential"]
-Count = Annotated[int, Field(ge=1, le=2**16)]
 
 
 class ReceiptFile(BaseModel):
@@ -55,7 +51,13 @@ class ReceiptFile(BaseModel):
     scale: FiniteFloat = 1.0
 
 
-class Receipt(BaseModel):
+if TYPE_CHECKING:
+    AddedFields = BaseModel
+else:
+    AddedFields = create_model("AddedFields", **added_fields())
+
+
+class Receipt(AddedFields):
     """How one picture or video was generated.
 
     Attributes:

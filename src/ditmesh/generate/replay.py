@@ -14,8 +14,9 @@ from .. import zoo
 from ..config import RENAMED, ParallelConfig, setting
 from ..errors import InputError
 from ..quality import metrics
+from ..request import PictureRequest, added_fields, request_fields
 from .files import InputFile, find_again
-from .job import Job, job_for
+from .job import PictureJob, job_for
 from .model_info import ModelInfo, cached, find_model, is_hub_id
 from .receipt import Receipt
 
@@ -106,7 +107,7 @@ def job_of(
     out: str | Path,
     timeout: float,
     beside: str | Path = ".",
-) -> Job:
+) -> PictureJob:
     """What to generate so that picture `place_of` of it is the receipt's.
 
     Input files that are not where they were are looked for in the folder ``beside``.
@@ -120,28 +121,26 @@ def job_of(
     # A class of diffusers' own shows what its call takes.
     unguided = isinstance(kind, type) and "guidance_scale" not in inspect.signature(kind.__call__).parameters
     alone = _alone(receipt, config)
+    asked = {name: getattr(receipt, name) for name, field in request_fields().items() if field.spelt is not None}
+    asked |= {"n": 1 if alone else receipt.together, "seed": receipt.seed if alone else receipt.seed - receipt.place}
+    if unguided:
+        # A pipeline that takes none has got none: receipts name 0 then.
+        asked["guidance"] = None
+    if model.labels:
+        # A class-conditional pipeline has one size.
+        asked["width"] = asked["height"] = None
+    labels: dict[str, Any] = {} if receipt.label is None else {"labels": (receipt.label,)}
     return job_for(
         model,
-        (receipt.prompt,),
+        PictureRequest.read(**asked),
         out,
-        **({} if receipt.label is None else {"labels": (receipt.label,)}),
+        **labels,
         config=config,
-        negative=receipt.negative_prompt,
-        steps=receipt.steps,
-        # A pipeline that takes none has got none: receipts name 0 then.
-        guidance=None if unguided else receipt.guidance,
-        # A class-conditional pipeline has one size.
-        size=None if model.labels else (receipt.width, receipt.height),
         max_sequence_length=receipt.max_sequence_length,
-        seed=receipt.seed if alone else receipt.seed - receipt.place,
-        images=1 if alone else receipt.together,
         per_call=receipt.together,
         dtype=receipt.dtype,
         timeout=timeout,
-        frames=receipt.frames,
-        fps=receipt.fps,
         files=tuple(find_again(InputFile(**one.model_dump()), Path(beside)) for one in receipt.files),
-        strength=receipt.strength,
         variant=receipt.variant,
         offload=receipt.offload if receipt.device == "cuda" else "none",
         scheduler=receipt.scheduler,
@@ -218,7 +217,8 @@ def changes_of(was: Receipt, now: Receipt, sampled: str | None = None) -> list[C
     compare("model", Path(was.model).name, Path(now.model).name, False)
     for name in ("pipeline", "dtype", "scheduler"):
         compare(name, getattr(was, name), getattr(now, name), text=known)
-    for name in ("prompt", "negative_prompt", "label", "seed", "steps", "guidance", "max_sequence_length"):
+    texts = ("prompt", "negative_prompt", "label", "seed", "steps", "guidance", "max_sequence_length")
+    for name in (*texts, *added_fields()):
         compare(name.replace("_", " "), getattr(was, name), getattr(now, name), text=repr)
     compare("size", f"{was.width}x{was.height}", f"{now.width}x{now.height}")
     compare("frames", was.frames, now.frames, text=known)

@@ -9,18 +9,20 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from .._version import library_versions
+from ..core.steps import loop_steps
 from ..errors import InputError
 from ..launch import Report
 from ..launch.chatter import chatter_off
 from ..launch.pool import PRELOAD as OF_ANY_RANK
+from ..request import FieldError, PictureRequest, request_fields
 from .files import PICTURES
-from .job import Generated, Job, Kept, Loaded, Noted, Stepped, check_output, video_call
+from .job import Generated, Kept, Loaded, Noted, PictureJob, StepDone, check_output, video_call
 from .model_info import find_model
 from .receipt import Receipt, ReceiptFile, write_free
 from .shape import stretched
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
     from ..comm.mesh import Mesh
     from ..config import ParallelConfig
+    from .journal import Journal
+    from .memory import Peaks
 
 
 # A picture, or the frames of a video.
@@ -42,10 +46,10 @@ PRELOAD = (*OF_ANY_RANK, __name__, "ditmesh.engine", "ditmesh.generate.loading",
 RATES = ("frame_rate", "fps")
 
 
-def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None) -> float:
+def generate(job: PictureJob, kept: Kept | None = None, *, report: Report | None = None) -> float:
     """Load the pipeline, make it parallel, generate everything. Every rank of the job calls this.
 
-    Rank 0 writes each PNG or MP4 as soon as it has it and reports `Loaded`, `Stepped` and `Generated`. It never
+    Rank 0 writes each PNG or MP4 as soon as it has it and reports `Loaded`, `StepDone` and `Generated`. It never
     replaces a file that ditmesh has not written, and one that it has only when ``job.overwrite`` says so.
 
     Args:
@@ -61,98 +65,169 @@ def generate(job: Job, kept: Kept | None = None, *, report: Report | None = None
         LayoutError: the transformer's tokens could not be found out.
         JournalError: what the journal holds is of another request.
     """
-    import torch
-    import torch.distributed as dist
-
-    from ..comm.mesh import Mesh
-    from ..core.digests import sampled_fingerprint
-    from ..engine import DENOISERS, configuration_for, denoisers, engine_of, parallelize
-    from .files import partial_fit, pictures_of
-    from .journal import Journal
-    from .memory import Peaks
-    from .offload import offload
-
-    grouped = dist.is_available() and dist.is_initialized()
-    rank = dist.get_rank() if grouped else 0
     kept = kept or Kept("")
-    say: Report = report if report is not None and rank == 0 else lambda message: None
-    device = device_of_rank()
-    started = time.perf_counter()
-    if job.check_memory:
-        _check_memory(job, device)
-    peaks = Peaks(device)
-    mesh = None if isinstance(job.config, str) else Mesh(job.config, device=device, timeout=job.timeout)
-    share, why = _share(job, mesh)
-    if why is not None:
-        say(Noted(f"every rank loads the whole transformer before it is cut: {why}"))
-    pipe = load(job, device, share)
-    for number, file in enumerate(one for one in job.files if one.role == "lora"):
-        if (text := partial_fit(pipe, file.path, f"lora{number}")) is not None:
-            say(Noted(text))
-    facts = facts_of(job.config, pipe, device, share, rank)
-    sampled = sampled_fingerprint(pipe) if job.sampled and rank == 0 else None
-    if job.offload != "none":
-        offload(pipe, job.offload, device)
-    config = job.config
-    if isinstance(config, str):
-        config = configuration_for(pipe, guidance=None if job.guidance is None else job.guidance > 1)
-    parallelize(pipe, config, mesh=mesh, timeout=job.timeout)
-    engine, parameters = engine_of(pipe), call_parameters(pipe)
-    facts |= {"config": engine.config.model_dump(), "devices": dist.get_world_size() if grouped else 1}
-    journal = None
-    if kept.folder:
-        # Around everything else, so that it sees the pipeline's own calls and whole outputs.
-        models = {name: getattr(pipe, name) for name in DENOISERS if getattr(pipe, name, None) in denoisers(pipe)}
-        journal = Journal(models, kept.folder, rank, engine.clock)
-    steps = denoising_steps(job, parameters)
-    say(Loaded(time.perf_counter() - started, steps, sampled))
-
-    def stepped(images: int, steps: int) -> None:
-        # The note: how many steps of a stale strategy have been synchronous so far.
-        log = engine_of(pipe).staleness
-        say(Stepped(images, steps, log.summary() if log is not None else ""))
-
-    total, pictures, first = 0.0, pictures_of(job.files, None if "num_frames" in parameters else job.frames), True
-    if pictures and job.size is not None:
-        step = find_model(job.model).size_multiple
-        if (text := stretched(pictures, job.size, step)) is not None:
-            say(Noted(text))
-    # Some make arrays by default.
-    form = {"output_type": "pil"} if video_call(parameters) else {}
+    runner = PipelineRunner.open(job, report)
+    journal = runner.journal(kept.folder) if kept.folder else None
+    runner.report(Loaded(runner.load_seconds, runner.steps, runner.sampled))
+    total = 0.0
+    runner.note_stretching()
     for number in range(job.calls):
-        call = job.call(number)
-        if kept.done.issuperset(call.indices):
+        if kept.done.issuperset(job.call(number).indices):
             continue
-        arguments = given = call_arguments(job, pipe, number, pictures)
-        if "callback_on_step_end" in parameters:
-            arguments = {**given, "callback_on_step_end": lambda *of, n=call.images: stepped(n, 1) or of[-1]}
+        arguments = runner.prepare(number)
         if journal is not None:
             journal.begin(number)
-        if grouped:
-            # The clock starts when all are here.
-            dist.barrier()
-        # Some pipelines encode a control picture with noise of the process's own generator.
-        torch.manual_seed(job.seed + call.first)
-        started = time.perf_counter()
-        with peaks.call(pipe):
-            made = made_of(pipe(**arguments, **form))
-        facts["seconds"] = time.perf_counter() - started
-        facts["peak_memory"] = peaks.of_all()
-        total += facts["seconds"]
-        for model in engine.rows if first else ():
-            if (text := model.idle()) is not None:
-                say(Noted(text))
-        first = False
-        if "callback_on_step_end" not in parameters:
-            stepped(call.images, steps)
-        if rank == 0:
-            _save(job, number, made, {**facts, "pipeline": type(pipe).__name__}, given, kept, say)
+        made = runner.run(number, arguments)
+        total += runner.facts["seconds"]
+        if runner.rank == 0:
+            _save(runner, number, made, arguments, kept)
     if journal is not None:
         journal.close()
     return total
 
 
-def _check_memory(job: Job, device: torch.device) -> None:
+class PipelineRunner:
+    """A job's pipeline on this rank, loaded and parallelised, which makes the pictures of one call after the other.
+
+    Attributes:
+        job: what is generated.
+        pipe: the pipeline.
+        rank: of this process.
+        steps: denoising steps that each picture is expected to take.
+        load_seconds: time that loading took.
+        sampled: the weights' `sampled_fingerprint`, where the job asks for it; rank 0's.
+        facts: what receipts say that only the run knows; of weights and environment rank 0's.
+        report: takes rank 0's reports.
+    """
+
+    def __init__(
+        self, job: PictureJob, pipe: Any, facts: dict[str, Any], peaks: Peaks, rank: int, report: Report
+    ) -> None:
+        from ..engine import engine_of
+        from .files import pictures_of
+
+        self.job, self.pipe, self.facts, self.rank, self.report = job, pipe, facts, rank, report
+        self.load_seconds, self.sampled = 0.0, None
+        self._engine, self._peaks, self._parameters = engine_of(pipe), peaks, call_parameters(pipe)
+        self.steps = denoising_steps(job, self._parameters)
+        self._pictures = pictures_of(job.files, None if "num_frames" in self._parameters else job.frames)
+        self._ran = False
+
+    @classmethod
+    def open(cls, job: PictureJob, report: Report | None = None) -> PipelineRunner:
+        """Load a job's pipeline and parallelise it. Every rank calls this.
+
+        Raises:
+            InputError: the pipeline cannot do what is asked, or does not fit into memory.
+            LayoutError: the transformer's tokens could not be found out.
+        """
+        import torch.distributed as dist
+
+        from ..comm.mesh import Mesh
+        from ..core.digests import sampled_fingerprint
+        from ..engine import configuration_for, engine_of, parallelize
+        from .files import partial_fit
+        from .memory import Peaks
+        from .offload import offload
+
+        grouped = dist.is_available() and dist.is_initialized()
+        rank, size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        say: Report = report if report is not None and rank == 0 else lambda message: None
+        device, started = device_of_rank(), time.perf_counter()
+        if job.check_memory:
+            _check_memory(job, device)
+        peaks = Peaks(device)
+        mesh = None if isinstance(job.config, str) else Mesh(job.config, device=device, timeout=job.timeout)
+        share, why = _share(job, mesh)
+        if why is not None:
+            say(Noted(f"every rank loads the whole transformer before it is cut: {why}"))
+        pipe = load(job, device, share)
+        for number, file in enumerate(one for one in job.files if one.role == "lora"):
+            if (text := partial_fit(pipe, file.path, f"lora{number}")) is not None:
+                say(Noted(text))
+        facts = facts_of(job.config, pipe, device, share, rank)
+        sampled = sampled_fingerprint(pipe) if job.sampled and rank == 0 else None
+        if job.offload != "none":
+            offload(pipe, job.offload, device)
+        config = job.config
+        if isinstance(config, str):
+            config = configuration_for(pipe, guidance=None if job.guidance is None else job.guidance > 1)
+        parallelize(pipe, config, mesh=mesh, timeout=job.timeout)
+        facts |= {"config": engine_of(pipe).config.model_dump(), "devices": size}
+        runner = cls(job, pipe, facts, peaks, rank, say)
+        runner.load_seconds, runner.sampled = time.perf_counter() - started, sampled
+        return runner
+
+    def journal(self, folder: str) -> Journal:
+        """A journal of the transformers' calls: around everything else, so that it sees the pipeline's own calls."""
+        from ..engine import DENOISERS, denoisers
+        from .journal import Journal
+
+        own = denoisers(self.pipe)
+        models = {name: getattr(self.pipe, name) for name in DENOISERS if getattr(self.pipe, name, None) in own}
+        return Journal(models, folder, self.rank, self._engine.clock)
+
+    def note_stretching(self) -> None:
+        """Report input pictures that the pipeline will stretch."""
+        if self._pictures and self.job.size is not None:
+            step = find_model(self.job.model).size_multiple
+            if (text := stretched(self._pictures, self.job.size, step)) is not None:
+                self.report(Noted(text))
+
+    def prepare(self, number: int) -> dict[str, Any]:
+        """The arguments of the pipeline's call ``number``, as receipts tell of them."""
+        return call_arguments(self.job, self.pipe, number, self._pictures)
+
+    def run(self, number: int, arguments: Mapping[str, Any]) -> list[Made]:
+        """Make the pictures of call ``number``. Every rank does so at the same time.
+
+        Raises:
+            InputError: the pipeline makes something else.
+        """
+        import torch
+        import torch.distributed as dist
+
+        call, given = self.job.call(number), dict(arguments)
+        if video_call(self._parameters):
+            # Some make arrays by default.
+            given["output_type"] = "pil"
+        tells = "callback_on_step_end" in self._parameters
+        if tells:
+            given["callback_on_step_end"] = lambda *of: self._stepped(call.images, 1) or of[-1]
+        if dist.is_available() and dist.is_initialized():
+            # The clock starts when all are here.
+            dist.barrier()
+        # Some pipelines encode a control picture with noise of the process's own generator.
+        torch.manual_seed(self.job.seed + call.first)
+        started = time.perf_counter()
+        with self._peaks.call(self.pipe):
+            made = made_of(self.pipe(**given))
+        self.facts |= {"seconds": time.perf_counter() - started, "peak_memory": self._peaks.of_all()}
+        for model in () if self._ran else self._engine.rows:
+            if (text := model.idle()) is not None:
+                self.report(Noted(text))
+        self._ran = True
+        if not tells:
+            self._stepped(call.images, self.steps, self.steps)
+        return made
+
+    def _stepped(self, images: int, steps: int, of: int | None = None) -> None:
+        from ..engine import engine_of
+
+        if of is None:
+            # The timesteps are set only now; every one of them calls back, also the second half of a step of Heun's.
+            of = loop_steps(getattr(self.pipe, "scheduler", None), self.steps)
+        # How many steps of a stale strategy have been synchronous so far. A first call has changed the engine.
+        log = engine_of(self.pipe).staleness
+        self.report(StepDone(images, steps, of, log.summary() if log is not None else ""))
+
+    def receipt(self, index: int, made: Made, arguments: Mapping[str, Any], **facts: Any) -> Receipt:
+        """The receipt of picture ``index`` of the call that ran last; ``facts``: more of its fields."""
+        every = {**self.facts, "pipeline": type(self.pipe).__name__, **facts}
+        return receipt_of(self.job, index, made, arguments, every)
+
+
+def _check_memory(job: PictureJob, device: torch.device) -> None:
     """Refuse a job that does not fit, before anything is read."""
     import torch
 
@@ -170,7 +245,7 @@ def _check_memory(job: Job, device: torch.device) -> None:
     check_memory(info, config, dtype, device, request, limit, offloaded=job.offload != "none")
 
 
-def _share(job: Job, mesh: Mesh | None) -> tuple[Mesh | None, str | None]:
+def _share(job: PictureJob, mesh: Mesh | None) -> tuple[Mesh | None, str | None]:
     """The mesh by which ranks read only their share of the transformers, if they can; else why they cannot."""
     from .loading import why_whole
 
@@ -213,33 +288,18 @@ def facts_on_rank(pipe: Any) -> dict[str, Any]:
     return facts | {"config": config.model_dump(), "devices": config.world_size} if facts else {}
 
 
-def _save(
-    job: Job,
-    number: int,
-    made: Sequence[Made],
-    facts: Mapping[str, Any],
-    arguments: Mapping[str, Any],
-    kept: Kept,
-    say: Report,
-) -> None:
-    """Write the pictures or videos of a call that are not on disk yet, with receipts, and report them.
-
-    Args:
-        job, number, made: what was generated.
-        facts: the receipts' fields that only the run knows.
-        arguments: of the pipeline's call.
-        kept: what is on disk; say: takes the reports.
-    """
-    call = job.call(number)
+def _save(runner: PipelineRunner, number: int, made: Sequence[Made], arguments: Mapping[str, Any], kept: Kept) -> None:
+    """Write the pictures or videos of a call that are not on disk yet, with receipts, and report them."""
+    job, call = runner.job, runner.job.call(number)
     for place, (image, index) in enumerate(zip(made, call.indices, strict=True)):
         if index in kept.done:
             continue
         restarts = [past.plain() for past in kept.restarts if past.request == number]
-        receipt = receipt_of(job, index, image, arguments, {**facts, "restarts": restarts, "place": place})
+        receipt = runner.receipt(index, image, arguments, restarts=restarts, place=place)
         path = Path(job.out) / file_name(index, receipt.prompt, receipt.seed, receipt.frames is not None)
         # A rank that was lost may have written the picture and not said so.
         overwrite = job.overwrite or bool(kept.restarts)
-        say(Generated(str(write_free(image, path, receipt, overwrite, job.number)), receipt))
+        runner.report(Generated(str(write_free(image, path, receipt, overwrite, job.number)), receipt))
 
 
 def made_of(output: Any) -> list[Made]:
@@ -257,7 +317,9 @@ def made_of(output: Any) -> list[Made]:
     )
 
 
-def receipt_of(job: Job, index: int, made: Made, arguments: Mapping[str, Any], facts: Mapping[str, Any]) -> Receipt:
+def receipt_of(
+    job: PictureJob, index: int, made: Made, arguments: Mapping[str, Any], facts: Mapping[str, Any]
+) -> Receipt:
     """The receipt of picture or video ``index`` of a job.
 
     Args:
@@ -267,46 +329,49 @@ def receipt_of(job: Job, index: int, made: Made, arguments: Mapping[str, Any], f
     """
     call = job.call(job.call_of(index))
     image, video = (made[0], _about(job, made, arguments)) if isinstance(made, Sequence) else (made, {})
+    asked = {name: getattr(job, name) for name, field in request_fields().items() if field.spelt is not None}
+    asked |= {
+        "prompt": job.prompts[call.prompt],
+        "seed": job.seed + index,
+        "steps": arguments["num_inference_steps"],
+        "guidance": arguments.get("guidance_scale", 0.0),
+        "width": image.width,
+        "height": image.height,
+        "frames": None,
+        "fps": None,
+    }
     return Receipt(
-        prompt=job.prompts[call.prompt],
-        negative_prompt=job.negative,
-        seed=job.seed + index,
+        **asked | video,
         index=index,
-        steps=arguments["num_inference_steps"],
-        guidance=arguments.get("guidance_scale", 0.0),
         max_sequence_length=arguments.get("max_sequence_length"),
-        width=image.width,
-        height=image.height,
         model=job.name,
         dtype=job.dtype,
         versions=library_versions(),
         label=job.labels[call.prompt] if job.labels else None,
         together=call.images,
         files=[ReceiptFile(**asdict(file)) for file in job.files],
-        strength=job.strength,
         variant=job.variant,
         offload=job.offload,
         scheduler=job.scheduler,
-        **video,
         **facts,
     )
 
 
-def _about(job: Job, frames: Sequence[Image], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _about(job: PictureJob, frames: Sequence[Image], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What the receipt of a video says beside that of a picture."""
     fps = next((arguments[name] for name in RATES if arguments.get(name)), job.fps or FPS)
     return {"frames": len(frames), "fps": float(fps), "frames_digest": frames_digest(frames)}
 
 
-def with_free_names(job: Job) -> Job:
+def with_free_names(job: PictureJob) -> PictureJob:
     """The job with a number for its files such that none of them is there yet; the owner of the ranks calls this."""
     pattern = re.compile(r"(.*?)(?:-(\d+))?\.(?:png|mp4)")
     there = [match for name in os.listdir(job.out) if (match := pattern.fullmatch(name))]
     if job.overwrite or not there:
         return job
-    first = {file_name(i, job.prompts[i // job.images], job.seed + i)[: -len(".png")] for i in range(job.total)}
+    first = {file_name(i, job.prompts[i // job.n], job.seed + i)[: -len(".png")] for i in range(job.total)}
     taken = [int(match[2] or 1) for match in there if match[1] in first]
-    return replace(job, number=max(taken, default=0) + 1)
+    return job.changed(number=max(taken, default=0) + 1)
 
 
 def device_of_rank() -> torch.device:
@@ -320,7 +385,7 @@ def device_of_rank() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
-def load(job: Job, device: torch.device, mesh: Mesh | None = None) -> Any:
+def load(job: PictureJob, device: torch.device, mesh: Mesh | None = None) -> Any:
     """The job's pipeline, checked and quiet, with its adapters.
 
     Args:
@@ -405,12 +470,12 @@ def load_pipeline(
     return pipe
 
 
-def steps_of(job: Job, parameters: Mapping[str, Any]) -> int:
+def steps_of(job: PictureJob, parameters: Mapping[str, Any]) -> int:
     """Denoising steps of a job: its own, or the default of the pipeline's call."""
     return job.steps or _default(parameters, "num_inference_steps", 50)
 
 
-def denoising_steps(job: Job, parameters: Mapping[str, Any]) -> int:
+def denoising_steps(job: PictureJob, parameters: Mapping[str, Any]) -> int:
     """Denoising steps that are taken: an input picture takes the place of the first ones."""
     steps = steps_of(job, parameters)
     strength = job.strength if job.strength is not None else _default(parameters, "strength", 1.0)
@@ -421,23 +486,9 @@ def denoising_steps(job: Job, parameters: Mapping[str, Any]) -> int:
     )
 
 
-def loop_steps(scheduler: Any, planned: int) -> int:
-    """Steps of a pipeline's denoising loop, once its timesteps are set: each is one of the scheduler, and a callback.
-
-    Not the steps that were asked for: schedulers of second order (Heun) have nearly twice as many timesteps, and with
-    an input image the loop begins at a later one.
-
-    Args:
-        scheduler: of the pipeline; None: it has none.
-        planned: steps if the scheduler does not tell.
-    """
-    timesteps = getattr(scheduler, "timesteps", None)
-    if timesteps is None or not hasattr(scheduler, "begin_index"):
-        return planned
-    return max(1, len(timesteps) - (scheduler.begin_index or 0))
-
-
-def call_arguments(job: Job, pipe: Any, number: int, pictures: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def call_arguments(
+    job: PictureJob, pipe: Any, number: int, pictures: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The arguments of call ``number`` of the pipeline, but for the form of its result.
 
     Args:
@@ -452,15 +503,15 @@ def call_arguments(job: Job, pipe: Any, number: int, pictures: Mapping[str, Any]
     generators = [torch.Generator("cpu").manual_seed(job.seed + index) for index in call.indices]
     arguments: dict[str, Any] = {"num_inference_steps": steps_of(job, parameters), "generator": generators}
     if "guidance_scale" in parameters:
-        default = _default(parameters, "guidance_scale", 0.0)
-        arguments["guidance_scale"] = job.guidance if job.guidance is not None else default
+        arguments["guidance_scale"] = _default(parameters, "guidance_scale", 0.0)
     if job.labels:
         arguments["class_labels"] = [job.labels[call.prompt]] * call.images
     else:
         many = "num_videos_per_prompt" if "num_videos_per_prompt" in parameters else "num_images_per_prompt"
         arguments |= {"prompt": job.prompts[call.prompt], many: call.images}
-    if job.negative is not None:
-        arguments["negative_prompt"] = job.negative
+    for name, field in request_fields().items():
+        if field.argument is not None and (value := getattr(job, name)) is not None:
+            arguments[field.argument] = value
     if job.strength is not None:
         arguments["strength"] = job.strength
     for file in job.files:
@@ -508,7 +559,7 @@ def file_name(index: int, prompt: str, seed: int, video: bool = False) -> str:
     return "-".join(filter(None, [f"{index:04d}", short, f"seed{seed}"])) + (".mp4" if video else ".png")
 
 
-def check_call(job: Job, name: str, parameters: Any) -> None:
+def check_call(job: PictureJob, name: str, parameters: Any) -> None:
     """Refuse what a pipeline of class ``name`` does not take.
 
     Raises:
@@ -525,29 +576,22 @@ def check_call(job: Job, name: str, parameters: Any) -> None:
         if needed in parameters and parameters[needed].default is inspect.Parameter.empty and role not in given:
             what = "video" if role == "video" else "picture"
             raise InputError(f"{name} needs an input {what} ({needed}); give one with --{role}")
-    check_options(name, parameters, job.negative, job.guidance, None if job.labels else job.size)
+    check_options(name, parameters, job, None if job.labels else job.size)
 
 
-def check_options(
-    name: str,
-    parameters: Any,
-    negative: str | None = None,
-    guidance: float | None = None,
-    size: tuple[int, int] | None = None,
-) -> None:
-    """Refuse a negative prompt, guidance, or a size that a pipeline of class ``name`` does not accept.
+def check_options(name: str, parameters: Any, request: PictureRequest, size: tuple[int, int] | None = None) -> None:
+    """Refuse fields of a request, or a size, that a pipeline of class ``name`` does not accept.
 
     Raises:
-        InputError: naming the option.
+        FieldError: naming the field.
     """
-    for value, parameter, option in (
-        (negative, "negative_prompt", "--negative"),
-        (guidance, "guidance_scale", "--guidance"),
-    ):
-        if value is not None and parameter not in parameters:
-            raise InputError(f"{option} {value!r}: {name} takes no {parameter}; leave {option} out")
+    for field, of in request_fields().items():
+        value = getattr(request, field)
+        if value is not None and of.argument is not None and of.argument not in parameters:
+            why = "{" + field + "} {!r}: {} takes no {}; leave {" + field + "} out"
+            raise FieldError(field, why, value, name, of.argument)
     if size is not None and not {"width", "height"} <= set(parameters):
-        raise InputError(f"--size {size[0]}x{size[1]}: {name} has one size only; leave --size out")
+        raise FieldError("size", "{size} {}x{}: {} has one size only; leave {size} out", *size, name)
 
 
 def call_parameters(pipe: Any) -> Mapping[str, inspect.Parameter]:

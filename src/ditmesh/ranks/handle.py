@@ -18,7 +18,7 @@ from ..generate.model_info import find_model
 from ..launch import DeviceChoice, RankPool
 from ..launch.failures import Failure, rank_failed
 from ..launch.messages import encode_call
-from .pipeline import Call, RemotePipeline
+from .pipeline import RemoteCall, RemotePipeline
 from .rank import free, load_pipeline, outcome
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class Ranks:
             finally:
                 self._caller = None
 
-    def _outcomes(self, call: bytes, owner: Call | None = None) -> list[Any]:
+    def _outcomes(self, call: bytes, owner: RemoteCall | None = None) -> list[Any]:
         """Results of a call that `encode_call` has made, on every rank."""
         hear = None if owner is None else owner.hear
         outcomes = self._pool.run(outcome, os.getcwd(), call, on_message=hear)

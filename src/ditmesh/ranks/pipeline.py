@@ -17,7 +17,7 @@ from ..launch import RankPool
 from ..launch.messages import encode_call
 from .rank import (
     CALLBACK,
-    Arguments,
+    SentArguments,
     call_method,
     derive,
     free,
@@ -81,10 +81,10 @@ class RemotePipeline:
         for name, value in kwargs.items():
             if inspect.isroutine(value):
                 raise InputError(f"{name}={value.__name__} would run on the ranks and not here; use {CALLBACK}")
-        sent = Arguments((args, kwargs))
+        sent = SentArguments((args, kwargs))
         with self._ranks._alone():
             self._check_open()
-            owner = Call(self._ranks._pool, self._bar, self._name, callback, self._on_update)
+            owner = RemoteCall(self._ranks._pool, self._bar, self._name, callback, self._on_update)
             call = encode_call(generate, (self, sent, callback is not None), {})
             with owner.interruptible():
                 output, states = self._ranks._outcomes(call, owner)[0]
@@ -134,7 +134,7 @@ class RemotePipeline:
 
     def __getattr__(self, name: str) -> Any:
         if name in METHODS:
-            return lambda *args, **kwargs: self._run(call_method, METHODS[name], Arguments((args, kwargs)))
+            return lambda *args, **kwargs: self._run(call_method, METHODS[name], SentArguments((args, kwargs)))
         raise AttributeError(
             f"{name!r} of this {self._name} is on its ranks; use ranks.run(fn, pipe), whose fn gets the pipeline there"
         )
@@ -194,7 +194,7 @@ class SchedulerConfig:
         )
 
 
-class Call:
+class RemoteCall:
     """The owner's side of a call of a pipeline: progress bars, the callback, Ctrl-C."""
 
     def __init__(

@@ -50,7 +50,7 @@ class _Generator:
     default: bool
 
 
-class Arguments:
+class SentArguments:
     """Arguments of a call: tensors on the CPU, generators by their states.
 
     Attributes:
@@ -148,7 +148,7 @@ def free(key: str) -> None:
         torch.cuda.empty_cache()
 
 
-def call_method(pipe: Any, path: str, arguments: Arguments) -> Any:
+def call_method(pipe: Any, path: str, arguments: SentArguments) -> Any:
     (args, kwargs), _ = arguments.received(engine_of(pipe).mesh.device)
     result = attrgetter(path)(pipe)(*args, **kwargs)
     return result if dist.get_rank() == 0 else None
@@ -162,7 +162,7 @@ def set_scheduler(pipe: Any, scheduler: Any) -> None:
     pipe.scheduler = scheduler
 
 
-def generate(pipe: Any, arguments: Arguments, steps: bool, report: RankChannel) -> tuple[Any, list[Tensor]] | None:
+def generate(pipe: Any, arguments: SentArguments, steps: bool, report: RankChannel) -> tuple[Any, list[Tensor]] | None:
     """Call the pipeline; rank 0's output, and the states of the generators after it."""
     rank, device = dist.get_rank(), engine_of(pipe).mesh.device
     say: Callable[[Any], None] = report if rank == 0 else lambda message: None

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from PIL import Image
+from torch import Tensor
 
 from ..comm.mesh import Mesh
 from ..core.digests import WeightDigests, digest
+from ..core.steps import SchedulerStep, StepEvents
 from ..engine import Engine, engine_of, parallelize
 from ..errors import ConfigError, InputError
 from ..first_call import FirstCall
@@ -28,8 +30,8 @@ from ..generate.files import (
     pictures_of,
     pipeline_for,
 )
-from ..generate.job import Job, check_config, check_content, check_layout, job_for
-from ..generate.loading import why_whole
+from ..generate.job import PictureJob, check_config, check_content, check_layout, job_for
+from ..generate.loading import as_class, why_whole
 from ..generate.model_info import ModelInfo, find_model
 from ..generate.offload import offload
 from ..generate.run import call_arguments, call_parameters, check_call, denoising_steps, facts_of, load_pipeline
@@ -37,10 +39,11 @@ from ..generate.shape import input_size
 from ..generate.video import FPS
 from ..media.videos import check_video_library
 from ..recipe import RECIPE
+from ..request import PictureRequest
 from ..strategies.vae.parallel import BandedVae
 from .batching import Batcher, PipelineTask, copied
 from .offers import check_frames
-from .previews import Latents, Projection, watch_steps
+from .previews import Projection
 from .protocol import ModelSpec, PictureTask
 from .types import ModelCard
 
@@ -68,7 +71,7 @@ class Prepared:
         fps: of videos, frames a second.
     """
 
-    job: Job
+    job: PictureJob
     pipe: Any
     arguments: dict[str, Any]
     steps: int
@@ -188,13 +191,13 @@ class LoadedModel:
         """A small call, to look at the model with."""
         info, parameters = self.info, call_parameters(pipe)
         prompt = next(iter(info.labels), "a picture")
-        job = job_for(info, (prompt,), "", config=self.spec.config, dtype=self.spec.dtype)
+        job = job_for(info, PictureRequest(prompt=prompt), "", config=self.spec.config, dtype=self.spec.dtype)
         size, most = info.default_size, TRIED_SIDE * info.size_multiple
         if size is None and "num_frames" in parameters:
             # The pipeline's own would take long.
             size = most, most
         if size is not None and not info.labels:
-            job = replace(job, size=(min(size[0], most), min(size[1], most)))
+            job = job.changed(width=min(size[0], most), height=min(size[1], most))
         pictures = {
             name: Image.new("L" if role == "mask" else "RGB", job.size or size or (64, 64), "grey")
             for role, name in PICTURES.items()
@@ -217,13 +220,13 @@ class LoadedModel:
         except Exception as error:
             batcher.why = f"it cannot be tried ({_short(error)}); requests run one after the other"
             return
-        latest: Latents | None = None
+        latest: Tensor | None = None
 
-        def seen(latents: Callable[[], Latents | None]) -> None:
+        def seen(step: SchedulerStep) -> None:
             nonlocal latest
-            latest = latents()
+            latest = step.latents()
 
-        undo = watch_steps(own.scheduler, seen)
+        events = StepEvents(own.scheduler, seen)
         with torch.no_grad():
             while not run.ended and not batcher.why:
                 if batcher.steps(run):
@@ -232,7 +235,7 @@ class LoadedModel:
                 self._agree(run.failure if trouble is None else trouble.error)
         run.leave()
         batcher.close_request()
-        undo()
+        events.undo()
         if run.output is not None and latest is not None:
             # Of something else than images there are no previews, and its tasks fail with the reason.
             with suppress(InputError):
@@ -317,21 +320,24 @@ class LoadedModel:
         if request.frames is not None and not self.card["video"]:
             raise InputError(f"frames={request.frames}: {self.kind} makes pictures; leave frames out")
         # A seed is the picture's own: it does not matter which of a job's it is.
+        width, height = self._asked_size(task, files) or (None, None)
+        asked = {
+            "steps": request.steps or self.spec.steps,
+            "guidance": self.spec.guidance if request.guidance is None else request.guidance,
+            "width": width,
+            "height": height,
+            "n": 1,
+            "seed": (request.seed or 0) + task.index,
+            "fps": None,
+        }
         job = job_for(
             self.info,
-            (request.prompt,),
+            request.model_copy(update=asked),
             "",
             config=self.engine.config,
-            negative=request.negative_prompt,
-            steps=request.steps or self.spec.steps,
-            guidance=self.spec.guidance if request.guidance is None else request.guidance,
             max_sequence_length=self.spec.text_tokens,
-            size=self._asked_size(task, files),
-            seed=(request.seed or 0) + task.index,
-            frames=request.frames,
             dtype=self.spec.dtype,
             files=tuple(files),
-            strength=request.strength,
             variant=self.spec.variant,
             offload=self.spec.offload,
         )
@@ -371,24 +377,19 @@ class LoadedModel:
             raise InputError("width and height are given together or not at all; give both")
         return request.width or width, request.height or height
 
-    def _arguments(self, job: Job, pipe: Any, pictures: Mapping[str, Image.Image]) -> dict[str, Any]:
+    def _arguments(self, job: PictureJob, pipe: Any, pictures: Mapping[str, Image.Image]) -> dict[str, Any]:
         arguments, parameters = call_arguments(job, pipe, 0, pictures), call_parameters(pipe)
         if "num_images_per_prompt" not in parameters:
             arguments.pop("num_images_per_prompt", None)
         return arguments | ({"output_type": "pil"} if "output_type" in parameters else {})
 
-    def _pipe_for(self, job: Job) -> tuple[Any, Any]:
+    def _pipe_for(self, job: PictureJob) -> tuple[Any, Any]:
         """The parallel pipeline of the class that takes a job's input pictures, and its template."""
         name = pipeline_for(self.kind, job.files, job.strength)
         if name not in self._pipes:
             import diffusers
 
-            kind: Any = getattr(diffusers, name)
-            _, template = self._pipes[self.kind]
-            modules, options = kind._get_signature_keys(kind)
-            config = {key: value for key, value in dict(template.config).items() if key in options}
-            parts = {key: value for key, value in template.components.items() if key in modules}
-            other = kind(**parts, **config)
+            other = as_class(self._pipes[self.kind][1], getattr(diffusers, name))
             other.set_progress_bar_config(disable=True)
             own = copy.copy(other)
             if self.batcher.why:

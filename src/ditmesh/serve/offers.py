@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +11,12 @@ from ..errors import InputError, did_you_mean
 from ..generate.files import InputFile, check_roles
 from ..generate.job import check_content, job_for
 from ..generate.model_info import ModelInfo, find_model
+from ..request import FieldError
 from .protocol import ModelSpec
 from .types import JobRequest, ModelCard
 
-# What the JSON fields are called that the command line calls otherwise.
-FIELDS = {"num-images": "n", "batch": "n", "negative": "negative_prompt"}
+# What is called otherwise in JSON.
+FIELDS = {"batch": "n"}
 # Of models that do not say: for a guess at the work.
 STEPS, SIDE = 28, 1024
 
@@ -75,32 +75,17 @@ class ServedModel:
         """
         try:
             self._check(request, devices)
-        except InputError as error:
+        except FieldError as error:
             # The same checks serve the command line.
-            said = re.sub(
-                r"--([a-z]+(?:-[a-z]+)*)", lambda name: FIELDS.get(name[1], name[1].replace("-", "_")), str(error)
-            )
-            raise InputError(said) from None
+            raise InputError(error.spelled(lambda name: FIELDS.get(name, name.replace("-", "_")))) from None
 
     def _check(self, request: JobRequest, devices: int) -> None:
         if (request.width is None) != (request.height is None):
             raise InputError("width and height belong together; give both, or none for the model's own")
-        size = None if request.width is None or request.height is None else (request.width, request.height)
         # Without the files: whether its pipeline takes them is not known before the model is loaded.
         check_roles([InputFile(one.role, "", one.digest) for one in request.inputs], request.strength)
-        job = job_for(
-            self.info,
-            [request.prompt],
-            "",
-            images=request.n,
-            per_call=1,
-            size=size,
-            steps=request.steps,
-            guidance=request.guidance,
-            negative=request.negative_prompt,
-            seed=request.seed or 0,
-            config=self.spec.config,
-        )
+        asked = request.model_copy(update={"strength": None, "frames": None, "fps": None, "seed": request.seed or 0})
+        job = job_for(self.info, asked, "", per_call=1, config=self.spec.config)
         check_content(job, self.info, devices)
         for one in request.loras:
             if one.name not in self.spec.loras:

@@ -8,14 +8,15 @@ import json
 from collections.abc import AsyncIterator, Collection, Mapping
 from functools import partial
 from math import ceil
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, field_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..request import image_fields, request_fields
 from .bodies import JsonRoute
 from .errors import ErrorDetail, Refused, described, wait_header
 from .intake import IdempotencyHeader, Server, Size, sized, validated
@@ -42,7 +43,17 @@ NOT_HERE = {
 }
 
 
-class ImageRequest(BaseModel):
+if TYPE_CHECKING:
+
+    class ImageFields(BaseModel):
+        """Fields of a `PictureRequest` by their names here."""
+
+        steps: int | None = None
+else:
+    ImageFields = create_model("ImageFields", **image_fields())
+
+
+class ImageRequest(ImageFields):
     """Pictures from a prompt.
 
     OpenAI's API does not have: seed, steps, guidance_scale, negative_prompt, loras, priority.
@@ -64,10 +75,6 @@ class ImageRequest(BaseModel):
     output_format: PictureFormat | None = None
     stream: bool | None = None
     partial_images: int | None = Field(default=None, ge=0, le=3)
-    seed: int | None = Field(default=None, ge=0)
-    steps: int | None = Field(default=None, ge=1)
-    guidance_scale: FiniteFloat | None = None
-    negative_prompt: str | None = None
     loras: list[Adapter] | None = Field(default=None, max_length=8)
     priority: int | None = Field(default=None, ge=-10, le=10)
     quality: str | None = Field(default=None, max_length=32)
@@ -103,14 +110,11 @@ class ImageRequest(BaseModel):
     def fields(self, card: ModelCard) -> dict[str, Any]:
         """The fields of a `JobRequest`, those that were given."""
         steps = self.steps or card.steps or USUAL_STEPS
-        found = {
+        asked = {name: getattr(self, of.images) for name, of in request_fields().items() if of.images is not None}
+        found = asked | {
             "model": self.model,
             "prompt": self.prompt,
-            "negative_prompt": self.negative_prompt,
             "n": self.n,
-            "steps": self.steps,
-            "guidance": self.guidance_scale,
-            "seed": self.seed,
             "loras": self.loras and tuple(self.loras),
             "priority": self.priority,
             "format": self.output_format,

@@ -6,16 +6,12 @@ It is fitted by least squares to the pictures that have been finished so far, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from ..core.patching import Patch
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,66 +20,6 @@ if TYPE_CHECKING:
 SIDE = 128
 # What an earlier picture counts for beside the latest; what keeps a fit to few pixels tame, of the largest channel.
 DECAY, RIDGE = 0.9, 1e-3
-
-
-@dataclass
-class Latents:
-    """What a request's latents are after a step: as they are, and the picture that they point to, if that is known."""
-
-    noisy: Tensor
-    estimate: Tensor | None = None
-
-
-def watch_steps(scheduler: Any, seen: Callable[[Callable[[], Latents | None]], None]) -> Callable[[], None]:
-    """Call ``seen`` after every step of a scheduler, with a function that makes `Latents` of it; returns the undo."""
-
-    def step(output: Any, timestep: Any, sample: Any, *args: Any, **kwargs: Any) -> Any:
-        index = getattr(scheduler, "step_index", None)
-        result = patch.original(output, timestep, sample, *args, **kwargs)
-        if index is None and (after := getattr(scheduler, "step_index", None)) is not None:
-            index = after - 1
-
-        def latents() -> Latents | None:
-            noisy = result[0] if isinstance(result, tuple) else result.prev_sample
-            if not isinstance(noisy, Tensor) or not isinstance(sample, Tensor):
-                return None
-            return Latents(noisy, estimated(scheduler, index, output, timestep, sample))
-
-        seen(latents)
-        return result
-
-    patch = Patch(scheduler, "step", step)
-    return patch.undo
-
-
-def estimated(scheduler: Any, index: int | None, output: Any, timestep: Any, sample: Tensor) -> Tensor | None:
-    """The picture (as latents) that a step's model output points to; None: this scheduler does not tell.
-
-    For flow matching x0 = x - sigma v; for DDPM-like schedulers as their ``prediction_type`` says.
-
-    Args:
-        scheduler: of the pipeline, with its timesteps set.
-        index: number of the step; None: it is looked up by the timestep.
-        output: of the model, guided.
-        timestep, sample: of the step.
-    """
-    if not isinstance(output, Tensor):
-        return None
-    if output.shape[1:2] != sample.shape[1:2] and output.dim() > 1:
-        # It predicts a variance as well.
-        output = output.chunk(2, dim=1)[0]
-    kind = getattr(scheduler.config, "prediction_type", "flow_prediction")
-    sigmas, alphas = getattr(scheduler, "sigmas", None), getattr(scheduler, "alphas_cumprod", None)
-    if isinstance(alphas, Tensor) and kind in ("epsilon", "v_prediction", "sample"):
-        alpha = float(alphas[min(int(timestep), len(alphas) - 1)])
-        if kind == "sample":
-            return output
-        if kind == "epsilon":
-            return (sample - (1 - alpha) ** 0.5 * output) / alpha**0.5
-        return alpha**0.5 * sample - (1 - alpha) ** 0.5 * output
-    if isinstance(sigmas, Tensor) and index is not None and index < len(sigmas):
-        return sample - float(sigmas[index]) * output
-    return None
 
 
 def grid(latents: Tensor, ratio: float) -> Tensor | None:
@@ -129,9 +65,9 @@ class Projection:
         self._sums = products, targets
         self._map = np.linalg.solve(products + RIDGE * products.diagonal().max() * np.eye(channels + 1), targets)
 
-    def learn_from(self, latents: Latents, image: Image) -> None:
+    def learn_from(self, latents: Tensor, image: Image) -> None:
         """Take in a picture and the latents of its last step."""
-        placed = grid(latents.noisy, image.width / image.height)
+        placed = grid(latents, image.width / image.height)
         if placed is not None:
             self.learn(placed, image)
 

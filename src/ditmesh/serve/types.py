@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-from ..generate.receipt import LONGEST_PROMPT, MOST_STEPS, MOST_TOGETHER, Count
+from ..request import LONGEST_PROMPT, MOST_STEPS, MOST_TOGETHER, PictureRequest
 
 Status = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 # A job in one of these changes no more.
@@ -35,42 +35,29 @@ class Input(BaseModel):
     scale: FiniteFloat = 1.0
 
 
-class JobRequest(BaseModel):
-    """What a job asks for: ``n`` pictures (or videos) of one prompt. Picture ``i`` has seed ``seed + i``.
+class JobRequest(PictureRequest):
+    """What a job asks for: a `PictureRequest` of one of the server's models.
 
     Attributes:
-        model: one of the server's; empty: its first.
-        prompt, negative_prompt: texts; for class-conditional models the prompt is the class's name.
-        n: number of pictures; each is what it would be alone.
-        width, height: in pixels; None: those of an input image, rounded to what the model can make and with no more
-            pixels than its default; without an image the pipeline's own. A size of another shape than the image's is
-            reached by stretching it, in most pipelines.
-        steps, guidance, strength: None: the pipeline's own.
+        prompt, n, steps: as of a `PictureRequest`, with a server's bounds.
+        width, height: of an image's size of another shape than the input image's most pipelines stretch it.
         seed: None: the server takes one at random when it accepts the job, and writes it here.
+        fps: whole frames a second.
+        model: one of the server's; empty: its first.
         loras: adapters that are on for this job alone.
         inputs: input pictures.
-        frames, fps: of videos, frames a second; None: the pipeline's own, and for pictures.
         priority: of jobs with the same key those of a higher one go first, and pause lower ones at the next step.
         previews: every how many steps a preview is made; 0: never.
         format: of the results; of videos ``"mp4"``, or an animated ``"png"`` (lossless) or ``"webp"``.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: str = Field(default="", max_length=256)
     prompt: str = Field(min_length=1, max_length=LONGEST_PROMPT)
-    negative_prompt: str | None = Field(default=None, max_length=LONGEST_PROMPT)
     n: int = Field(default=1, ge=1, le=MOST_TOGETHER)
-    width: Count | None = None
-    height: Count | None = None
-    steps: int | None = Field(default=None, ge=1, le=MOST_STEPS)
-    guidance: FiniteFloat | None = None
-    strength: Annotated[float, Field(gt=0, le=1)] | None = None
-    seed: int | None = Field(default=None, ge=0, lt=2**63 - MOST_TOGETHER)
+    seed: int | None = Field(default=None, ge=0, lt=2**63 - MOST_TOGETHER)  # type: ignore[assignment]
+    fps: int | None = Field(default=None, ge=1, le=240)  # type: ignore[assignment]
+    model: str = Field(default="", max_length=256)
     loras: tuple[Adapter, ...] = Field(default=(), max_length=8)
     inputs: tuple[Input, ...] = Field(default=(), max_length=8)
-    frames: int | None = Field(default=None, ge=1, le=4096)
-    fps: int | None = Field(default=None, ge=1, le=240)
     priority: int = Field(default=0, ge=-10, le=10)
     previews: int = Field(default=0, ge=0, le=MOST_STEPS)
     format: Format = "png"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..core.steps import SchedulerStep, StepEvents, loop_steps
 from ..generate.receipt import Receipt, text_chunk
-from ..generate.run import call_parameters, loop_steps, quieten, receipt_of
+from ..generate.run import call_parameters, quieten, receipt_of
 from .batching import PipelineTask
 from .loaded import LoadedModel, Prepared, images_of
 from .model_cache import ModelCache
-from .previews import Latents, grid, watch_steps
+from .previews import grid
 from .protocol import (
     Beat,
     Cancel,
@@ -83,7 +84,7 @@ class RunningTask:
         order: number of its command.
         prepared, run: once it has begun.
         step, steps: denoising steps that are done, and that there are, see `loop_steps`.
-        latents: of the latest step, if anybody wants to see them; rank 0's.
+        seen: the latest step, if its latents are to be shown; rank 0's.
     """
 
     task: PictureTask
@@ -94,7 +95,7 @@ class RunningTask:
     steps: int = 0
     began: float = 0.0
     paused: bool = False
-    latents: Callable[[], Latents | None] = lambda: None
+    seen: SchedulerStep | None = None
     undo: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -300,8 +301,8 @@ class TaskScheduler:
         # This rank alone looks at what came out: whatever is wrong with it is the task's, and not the ranks'.
         try:
             seconds = time.perf_counter() - work.began
-            latents = work.latents()
-            if latents is not None and not bool(torch.isfinite(latents.noisy).all()):
+            latents = None if work.seen is None else work.seen.latents()
+            if latents is not None and not bool(torch.isfinite(latents).all()):
                 raise FloatingPointError(
                     f"the latents of the last step are not finite in {model.spec.dtype}; serve the model in another "
                     "dtype, or ask for another guidance"
@@ -310,7 +311,7 @@ class TaskScheduler:
             facts = model.facts(prepared, seconds)
             job, made = prepared.job, images[0]
             if len(images) > 1:
-                job, made = replace(job, fps=float(prepared.fps)), images
+                job, made = job.changed(fps=float(prepared.fps)), images
             receipt = receipt_of(job, 0, made, prepared.arguments, facts)
             if latents is not None:
                 model.projection.learn_from(latents, images[len(images) // 2])
@@ -452,13 +453,13 @@ class TaskScheduler:
         # Patches that are on their way are not waited for.
         looking = self._ranks.rank == 0 and not model.engine.config.stages_or_patches
 
-        def seen(latents: Callable[[], Latents | None]) -> None:
+        def seen(step: SchedulerStep) -> None:
             if looking:
-                work.latents = latents
+                work.seen = step
             if counting:
                 self._stepped(work, model)
 
-        work.undo.callback(watch_steps(scheduler, seen))
+        work.undo.callback(StepEvents(scheduler, seen).undo)
 
     def _stepped(self, work: RunningTask, model: LoadedModel) -> None:
         """Report a step of a task; called in its coroutine."""
@@ -478,10 +479,10 @@ class TaskScheduler:
 
     def _preview(self, work: RunningTask, model: LoadedModel) -> None:
         try:
-            latents = work.latents()
             assert work.prepared is not None
             width, height = work.prepared.job.size or model.info.default_size or (1, 1)
-            shown = None if latents is None else latents.noisy if latents.estimate is None else latents.estimate
+            estimate = None if work.seen is None else work.seen.estimate()
+            shown = work.seen.latents() if work.seen is not None and estimate is None else estimate
             small = None if shown is None else grid(shown, width / height)
             made = None if small is None else model.projection.jpeg(small)
             if made is not None:

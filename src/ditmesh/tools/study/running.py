@@ -170,7 +170,7 @@ def generate(pipe: Any, setup: Setup, cell: Cell) -> tuple[np.ndarray, list[Tens
     """
     import torch
 
-    from ...core.patching import Patch
+    from ...core.steps import SchedulerStep, StepEvents
     from ...generate.run import call_parameters, sizes
     from ...strategies.pipefusion.lazy import whole_of
 
@@ -186,21 +186,19 @@ def generate(pipe: Any, setup: Setup, cell: Cell) -> tuple[np.ndarray, list[Tens
     if setup.frames is not None:
         arguments["num_frames"] = setup.frames
     predictions: list[Tensor] = []
-    step = pipe.scheduler.step
 
-    def recorded(model_output: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def recorded(step: SchedulerStep) -> None:
         # PipeFusion's patches may still be on their way: here they are waited for.
-        predictions.append(whole_of(model_output).detach().float().cpu().clone())
-        return step(model_output, *args, **kwargs)
+        predictions.append(whole_of(step.prediction).detach().float().cpu().clone())
 
-    undo = Patch(pipe.scheduler, "step", recorded)
+    events = StepEvents(pipe.scheduler, recorded)
     try:
         # Some samplers draw noise in every step, and some pipelines hand them no generator.
         with torch.random.fork_rng():
             torch.manual_seed(cell.seeds[0])
             output = pipe(**arguments)
     finally:
-        undo()
+        events.undo()
     # A run that went astray has no picture, and black is as far from one as any other.
     made = output.images if hasattr(output, "images") else output.frames
     return np.nan_to_num(np.asarray(made, dtype=np.float32)), predictions

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...config import ParallelConfig
 from ...core.files import without_folder
-from ...generate.job import Job
+from ...generate.job import PictureJob
 from ...quality import curves, figures, perceptual
 from ...quality.curves import Series
 from ...quality.pictures import as_picture
@@ -23,7 +23,7 @@ SHOWN = 4
 
 
 def page_of(
-    job: Job,
+    job: PictureJob,
     verdicts: Sequence[Verdict],
     runs: Mapping[str, Run],
     references: Mapping[str, Run],
@@ -140,13 +140,13 @@ def _settings(verdicts: Sequence[Verdict]) -> tuple[list[str], list[list[str | C
     return ["configuration", "devices", *changed], rows
 
 
-def _circumstances(job: Job, references: Mapping[str, Run]) -> dict[str, Any]:
+def _circumstances(job: PictureJob, references: Mapping[str, Run]) -> dict[str, Any]:
     """What was run, for people."""
     prompts = job.prompts
     facts: dict[str, Any] = {
         "model": without_folder(job.name),
         **{f"prompt {number}" if len(prompts) > 1 else "prompt": text for number, text in enumerate(prompts, 1)},
-        "pictures of each prompt": job.images,
+        "pictures of each prompt": job.n,
         "seed": job.seed,
         "steps": job.steps,
         "guidance scale": job.guidance,
@@ -171,7 +171,7 @@ def _where(verdict: Verdict) -> list[str | Cell]:
     return [verdict.config, *(Cell(place.describe() if place else "none", "words") for place in places)]
 
 
-def _configuration(page: Page, job: Job, verdict: Verdict, run: Run, alone: Run) -> None:
+def _configuration(page: Page, job: PictureJob, verdict: Verdict, run: Run, alone: Run) -> None:
     page.section(verdict.config)
     sentence = f"Compared with {verdict.reference}: {verdict.outcome}."
     if verdict.first_bit is None:
@@ -196,7 +196,7 @@ def _configuration(page: Page, job: Job, verdict: Verdict, run: Run, alone: Run)
     bright = figures.brightest(list(apart.values()))
     for number in shown:
         ours, theirs = pairs[number]
-        what = f"“{job.prompts[number // each // job.images]}”, seed {job.seed + number // each}"
+        what = f"“{job.prompts[number // each // job.n]}”, seed {job.seed + number // each}"
         what += f", frame {number % each + 1}" if each > 1 else ""
         difference, differs = verdict.pictures[number], bool(apart[number].any())
         caption = f"difference, largest {number_text(difference.largest, 2)}" if differs else "no difference"

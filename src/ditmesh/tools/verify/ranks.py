@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 from ...errors import InputError
-from ...generate.job import Job
+from ...generate.job import PictureJob
 from ...launch import Report, TorchrunRanks, guarded_folder, launcher
 from .runs import Run, Task, run_tasks
 
@@ -26,7 +26,7 @@ class VerifyRanks(Protocol):
     speaks: bool
     threads: int
 
-    def run(self, devices: int, job: Job, tasks: Sequence[Task], on_message: OnBegan) -> list[list[Run]]:
+    def run(self, devices: int, job: PictureJob, tasks: Sequence[Task], on_message: OnBegan) -> list[list[Run]]:
         """For each task the runs of ``devices`` ranks, in rank order; see `runs.run_tasks`."""
         ...
 
@@ -39,7 +39,7 @@ class StartedRanks:
     def __init__(self, name: str | None, kind: Literal["cpu", "cuda"], threads: int, timeout: float) -> None:
         self._name, self._kind, self.threads, self._timeout = name, kind, threads, timeout
 
-    def run(self, devices: int, job: Job, tasks: Sequence[Task], on_message: OnBegan) -> list[list[Run]]:
+    def run(self, devices: int, job: PictureJob, tasks: Sequence[Task], on_message: OnBegan) -> list[list[Run]]:
         """See `VerifyRanks.run`."""
         with launcher(self._name, devices, self._kind, self.threads, self._timeout) as pool:
             every = pool.run(run_tasks, job, tasks, on_message=on_message)
@@ -52,14 +52,14 @@ class JoinedRanks:
     def __init__(self, ranks: TorchrunRanks) -> None:
         self._ranks, self.speaks, self.threads = ranks, ranks.speaks, ranks.threads
 
-    def run(self, devices: int, job: Job, tasks: Sequence[Task], on_message: OnBegan) -> list[list[Run]]:
+    def run(self, devices: int, job: PictureJob, tasks: Sequence[Task], on_message: OnBegan) -> list[list[Run]]:
         """See `VerifyRanks.run`."""
         function = run_tasks if devices > 1 else _run_on_first
         every = self._ranks.run(function, job, tasks, on_message=on_message)
         return [list(of_ranks) for of_ranks in zip(*(every if devices > 1 else every[:1]), strict=True)]
 
 
-def _run_on_first(job: Job, tasks: Sequence[Task], *, report: Report) -> list[Run]:
+def _run_on_first(job: PictureJob, tasks: Sequence[Task], *, report: Report) -> list[Run]:
     import torch.distributed as dist
 
     return run_tasks(job, tasks, report=report) if dist.get_rank() == 0 else []

@@ -26,7 +26,7 @@ from ...comm import Link, Traffic
 from ...config import ParallelConfig
 from ...core.patching import Patch
 from ...errors import ConfigError, InputError, LayoutError, UntestedWarning
-from ...generate.job import Job, check_config
+from ...generate.job import PictureJob, check_config
 from ...generate.model_info import find_model
 from ...generate.run import call_arguments, device_of_rank, load
 from ...launch import Report
@@ -173,7 +173,7 @@ def budget_of(folder: str | Path, traces: int, wanted: float = TRACE_BUDGET) -> 
     return budget
 
 
-def run_tasks(job: Job, tasks: Sequence[Task], *, report: Report | None = None) -> list[Run]:
+def run_tasks(job: PictureJob, tasks: Sequence[Task], *, report: Report | None = None) -> list[Run]:
     """Make several runs, with one loaded pipeline as far as each rank needs all of it.
 
     Every rank calls this, and of a task that writes the first one alone.
@@ -238,7 +238,7 @@ def run_tasks(job: Job, tasks: Sequence[Task], *, report: Report | None = None) 
     return runs
 
 
-def _run(job: Job, pipe: Any, task: Task, rank: int) -> Run:
+def _run(job: PictureJob, pipe: Any, task: Task, rank: int) -> Run:
     """Recorded, then against the clock."""
     import torch.distributed as dist
 
@@ -318,7 +318,7 @@ def channels_first(pipe: Any) -> Iterator[None]:
         patch.undo()
 
 
-def _generate(job: Job, pipe: Any, number: int, recorder: Recorder | None = None) -> np.ndarray:
+def _generate(job: PictureJob, pipe: Any, number: int, recorder: Recorder | None = None) -> np.ndarray:
     """The pictures of one prompt, or the frames of its videos, before they are rounded to 8 bits."""
     if recorder is not None:
         recorder.begin(number)

@@ -9,7 +9,6 @@ Afterwards `merge` puts the parts of all ranks together.
 from __future__ import annotations
 
 import functools
-import inspect
 import io
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.clock import CallClock, timestep_of
-from ...core.patching import Patch
+from ...core.steps import SchedulerStep, StepEvents
 from ...engine import DENOISERS, ENGINE, Engine, denoisers, find_layout
 from ...layout import Region, TokenLayout
 from ...quality.metrics import absolute_error, token_digests
@@ -103,7 +102,7 @@ class Recorder:
                     self._watch_blocks(undo, engine, model, tap)
                 if self._own_clock is not None:
                     undo.callback(self._own_clock.watch(model, timestep_of(model)))
-            undo.callback(Patch(pipe.scheduler, "step", self._stepping(pipe.scheduler.step)))
+            undo.callback(StepEvents(pipe.scheduler, self._stepped).undo)
             self._undo = undo.pop_all()
 
     @staticmethod
@@ -143,22 +142,12 @@ class Recorder:
         """Take every hook off again."""
         self._undo.close()
 
-    def _stepping(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        # Pipelines ask for the signature of this method: `wraps` passes the original's on.
-        @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            if self.step == 1:
-                self._hold(0, "latents", given.get("sample"))
-            self._hold(self.step, "prediction", given.get("model_output"))
-            result = original(*args, **kwargs)
-            self._hold(self.step, "latents", result[0] if isinstance(result, tuple) else result.prev_sample)
-            self.step += 1
-            return result
-
-        return step
+    def _stepped(self, step: SchedulerStep) -> None:
+        if self.step == 1:
+            self._hold(0, "latents", step.sample)
+        self._hold(self.step, "prediction", step.prediction)
+        self._hold(self.step, "latents", step.latents())
+        self.step += 1
 
     def _hold(self, step: int, name: str, value: Any) -> None:
         if isinstance(value, Tensor):

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...config import ParallelConfig
 from ...core.files import finite
-from ...generate.job import Job
+from ...generate.job import PictureJob
 from ...quality import metrics
 from ...recipe import promise_of
 from ...strategies.base import Promise
@@ -142,7 +142,7 @@ class Verdict:
 
 
 def judge(
-    job: Job,
+    job: PictureJob,
     config: ParallelConfig,
     runs: Sequence[Run],
     alone: Run,

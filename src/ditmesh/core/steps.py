@@ -1,0 +1,105 @@
+"""The steps of a pipeline's scheduler: listeners are told of each after it was taken."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .patching import Patch
+
+
+@dataclass(frozen=True)
+class SchedulerStep:
+    """A step that a scheduler has taken.
+
+    Attributes:
+        scheduler: of the pipeline, with its timesteps set.
+        index: number of its timestep; None: this scheduler does not count.
+        prediction: what the model returned, guided.
+        timestep, sample: what it was asked for, and of.
+        result: what the scheduler returned.
+    """
+
+    scheduler: Any
+    index: int | None
+    prediction: Any
+    timestep: Any
+    sample: Any
+    result: Any
+
+    def latents(self) -> Tensor | None:
+        """The latents after the step; None: there are none."""
+        found = self.result[0] if isinstance(self.result, tuple) else self.result.prev_sample
+        return found if isinstance(found, Tensor) else None
+
+    def estimate(self) -> Tensor | None:
+        """The picture (as latents) that the prediction points to; None: this scheduler does not tell.
+
+        For flow matching x0 = x - sigma v; for DDPM-like schedulers as their ``prediction_type`` says.
+        """
+        scheduler, output, sample = self.scheduler, self.prediction, self.sample
+        if not isinstance(output, Tensor) or not isinstance(sample, Tensor):
+            return None
+        if output.shape[1:2] != sample.shape[1:2] and output.dim() > 1:
+            # It predicts a variance as well.
+            output = output.chunk(2, dim=1)[0]
+        kind = getattr(scheduler.config, "prediction_type", "flow_prediction")
+        sigmas, alphas = getattr(scheduler, "sigmas", None), getattr(scheduler, "alphas_cumprod", None)
+        if isinstance(alphas, Tensor) and kind in ("epsilon", "v_prediction", "sample"):
+            alpha = float(alphas[min(int(self.timestep), len(alphas) - 1)])
+            if kind == "sample":
+                return output
+            if kind == "epsilon":
+                return (sample - (1 - alpha) ** 0.5 * output) / alpha**0.5
+            return alpha**0.5 * sample - (1 - alpha) ** 0.5 * output
+        if isinstance(sigmas, Tensor) and self.index is not None and self.index < len(sigmas):
+            return sample - float(sigmas[self.index]) * output
+        return None
+
+
+class StepEvents:
+    """Tells a listener of every step of a scheduler, until `undo`.
+
+    Args:
+        scheduler: of a pipeline.
+        seen: takes the step. What it raises leaves the pipeline's call.
+    """
+
+    def __init__(self, scheduler: Any, seen: Callable[[SchedulerStep], None]) -> None:
+        signature = inspect.signature(scheduler.step)
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            index = getattr(scheduler, "step_index", None)
+            result = patch.original(*args, **kwargs)
+            if index is None and (after := getattr(scheduler, "step_index", None)) is not None:
+                index = after - 1
+            prediction, timestep, sample = map(given.get, ("model_output", "timestep", "sample"))
+            seen(SchedulerStep(scheduler, index, prediction, timestep, sample, result))
+            return result
+
+        patch = self._patch = Patch(scheduler, "step", step)
+
+    def undo(self) -> None:
+        """Tell no more. Harmless twice."""
+        self._patch.undo()
+
+
+def loop_steps(scheduler: Any, planned: int) -> int:
+    """Steps of a pipeline's denoising loop, once its timesteps are set: each is one of the scheduler, and a callback.
+
+    Not the steps that were asked for: schedulers of second order (Heun) have nearly twice as many timesteps, and with
+    an input image the loop begins at a later one.
+
+    Args:
+        scheduler: of the pipeline; None: it has none.
+        planned: steps if the scheduler does not tell.
+    """
+    timesteps = getattr(scheduler, "timesteps", None)
+    if timesteps is None or not hasattr(scheduler, "begin_index"):
+        return planned
+    return max(1, len(timesteps) - (scheduler.begin_index or 0))

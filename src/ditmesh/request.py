@@ -1,0 +1,354 @@
+"""What a user asks for, each field declared once.
+
+The command line's options, the bodies of the HTTP APIs, ComfyUI's widgets, jobs and receipts are made from the fields
+of `PictureRequest`, or rename some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import dataclass, field
+from string import Formatter
+from typing import Annotated, Any, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+
+from .errors import ConfigError, InputError
+
+Asked = TypeVar("Asked", bound="PictureRequest")
+
+# What a request may ask for: denoising steps, pictures of one call of the pipeline, characters of a prompt, frames of a
+# video, frames per second.
+MOST_STEPS = 10_000
+MOST_TOGETHER = 1024
+LONGEST_PROMPT = 100_000
+MOST_FRAMES, MOST_FPS = 4096, 1000
+# Numbers above are not kept exactly by a browser's page.
+LARGEST_IN_PAGE = 2**53 - 1
+
+Count = Annotated[int, Field(ge=1, le=2**16)]
+PIPELINES = "the pipeline's"
+
+
+@dataclass(frozen=True)
+class Widget:
+    """A widget of ComfyUI's node of sampling.
+
+    Attributes:
+        usual: its default, a float where the field is one.
+        least, most, step: of its values; least: stands for a field that is not given, where ``least_leaves``.
+    """
+
+    name: str
+    usual: float
+    tooltip: str
+    least: float = 0
+    most: float = 0
+    step: float | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+    least_leaves: bool = True
+
+    def leaves(self, value: Any) -> bool:
+        """Whether a value says that the field is not given."""
+        return self.least_leaves and (value == self.least or value < 0)
+
+
+@dataclass(frozen=True)
+class RequestField:
+    """What is to be known of a field of `PictureRequest` besides its type and bounds.
+
+    Attributes:
+        help: one line, of the command line.
+        flags: of the command line, its spelling first; none: there is no option.
+        common: whether help shows it among the common options.
+        usual: the default, in words.
+        wrong: what is said of a value out of bounds, as `FieldError` takes it.
+        images: its name in bodies of the images API; None: it is not there.
+        argument: of a pipeline's call, which is given the value as it is. A pipeline without it refuses the field.
+        widget: of ComfyUI.
+        spelt: whether `Receipt` spells the field out, with bounds of its own; it is given all others as they are, see
+            `added_fields`. None: it has none of it.
+    """
+
+    help: str
+    flags: tuple[str, ...] = ()
+    common: bool = False
+    usual: str | None = PIPELINES
+    wrong: str | None = None
+    images: str | None = None
+    argument: str | None = None
+    widget: Widget | None = None
+    spelt: bool | None = False
+
+    @property
+    def option(self) -> str:
+        """Name of the parameter of commands."""
+        return self.flags[0].strip("-").replace("-", "_")
+
+
+class PictureRequest(BaseModel):
+    """Pictures or videos of one prompt. Picture ``i`` has seed ``seed + i``.
+
+    Attributes:
+        prompt, negative_prompt: texts; for class-conditional models the prompt is the class's name.
+        n: number of pictures; each is what it would be alone.
+        width, height: in pixels; None: those of an input image, rounded to what the model can make and with no more
+            pixels than its default; without an image the pipeline's own.
+        steps, guidance: None: the pipeline's own.
+        strength: how much of the input picture is generated anew; None: the pipeline's own.
+        seed: of the first picture.
+        frames, fps: of videos, frames a second; None: the pipeline's own, and for pictures. A pipeline that makes as
+            many frames as its input video has is given so many of them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prompt: Annotated[
+        str,
+        RequestField(
+            "Generate an image of each prompt.",
+            spelt=True,
+        ),
+    ] = Field(default="", max_length=LONGEST_PROMPT)
+    negative_prompt: Annotated[
+        str | None,
+        RequestField(
+            "Say what the images should not show.",
+            ("--negative",),
+            usual=None,
+            images="negative_prompt",
+            argument="negative_prompt",
+            spelt=True,
+        ),
+    ] = Field(default=None, max_length=LONGEST_PROMPT)
+    n: Annotated[
+        int,
+        RequestField(
+            "Generate this many images per prompt.",
+            ("--num-images",),
+            common=True,
+            widget=Widget("images", 1, "Number of pictures.", 1, MOST_TOGETHER, least_leaves=False),
+            spelt=None,
+        ),
+    ] = Field(default=1, ge=1)
+    width: Annotated[
+        Count | None,
+        RequestField(
+            "Set width and height in pixels.",
+            ("--size",),
+            common=True,
+            usual="an input image's, or the pipeline's",
+            widget=Widget("width", 0, "In pixels. 0: of the image, else the model's own.", most=16384, step=8),
+            spelt=True,
+        ),
+    ] = None
+    height: Annotated[
+        Count | None,
+        RequestField(
+            "",
+            widget=Widget("height", 0, "In pixels. 0: of the image, else the model's own.", most=16384, step=8),
+            spelt=True,
+        ),
+    ] = None
+    steps: Annotated[
+        int | None,
+        RequestField(
+            "Set the number of denoising steps.",
+            ("--steps", "-s"),
+            common=True,
+            images="steps",
+            widget=Widget("steps", 0, "Denoising steps. 0: the model's own.", most=MOST_STEPS),
+            spelt=True,
+        ),
+    ] = Field(default=None, ge=1, le=MOST_STEPS)
+    guidance: Annotated[
+        FiniteFloat | None,
+        RequestField(
+            "Set the guidance scale.",
+            ("--guidance", "-g"),
+            common=True,
+            wrong="guidance {} is not a number; use one such as {guidance} 3.5",
+            images="guidance_scale",
+            argument="guidance_scale",
+            widget=Widget("guidance", -1.0, "-1: the model's own.", -1.0, 100.0, 0.1),
+            spelt=True,
+        ),
+    ] = None
+    strength: Annotated[
+        float | None,
+        RequestField(
+            "Set how much of --image or --video is replaced: 0 keeps it, 1 ignores it.",
+            wrong="strength {:g} is not possible; use more than 0 and at most 1",
+            spelt=True,
+        ),
+    ] = Field(default=None, gt=0, le=1)
+    seed: Annotated[
+        int,
+        RequestField(
+            "Set the seed of the first image; image i has seed + i. With -1 it is random.",
+            ("--seed",),
+            common=True,
+            images="seed",
+            widget=Widget(
+                "seed",
+                0,
+                "The same seed gives the picture of `ditmesh generate --seed`.",
+                most=LARGEST_IN_PAGE,
+                more={"control_after_generate": True},
+                least_leaves=False,
+            ),
+            spelt=True,
+        ),
+    ] = 0
+    frames: Annotated[
+        int | None,
+        RequestField(
+            "Generate this many frames of a video.",
+            ("--frames",),
+            spelt=True,
+        ),
+    ] = Field(default=None, ge=1, le=MOST_FRAMES)
+    fps: Annotated[
+        float | None,
+        RequestField(
+            "Set the frames per second of a video.",
+            ("--fps",),
+            usual="the pipeline's, or 16",
+            wrong="{fps} {:g} is not possible; use more than 0 and at most 1000",
+            spelt=True,
+        ),
+    ] = Field(default=None, gt=0, le=MOST_FPS)
+
+    @classmethod
+    def read(cls: type[Asked], **fields: Any) -> Asked:
+        """A request of these fields.
+
+        Raises:
+            FieldError: a field is out of bounds.
+        """
+        try:
+            return cls(**fields)
+        except ValidationError as error:
+            raise field_error(error) from None
+
+
+def size_of(request: PictureRequest) -> tuple[int, int] | None:
+    """Width and height in pixels; None: not given."""
+    return None if request.width is None or request.height is None else (request.width, request.height)
+
+
+def request_fields() -> dict[str, RequestField]:
+    """What is to be known of the fields of a request, by name."""
+    fields = PictureRequest.model_fields.items()
+    return {name: next(one for one in field.metadata if isinstance(one, RequestField)) for name, field in fields}
+
+
+def added_fields() -> dict[str, Any]:
+    """The fields of a request that receipts have beside those they spell out, as `pydantic.create_model` takes them."""
+    known = PictureRequest.model_fields
+    return {name: (known[name].annotation, known[name]) for name, of in request_fields().items() if of.spelt is False}
+
+
+def image_fields() -> dict[str, Any]:
+    """The fields of a request that bodies of the images API may have, as `pydantic.create_model` takes them."""
+    found: dict[str, Any] = {}
+    for name, of in request_fields().items():
+        if of.images is not None:
+            field = copy(PictureRequest.model_fields[name])
+            field.default = None
+            kind: Any = field.annotation
+            found[of.images] = (kind | None, field)
+    return found
+
+
+def plain_type(name: str) -> Any:
+    """The type of a field without its bounds, such as ``int | None``."""
+    kind = PictureRequest.model_fields[name].annotation
+    arms = [get_args(arm)[0] if get_origin(arm) is Annotated else arm for arm in get_args(kind)] or [kind]
+    return arms[0] if len(arms) == 1 else arms[0] | None
+
+
+def field_values(given: PictureRequest) -> dict[str, Any]:
+    """The values of a request's fields by name, without those that are more than a `PictureRequest` has."""
+    return {name: getattr(given, name) for name in PictureRequest.model_fields}
+
+
+def option_of(name: str) -> str:
+    """How the command line spells a field of a request, or another option."""
+    flags = request_fields()[name].flags if name in PictureRequest.model_fields else ()
+    return flags[0] if flags else f"--{name.replace('_', '-')}"
+
+
+class FieldError(InputError):
+    """A field of a request is not as it has to be, or nothing for this model.
+
+    Its text is the command line's; `spelled` is for other front ends.
+
+    Args:
+        field: name of the field; of a `PictureRequest`, a role of input files, or ``"size"`` and ``"batch"``.
+        why: one sentence, in which names of fields stand in braces: ``"{steps} {} is not possible; use 1 or more"``.
+        values: in the places of the empty braces.
+    """
+
+    def __init__(self, field: str, why: str, *values: Any) -> None:
+        super().__init__(field, why, *values)
+        self.field, self.why, self.values = field, why, values
+
+    def spelled(self, spell: Callable[[str], str]) -> str:
+        """The sentence with names as a front end spells them."""
+        return Formatter().vformat(self.why, self.values, _Spelling(spell))
+
+    def __str__(self) -> str:
+        return self.spelled(option_of)
+
+
+class FieldConfigError(FieldError, ConfigError):
+    """A configuration that a field of a request does not fit."""
+
+
+class _Spelling(dict[str, str]):
+    def __init__(self, spell: Callable[[str], str]) -> None:
+        super().__init__()
+        self._spell = spell
+
+    def __missing__(self, name: str) -> str:
+        return self._spell(name)
+
+
+def field_error(error: ValidationError) -> FieldError:
+    """What pydantic has found wrong with the first field, as a sentence."""
+    problem = error.errors(include_url=False)[0]
+    name, value, about = str(problem["loc"][0]), problem["input"], problem.get("ctx") or {}
+    if isinstance(value, str):
+        texts = {"prompt": "the prompt", "negative_prompt": "the negative prompt"}
+        try:
+            check_text(value, texts.get(name, option_of(name)))
+        except InputError as wrong:
+            return FieldError(name, "{}", wrong)
+    known = request_fields().get(name, RequestField(""))
+    if known.wrong is None and ("ge" in about or "le" in about):
+        metadata = PictureRequest.model_fields[name].metadata
+        least, most = (
+            next((getattr(one, bound) for one in metadata if hasattr(one, bound)), None) for bound in ("ge", "le")
+        )
+        bounds = f"{least} or more" if most is None else f"{least} to {most}"
+        return FieldError(name, "{" + name + "} {} is not possible; use {}", value, bounds)
+    return FieldError(name, known.wrong or "{" + name + "} {}: {}", value, problem["msg"].lower())
+
+
+def check_text(text: str, name: str) -> None:
+    """Refuse text that is too long, or that no file can hold: half of a surrogate pair.
+
+    Raises:
+        InputError: naming the text.
+    """
+    if len(text) > LONGEST_PROMPT:
+        raise InputError(f"{name} has {len(text)} characters; use {LONGEST_PROMPT} at most")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{name} is not Unicode: character {error.start + 1} is {text[error.start]!r}, half of a pair; "
+            "write it in UTF-8"
+        ) from None

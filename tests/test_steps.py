@@ -1,0 +1,54 @@
+"""Steps of schedulers as they are told to those who watch them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+
+from ditmesh import zoo
+from ditmesh.core.steps import SchedulerStep, StepEvents
+from ditmesh.generate.job import StepDone, job_for
+from ditmesh.generate.model_info import find_model
+from ditmesh.generate.run import generate
+from ditmesh.request import PictureRequest
+
+
+def test_listeners_hear_of_every_step_until_they_are_taken_off():
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(3)
+    heard: list[SchedulerStep] = []
+    counted: list[int | None] = []
+    first = StepEvents(scheduler, heard.append)
+    second = StepEvents(scheduler, lambda step: counted.append(step.index))
+    sample = torch.zeros(1, 4, 2, 2)
+    for time in scheduler.timesteps:
+        # By position and by name, as pipelines do.
+        sample = scheduler.step(torch.ones_like(sample), time, sample=sample, return_dict=False)[0]
+    assert counted == [0, 1, 2]
+    assert heard[-1].latents() is sample
+    estimates = [step.estimate() for step in heard]
+    # A straight path points to one place from everywhere.
+    assert all(one is not None and torch.allclose(one, sample) for one in estimates)
+    second.undo()
+    first.undo()
+    assert "step" not in vars(scheduler)
+
+
+def test_a_step_without_tensors_has_no_latents():
+    step = SchedulerStep(None, None, None, None, None, SimpleNamespace(prev_sample=None))
+    assert step.latents() is None
+    assert step.estimate() is None
+
+
+@pytest.mark.parametrize(("scheduler", "steps"), [(None, 3), ("FlowMatchHeunDiscreteScheduler", 5)])
+def test_progress_ends_where_the_schedule_does(scheduler: str | None, steps: int, tmp_path: Path):
+    info = find_model(zoo.path())
+    job = job_for(info, PictureRequest(prompt="a red fox", steps=3), tmp_path, scheduler=scheduler, check_memory=False)
+    said: list[object] = []
+    generate(job, report=said.append)  # type: ignore[arg-type]
+    done = [one for one in said if isinstance(one, StepDone)]
+    assert (sum(one.steps for one in done), {one.of for one in done}) == (steps, {steps})
