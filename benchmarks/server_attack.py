@@ -89,14 +89,14 @@ def serve(folder: str, keys: str) -> None:
     from ditmesh.serve.logs import log_config
     from ditmesh.serve.protocol import ModelSpec
     from ditmesh.serve.service import Service
-    from ditmesh.serve.settings import Settings
+    from ditmesh.serve.settings import ApiSettings
     from support.serve import serve_fake
 
     logging.config.dictConfig(log_config("text", "INFO"))
     models = [ModelSpec("sd3", "emoji-sd3")]
     service = Service(models, folder, launcher="support.serve:ThreadRanks", device="cpu", function=serve_fake)
     listening = bound(HOST, 0)
-    app = create_app(service, Settings(keys=Path(keys)))
+    app = create_app(service, ApiSettings(keys=Path(keys)))
     server = HttpServer(app, grace=0.0, up=lambda: print(url_of(listening), flush=True))
     asyncio.run(server.run_on(listening))
 

@@ -30,7 +30,18 @@ from PIL import Image
 from ditmesh import zoo
 from ditmesh.config import ParallelConfig
 from ditmesh.launch import RankPool
-from ditmesh.serve.protocol import Beat, Began, Finished, ModelReady, ModelSpec, Start, Stepped, Stop, Task, TaskFailed
+from ditmesh.serve.protocol import (
+    Beat,
+    Finished,
+    ModelReady,
+    ModelSpec,
+    PictureTask,
+    Start,
+    Stop,
+    TaskBegan,
+    TaskFailed,
+    TaskStepped,
+)
 from ditmesh.serve.types import JobRequest
 from ditmesh.serve.worker import serve_rank
 from machine import describe_machine
@@ -87,7 +98,7 @@ def serve(pool: RankPool, config: dict[str, Any], pictures: int, steps: int, cli
     def ask() -> None:
         nonlocal asked
         if asked < pictures:
-            pool.reply(Start(Task(str(asked), "model", request(asked, steps), 0)))
+            pool.reply(Start(PictureTask(str(asked), "model", request(asked, steps), 0)))
             asked += 1
 
     def hear(rank: int, message: Any) -> None:
@@ -118,8 +129,8 @@ def figures(said: list[tuple[float, Any]], truths: list[np.ndarray], steps: int)
         apart.append(int(abs(picture - truths[int(one.id)]).max()))
     waited = []
     for at, one in said:
-        if isinstance(one, Began):
-            first = next(t for t, other in said if isinstance(other, Stepped) and other.id == one.id)
+        if isinstance(one, TaskBegan):
+            first = next(t for t, other in said if isinstance(other, TaskStepped) and other.id == one.id)
             waited.append(first - at)
     # The model was tried with a picture of 4 steps.
     calls = beats[-1].calls - 4

@@ -22,7 +22,7 @@ from ditmesh.errors import InputError
 from ditmesh.generate.receipt import Receipt, read_receipt
 from ditmesh.serve.backend import NoSpace, QueueFull, UnknownJob
 from ditmesh.serve.keys import new_key
-from ditmesh.serve.settings import Settings
+from ditmesh.serve.settings import ApiSettings
 from support.serving import FakeBackend, drawn, serving
 
 pytestmark = pytest.mark.timeout(60)
@@ -35,7 +35,7 @@ def backend() -> FakeBackend:
 
 @pytest.fixture(scope="module")
 def url(backend: FakeBackend) -> Iterator[str]:
-    with serving(backend, Settings(keep_alive=0.2)) as url:
+    with serving(backend, ApiSettings(keep_alive=0.2)) as url:
         yield url
 
 
@@ -157,7 +157,7 @@ def unused_port() -> int:
 
 def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     key = new_key(tmp_path / "keys")
-    with serving(FakeBackend(), Settings(keys=tmp_path / "keys")) as url:
+    with serving(FakeBackend(), ApiSettings(keys=tmp_path / "keys")) as url:
         with ditmesh.Client(url) as client, pytest.raises(InputError, match="a key is needed"):
             client.models()
         with ditmesh.Client(url, key) as client:

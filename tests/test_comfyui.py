@@ -28,7 +28,7 @@ from ditmesh.client import ServerError
 from ditmesh.errors import ConfigError, InputError, RankFailed
 from ditmesh.generate.receipt import read_receipt
 from ditmesh.serve.keys import new_key
-from ditmesh.serve.settings import Settings
+from ditmesh.serve.settings import ApiSettings
 from ditmesh.serve.types import ENDED
 from support import comfyui, comfyui_server, processes
 from support.comfyui import NODES, WIDGETS, ComfyUI, InterruptProcessingException
@@ -478,7 +478,7 @@ def url(backend: FakeBackend, tmp_path_factory: pytest.TempPathFactory) -> Itera
     keys = tmp_path_factory.mktemp("keys") / "keys"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KEY_OF_A_TEST", new_key(keys, "comfyui"))
-        with serving(backend, Settings(keys=keys, keep_alive=0.2, max_steps=10_000)) as url:
+        with serving(backend, ApiSettings(keys=keys, keep_alive=0.2, max_steps=10_000)) as url:
             yield url
 
 

@@ -26,7 +26,6 @@ from ditmesh.serve.loaded import images_of
 from ditmesh.serve.previews import Projection
 from ditmesh.serve.protocol import (
     Beat,
-    Began,
     Cancel,
     Cancelled,
     Finished,
@@ -36,9 +35,10 @@ from ditmesh.serve.protocol import (
     ModelSpec,
     Paused,
     Preview,
-    Stepped,
     Stop,
+    TaskBegan,
     TaskFailed,
+    TaskStepped,
 )
 from support.batching import STEPS, Owner, alone, at_once, of, picture, pipeline, pixels, save_lora, staggered, task
 
@@ -84,7 +84,7 @@ def busy(previews: int = 0) -> Any:
     def script(message: Any, send: Any) -> None:
         if isinstance(message, ModelReady):
             send(task("0", PROMPTS[0], seed=0, previews=previews))
-        if isinstance(message, Stepped) and message.id == "0" and message.step < len(PROMPTS):
+        if isinstance(message, TaskStepped) and message.id == "0" and message.step < len(PROMPTS):
             send(task(str(message.step), PROMPTS[message.step], seed=message.step, previews=previews))
 
     return script
@@ -93,10 +93,10 @@ def busy(previews: int = 0) -> Any:
 def first_steps(said: list[Any]) -> list[int]:
     """For every task but the first: steps that others had done since it was begun, before its first was done."""
     waited = []
-    for began in of(said, Began)[1:]:
+    for began in of(said, TaskBegan)[1:]:
         since = said[said.index(began) :]
-        first = next(n for n, one in enumerate(since) if isinstance(one, Stepped) and one.id == began.id)
-        others = [one.id for one in since[:first] if isinstance(one, Stepped)]
+        first = next(n for n, one in enumerate(since) if isinstance(one, TaskStepped) and one.id == began.id)
+        others = [one.id for one in since[:first] if isinstance(one, TaskStepped)]
         waited.append(max((others.count(id) for id in set(others)), default=0))
     return waited
 
@@ -115,12 +115,12 @@ def test_pictures_of_a_busy_server_are_those_of_one_device(ranks, config, tmp_pa
     assert ready.mesh == config
     for n, prompt in enumerate(PROMPTS):
         assert abs(picture(said, str(n)) - alone(prompt, n)).max() <= 1
-        assert [one.step for one in of(said, Stepped, str(n))] == [1, 2, 3, 4, 5]
+        assert [one.step for one in of(said, TaskStepped, str(n))] == [1, 2, 3, 4, 5]
     # One after the other would be 20 calls; those of the first picture, when the model was tried, count too.
     tried = next(one for one in said if isinstance(one, Beat)).calls
     assert of(said, Beat)[-1].calls - tried <= 9
     assert max(first_steps(said)) <= 2
-    assert max(one.batch for one in of(said, Stepped)) >= 6
+    assert max(one.batch for one in of(said, TaskStepped)) >= 6
     previews = of(said, Preview)
     assert {one.step for one in previews} == {2, 4}
     assert Image.open(io.BytesIO(previews[0].jpeg)).size == (previews[0].width, previews[0].height)
@@ -147,13 +147,13 @@ def test_a_preview_shows_the_picture(ranks):
 def test_a_task_is_cancelled_at_the_next_step(ranks):
     def script(message: Any, send: Any) -> None:
         at_once(task("0", PROMPTS[0]), task("1", PROMPTS[1], seed=1), task("2", PROMPTS[2], seed=2))(message, send)
-        if isinstance(message, Stepped) and (message.id, message.step) == ("1", 2):
+        if isinstance(message, TaskStepped) and (message.id, message.step) == ("1", 2):
             send(Cancel("1"))
 
     said = Owner(script, 3).serve(ranks(2), [spec(ulysses=2)])
     (cancelled,) = of(said, Cancelled)
     assert 2 <= cancelled.step <= 3
-    assert len(of(said, Stepped, "1")) == cancelled.step
+    assert len(of(said, TaskStepped, "1")) == cancelled.step
     for n in (0, 2):
         assert abs(picture(said, str(n)) - alone(PROMPTS[n], n)).max() <= 1
 
@@ -166,22 +166,22 @@ def serve_counted(specs: Any, *, report: Any) -> list[dict[str, int]]:
     from ditmesh.serve import worker
     from ditmesh.serve.loaded import Prepared
 
-    whole, counts = worker._Loop._round, []
+    whole, counts = worker.TaskScheduler.round, []
 
     def counted(self: Any) -> None:
         whole(self)
-        if not self._work and self._models:
+        if not self.tasks and self._models.models:
             gc.collect()
-            kinds = (torch.Tensor, worker.Run, worker._Work, Prepared, Image.Image, torch.Generator)
+            kinds = (torch.Tensor, worker.PipelineTask, worker.RunningTask, Prepared, Image.Image, torch.Generator)
             live = Counter(type(one).__name__ for one in gc.get_objects() if isinstance(one, kinds))
-            if (self._number, live) not in counts[-1:]:
-                counts.append((self._number, live))
+            if (self._models.clock, live) not in counts[-1:]:
+                counts.append((self._models.clock, live))
 
-    worker._Loop._round = counted  # type: ignore[method-assign]
+    worker.TaskScheduler.round = counted  # type: ignore[method-assign]
     try:
         worker.serve_rank(specs, report=report)
     finally:
-        worker._Loop._round = whole  # type: ignore[method-assign]
+        worker.TaskScheduler.round = whole  # type: ignore[method-assign]
     return [dict(live) for _, live in counts]
 
 
@@ -203,7 +203,7 @@ def test_cancelled_tasks_leave_no_object_on_the_ranks(ranks):
     def hear(_: int, message: Any) -> None:
         if isinstance(message, ModelReady):
             send_some()
-        elif isinstance(message, (Began, Stepped)):
+        elif isinstance(message, (TaskBegan, TaskStepped)):
             if message.id.endswith("begun") or getattr(message, "step", 0) == 2:
                 pool.reply(Cancel(message.id))
         elif isinstance(message, (Cancelled, TaskFailed, Finished)):
@@ -222,13 +222,13 @@ def test_cancelled_tasks_leave_no_object_on_the_ranks(ranks):
 def test_a_task_is_paused_for_a_more_urgent_one_and_goes_on_where_it_was(ranks):
     def script(message: Any, send: Any) -> None:
         at_once(task("0", PROMPTS[0]))(message, send)
-        if isinstance(message, Stepped) and (message.id, message.step) == ("0", 2):
+        if isinstance(message, TaskStepped) and (message.id, message.step) == ("0", 2):
             send(task("1", PROMPTS[1], seed=1, priority=3))
 
     said = Owner(script, 2).serve(ranks(1), [spec(together=1)])
     (paused,) = of(said, Paused)
     assert paused.id == "0"
-    steps = [(one.id, one.step) for one in of(said, Stepped)]
+    steps = [(one.id, one.step) for one in of(said, TaskStepped)]
     urgent = steps.index(("1", 1))
     assert steps[urgent : urgent + STEPS] == [("1", n + 1) for n in range(STEPS)]
     assert [step for id, step in steps if id == "0"] == [1, 2, 3, 4, 5]
@@ -419,13 +419,13 @@ def test_a_batch_for_which_there_is_no_memory_is_made_smaller(ranks, rank):
     assert not of(said, TaskFailed)
     for n in range(3):
         assert abs(picture(said, str(n)) - alone(PROMPTS[n], n)).max() <= 1
-        assert [one.step for one in of(said, Stepped, str(n))] == [1, 2, 3, 4, 5]
+        assert [one.step for one in of(said, TaskStepped, str(n))] == [1, 2, 3, 4, 5]
 
 
 def test_stale_strategies_run_one_after_the_other_and_say_why(ranks):
     def script(message: Any, send: Any) -> None:
         at_once(task("0", PROMPTS[0]), task("1", PROMPTS[1], seed=1))(message, send)
-        if isinstance(message, Stepped) and (message.id, message.step) == ("0", 2):
+        if isinstance(message, TaskStepped) and (message.id, message.step) == ("0", 2):
             send(Cancel("0"))
 
     said = Owner(script, 2).serve(ranks(2), [spec(ring=2, exchange="displaced", warmup="fixed(5)")])
@@ -434,7 +434,7 @@ def test_stale_strategies_run_one_after_the_other_and_say_why(ranks):
     assert "displaced" in ready.card["why"]
     (cancelled,) = of(said, Cancelled)
     assert cancelled.step <= 3
-    assert [one.step for one in of(said, Stepped, "1")] == [1, 2, 3, 4, 5]
+    assert [one.step for one in of(said, TaskStepped, "1")] == [1, 2, 3, 4, 5]
     # All of its steps are synchronous.
     assert abs(picture(said, "1") - alone(PROMPTS[1], 1)).max() <= 1
 
@@ -502,7 +502,7 @@ def test_input_pictures_and_masks(ranks, config, tmp_path):
     truth = pixels(pipe(PROMPTS[1], **call, generator=generator).images[0])
     assert abs(picture(said, "1") - truth).max() <= 1
     assert abs(picture(said, "0") - alone(PROMPTS[0], 0)).max() <= 1
-    assert [one.step for one in of(said, Stepped, "1")] == [1, 2, 3]
+    assert [one.step for one in of(said, TaskStepped, "1")] == [1, 2, 3]
     assert of(said, Finished, "1")[0].receipt["pipeline"] == "StableDiffusion3Img2ImgPipeline"
 
 

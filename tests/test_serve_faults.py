@@ -22,7 +22,7 @@ from ditmesh.launch import RankPool
 from ditmesh.serve import replicas
 from ditmesh.serve.backend import NoRanks
 from ditmesh.serve.protocol import ModelSpec
-from ditmesh.serve.replicas import Limits
+from ditmesh.serve.replicas import RankLimits
 from ditmesh.serve.service import Service
 from ditmesh.serve.types import Job, JobRequest
 from support import rank_functions as on_rank
@@ -32,7 +32,7 @@ from support.train import importing_tests
 
 # Seconds within which a server has ranks again.
 BACK = 30.0
-LIMITS = Limits(stall=4.0, load=60.0, stopped=1.5)
+LIMITS = RankLimits(stall=4.0, load=60.0, stopped=1.5)
 REAL: dict[str, Any] = {"launcher": "local", "threads": 1, "limits": LIMITS}
 
 SAID = {
@@ -64,7 +64,7 @@ def test_a_rank_that_fails_costs_nobody_a_picture(tmp_path: Path) -> None:
                 assert (tmp_path / how).exists()
                 assert jobs[0].attempt == 2
                 assert time.monotonic() - began < BACK
-                restarted = [one for one in service._jobs.lives[jobs[0].id].log.events if one.event == "restarted"]
+                restarted = [one for one in service.live_jobs[jobs[0].id].log.events if one.event == "restarted"]
                 assert [one.data["attempt"] for one in restarted] == [2]
                 assert restarted[0].data["reason"].startswith(said)
                 # A second attempt has no company but the same job's.
@@ -107,7 +107,7 @@ def test_somebody_kills_ranks_while_jobs_run(tmp_path: Path) -> None:
             async def killer() -> None:
                 while killing:
                     await asyncio.sleep(1.0)
-                    group = generator.choice(service._dispatcher.groups)
+                    group = generator.choice(service._dispatcher.slots)
                     if group.running and (pool := group.replica._pool) is not None:
                         os.kill(generator.choice(pool.pids), signal.SIGKILL)
                         await until(lambda group=group: not group.up)

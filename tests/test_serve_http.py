@@ -30,8 +30,8 @@ from ditmesh.errors import InputError, ServerError
 from ditmesh.serve.app import create_app
 from ditmesh.serve.keys import Keys, Limiter, new_key, read_keys
 from ditmesh.serve.listen import HttpServer, bound
-from ditmesh.serve.logs import Lines, Sparing, log_config, otlp_traces
-from ditmesh.serve.settings import LOOPBACK, Settings
+from ditmesh.serve.logs import LineFormatter, RepeatFilter, log_config, otlp_traces
+from ditmesh.serve.settings import LOOPBACK, ApiSettings
 from ditmesh.serve.types import ENDED
 from support.serving import FakeBackend, drawn, serving
 
@@ -48,7 +48,7 @@ def backend() -> FakeBackend:
 @pytest.fixture(scope="module")
 def url(backend: FakeBackend) -> Iterator[str]:
     with serving(
-        backend, Settings(keep_alive=0.2, state_interval=0.02, max_body=200_000, max_input_pixels=10_000)
+        backend, ApiSettings(keep_alive=0.2, state_interval=0.02, max_body=200_000, max_input_pixels=10_000)
     ) as url:
         yield url
 
@@ -317,7 +317,7 @@ def test_a_client_with_a_key_may_come_back(stream: bool):
             assert next(answer.iter_lines()).startswith(":")
 
     with (
-        serving(backend, Settings(keep_alive=0.2, come_back=1.0)) as url,
+        serving(backend, ApiSettings(keep_alive=0.2, come_back=1.0)) as url,
         httpx.Client(base_url=url, timeout=20) as http,
         httpx.Client(base_url=url, timeout=20) as other,
     ):
@@ -619,7 +619,7 @@ def test_keys(tmp_path: Path):
     assert ours not in file.read_text()
     assert file.stat().st_mode & 0o077 == 0
     with (
-        serving(FakeBackend(), Settings(keys=file, rate=3, cors=("https://page.example",))) as url,
+        serving(FakeBackend(), ApiSettings(keys=file, rate=3, cors=("https://page.example",))) as url,
         httpx.Client(base_url=url) as http,
     ):
         for headers in (
@@ -669,7 +669,7 @@ def test_keys(tmp_path: Path):
 
 def test_an_alias_is_a_model_that_front_ends_ask_for():
     with (
-        serving(FakeBackend(), Settings(aliases={"dall-e-3": "stripes"})) as url,
+        serving(FakeBackend(), ApiSettings(aliases={"dall-e-3": "stripes"})) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         made = client.images.generate(
@@ -685,7 +685,7 @@ def test_an_alias_is_a_model_that_front_ends_ask_for():
 def test_the_servers_state_names_ones_own_jobs_alone(tmp_path: Path):
     file = tmp_path / "keys"
     mine, other = ({"Authorization": f"Bearer {new_key(file)}"} for _ in range(2))
-    with serving(FakeBackend(0.05), Settings(keys=file)) as url, httpx.Client(base_url=url) as http:
+    with serving(FakeBackend(0.05), ApiSettings(keys=file)) as url, httpx.Client(base_url=url) as http:
         job = http.post("/v1/jobs", json={"prompt": "x", "steps": 100}, headers=mine).json()["id"]
         assert until(lambda: http.get("/v1/server", headers=mine).json()["replicas"][0]["running"] == [job])
         seen = http.get("/v1/server", headers=other).json()
@@ -742,19 +742,21 @@ def test_logs_name_jobs_and_no_secrets(tmp_path: Path, caplog: pytest.LogCapture
         caplog.clear()
         with (
             caplog.at_level(logging.INFO, logger="ditmesh"),
-            serving(FakeBackend(), Settings(keys=file, log_prompts=log_prompts)) as url,
+            serving(FakeBackend(), ApiSettings(keys=file, log_prompts=log_prompts)) as url,
             httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}) as http,
         ):
             job = http.post("/v1/jobs", json={"prompt": "a secret wish", "negative_prompt": "another"}).json()["id"]
             ended(http, job)
             assert until(lambda: "job succeeded" in caplog.text)
-        lines = [json.loads(Lines("json").format(record)) for record in caplog.records if hasattr(record, "facts")]
+        lines = [
+            json.loads(LineFormatter("json").format(record)) for record in caplog.records if hasattr(record, "facts")
+        ]
         ours = [line for line in lines if line.get("job") == job]
         assert [line["message"] for line in ours if line["logger"] == "ditmesh.serve"] == [
             "job accepted", "job started", "job succeeded"
         ]  # fmt: skip
         assert any(line["logger"] == "ditmesh.serve.access" and line["status"] == 202 for line in ours)
-        texts = "\n".join(Lines(form).format(record) for record in caplog.records for form in ("json", "text"))
+        texts = "\n".join(LineFormatter(form).format(record) for record in caplog.records for form in ("json", "text"))
         assert key not in texts
         assert ("a secret wish" in texts) is log_prompts
         assert "another" not in texts
@@ -763,8 +765,8 @@ def test_logs_name_jobs_and_no_secrets(tmp_path: Path, caplog: pytest.LogCapture
 def test_a_line_of_the_log_stays_one():
     record = logging.LogRecord("x", logging.INFO, "", 0, "a\n2026-01-01 job succeeded", (), None)
     record.facts = {"model": "b\nc"}
-    assert "\n" not in Lines("text").format(record)
-    assert "\n" not in Lines("json").format(record)
+    assert "\n" not in LineFormatter("text").format(record)
+    assert "\n" not in LineFormatter("json").format(record)
     assert log_config("json", "INFO")["loggers"]["ditmesh"]["level"] == "INFO"
 
 
@@ -776,7 +778,7 @@ def line(message: str, level: int, status: int | None = None) -> logging.LogReco
 
 def test_what_is_said_again_and_again_is_left_out_of_the_log():
     now = [0.0]
-    sparing = Sparing(most=3, every=5.0, clock=lambda: now[0])
+    sparing = RepeatFilter(most=3, every=5.0, clock=lambda: now[0])
     bad, job = partial(line, "request", logging.INFO, 400), partial(line, "job accepted", logging.INFO)
     assert sum(sparing.filter(bad()) for _ in range(1000)) == 3
     # Others are written: what jobs do, what was answered well, other statuses.
@@ -812,7 +814,7 @@ def test_traces(url: str):
 
     spans, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(spans))
-    with serving(FakeBackend(), Settings(), provider.get_tracer("test")) as url, httpx.Client(base_url=url) as http:
+    with serving(FakeBackend(), ApiSettings(), provider.get_tracer("test")) as url, httpx.Client(base_url=url) as http:
         job = http.post("/v1/jobs", json={"prompt": "a", "steps": 2}).json()["id"]
         ended(http, job)
         assert until(spans.get_finished_spans)
@@ -842,7 +844,7 @@ def test_traces_go_to_a_collector(monkeypatch: pytest.MonkeyPatch):
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as collector:
         threading.Thread(target=collector.serve_forever, daemon=True).start()
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
-        with otlp_traces() as tracer, serving(FakeBackend(), Settings(), tracer) as url, httpx.Client() as http:
+        with otlp_traces() as tracer, serving(FakeBackend(), ApiSettings(), tracer) as url, httpx.Client() as http:
             headers = {"traceparent": f"00-{trace}-{parent}-01"}
             asked = [({"prompt": "a secret", "steps": 2}, headers), ({"prompt": "fail:stalled"}, {})]
             jobs = [http.post(f"{url}/v1/jobs", json=body, headers=more).json()["id"] for body, more in asked]
@@ -885,7 +887,7 @@ def test_a_server_that_stops_ends_what_is_under_way(done: bool):
     def ask() -> None:
         answers.append(httpx.post(f"{url}/v1/images/generations", json={"prompt": "b"}, timeout=20))
 
-    with serving(backend, Settings(), grace=10.0 if done else 0.1) as url, httpx.Client(base_url=url) as http:
+    with serving(backend, ApiSettings(), grace=10.0 if done else 0.1) as url, httpx.Client(base_url=url) as http:
         backend.hold(not done)
         job = http.post("/v1/jobs", json={"prompt": "a"}).json()["id"]
         clients = [threading.Thread(target=work) for work in (follow, ask)]
@@ -948,7 +950,7 @@ def test_a_server_ends_with_the_reason_when_its_backend_has_given_up():
 
 
 def test_the_description_is_complete():
-    schema = create_app(FakeBackend(), Settings()).openapi()
+    schema = create_app(FakeBackend(), ApiSettings()).openapi()
     paths = schema["paths"]
     assert set(paths) == {
         "/v1/images/generations", "/v1/images/edits", "/v1/videos", "/v1/videos/{id}", "/v1/videos/{id}/content",
@@ -1002,7 +1004,7 @@ def fuzzed(seconds: float, each: int) -> int:
     import schemathesis
     from schemathesis import checks, openapi
 
-    own = Settings(hosts=(*LOOPBACK, "testserver"), max_pixels=128 * 128, max_steps=4, max_images=2, max_body=50_000)
+    own = ApiSettings(hosts=(*LOOPBACK, "testserver"), max_pixels=128 * 128, max_steps=4, max_images=2, max_body=50_000)
     schema = openapi.from_asgi("/openapi.json", create_app(FakeBackend(step_seconds=0.0), own))
     checks.load_all_checks()
     wanted = [checks.CHECKS.get_one(name) for name in sorted(CONFORMANCE)]

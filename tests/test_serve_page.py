@@ -22,9 +22,9 @@ import pytest
 from PIL import Image
 
 from ditmesh.errors import InputError
-from ditmesh.serve.backend import Once
+from ditmesh.serve.backend import IdempotencyKey
 from ditmesh.serve.keys import new_key
-from ditmesh.serve.settings import Settings
+from ditmesh.serve.settings import ApiSettings
 from ditmesh.serve.types import (
     ENDED,
     Event,
@@ -43,7 +43,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="no Playwright here
 
 pytestmark = pytest.mark.skipif(browser() is None, reason="no Chromium here: apt-get install chromium")
 
-PAGE = Settings().page
+PAGE = ApiSettings().page
 assert PAGE is not None
 ARGUMENTS = (
     "--no-sandbox",
@@ -101,7 +101,7 @@ class Scripted(FakeBackend):
     async def start(self) -> None:
         self.loop = asyncio.get_running_loop()
 
-    async def submit(self, request: JobRequest, owner: str, once: Once | None = None) -> Job:
+    async def submit(self, request: JobRequest, owner: str, once: IdempotencyKey | None = None) -> Job:
         if request.steps == 13:
             raise InputError("steps=13 is not served here; use 12 or fewer")
         return await super().submit(request, owner, once)
@@ -447,7 +447,7 @@ def test_api_key(seen: Seen, backend: Scripted, tmp_path: Path) -> None:
     """A server with keys asks for one; it stays in the tab, and pictures are fetched with it."""
     file = tmp_path / "keys.json"
     key = new_key(file, "page")
-    with serving(backend, Settings(keys=file)) as url:
+    with serving(backend, ApiSettings(keys=file)) as url:
         seen.page.goto(url)
         seen.page.locator("#key-panel").wait_for()
         seen.page.fill("#key", "wrong")

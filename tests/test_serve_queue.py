@@ -29,11 +29,11 @@ from hypothesis import strategies as st
 
 from ditmesh.errors import ConfigError, InputError
 from ditmesh.serve import dispatch
-from ditmesh.serve.backend import KeyReused, NoSpace, Once, QueueFull, Stopping, StorageError, UnknownJob
+from ditmesh.serve.backend import IdempotencyKey, KeyReused, NoSpace, QueueFull, Stopping, StorageError, UnknownJob
 from ditmesh.serve.errors import as_refused
 from ditmesh.serve.protocol import ModelSpec, under_way
 from ditmesh.serve.queue import FILE, Queue
-from ditmesh.serve.results import Results
+from ditmesh.serve.results import ResultFiles
 from ditmesh.serve.service import Service
 from ditmesh.serve.storage import storage_error
 from ditmesh.serve.types import Input, JobError, JobImage, JobRequest
@@ -116,23 +116,23 @@ def test_a_job_lives_and_is_there_after_a_restart(opened: Any) -> None:
 
 
 def test_a_request_with_a_key_is_one_job(opened: Any) -> None:
-    now, once = [1e9], Once("k", "same")
+    now, once = [1e9], IdempotencyKey("k", "same")
     options: dict[str, Any] = {"keep": 100.0, "most": 1, "now": lambda: now[0]}
     queue = opened(**options)
-    first = queue.submit("a", request(), "me", 1.0, once=once)
+    first = queue.submit("a", request(), "me", 1.0, key=once)
     # The queue is full, which it is for others only; and after a restart as well.
     for _ in range(2):
-        assert queue.submit("b", request(), "me", 1.0, once=once) == first
+        assert queue.submit("b", request(), "me", 1.0, key=once) == first
         assert queue.repeated("me", once) == first
-        assert queue.repeated("me", Once("other", "same")) is None
+        assert queue.repeated("me", IdempotencyKey("other", "same")) is None
         assert queue.repeated("somebody else", once) is None
         with pytest.raises(KeyReused, match="'k' came with another request before; use a new key"):
-            queue.submit("b", request(), "me", 1.0, once=Once("k", "different"))
+            queue.submit("b", request(), "me", 1.0, key=IdempotencyKey("k", "different"))
         queue = opened(**options)
     # What was cancelled is begun anew.
     queue.cancel("a")
     assert queue.repeated("me", once) is None
-    assert queue.submit("b", request(), "me", 1.0, once=once).id == "b"
+    assert queue.submit("b", request(), "me", 1.0, key=once).id == "b"
     queue.fail("b", JobError(code="internal", message="no"))
     assert queue.repeated("me", once).status == "failed"
     now[0] += 101
@@ -148,8 +148,8 @@ def test_a_file_of_an_earlier_server_gets_what_it_lacks(opened: Any) -> None:
     queue._db.execute("DROP TABLE keys")
     queue = opened()
     assert queue.job("a").status == "queued"
-    queue.submit("b", request(), "", 1.0, once=Once("k", "same"))
-    assert queue.repeated("", Once("k", "same")).id == "b"
+    queue.submit("b", request(), "", 1.0, key=IdempotencyKey("k", "same"))
+    assert queue.repeated("", IdempotencyKey("k", "same")).id == "b"
 
 
 def test_jobs_without_results_are_remembered_up_to_a_number(opened: Any) -> None:
@@ -314,15 +314,15 @@ def test_mistakes_are_not_errors_of_the_disk(opened: Any) -> None:
 def test_a_locked_queue_is_not_a_full_disk(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path) as service:
-            await service._jobs.on_disk(service._jobs.queue._db.execute, "PRAGMA busy_timeout = 50")
+            await service.on_disk(service.queue._db.execute, "PRAGMA busy_timeout = 50")
             job = await service.submit(JobRequest(prompt="fox", steps=20), "")
-            await until(lambda: service._jobs.lives[job.id].progress.get(0, 0) > 2)
+            await until(lambda: service.live_jobs[job.id].progress.get(0, 0) > 2)
             with contextlib.closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as other:
                 other.execute("BEGIN IMMEDIATE")
                 with pytest.raises(StorageError, match=r"locked.*end the other process") as found:
                     await service.submit(JobRequest(prompt="hen"), "")
                 assert not isinstance(found.value, NoSpace)
-                await until(lambda: service._jobs.owing)
+                await until(lambda: service.has_unwritten)
                 other.execute("ROLLBACK")
             # What was done meanwhile was kept, and is written then.
             await assert_right(service, await ended(service, job))
@@ -338,10 +338,10 @@ def test_what_a_damaged_queue_cannot_take_fails(tmp_path: Path, monkeypatch: pyt
             def damaged(*arguments: Any) -> None:
                 raise storage_error("cannot write", sqlite3.DatabaseError("database disk image is malformed"))
 
-            monkeypatch.setattr(service._jobs.queue, "finish", damaged)
+            monkeypatch.setattr(service.queue, "finish", damaged)
             failed = await ended(service, job)
             assert (failed.status, failed.error.code) == ("failed", "storage")
-            assert not service._jobs.owing
+            assert not service.has_unwritten
 
     asyncio.run(main())
 
@@ -488,7 +488,7 @@ def image(index):
     return JobImage(index=index, seed=index, url=f"/{index}")
 
 def life(say):
-    jobs, files = queue.Queue(folder / "server"), results.Results(folder / "server")
+    jobs, files = queue.Queue(folder / "server"), results.ResultFiles(folder / "server")
     for number in range(2):
         id = f"{os.getpid()}-{number}"
         jobs.submit(id, JobRequest(model="m", prompt="x", n=2, seed=0), "me", 1.0)
@@ -526,7 +526,7 @@ while True:
     said = [json.loads(line) for line in os.fdopen(ours).read().splitlines()]
     ended = os.waitpid(pid, 0)[1] == 0
     # The next server.
-    jobs, files = queue.Queue(folder / "server"), results.Results(folder / "server")
+    jobs, files = queue.Queue(folder / "server"), results.ResultFiles(folder / "server")
     assert jobs.aside is None
     files.sweep(jobs.ids(), jobs.inputs())
     gone = {one[1] for one in said if one[0] == "forgotten"}
@@ -623,7 +623,7 @@ def test_another_version_is_refused_and_a_broken_file_moved_aside(opened: Any, t
 def test_results_and_inputs_expire_and_leave_nothing(opened: Any, tmp_path: Path) -> None:
     now = [1e9]
     queue = opened(keep=100.0, now=lambda: now[0])
-    results = Results(queue.folder, keep=100.0, now=lambda: now[0])
+    results = ResultFiles(queue.folder, keep=100.0, now=lambda: now[0])
     digest, other = results.put_input(b"fox"), results.put_input(b"hen")
     assert digest == hashlib.sha256(b"fox").hexdigest()
     queue.submit("a", request(2, inputs=(Input(role="image", digest=digest),)), "", 1.0)
@@ -647,7 +647,7 @@ def test_results_and_inputs_expire_and_leave_nothing(opened: Any, tmp_path: Path
     # As after a kill: a beginning of a file, and the results of a job that nobody knows.
     (queue.folder / "results" / "a" / ".1-abc.tmp").write_bytes(b"half")
     results.write("unknown", 0, b"x")
-    results = Results(queue.folder, keep=100.0, now=lambda: now[0])
+    results = ResultFiles(queue.folder, keep=100.0, now=lambda: now[0])
     assert results.bytes == len(PNG) + 1 + 12 + 3 + 1
     queue.forget(["a"])
     results.sweep(queue.ids(), queue.inputs())
@@ -699,7 +699,7 @@ def test_events_are_numbered_and_told_to_whoever_comes_late(tmp_path: Path) -> N
                 if event.event == "step" and event.data["step"] == 5:
                     break
             # The connection was lost; meanwhile there is more.
-            await until(lambda: service._jobs.lives[job.id].progress.get(0, 0) >= 20)
+            await until(lambda: service.live_jobs[job.id].progress.get(0, 0) >= 20)
             now = await service.job(job.id, "me")
             assert now.steps == 60
             assert 20 <= now.step < 60
@@ -734,7 +734,7 @@ def test_cancel(tmp_path: Path) -> None:
         async with serving(tmp_path, most_running=2) as service:
             running = await service.submit(JobRequest(prompt="one", steps=10_000, n=2), "")
             waiting = await service.submit(JobRequest(prompt="two"), "")
-            await until(lambda: service._jobs.lives[running.id].progress.get(1, 0) > 3)
+            await until(lambda: service.live_jobs[running.id].progress.get(1, 0) > 3)
             first = await service.submit(JobRequest(prompt="three", priority=-1), "")
             assert (await service.job(first.id, "")).position == 1
             job = await service.cancel(first.id, "")
@@ -745,7 +745,7 @@ def test_cancel(tmp_path: Path) -> None:
             job = await service.cancel(running.id, "")
             assert job.status == "cancelled"
             # Its ranks stop at the next step, and are there for the next.
-            group = service._dispatcher.groups[0]
+            group = service._dispatcher.slots[0]
             await until(lambda: not any(live.id == running.id for live, _ in group.running.values()), 1.0)
             await assert_right(service, await ended(service, waiting))
             assert (await service.cancel(waiting.id, "")).status == "succeeded"
@@ -757,7 +757,7 @@ def test_a_job_is_cancelled_while_the_server_stops(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path, grace=60.0) as service:
             job = await service.submit(JobRequest(prompt="fox", steps=2000), "")
-            await until(lambda: service._jobs.lives[job.id].progress.get(0, 0) > 2)
+            await until(lambda: service.live_jobs[job.id].progress.get(0, 0) > 2)
             began = time.monotonic()
             stopping = asyncio.create_task(service.stop(60.0))
             await asyncio.sleep(0.1)
@@ -789,7 +789,7 @@ def test_input_pictures_of_refused_jobs_are_removed(tmp_path: Path) -> None:
             await service.release_input(digest)
             await service.release_input(other)
             assert [path.name for path in folder.iterdir()] == [digest]
-            assert service._jobs._awaited == {}
+            assert service._pending_inputs == {}
 
     asyncio.run(main())
 
@@ -798,8 +798,8 @@ def test_urgent_jobs_do_not_wait_for_a_place(tmp_path: Path) -> None:
     async def main() -> None:
         async with serving(tmp_path, most_running=2) as service:
             slow = await service.submit(JobRequest(prompt="slow", steps=400, n=3), "")
-            await until(lambda: service._jobs.lives[slow.id].progress.get(1, 0) > 3)
-            assert len(service._dispatcher.groups[0].running) == 2
+            await until(lambda: service.live_jobs[slow.id].progress.get(1, 0) > 3)
+            assert len(service._dispatcher.slots[0].running) == 2
             urgent = await service.submit(JobRequest(prompt="urgent", priority=1), "")
             await assert_right(service, await ended(service, urgent))
             # No place had become free meanwhile.
@@ -905,14 +905,14 @@ def test_a_stop_ends_what_is_under_way_and_leaves_the_rest(tmp_path: Path) -> No
     async def main() -> None:
         async with serving(tmp_path, most_running=1) as service:
             jobs = [await service.submit(JobRequest(prompt=f"fox {number}", steps=20), "") for number in range(3)]
-            await until(lambda: service._jobs.lives[jobs[0].id].progress.get(0, 0) > 2)
+            await until(lambda: service.live_jobs[jobs[0].id].progress.get(0, 0) > 2)
             follower = asyncio.create_task(ended(service, jobs[2]))
         # Its events have ended as well.
         with contextlib.suppress(RuntimeError):
             await asyncio.wait_for(follower, 1.0)
         async with serving(tmp_path, most_running=1, grace=0.0) as service:
             assert [(await service.job(job.id, "")).status for job in jobs] == ["succeeded", "queued", "queued"]
-            await until(lambda: service._jobs.lives[jobs[1].id].progress.get(0, 0) > 2)
+            await until(lambda: service.live_jobs[jobs[1].id].progress.get(0, 0) > 2)
         async with serving(tmp_path) as service:
             for job in jobs:
                 job = await ended(service, job)
@@ -951,7 +951,7 @@ from ditmesh.serve.types import JobRequest
 async def main():
     async with serving(Path(sys.argv[1])) as service:
         jobs = [await service.submit(JobRequest(prompt=f"fox {n}", steps=100), "") for n in range(3)]
-        await until(lambda: service._jobs.lives[jobs[2].id].progress.get(0, 0) > 2)
+        await until(lambda: service.live_jobs[jobs[2].id].progress.get(0, 0) > 2)
         # Files may not grow, as on a disk that is full.
         resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
         submit, put = service.submit(JobRequest(prompt="more"), ""), service.put_input(b"hen")
@@ -960,9 +960,9 @@ async def main():
                 await what
             except StorageError as error:
                 print(error)
-        await until(lambda: not service._dispatcher.groups[0].running)
+        await until(lambda: not service._dispatcher.slots[0].running)
         print([(await service.job(job.id, "")).status for job in jobs])
-        events = [event.event for event in service._jobs.lives[jobs[0].id].log.events]
+        events = [event.event for event in service.live_jobs[jobs[0].id].log.events]
         print([event for event in events if event not in ("step", "queued")])
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         for job in jobs:
@@ -1000,16 +1000,16 @@ def test_a_picture_is_written_before_it_is_said_to_be_there(tmp_path: Path, monk
 
     async def main() -> None:
         async with serving(tmp_path) as service:
-            write, failures = service._jobs.results.write, []
+            write, failures = service.results.write, []
 
             def full(job: str, number: int, data: bytes) -> str:
-                assert service._jobs.queue.file(job, number) is None
+                assert service.queue.file(job, number) is None
                 if len(failures) < 2:
                     failures.append(number)
                     raise NoSpace("no space left on device")
                 return write(job, number, data)
 
-            monkeypatch.setattr(service._jobs.results, "write", full)
+            monkeypatch.setattr(service.results, "write", full)
             job = await ended(service, await service.submit(JobRequest(prompt="fox"), ""))
             await assert_right(service, job)
             assert failures == [0, 0]
@@ -1024,14 +1024,14 @@ def test_the_oldest_results_go_when_there_are_too_many(tmp_path: Path) -> None:
             jobs = []
             for number in range(30):
                 jobs.append(await ended(service, await service.submit(JobRequest(prompt=f"fox {number}"), "")))
-            await service._jobs.sweep()
+            await service.sweep()
             assert len([*tmp_path.glob("results/*/*.png")]) <= 20
             with pytest.raises(UnknownJob):
                 await service.job(jobs[0].id, "")
             await assert_right(service, await service.job(jobs[-1].id, ""))
             # Inputs push results out, but may have half of the room only.
             await service.put_input(b"x" * 9 * size)
-            await service._jobs.sweep()
+            await service.sweep()
             assert len([*tmp_path.glob("results/*/*.png")]) <= 11
             with pytest.raises(NoSpace, match="keeps 0 MiB of input pictures at most"):
                 await service.put_input(b"y" * 2 * size)
@@ -1063,7 +1063,7 @@ def test_hundreds_of_cancelled_and_refused_jobs_leave_nothing(quick: Path) -> No
     async def main() -> None:
         async with serving(quick, keep=0.5) as service:
             await some(service, 150)
-            await until(lambda: not service._dispatcher.groups[0].running)
+            await until(lambda: not service._dispatcher.slots[0].running)
             gc.collect()
             before, threads = held(), threading.active_count()
             tracemalloc.start()
@@ -1073,15 +1073,15 @@ def test_hundreds_of_cancelled_and_refused_jobs_leave_nothing(quick: Path) -> No
                 gc.collect()
                 start = tracemalloc.get_traced_memory()[0]
                 await some(service, 140)
-                await until(lambda: not service._dispatcher.groups[0].running)
+                await until(lambda: not service._dispatcher.slots[0].running)
                 gc.collect()
                 grown.append(tracemalloc.get_traced_memory()[0] - start)
             tracemalloc.stop()
             # Bytes: what is kept for those who come late is bounded.
             assert grown[-1] < 200_000, grown
             await asyncio.sleep(0.6)
-            await service._jobs.sweep()
-            assert service._jobs.queue.ids() == set()
+            await service.sweep()
+            assert service.queue.ids() == set()
             assert [*quick.glob("results/*")] == []
             assert threading.active_count() == threads
             assert more_than(before) == {}

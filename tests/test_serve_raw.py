@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from ditmesh.serve.bodies import Bodies
 from ditmesh.serve.connections import ConnectionLimits
-from ditmesh.serve.settings import Settings
+from ditmesh.serve.settings import ApiSettings
 from support.serving import FakeBackend, serving
 
 pytestmark = pytest.mark.timeout(60)
@@ -33,7 +33,7 @@ def backend() -> FakeBackend:
 
 @pytest.fixture(scope="module")
 def port(backend: FakeBackend) -> Iterator[int]:
-    with serving(backend, Settings(keep_alive=0.2, state_interval=0.02), limits=LIMITS) as url:
+    with serving(backend, ApiSettings(keep_alive=0.2, state_interval=0.02), limits=LIMITS) as url:
         yield int(url.rpartition(":")[2])
 
 

@@ -164,7 +164,7 @@ async def shared(service: Service, mark: str) -> None:
             return all(len(replica.running) > 0 for replica in replicas)
 
         await until(look)
-        group = service._dispatcher.groups[0]
+        group = service._dispatcher.slots[0]
         killed |= {live.id for live, _ in group.running.values()}
         pids = processes.actors_of(mark) if mark else group.replica._pool.pids  # type: ignore[union-attr]
         os.kill(pids[0], signal.SIGKILL)

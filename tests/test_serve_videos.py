@@ -24,7 +24,7 @@ from ditmesh.generate.video import frames_digest, metadata_of, write_mp4
 from ditmesh.media.videos import read_frames
 from ditmesh.serve.protocol import ModelSpec
 from ditmesh.serve.service import Service
-from ditmesh.serve.settings import Settings
+from ditmesh.serve.settings import ApiSettings
 from support.serving import serving
 from support.tiny import save_tiny_ltx
 
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def http(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     films = ModelSpec("films", str(folder), ParallelConfig(ulysses=2))
     service = Service([films], tmp_path_factory.mktemp("state"), devices=2, device="cpu", threads=1, launcher="local")
-    with serving(service, Settings()) as url, httpx.Client(base_url=url, timeout=30) as http:
+    with serving(service, ApiSettings()) as url, httpx.Client(base_url=url, timeout=30) as http:
         limit = time.monotonic() + 100
         while http.get("/readyz").status_code != 200:
             assert time.monotonic() < limit

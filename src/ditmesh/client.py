@@ -38,7 +38,7 @@ ROLES = {"image": "image", "mask": "mask", "control": "control", "ip_image": "ip
 # Seconds: to connect and to be answered; of silence in a stream, in which the server says every 15 that it is alive;
 # between two attempts when the server does not say.
 TIMEOUT, SILENCE, PAUSE = 30.0, 45.0, 1.0
-# For an answer when somebody who breaks off waits for the end.
+# For an answer while a caller that breaks off waits for the end.
 LAST = 3.0
 
 
@@ -46,7 +46,7 @@ LAST = 3.0
 
 
 @dataclass(frozen=True)
-class Ask:
+class ApiRequest:
     """A request that may be sent again, as `httpx.Client.request` takes it."""
 
     method: str
@@ -57,38 +57,38 @@ class Ask:
 
 
 # Yields requests, is sent their answers, and returns the result.
-Flow = Generator[Ask, httpx.Response, Result]
+Flow = Generator[ApiRequest, httpx.Response, Result]
 
 
-def _submission(prompt: str, options: Mapping[str, Any]) -> Ask:
+def _submission(prompt: str, options: Mapping[str, Any]) -> ApiRequest:
     """A job; sent again, after a lost connection for one, it is the same job."""
     once = {"Idempotency-Key": secrets.token_hex(16)}
-    return Ask("POST", "/v1/jobs", json=job_body(prompt, options), headers=once)
+    return ApiRequest("POST", "/v1/jobs", json=job_body(prompt, options), headers=once)
 
 
-def _submit(ask: Ask) -> Flow[Job]:
+def _submit(ask: ApiRequest) -> Flow[Job]:
     response = yield ask
     return Job.model_validate(response.json())
 
 
 def _job(id: str) -> Flow[Job]:
-    response = yield Ask("GET", f"/v1/jobs/{id}")
+    response = yield ApiRequest("GET", f"/v1/jobs/{id}")
     return Job.model_validate(response.json())
 
 
 def _jobs(limit: int, status: Status | None) -> Flow[list[Job]]:
     params = {"limit": limit} | ({} if status is None else {"status": status})
-    response = yield Ask("GET", "/v1/jobs", params=params)
+    response = yield ApiRequest("GET", "/v1/jobs", params=params)
     return [Job.model_validate(one) for one in response.json()["data"]]
 
 
 def _cancel(id: str) -> Flow[Job]:
-    response = yield Ask("DELETE", f"/v1/jobs/{id}")
+    response = yield ApiRequest("DELETE", f"/v1/jobs/{id}")
     return Job.model_validate(response.json())
 
 
 def _file(id: str, index: int) -> Flow[bytes]:
-    response = yield Ask("GET", f"/v1/jobs/{id}/images/{index}")
+    response = yield ApiRequest("GET", f"/v1/jobs/{id}/images/{index}")
     return response.content
 
 
@@ -110,12 +110,12 @@ def _images(job: Job) -> Flow[list[Image]]:
 
 
 def _models() -> Flow[list[ModelCard]]:
-    response = yield Ask("GET", "/v1/models")
+    response = yield ApiRequest("GET", "/v1/models")
     return [ModelCard.model_validate(one) for one in response.json()["data"]]
 
 
 def _server() -> Flow[ServerState]:
-    response = yield Ask("GET", "/v1/server")
+    response = yield ApiRequest("GET", "/v1/server")
     return ServerState.model_validate(response.json())
 
 
@@ -217,7 +217,7 @@ def _unreachable(url: str, error: Exception) -> ServerError | InputError:
 
 
 @dataclass
-class _Reader:
+class EventReader:
     """Reads a stream of events, and knows where to go on after a lost connection."""
 
     url: str
@@ -266,8 +266,11 @@ class _Reader:
         return min(PAUSE, self.patience)
 
 
-class _Settings:
-    """What both clients are made with."""
+class _ClientBase:
+    """What both clients are made with; subclasses say which client of httpx asks."""
+
+    _http: Any
+    _library: Callable[..., Any]
 
     def __init__(
         self, url: str = URL, key: str | None = None, *, timeout: float = TIMEOUT, patience: float = 60.0
@@ -279,19 +282,19 @@ class _Settings:
         # Whether the server has answered before: then it may be back in a moment.
         self._reached = False
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._options: dict[str, Any] = {"base_url": self.url, "headers": headers, "timeout": timeout}
+        self._http = self._library(base_url=self.url, headers=headers, timeout=timeout)
         self._silence = httpx.Timeout(timeout, read=SILENCE)
 
-    def _lost(self, ask: Ask, error: Exception, waited: float) -> float | None:
+    def _lost(self, ask: ApiRequest, error: Exception, waited: float) -> float | None:
         """Seconds to wait before a request is sent again that found no connection, or lost it; None: it is not."""
         if ask.method == "DELETE":
-            # Whoever breaks off does not wait.
+            # A caller that breaks off does not wait.
             return None
         passing = isinstance(error, (httpx.NetworkError, httpx.RemoteProtocolError, httpx.TimeoutException))
-        nobody = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)) and not self._reached
-        return PAUSE if passing and not nobody and waited + PAUSE <= self._patience else None
+        absent = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)) and not self._reached
+        return PAUSE if passing and not absent and waited + PAUSE <= self._patience else None
 
-    def _stream(self, id: str, reader: _Reader) -> dict[str, Any]:
+    def _stream(self, id: str, reader: EventReader) -> dict[str, Any]:
         path = f"/v1/jobs/{id}/events"
         return {"method": "GET", "url": path, "headers": reader.headers, "timeout": self._silence}
 
@@ -299,7 +302,7 @@ class _Settings:
 # --- the clients
 
 
-class Client(_Settings):
+class Client(_ClientBase):
     """A server's client.
 
     Args:
@@ -315,11 +318,8 @@ class Client(_Settings):
     * `ServerError` for all else.
     """
 
-    def __init__(
-        self, url: str = URL, key: str | None = None, *, timeout: float = TIMEOUT, patience: float = 60.0
-    ) -> None:
-        super().__init__(url, key, timeout=timeout, patience=patience)
-        self._http = httpx.Client(**self._options)
+    _http: httpx.Client
+    _library = httpx.Client
 
     def generate(self, prompt: str, *, on_event: OnEvent | None = None, **options: Any) -> list[Image]:
         """Generate pictures, and wait for them. Breaking off, by Ctrl-C for one, cancels the job.
@@ -354,7 +354,7 @@ class Client(_Settings):
             self._withdraw(ask)
             raise
 
-    def _withdraw(self, ask: Ask) -> None:
+    def _withdraw(self, ask: ApiRequest) -> None:
         """Cancel a job that may have arrived: the same request again says which one it is."""
         with contextlib.suppress(Exception):
             job = Job.model_validate(self._http.request(**vars(ask), timeout=LAST).json())
@@ -394,7 +394,7 @@ class Client(_Settings):
 
     def events(self, id: str, after: int = 0) -> Iterator[Event]:
         """What happens to a job, behind event number ``after``, to its end; lost connections are made again."""
-        reader = _Reader(self.url, after, self._patience)
+        reader = EventReader(self.url, after, self._patience)
         while True:
             error = None
             try:
@@ -439,7 +439,7 @@ class Client(_Settings):
         except StopIteration as done:
             return done.value
 
-    def _answer(self, ask: Ask) -> httpx.Response:
+    def _answer(self, ask: ApiRequest) -> httpx.Response:
         waited = 0.0
         while True:
             try:
@@ -458,14 +458,11 @@ class Client(_Settings):
             time.sleep(wait)
 
 
-class AsyncClient(_Settings):
+class AsyncClient(_ClientBase):
     """`Client` for programs with an event loop: the same methods, to be awaited."""
 
-    def __init__(
-        self, url: str = URL, key: str | None = None, *, timeout: float = TIMEOUT, patience: float = 60.0
-    ) -> None:
-        super().__init__(url, key, timeout=timeout, patience=patience)
-        self._http = httpx.AsyncClient(**self._options)
+    _http: httpx.AsyncClient
+    _library = httpx.AsyncClient
 
     async def generate(self, prompt: str, *, on_event: OnEvent | None = None, **options: Any) -> list[Image]:
         """See `Client.generate`; cancelling the task cancels the job."""
@@ -489,7 +486,7 @@ class AsyncClient(_Settings):
             await asyncio.shield(self._withdraw(ask))
             raise
 
-    async def _withdraw(self, ask: Ask) -> None:
+    async def _withdraw(self, ask: ApiRequest) -> None:
         with contextlib.suppress(Exception):
             job = Job.model_validate((await self._http.request(**vars(ask), timeout=LAST)).json())
             await self._http.request("DELETE", f"/v1/jobs/{job.id}", timeout=LAST)
@@ -528,7 +525,7 @@ class AsyncClient(_Settings):
 
     async def events(self, id: str, after: int = 0) -> AsyncIterator[Event]:
         """See `Client.events`."""
-        reader = _Reader(self.url, after, self._patience)
+        reader = EventReader(self.url, after, self._patience)
         while True:
             error = None
             try:
@@ -573,7 +570,7 @@ class AsyncClient(_Settings):
         except StopIteration as done:
             return done.value
 
-    async def _answer(self, ask: Ask) -> httpx.Response:
+    async def _answer(self, ask: ApiRequest) -> httpx.Response:
         waited = 0.0
         while True:
             try:

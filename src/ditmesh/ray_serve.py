@@ -18,7 +18,7 @@ from .cli.serve import (
     LimitOptions,
     LogOptions,
     ModelOptions,
-    Plan,
+    ServerPlan,
     check_installed,
     planned,
     traces_of,
@@ -45,26 +45,22 @@ def _options(
     limits: LimitOptions,
     logs: LogOptions,
     models: ModelOptions,
-) -> Plan:
+) -> ServerPlan:
     if ranks.launcher is not None or ranks.address is not None:
         raise InputError("ranks of a server under Ray Serve are on its own cluster; leave launcher and address out")
     return planned(parallel, ranks, clients, limits, logs, models)
 
 
-def _command() -> Any:
-    app = typer.Typer(add_completion=False)
-    app.command()(_options)
-    return typer.main.get_command(app)
-
-
-def plan_of(arguments: Mapping[str, Any]) -> Plan:
+def plan_of(arguments: Mapping[str, Any]) -> ServerPlan:
     """A server from its settings by name, which are the options of ``ditmesh serve`` with underscores.
 
     Raises:
         InputError: there is no such setting, or its value is not possible.
     """
     check_installed()
-    command = _command()
+    app = typer.Typer(add_completion=False)
+    app.command()(_options)
+    command: Any = typer.main.get_command(app)
     options = {option.name: option for option in command.params}
     words: list[str] = []
     for name, value in arguments.items():
@@ -72,20 +68,16 @@ def plan_of(arguments: Mapping[str, Any]) -> Plan:
         if option is None:
             raise InputError(f"setting {name!r} is none of ditmesh serve's{did_you_mean(name, options)}")
         if getattr(option, "is_flag", False):
-            words += _flag(option, name, value)
+            on = {"true": True, "false": False}.get(str(value).lower())
+            if on is None:
+                raise InputError(f"setting {name}={value!r} is neither true nor false; use one of them")
+            words += (option.opts if on else option.secondary_opts)[:1]
         elif value is not None:
             words += [f"{option.opts[0]}={one}" for one in (value if isinstance(value, list) else [value])]
     try:
         return command.main(words, prog_name="ditmesh.ray_serve", standalone_mode=False)
     except typer.BadParameter as error:
         raise InputError(error.format_message()) from None
-
-
-def _flag(option: Any, name: str, value: Any) -> list[str]:
-    on = {"true": True, "false": False}.get(str(value).lower())
-    if on is None:
-        raise InputError(f"setting {name}={value!r} is neither true nor false; use one of them")
-    return option.opts[:1] if on else option.secondary_opts[:1]
 
 
 def build(arguments: dict[str, Any]) -> Any:
@@ -120,7 +112,7 @@ def build(arguments: dict[str, Any]) -> Any:
         graceful_shutdown_timeout_s=plan.limits.grace + LAST,
         ray_actor_options={"num_cpus": 0},
     )
-    return deployment(serve.ingress(app)(Replica)).bind()
+    return deployment(serve.ingress(app)(RayServeReplica)).bind()
 
 
 def _app(arguments: Mapping[str, Any]) -> FastAPI:
@@ -137,7 +129,7 @@ def _app(arguments: Mapping[str, Any]) -> FastAPI:
     return app
 
 
-class Replica:
+class RayServeReplica:
     """What Ray Serve asks the server for beside requests.
 
     Before Ray Serve ends a replica it waits until its requests have been answered, and tells it nothing: streams of
@@ -149,7 +141,7 @@ class Replica:
     _watch: asyncio.Task[None] | None = None
 
     async def check_health(self) -> None:
-        """Raises `RuntimeError`: the server is to be started anew, as its ranks cannot be, or as it has stopped."""
+        """Raises `RuntimeError`: the server is to be started again, as its ranks cannot be, or as it has stopped."""
         server: Server = self.app.state.server
         self._asked = time.monotonic()
         if self._watch is None:

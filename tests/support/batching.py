@@ -16,7 +16,7 @@ from PIL import Image
 import ditmesh
 from ditmesh import zoo
 from ditmesh.launch import RankPool
-from ditmesh.serve.batching import Batcher, Run, copied
+from ditmesh.serve.batching import Batcher, PipelineTask, copied
 from ditmesh.serve.protocol import (
     Cancelled,
     Command,
@@ -24,9 +24,9 @@ from ditmesh.serve.protocol import (
     ModelFailed,
     ModelReady,
     ModelSpec,
+    PictureTask,
     Start,
     Stop,
-    Task,
     TaskFailed,
 )
 from ditmesh.serve.types import JobRequest
@@ -71,7 +71,7 @@ class Owner:
 def task(id: str, prompt: str, model: str = "emoji", seed: int = 0, files: Any = None, **more: Any) -> Start:
     """A command to draw a picture of `STEPS` steps."""
     request = JobRequest(**{"prompt": prompt, "steps": STEPS, "guidance": GUIDANCE, "seed": seed, **more})
-    return Start(Task(id, model, request, 0, files or {}))
+    return Start(PictureTask(id, model, request, 0, files or {}))
 
 
 def at_once(*starts: Start) -> Callable[[Any, Send], None]:
@@ -158,7 +158,7 @@ def staggered(name: str, config: dict[str, Any], counts: Sequence[int], truth: s
             truths = truths or [draw(call()) for call in made]
             world = ditmesh.engine_of(pipe).mesh.world
             batcher = Batcher(pipe, template, world.all_gather_object, world.rank, world.size)
-            runs = [Run(copied(template), call(), n, torch.device("cpu")) for n, call in enumerate(made)]
+            runs = [PipelineTask(copied(template), call(), n, torch.device("cpu")) for n, call in enumerate(made)]
             rounds, waited = 0, []
             while not all(run.ended for run in runs):
                 active = [run for n, run in enumerate(runs) if 2 * n <= rounds and not run.ended]

@@ -17,7 +17,6 @@ from typing import Any
 from ditmesh.errors import RankFailed
 from ditmesh.serve.protocol import (
     Beat,
-    Began,
     Cancel,
     Cancelled,
     Finished,
@@ -25,12 +24,13 @@ from ditmesh.serve.protocol import (
     ModelFailed,
     ModelReady,
     ModelSpec,
+    PictureTask,
     Preview,
     Start,
-    Stepped,
     Stop,
-    Task,
+    TaskBegan,
     TaskFailed,
+    TaskStepped,
 )
 from ditmesh.serve.service import Service
 from ditmesh.serve.types import Job, RankState
@@ -50,7 +50,7 @@ def picture(prompt: str, seed: int, steps: int = 4) -> bytes:
 class Running:
     """A task under way."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: PictureTask) -> None:
         request = task.request
         self.task, self.step, self.steps = task, 0, request.steps or 4
         self.seed = (request.seed or 0) + task.index
@@ -83,7 +83,7 @@ def act(prompt: str, rank: int, step: int) -> None:
         time.sleep(600)
 
 
-class Place:
+class QueuePlace:
     """This rank among all, and how commands of rank 0 come to the others."""
 
     def __init__(self, report: Any) -> None:
@@ -105,7 +105,7 @@ class Place:
 
 def serve_fake(specs: Sequence[ModelSpec], *, report: Any) -> None:
     """`protocol` on every rank, without torch where there is one only."""
-    place, inbox = Place(report), queue.Queue()
+    place, inbox = QueuePlace(report), queue.Queue()
     say: Callable[[Any], None] = report if place.rank == 0 else lambda message: None
 
     def read() -> None:
@@ -170,15 +170,15 @@ def _obey(command: Any, loaded: dict[str, ModelSpec], running: dict[str, Running
             say(TaskFailed(task.id, "invalid_request", "the pipeline cannot do that"))
             return
         running[task.id] = one = Running(task)
-        say(Began(task.id, one.steps))
+        say(TaskBegan(task.id, one.steps))
     elif isinstance(command, Cancel) and command.id in running:
         say(Cancelled(command.id, running.pop(command.id).step))
 
 
-def _step(id: str, one: Running, running: dict[str, Running], place: Place, say: Callable) -> None:
+def _step(id: str, one: Running, running: dict[str, Running], place: QueuePlace, say: Callable) -> None:
     act(one.task.request.prompt, place.rank, one.step)
     one.advance()
-    say(Stepped(id, one.step, one.steps, len(running)))
+    say(TaskStepped(id, one.step, one.steps, len(running)))
     every = one.task.request.previews
     if every and one.step % every == 0:
         say(Preview(id, one.step, 8, 8, b"\xff\xd8\xffjpeg"))

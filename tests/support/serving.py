@@ -24,10 +24,10 @@ from ditmesh._version import __version__, library_versions
 from ditmesh.errors import InputError
 from ditmesh.generate.receipt import CHUNK, Receipt
 from ditmesh.serve.app import create_app
-from ditmesh.serve.backend import KeyReused, NoSpace, Once, QueueFull, ResultFile, UnknownJob
+from ditmesh.serve.backend import IdempotencyKey, KeyReused, NoSpace, QueueFull, ResultFile, UnknownJob
 from ditmesh.serve.connections import ConnectionLimits
 from ditmesh.serve.listen import HttpServer, bound, url_of
-from ditmesh.serve.settings import Settings
+from ditmesh.serve.settings import ApiSettings
 from ditmesh.serve.types import (
     ENDED,
     Event,
@@ -56,7 +56,7 @@ def drawn(prompt: str, seed: int, size: tuple[int, int]) -> Image.Image:
 
 
 class FakeBackend:
-    """Jobs in memory, one after another, as `ditmesh.serve.backend.Backend` has them.
+    """Jobs in memory, one after another, as `ditmesh.serve.service.Service` has them.
 
     Prompts that begin with ``fail:`` fail with the code that follows.
 
@@ -118,7 +118,7 @@ class FakeBackend:
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def repeated(self, owner: str, once: Once) -> Job | None:
+    async def repeated(self, owner: str, once: IdempotencyKey) -> Job | None:
         digest, id = self._once.get((owner, once.key), ("", ""))
         if id and self._jobs[id][1].status == "cancelled":
             return None
@@ -126,7 +126,7 @@ class FakeBackend:
             raise KeyReused(f"Idempotency-Key {once.key!r} came with another request before")
         return await self.job(id, owner) if id else None
 
-    async def submit(self, request: JobRequest, owner: str, once: Once | None = None) -> Job:
+    async def submit(self, request: JobRequest, owner: str, once: IdempotencyKey | None = None) -> Job:
         if self.broken:
             raise RuntimeError("the queue is broken")
         if self.full_disk:
@@ -346,7 +346,7 @@ class FakeBackend:
 @contextlib.contextmanager
 def serving(
     backend: Any,
-    settings: Settings | None = None,
+    settings: ApiSettings | None = None,
     tracer: Any = None,
     grace: float = 0.0,
     port: int = 0,

@@ -8,25 +8,33 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import InputError
+from ..serve.settings import LOOPBACK, ApiSettings
 from .options import OFFLOADS, ConfigOptions, Devices, RankOptions, at_least, check_offload, one_of, with_groups
 from .values import download, embedded_or, parallel_config
 
 if TYPE_CHECKING:
     from ..serve.protocol import ModelSpec
-    from ..serve.settings import Settings
 
 LOG_FORMATS, LOG_LEVELS = ("text", "json"), ("debug", "info", "warning", "error")
 
 
+# What an option leaves as it is.
+DEFAULTS = ApiSettings()
+
+
 def _option(*flags: str, panel: str, **more: Any) -> Any:
     return typer.Option(*flags, rich_help_panel=panel, **more)
+
+
+def _limit(help: str, least: float = 1, **more: Any) -> Any:
+    return typer.Option(rich_help_panel="Limits", help=help, callback=at_least(least), **more)
 
 
 @dataclass(frozen=True)
@@ -73,57 +81,33 @@ class ClientOptions:
             help="Accept so many jobs a minute of each key (or address); 0 means any number.",
             callback=at_least(0),
         ),
-    ] = 0.0
+    ] = DEFAULTS.rate
 
 
 @dataclass(frozen=True)
 class LimitOptions:
     """What a client may ask for, and how much is kept."""
 
-    max_pixels: Annotated[int, _option(panel="Limits", help="Limit the pixels of an image.", callback=at_least(1))] = (
-        2048**2
+    max_pixels: Annotated[int, _limit("Limit the pixels of an image.")] = DEFAULTS.max_pixels
+    max_steps: Annotated[int, _limit("Limit the steps of an image.")] = DEFAULTS.max_steps
+    max_images: Annotated[int, _limit("Limit the images of a job.")] = DEFAULTS.max_images
+    max_frames: Annotated[int, _limit("Limit the frames of a video.")] = DEFAULTS.max_frames
+    max_prompt: Annotated[int, _limit("Limit the characters of a prompt.")] = DEFAULTS.max_prompt
+    max_body: Annotated[int, _limit("Limit the size of a request.", metavar="MIB")] = DEFAULTS.max_body >> 20
+    max_connections: Annotated[int, _limit("Limit the connections of all clients together.", 8)] = (
+        DEFAULTS.max_connections
     )
-    max_steps: Annotated[int, _option(panel="Limits", help="Limit the steps of an image.", callback=at_least(1))] = 200
-    max_images: Annotated[int, _option(panel="Limits", help="Limit the images of a job.", callback=at_least(1))] = 16
-    max_frames: Annotated[int, _option(panel="Limits", help="Limit the frames of a video.", callback=at_least(1))] = 257
-    max_prompt: Annotated[
-        int, _option(panel="Limits", help="Limit the characters of a prompt.", callback=at_least(1))
-    ] = 10_000
-    max_body: Annotated[
-        int, _option(panel="Limits", metavar="MIB", help="Limit the size of a request.", callback=at_least(1))
-    ] = 32
-    max_connections: Annotated[
-        int, _option(panel="Limits", help="Limit the connections of all clients together.", callback=at_least(8))
-    ] = 1024
-    max_queue: Annotated[int, _option(panel="Limits", help="Limit the images that wait.", callback=at_least(1))] = 1000
-    max_batch: Annotated[
-        int, _option(panel="Limits", help="Limit the images whose steps run as one call.", callback=at_least(1))
-    ] = 8
-    max_loaded: Annotated[
-        int, _option(panel="Limits", help="Limit the models that a replica holds at a time.", callback=at_least(1))
-    ] = 1
-    keep: Annotated[
-        float, _option(panel="Limits", metavar="HOURS", help="Keep results for so long.", callback=at_least(0.001))
-    ] = 24.0
-    max_disk: Annotated[
-        float,
-        _option(
-            panel="Limits",
-            metavar="GIB",
-            help="Limit the space of results and inputs on the disk.",
-            callback=at_least(0.001),
-        ),
-    ] = 10.0
-    stall: Annotated[
-        float,
-        _option(panel="Limits", metavar="SECONDS", help="Start ranks again after so long without a step.",
-                callback=at_least(1)),
-    ] = 60.0  # fmt: skip
+    max_queue: Annotated[int, _limit("Limit the images that wait.")] = 1000
+    max_batch: Annotated[int, _limit("Limit the images whose steps run as one call.")] = 8
+    max_loaded: Annotated[int, _limit("Limit the models that a replica holds at a time.")] = 1
+    keep: Annotated[float, _limit("Keep results for so long.", 0.001, metavar="HOURS")] = 24.0
+    max_disk: Annotated[float, _limit("Limit the space of results and inputs on the disk.", 0.001, metavar="GIB")] = (
+        10.0
+    )
+    stall: Annotated[float, _limit("Start ranks again after so long without a step.", metavar="SECONDS")] = 60.0
     grace: Annotated[
-        float,
-        _option(panel="Limits", metavar="SECONDS", help="Let images under way end for so long when the server stops.",
-                callback=at_least(0)),
-    ] = 30.0  # fmt: skip
+        float, _limit("Let images under way end for so long when the server stops.", 0, metavar="SECONDS")
+    ] = 30.0
 
 
 @dataclass(frozen=True)
@@ -206,7 +190,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ServerPlan:
     """A server as its options have it, which nothing has been started for.
 
     Attributes:
@@ -214,7 +198,7 @@ class Plan:
         devices: ranks of a replica.
     """
 
-    settings: Settings
+    settings: ApiSettings
     devices: int
     specs: list[ModelSpec]
     models: ModelOptions
@@ -229,13 +213,20 @@ class Plan:
             InputError, ConfigError: the ranks' devices are not there, or a model is not.
         """
         from ..launch import device_of_launcher
-        from ..serve.replicas import Limits
+        from ..serve.replicas import RankLimits
         from ..serve.service import Service
 
         models, ranks, limits = self.models, self.ranks, self.limits
         kind = device_of_launcher(launcher, ranks.device, self.devices * models.replicas)
         check_offload(models.offload, kind)
-        specs = [_loadable(spec, ranks.dtype_on(kind), models.variant, models.offload) for spec in self.specs]
+        options: Any = {"dtype": ranks.dtype_on(kind), "variant": models.variant, "offload": models.offload}
+        # A model of a hub is fetched once, before the ranks ask for it.
+        specs = [
+            replace(
+                one, model=one.model if os.path.exists(one.model) else download(one.model, models.variant), **options
+            )
+            for one in self.specs
+        ]
         return Service(
             specs,
             models.folder or state_folder(),
@@ -247,7 +238,7 @@ class Plan:
             launcher=launcher,
             most_loaded=limits.max_loaded,
             most_running=limits.max_batch,
-            limits=Limits(stall=limits.stall),
+            limits=RankLimits(stall=limits.stall),
             keep=limits.keep * 3600,
             most_bytes=int(limits.max_disk * 2**30),
             most_waiting=limits.max_queue,
@@ -264,17 +255,27 @@ def planned(
     logs: LogOptions,
     models: ModelOptions,
     host: str = "127.0.0.1",
-) -> Plan:
+) -> ServerPlan:
     """A server that listens at ``host``.
 
     Raises:
         InputError: an option is not possible, or there is no such model or LoRA.
     """
-    settings = _settings(host, clients, limits, logs)
+    names, local = tuple(clients.allow_host or ()), host in LOOPBACK
     named = _named(models.model or ["emoji-sd3"], "--model"), _named(models.lora or [], "--lora")
     devices, specs = _specs(*named, models.devices, models.config, parallel, limits.max_batch)
-    settings = settings.model_copy(update={"aliases": _aliases(models.model_alias or [], [one.name for one in specs])})
-    return Plan(settings, devices, specs, models, ranks, limits, logs)
+    same: dict[str, Any] = {name: value for name, value in vars(limits).items() if name in ApiSettings.model_fields}
+    settings = ApiSettings(
+        **{**same, "max_body": limits.max_body * 2**20},
+        keys=clients.keys,
+        # Elsewhere it has names that only its owner knows.
+        hosts=(*LOOPBACK, host, *names) if local or names else (),
+        cors=tuple(clients.cors_origin or ()),
+        rate=clients.rate,
+        log_prompts=logs.log_prompts,
+        aliases=_aliases(models.model_alias or [], [one.name for one in specs]),
+    )
+    return ServerPlan(settings, devices, specs, models, ranks, limits, logs)
 
 
 def _aliases(texts: Sequence[str], names: Sequence[str]) -> dict[str, str]:
@@ -347,29 +348,6 @@ def traces_of(logs: LogOptions) -> AbstractContextManager[Any]:
     return otlp_traces() if logs.otel else nullcontext()
 
 
-def _settings(host: str, clients: ClientOptions, limits: LimitOptions, logs: LogOptions) -> Settings:
-    """The settings of the HTTP side."""
-    from ..serve.settings import LOOPBACK, Settings
-
-    names = tuple(clients.allow_host or ())
-    here = host in LOOPBACK
-    return Settings(
-        keys=clients.keys,
-        # Elsewhere it has names that only its owner knows.
-        hosts=(*LOOPBACK, host, *names) if here or names else (),
-        cors=tuple(clients.cors_origin or ()),
-        rate=clients.rate,
-        max_pixels=limits.max_pixels,
-        max_steps=limits.max_steps,
-        max_images=limits.max_images,
-        max_frames=limits.max_frames,
-        max_prompt=limits.max_prompt,
-        max_body=limits.max_body * 2**20,
-        max_connections=limits.max_connections,
-        log_prompts=logs.log_prompts,
-    )
-
-
 def _named(texts: Sequence[str], option: str) -> dict[str, str]:
     """``NAME=PATH`` by name; without a name that of the file or folder."""
     found: dict[str, str] = {}
@@ -420,27 +398,18 @@ def _specs(
     return world_size, specs
 
 
-def _loadable(spec: ModelSpec, dtype: Any, variant: str | None, offload: Any) -> ModelSpec:
-    """The model as ranks load it; one of a hub is fetched once, before they ask for it."""
-    from dataclasses import replace
-
-    model = spec.model if os.path.exists(spec.model) else download(spec.model, variant)
-    return replace(spec, model=model, dtype=dtype, variant=variant, offload=offload)
-
-
 def state_folder() -> Path:
     """Where programs of this user keep what is to outlast them."""
     base = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_STATE_HOME")
     return (Path(base) if base else Path.home() / ".local" / "state") / "ditmesh" / "serve"
 
 
-def _serve(backend: Any, settings: Settings, tracer: Any, listening: Any, grace: float, logs: LogOptions) -> None:
+def _serve(backend: Any, settings: ApiSettings, tracer: Any, listening: Any, grace: float, logs: LogOptions) -> None:
     """Answer until a signal comes."""
     from ..launch import leave
     from ..serve.app import create_app
     from ..serve.listen import HttpServer, url_of
     from ..serve.logs import log_config
-    from ..serve.settings import LOOPBACK
 
     def up() -> None:
         print(f"ditmesh: serving {', '.join(card.id for card in backend.models())} at {url_of(listening)}", flush=True)

@@ -21,21 +21,22 @@ from starlette.staticfiles import StaticFiles
 from .._version import __version__
 from ..errors import DitmeshError
 from . import openai, videos
-from .backend import Backend
 from .bodies import Bodies, JsonRoute
 from .errors import Refused, answer_to, described, wait_header
-from .guard import Guard
-from .intake import IdempotencyKey, JobBody, JobId, Server, known, result_file
+from .guard import RequestGuard
+from .intake import IdempotencyHeader, JobBody, JobId, Server, known, result_file
 from .keys import Keys, Limiter
 from .logs import JobWatch
 from .metrics import Metrics
-from .settings import Settings
+from .settings import ApiSettings
 from .streams import EventStream, closed_after, event_schema, sse
 from .types import EventName, Job, ModelCard, ServerState, Status
 from .uploads import Uploads
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
+
+    from .service import Service
 
 # Characters of what /readyz says has failed.
 LONGEST_REASON = 500
@@ -76,7 +77,7 @@ jobs = APIRouter(prefix="/v1", tags=["jobs"], route_class=JsonRoute)
 
 
 @jobs.post("/jobs", status_code=202, responses=OF_SUBMISSION, summary="Submit a job")
-async def post_job(request: Request, body: JobBody, key: IdempotencyKey = None) -> Job:
+async def post_job(request: Request, body: JobBody, key: IdempotencyHeader = None) -> Job:
     """Submit a job and return at once. What is accepted is on disk, and done after a restart too."""
     return await request.app.state.server.submitted(body, request, key=key)
 
@@ -263,11 +264,11 @@ def _as_html(schema: dict[str, Any]) -> str:
 
 
 def create_app(
-    backend: Backend, settings: Settings | None = None, tracer: Tracer | None = None, grace: float = 0.0
+    backend: Service, settings: ApiSettings | None = None, tracer: Tracer | None = None, grace: float = 0.0
 ) -> FastAPI:
     """The application; ``app.state.server`` is its `Server`.
 
-    It starts the backend when it is started itself, and stops it when nobody has done so before.
+    It starts the backend when it is started itself, and stops it unless that was done before.
 
     Args:
         backend: the queue.
@@ -278,7 +279,7 @@ def create_app(
     Raises:
         InputError: the file of keys cannot be read.
     """
-    settings = settings or Settings()
+    settings = settings or ApiSettings()
     metrics = Metrics(backend.state)
     watch = JobWatch(backend, metrics, tracer, settings.log_prompts)
     limiter, uploads = Limiter(settings.rate), Uploads(settings.max_input_pixels)
@@ -309,7 +310,7 @@ def create_app(
         app.add_exception_handler(kind, _answer)
     _mount_page(app, settings)
     keys = None if settings.keys is None else Keys(settings.keys)
-    app.add_middleware(Guard, settings=settings, keys=keys, metrics=metrics, bodies=Bodies(settings.max_body))
+    app.add_middleware(RequestGuard, settings=settings, keys=keys, metrics=metrics, bodies=Bodies(settings.max_body))
     if settings.cors:
         app.add_middleware(
             CORSMiddleware,
@@ -326,7 +327,7 @@ async def _answer(_: Request, error: Exception) -> Response:
     return answer_to(error)
 
 
-class Fresh(StaticFiles):
+class RevalidatedFiles(StaticFiles):
     """Files that are asked for again after an upgrade: modules of two versions do not fit together."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
@@ -335,7 +336,7 @@ class Fresh(StaticFiles):
         return response
 
 
-def _mount_page(app: FastAPI, settings: Settings) -> None:
+def _mount_page(app: FastAPI, settings: ApiSettings) -> None:
     page = settings.page
     if page is None or not (page / "index.html").is_file():
         return
@@ -344,7 +345,7 @@ def _mount_page(app: FastAPI, settings: Settings) -> None:
     async def index() -> FileResponse:
         return FileResponse(page / "index.html", headers={"Cache-Control": "no-cache"})
 
-    app.mount("/static", Fresh(directory=page), name="static")
+    app.mount("/static", RevalidatedFiles(directory=page), name="static")
 
 
 def _openapi(app: FastAPI, keys: bool) -> dict[str, Any]:

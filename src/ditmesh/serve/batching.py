@@ -46,7 +46,7 @@ _PLAIN = (int, float, complex, str, bytes, torch.Size, type(None), torch.dtype, 
 
 
 @dataclass
-class Asked:
+class PendingCall:
     """A component's call that a coroutine has handed over and waits for.
 
     Attributes:
@@ -65,7 +65,7 @@ class Asked:
     alone: bool = False
 
 
-class Run(greenlet):
+class PipelineTask(greenlet):
     """A pipeline's call as a coroutine, which is resumed until it asks for something or ends.
 
     torch's default generators are its own: seeded with its seed, and put aside while others run.
@@ -79,7 +79,7 @@ class Run(greenlet):
         delegates: it hands over its components' calls; else it is left at the end of a step only.
 
     Attributes:
-        asked: what it waits for; None before it begins, at the end of a step, and when it has ended.
+        pending: what it waits for; None before it begins, at the end of a step, and when it has ended.
         begun, ended: whether it was resumed at all, and whether there is nothing left of it.
         output, failure: what the pipeline returned, or raised.
         batch: rows of the latest call of a transformer that it took part in.
@@ -97,7 +97,7 @@ class Run(greenlet):
         super().__init__(self._body)
         # A coroutine starts with an empty context otherwise.
         self.gr_context = contextvars.copy_context()
-        self.asked: Asked | None = None
+        self.pending: PendingCall | None = None
         self.pipe, self.adapters, self.delegates = pipe, adapters, delegates
         self.begun = self.ended = False
         self.output: Any = None
@@ -118,15 +118,15 @@ class Run(greenlet):
             self._arguments = {}
 
     def resume(self, answer: Any = None, error: BaseException | None = None) -> None:
-        """Go on with the answer to what was asked, or with an error in its place."""
+        """Go on with the answer to what was pending, or with an error in its place."""
         with self.random():
             if error is not None:
-                self.asked = self.throw(error)
+                self.pending = self.throw(error)
             elif self.begun:
-                self.asked = self.switch(answer)
+                self.pending = self.switch(answer)
             else:
                 self.begun = True
-                self.asked = self.switch()
+                self.pending = self.switch()
         self.ended = self.dead
 
     def leave(self) -> None:
@@ -135,10 +135,10 @@ class Run(greenlet):
             self.resume(error=RequestLeft())
         self.ended = True
 
-    def ask(self, asked: Asked | None) -> Any:
+    def ask(self, pending: PendingCall | None) -> Any:
         """Within it: stop until it is resumed; the answer."""
         assert self.parent is not None
-        return self.parent.switch(asked)
+        return self.parent.switch(pending)
 
     @contextmanager
     def random(self) -> Iterator[None]:
@@ -184,18 +184,18 @@ def copied(pipe: Any) -> Any:
     return own
 
 
-class Handover:
-    """Lets every `Run` hand over the calls of a pipeline's components; calls by others are as they were.
+class CallInterceptor:
+    """Lets every `PipelineTask` hand over the calls of a pipeline's components; calls by others are as they were.
 
     A ControlNet's call is part of a step, and stays where it is.
 
     Args:
         pipe: the pipeline, parallelised.
-        passed: is told of every call of a transformer that a `Run` makes itself.
+        on_call: is told of every call of a transformer that a `PipelineTask` makes itself.
     """
 
-    def __init__(self, pipe: Any, passed: Callable[[Asked], None]) -> None:
-        self._undo, self._passed = ExitStack(), passed
+    def __init__(self, pipe: Any, on_call: Callable[[PendingCall], None]) -> None:
+        self._undo, self._on_call = ExitStack(), on_call
         known: set[int] = set()
         for name, component in pipe.components.items():
             if not isinstance(component, nn.Module) or id(component) in known or "controlnet" in name:
@@ -215,13 +215,13 @@ class Handover:
         def around(*args: Any, **kwargs: Any) -> Any:
             run = getcurrent()
             # A pipeline that has changed a component for a call of its own (to float32) changes it back behind it.
-            if not isinstance(run, Run) or (run.delegates and _dtype_of(component) != dtype):
+            if not isinstance(run, PipelineTask) or (run.delegates and _dtype_of(component) != dtype):
                 return patch.original(*args, **kwargs)
-            asked = Asked(name, component, patch.original, args, kwargs)
+            pending = PendingCall(name, component, patch.original, args, kwargs)
             if run.delegates:
-                return run.ask(asked)
+                return run.ask(pending)
             if name in DENOISERS:
-                self._passed(asked)
+                self._on_call(pending)
             return patch.original(*args, **kwargs)
 
         patch = Patch(component, method, around)
@@ -240,7 +240,7 @@ def _dtype_of(module: nn.Module) -> torch.dtype | None:
 
 
 @dataclass
-class Rows:
+class CallRows:
     """A transformer's call, seen as rows.
 
     Attributes:
@@ -262,16 +262,16 @@ class Rows:
     key: Hashable
 
 
-def rows_of(model: nn.Module, layout: TokenLayout, asked: Asked) -> Rows | str:
+def rows_of(model: nn.Module, layout: TokenLayout, pending: PendingCall) -> CallRows | str:
     """A call's rows, or why it has none that could run with those of others, a clause.
 
     Args:
         model: the transformer.
         layout: of the call.
-        asked: the call.
+        pending: the call.
     """
     names, time_path = parameter_names(type(model).forward), timestep_of(model, layout)
-    arguments = Arguments(names, asked.args, asked.kwargs)
+    arguments = Arguments(names, pending.args, pending.kwargs)
     main, name = arguments.get(names[0]), type(model).__name__
     if time_path is None:
         return f"{name} takes no timestep, and requests stand at different ones"
@@ -306,7 +306,7 @@ def rows_of(model: nn.Module, layout: TokenLayout, asked: Asked) -> Rows | str:
             key.append((path, id(value)))
     # Lists of samples of one shape only.
     key += [(path, frozenset(_form(item) for item in arguments.get(path))) for path in lists]
-    return Rows(arguments, count, batched, tuple(times), shared, isinstance(main, list), tuple(key))
+    return CallRows(arguments, count, batched, tuple(times), shared, isinstance(main, list), tuple(key))
 
 
 def _form(value: Any) -> Hashable:
@@ -317,7 +317,7 @@ def _form(value: Any) -> Hashable:
     return (type(value), value if isinstance(value, _PLAIN) else id(value))
 
 
-def joined(calls: Sequence[Rows]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def join_calls(calls: Sequence[CallRows]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of one call with the rows of several, in order."""
     first = calls[0].arguments
     together = Arguments(first.names, tuple(first.args), first.kwargs)
@@ -334,7 +334,7 @@ def joined(calls: Sequence[Rows]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(together.args), together.kwargs
 
 
-def parted(output: Any, counts: Sequence[int], listed: bool) -> list[Any]:
+def split_result(output: Any, counts: Sequence[int], listed: bool) -> list[Any]:
     """The result of a call with the rows of several, taken apart: one for each.
 
     Raises:
@@ -353,7 +353,7 @@ def parted(output: Any, counts: Sequence[int], listed: bool) -> list[Any]:
     return [tree_unflatten(part, form) for part in parts]
 
 
-def _another(rows: Rows, model: nn.Module, layout: TokenLayout) -> Rows:
+def _varied(rows: CallRows, model: nn.Module, layout: TokenLayout) -> CallRows:
     """A call of the same form with other latents, embeddings and timestep."""
     time_path = timestep_of(model, layout) or ""
     other = Arguments(rows.arguments.names, tuple(rows.arguments.args), rows.arguments.kwargs)
@@ -367,22 +367,19 @@ def _another(rows: Rows, model: nn.Module, layout: TokenLayout) -> Rows:
     for path in (*rows.batched, *rows.times):
         value = other.get(path)
         if covers(time_path, path):
-            value = value // 2 if isinstance(value, int) or not _floating(value) else value * 0.5
+            floating = value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, float)
+            value = value * 0.5 if floating else value // 2
         else:
             value = changed(value)
         other.set(path, value)
-    return Rows(other, rows.count, rows.batched, rows.times, rows.shared, rows.listed, rows.key)
-
-
-def _floating(value: Any) -> bool:
-    return value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, float)
+    return CallRows(other, rows.count, rows.batched, rows.times, rows.shared, rows.listed, rows.key)
 
 
 # --- the hub -----------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Trouble:
+class FailedCalls:
     """Calls that have failed on this rank, and why.
 
     Attributes:
@@ -390,12 +387,12 @@ class Trouble:
         error: the reason.
     """
 
-    stuck: list[Run]
+    stuck: list[PipelineTask]
     error: Exception
 
 
 @dataclass
-class Counts:
+class CallCounts:
     """What has been called so far.
 
     Attributes:
@@ -420,7 +417,7 @@ class Batcher:
 
     Args:
         pipe: parallelised, with an engine that knows its layouts.
-        template: the same pipeline as it was before; every `Run` calls a copy of it (`copied`).
+        template: the same pipeline as it was before; every `PipelineTask` calls a copy of it (`copied`).
         exchange: gives every rank's value, in rank order. A collective call.
         rank: this rank; size: their number.
 
@@ -441,69 +438,69 @@ class Batcher:
     ) -> None:
         self.engine: Engine = engine_of(pipe)
         self.most = most
-        self.counts = Counts()
+        self.counts = CallCounts()
         self.why = _why_alone(pipe, self.engine)
         self._template, self._exchange, self._rank, self._size = template, exchange, rank, size
-        self._handover = Handover(pipe, self._passed)
+        self._interceptor = CallInterceptor(pipe, self._on_call)
         self._models = {id(model.model): model for model in self.engine.models}
         self._request = ExitStack()
-        self._turn: Callable[[Any], None] | None = None
-        self._whose: Any = None
+        self._set_pipe: Callable[[Any], None] | None = None
+        self._current_pipe: Any = None
         self._adapters: tuple[tuple[str, float], ...] | None = None
         self._values = Values()
         # Forms of calls that were looked at: why their rows cannot run together, or nothing.
         self._forms: dict[tuple[int, CallForm], str] = {}
-        # The run whose branches of guidance ranks foresee.
-        self._lone: Run | None = None
+        # The only task of the batch: ranks run its guidance branches ahead.
+        self._guided_task: PipelineTask | None = None
         # Seconds of other components' calls since the latest step.
         self._spent = 0.0
 
     def close(self) -> None:
         """Leave the pipeline as it was."""
-        self.rest()
-        self._handover.close()
+        self.close_request()
+        self._interceptor.close()
 
     # --- the engine's request ----------------------------------------------------------------------------------
 
-    def rest(self, failed: BaseException | None = None) -> None:
+    def close_request(self, failed: BaseException | None = None) -> None:
         """Close the engine's request until there is another call to make; ``failed``: of a call in it.
 
         Every rank does; where one has failed, all of them renew their links when the next request is opened.
         """
-        turn, self._turn, self._whose = self._turn, None, None
+        turn, self._set_pipe, self._current_pipe = self._set_pipe, None, None
         request = self._request.pop_all()
         if turn is None:
             return
         if failed is not None:
-            self._lone = None
+            self._guided_task = None
             request.__exit__(type(failed), failed, failed.__traceback__)
         else:
-            self._turn = turn
-            self._settle()
+            self._set_pipe = turn
+            self._end_guided_task()
             # It is not the last request's copy that is held.
             turn(self._template)
-            self._turn = None
+            self._set_pipe = None
             request.close()
         self._values.forget()
 
-    def _turn_to(self, pipe: Any) -> None:
-        """Transformer calls are of ``pipe``'s from here on; the template's: of many."""
-        if self._turn is None:
+    def _switch_to(self, pipe: Any) -> None:
+        """Tell the engine which pipeline makes the transformer calls that follow; the template: many tasks together."""
+        if self._set_pipe is None:
             name = type(self._template).__name__
-            self._turn = self._request.enter_context(self.engine.request(f"calls of {name} of many requests"))
-        if self._whose is not pipe:
-            self._settle()
-            self._turn(pipe)
-            self._whose = pipe
+            self._set_pipe = self._request.enter_context(self.engine.request(f"calls of {name} of many requests"))
+        if self._current_pipe is not pipe:
+            self._end_guided_task()
+            self._set_pipe(pipe)
+            self._current_pipe = pipe
 
-    def _settle(self) -> None:
+    def _end_guided_task(self) -> None:
         """Calls of the lone run are over for now. If a branch was not as foreseen, it fails."""
-        run, self._lone = self._lone, None
-        if run is None or self._turn is None:
+        run, self._guided_task = self._guided_task, None
+        if run is None or self._set_pipe is None:
             return
-        self._whose = None
+        self._current_pipe = None
         try:
-            self._turn(self._template)
+            self._set_pipe(self._template)
         except InputError as error:
             run.leave()
             run.output, run.failure = None, bare(error)
@@ -521,7 +518,7 @@ class Batcher:
 
     # --- a round -----------------------------------------------------------------------------------------------
 
-    def round(self, runs: Sequence[Run], seconds: Mapping[str, float]) -> Trouble | None:
+    def round(self, runs: Sequence[PipelineTask], seconds: Mapping[str, float]) -> FailedCalls | None:
         """Resume the runs that have an answer coming: those that wait for a step, or a few that wait for less.
 
         Text encoders and autoencoders do not hold up the steps of others: between two steps their calls take as long as
@@ -534,31 +531,31 @@ class Batcher:
         Returns:
             What has failed here. Runs that are stuck were not resumed.
         """
-        trouble = self._round(runs, seconds)
-        if self._lone is not None and self._lone.ended:
-            self._settle()
-        return trouble
-
-    def _round(self, runs: Sequence[Run], seconds: Mapping[str, float]) -> Trouble | None:
         for run in runs:
             if not run.begun:
                 run.resume()
-        waiting = [run for run in runs if run.asked is not None]
+        waiting = [run for run in runs if run.pending is not None]
         steps = [run for run in waiting if self.steps(run)]
-        asides = [run for run in waiting if not self.steps(run)]
-        chosen = self._chosen(asides, seconds, bool(steps))
-        if chosen:
-            return self._run_asides(chosen, seconds)
-        self._spent = 0.0
-        return self._run_steps(steps) if steps else None
+        encoder_calls = [run for run in waiting if not self.steps(run)]
+        failed = None
+        if chosen := self._choose_encoder_calls(encoder_calls, seconds, bool(steps)):
+            self._run_encoder_calls(chosen)
+        else:
+            self._spent = 0.0
+            failed = self._run_steps(steps) if steps else None
+        if self._guided_task is not None and self._guided_task.ended:
+            self._end_guided_task()
+        return failed
 
-    def _chosen(self, asides: list[Run], seconds: Mapping[str, float], others: bool) -> list[Run]:
-        """Those of the calls beside the steps that are next."""
-        chosen: list[Run] = []
+    def _choose_encoder_calls(
+        self, encoder_calls: list[PipelineTask], seconds: Mapping[str, float], others: bool
+    ) -> list[PipelineTask]:
+        """The calls of text encoders and autoencoders that run before the next step."""
+        chosen: list[PipelineTask] = []
         limit = seconds.get("", 0.0)
-        for run in asides:
-            assert run.asked is not None
-            cost = seconds.get(run.asked.name, limit)
+        for run in encoder_calls:
+            assert run.pending is not None
+            cost = seconds.get(run.pending.name, limit)
             if others and self._spent and self._spent + cost > limit:
                 break
             if chosen and not others and len(chosen) >= self._size:
@@ -567,24 +564,24 @@ class Batcher:
             chosen.append(run)
         return chosen
 
-    def _run_asides(self, runs: list[Run], seconds: Mapping[str, float]) -> Trouble | None:
+    def _run_encoder_calls(self, runs: list[PipelineTask]) -> None:
         """Calls of text encoders, autoencoders and the like. Several are shared out over the ranks of a CPU."""
-        self._turn_to(self._whose or self._template)
+        self._switch_to(self._current_pipe or self._template)
         shared = self._size > 1 and len(runs) > 1 and self.engine.mesh.device.type == "cpu"
         answers: dict[int, tuple[Any, Exception | None, Any]] = {}
         for place, run in enumerate(runs):
             if shared and place % self._size != self._rank:
                 continue
-            asked = run.asked
-            assert asked is not None
+            pending = run.pending
+            assert pending is not None
             started, answer, error = time.perf_counter(), None, None
             self.adapt(run.adapters)
             with run.random():
                 try:
-                    answer = asked.call(*asked.args, **asked.kwargs)
+                    answer = pending.call(*pending.args, **pending.kwargs)
                 except Exception as raised:
                     error = bare(raised)
-            self.counts.seen[asked.name] = time.perf_counter() - started
+            self.counts.seen[pending.name] = time.perf_counter() - started
             answers[place] = (answer, error, run.generators)
         if shared:
             for others in self._exchange(answers):
@@ -593,19 +590,18 @@ class Batcher:
             answer, error, states = answers[place]
             run.generators = states
             run.resume(answer, error)
-        return None
 
-    def _run_steps(self, runs: list[Run]) -> Trouble | None:
-        """Calls of transformers: those that fit together as one."""
+    def _run_steps(self, runs: list[PipelineTask]) -> FailedCalls | None:
+        """Run calls of transformers, those that fit together as one."""
         started, waited = time.perf_counter(), self.engine.mesh.waited
         alone = len(runs) == 1 and self.engine.config.cfg > 1
-        answers: dict[Run, Any] = {}
+        answers: dict[PipelineTask, Any] = {}
         failed: Exception | None = None
         for group in self._groups(runs):
             try:
                 # Ranks that share branches of guidance know those of one pipeline by its scheduler.
-                self._turn_to(runs[0].pipe if alone else self._template)
-                self._lone = runs[0] if alone else None
+                self._switch_to(runs[0].pipe if alone else self._template)
+                self._guided_task = runs[0] if alone else None
                 outputs = self._call([rows for _, rows in group], group[0][0], alone)
             except Exception as error:
                 failed = error
@@ -620,21 +616,22 @@ class Batcher:
         if failed is None:
             self._values.turn()
             return None
-        return Trouble([run for run in runs if run not in answers], failed)
+        return FailedCalls([run for run in runs if run not in answers], failed)
 
-    def _groups(self, runs: list[Run]) -> list[list[tuple[Run, Rows | None]]]:
+    def _groups(self, runs: list[PipelineTask]) -> list[list[tuple[PipelineTask, CallRows | None]]]:
         """Calls that run as one, in the order of their first."""
-        groups: list[list[tuple[Run, Rows | None]]] = []
+        groups: list[list[tuple[PipelineTask, CallRows | None]]] = []
         places: dict[Hashable, list[int]] = {}
         for run in runs:
-            asked = run.asked
-            assert asked is not None
-            rows = None if asked.alone else self._rows(asked)
+            pending = run.pending
+            assert pending is not None
+            found = "" if pending.alone else self._rows(pending)
+            rows = None if isinstance(found, str) else found
             known = places.setdefault((rows.key, run.adapters), []) if rows is not None else []
             for place in known:
                 first = groups[place][0][1]
                 room = len(groups[place]) < self.most
-                if room and first and rows and self._same(first, rows) and self._joins(run, rows):
+                if room and first and rows and self._same(first, rows) and not self._why(run, rows):
                     groups[place].append((run, rows))
                     break
             else:
@@ -646,39 +643,38 @@ class Batcher:
         hooks = model.find(ModelHooks)
         return model.layout if hooks is None else hooks.layout
 
-    def _rows(self, asked: Asked) -> Rows | None:
-        model = self._models[id(asked.component)]
-        rows = rows_of(model.model, self._layout(model), asked)
-        return None if isinstance(rows, str) else rows
+    def _rows(self, pending: PendingCall) -> CallRows | str:
+        model = self._models[id(pending.component)]
+        return rows_of(model.model, self._layout(model), pending)
 
-    def _same(self, one: Rows, other: Rows) -> bool:
+    def _same(self, one: CallRows, other: CallRows) -> bool:
         """Whether two calls have equal tensors beside their rows."""
         return all(self._values.same(seen(value), seen(other.shared[path])) for path, value in one.shared.items())
 
-    def steps(self, run: Run) -> bool:
+    def steps(self, run: PipelineTask) -> bool:
         """Whether a run waits for a transformer."""
-        return run.asked is not None and run.asked.name in DENOISERS
+        return run.pending is not None and run.pending.name in DENOISERS
 
     # --- one call ----------------------------------------------------------------------------------------------
 
-    def _call(self, calls: list[Rows | None], run: Run, alone: bool) -> list[Any]:
+    def _call(self, calls: list[CallRows | None], run: PipelineTask, alone: bool) -> list[Any]:
         """The results of calls that are joined; the first one is ``run``'s."""
-        asked = run.asked
-        assert asked is not None
+        pending = run.pending
+        assert pending is not None
         self.adapt(run.adapters)
         if not alone:
             self.engine.clock.advance()
-        with self._seeing_tiles(asked.component):
+        with self._seeing_tiles(pending.component):
             if len(calls) == 1:
-                self._count(_samples(asked))
-                return [asked.call(*asked.args, **asked.kwargs)]
+                self._count(_samples(pending))
+                return [pending.call(*pending.args, **pending.kwargs)]
             rows = [call for call in calls if call is not None]
-            args, kwargs = joined(rows)
+            args, kwargs = join_calls(rows)
             self._count(sum(call.count for call in rows))
-            return parted(asked.call(*args, **kwargs), [call.count for call in rows], rows[0].listed)
+            return split_result(pending.call(*args, **kwargs), [call.count for call in rows], rows[0].listed)
 
-    def _passed(self, asked: Asked) -> None:
-        self._count(_samples(asked))
+    def _on_call(self, pending: PendingCall) -> None:
+        self._count(_samples(pending))
 
     def _count(self, rows: int) -> None:
         self.counts.calls += 1
@@ -706,51 +702,46 @@ class Batcher:
 
     # --- looking -----------------------------------------------------------------------------------------------
 
-    def _joins(self, run: Run, rows: Rows) -> bool:
-        return not self._why(run, rows)
-
-    def _why(self, run: Run, rows: Rows) -> str:
-        form = id(run.asked.component) if run.asked is not None else 0, form_of(rows.arguments)
+    def _why(self, run: PipelineTask, rows: CallRows) -> str:
+        form = id(run.pending.component) if run.pending is not None else 0, form_of(rows.arguments)
         if form not in self._forms:
-            self._forms[form] = self._look(run, rows)
+            self._forms[form] = self._compare_joined(run, rows)
         return self._forms[form]
 
-    def look(self, run: Run) -> None:
+    def check_joining(self, run: PipelineTask) -> None:
         """Find out whether calls such as a run waits for can be joined, and set `why` if not. Collective."""
-        asked = run.asked
-        assert asked is not None
-        model = self._models[id(asked.component)]
-        rows = rows_of(model.model, self._layout(model), asked)
+        assert run.pending is not None
+        rows = self._rows(run.pending)
         if why := rows if isinstance(rows, str) else self._why(run, rows):
             self.why = f"{why}; requests run one after the other"
 
-    def _look(self, run: Run, rows: Rows) -> str:
+    def _compare_joined(self, run: PipelineTask, rows: CallRows) -> str:
         """Why a call's rows are others beside those of another call, a clause; empty: they are the same.
 
         The call runs alone, another one with other latents, embeddings and timestep runs alone, then both as one.
         """
-        asked = run.asked
-        assert asked is not None
-        model = self._models[id(asked.component)]
+        pending = run.pending
+        assert pending is not None
+        model = self._models[id(pending.component)]
         name = type(model.model).__name__
-        other = _another(rows, model.model, self._layout(model))
+        other = _varied(rows, model.model, self._layout(model))
         failed: Exception | None = None
         try:
-            self._turn_to(self._template)
+            self._switch_to(self._template)
             self.adapt(run.adapters)
             alone: list[Any] = []
             for one in (rows, other):
                 self.engine.clock.advance()
-                alone.append(asked.call(*one.arguments.args, **one.arguments.kwargs))
+                alone.append(pending.call(*one.arguments.args, **one.arguments.kwargs))
             self.engine.clock.advance()
-            args, kwargs = joined([rows, other])
-            together = parted(asked.call(*args, **kwargs), [rows.count, other.count], rows.listed)
+            args, kwargs = join_calls([rows, other])
+            together = split_result(pending.call(*args, **kwargs), [rows.count, other.count], rows.listed)
             answer = self._compared(name, alone, together)
         except Exception as error:
             failed, answer = error, f"{name} cannot take rows of two requests at a time ({_short(error)})"
         every = self._exchange(answer)
         if failed is not None or any(every):
-            self.rest(failed)
+            self.close_request(failed)
         return next(filter(None, every), "")
 
     def _compared(self, name: str, alone: Sequence[Any], together: Sequence[Any]) -> str:
@@ -767,8 +758,8 @@ class Batcher:
         return ""
 
 
-def _samples(asked: Asked) -> int:
-    return samples_of(Arguments(parameter_names(type(asked.component).forward), asked.args, asked.kwargs))
+def _samples(pending: PendingCall) -> int:
+    return samples_of(Arguments(parameter_names(type(pending.component).forward), pending.args, pending.kwargs))
 
 
 def tensors_of(value: Any) -> list[Tensor]:

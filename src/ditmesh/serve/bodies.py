@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope
 
 from ..errors import did_you_mean
 from .errors import Refused, wait_header
-from .settings import Settings
+from .settings import ApiSettings
 
 # Bytes of JSON that holds no images.
 MOST_OF_WORDS = 1024 * 1024
@@ -74,16 +74,16 @@ class Bodies:
             del self._of[who]
 
 
-def most_structure(settings: Settings) -> int:
+def most_structure(settings: ApiSettings) -> int:
     """Characters of `STRUCTURE` that a request may have: its own, and those of two prompts, escaped in any way."""
     return OWN + 2 * 4 * settings.max_prompt
 
 
-async def read_json(request: Request, known: Collection[str], most: int, settings: Settings) -> dict[str, Any]:
+async def read_json(request: Request, known: Collection[str], most: int, settings: ApiSettings) -> dict[str, Any]:
     """The object in a request's body.
 
     Args:
-        request: whose body has not been read yet.
+        request: with a body that has not been read yet.
         known: names of its fields.
         most: bytes of it.
         settings: of the server.
@@ -107,9 +107,7 @@ async def read_json(request: Request, known: Collection[str], most: int, setting
     except ClientDisconnect:
         raise Refused(400, "the body did not come whole; send it again") from None
     # A thread: megabytes of pictures are not to stop the steps of others from being told of.
-    parse = _parsed if len(data) < MOST_OF_WORDS else _in_thread
-    fields = parse(data)
-    fields = await fields if isinstance(fields, Coroutine) else fields
+    fields = _parsed(data) if len(data) < MOST_OF_WORDS else await asyncio.to_thread(_parsed, data)
     if not isinstance(fields, dict):
         raise Refused(400, "the body is no JSON object; send one", "invalid_json")
     unknown = [name for name in fields if name not in known]
@@ -121,7 +119,7 @@ async def read_json(request: Request, known: Collection[str], most: int, setting
     return fields
 
 
-def check_limits(fields: Mapping[str, Any], settings: Settings) -> None:
+def check_limits(fields: Mapping[str, Any], settings: ApiSettings) -> None:
     """Refuse what the operator does not allow, in a request's fields or in those of its JSON.
 
     Raises:
@@ -151,10 +149,6 @@ def _parsed(data: bytes | bytearray) -> Any:
         raise Refused(400, "the body is not JSON; send one JSON object", "invalid_json") from None
 
 
-def _in_thread(data: bytes | bytearray) -> Coroutine[Any, Any, Any]:
-    return asyncio.to_thread(_parsed, data)
-
-
 def _check_members(fields: Mapping[str, Any]) -> None:
     """Refuse what would make an error for each of its members."""
     left: list[tuple[str, Any]] = [*fields.items()]
@@ -167,7 +161,7 @@ def _check_members(fields: Mapping[str, Any]) -> None:
 
 
 class JsonRoute(APIRoute):
-    """A route whose body, if it has one, is read by `read_json`."""
+    """A route with a body, if any, that is read by `read_json`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """As FastAPI's."""
@@ -177,7 +171,7 @@ class JsonRoute(APIRoute):
         known = body.model_fields
 
         async def read(request: Request) -> Response:
-            settings: Settings = request.app.state.server.settings
+            settings: ApiSettings = request.app.state.server.settings
             most = settings.max_body if "inputs" in known else min(MOST_OF_WORDS, settings.max_body)
             fields = await read_json(request, known, most, settings)
             return await handler(ReadRequest(request.scope, request.receive, fields))
@@ -193,7 +187,7 @@ def _body_of(endpoint: Callable[..., Any]) -> type[BaseModel] | None:
 
 
 class ReadRequest(Request):
-    """A request whose JSON has been read."""
+    """A request with its JSON read."""
 
     def __init__(self, scope: Scope, receive: Receive, fields: dict[str, Any]) -> None:
         headers = [one for one in scope["headers"] if one[0] != b"content-type"]

@@ -76,7 +76,7 @@ class ConnectionLimits:
 
     @classmethod
     def of_process(cls, most: int) -> ConnectionLimits:
-        """Limits that fit the process's number of descriptors, whose soft limit is raised as far as that is needed."""
+        """Limits that fit the process's number of descriptors; their soft limit is raised as far as that is needed."""
         fit = min(most, _descriptors(2 * most + RESERVED) // 2)
         if fit < most:
             logger.warning(
@@ -116,7 +116,7 @@ class ClientConnection(H11Protocol):
     """uvicorn's protocol on h11, with limits of time.
 
     Attributes:
-        party: whose it is.
+        party: of the client.
         crowded: it came when there were too many already.
         since: when it was made, its request began, or that was answered, on the monotonic clock.
     """
@@ -130,7 +130,7 @@ class ClientConnection(H11Protocol):
         self.since = self._looked = time.monotonic()
         # Bytes that have come since then; when the buffer of what goes out was looked at, and its size.
         self._heard = 0
-        self._owed: tuple[float, int] | None = None
+        self._backlog: tuple[float, int] | None = None
 
     # ---- uvicorn's hooks
 
@@ -154,7 +154,7 @@ class ClientConnection(H11Protocol):
                 if not self.transport.is_closing():
                     super().data_received(data[start : start + LONGEST_HEADER])
         except (h11.LocalProtocolError, UnicodeDecodeError):
-            # Nonsense in a body whose answer has begun, or in a path.
+            # Nonsense in a body after its answer has begun, or in a path.
             self.transport.abort()
         self._note()
 
@@ -243,13 +243,13 @@ class ClientConnection(H11Protocol):
         """Whether the client does not read what it is sent."""
         size = self.transport.get_write_buffer_size()
         if not size or not (self.flow.write_paused or self.transport.is_closing() or not self._busy):
-            self._owed = None
-        elif self._owed is None:
-            self._owed = now, size
-        elif now - self._owed[0] > limits.write:
-            if self._owed[1] - size < limits.write_rate * limits.write:
+            self._backlog = None
+        elif self._backlog is None:
+            self._backlog = now, size
+        elif now - self._backlog[0] > limits.write:
+            if self._backlog[1] - size < limits.write_rate * limits.write:
                 return True
-            self._owed = now, size
+            self._backlog = now, size
         return False
 
     def _too_slow(self, what: str, seconds: float) -> None:
@@ -287,8 +287,8 @@ class Connections:
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self._all: dict[ClientConnection, None] = {}
-        self._of: Counter[str] = Counter()
-        # Those without a request under way, by whose they are, the oldest first.
+        self._by_party: Counter[str] = Counter()
+        # Connections without a request under way, by party, the oldest first.
         self._idle: dict[str, OrderedDict[ClientConnection, None]] = {}
 
     def __len__(self) -> int:
@@ -297,7 +297,7 @@ class Connections:
     def add(self, connection: ClientConnection, address: str) -> bool:
         """Take in a new connection; False: there is no room even for a probe."""
         party = _party(address)
-        own = self._of[party] >= self.limits.per_address
+        own = self._by_party[party] >= self.limits.per_address
         if own or len(self._all) >= self.limits.most:
             oldest = self._oldest(party if own else self._largest())
             if oldest is not None:
@@ -309,7 +309,7 @@ class Connections:
                 connection.crowded = True
         connection.party = party
         self._all[connection] = None
-        self._of[party] += 1
+        self._by_party[party] += 1
         self._idle.setdefault(party, OrderedDict())[connection] = None
         return True
 
@@ -321,7 +321,7 @@ class Connections:
         return 0.0 if oldest is None else max(0.0, oldest.since + GRACE - time.monotonic())
 
     def _largest(self) -> str:
-        """Who has the most connections without a request."""
+        """The party with the most connections without a request."""
         return max(self._idle, key=lambda one: len(self._idle[one]), default="")
 
     def _oldest(self, party: str) -> ClientConnection | None:
@@ -332,9 +332,9 @@ class Connections:
         if connection not in self._all:
             return
         del self._all[connection]
-        self._of[connection.party] -= 1
-        if not self._of[connection.party]:
-            del self._of[connection.party]
+        self._by_party[connection.party] -= 1
+        if not self._by_party[connection.party]:
+            del self._by_party[connection.party]
         self._leave(connection)
 
     def _leave(self, connection: ClientConnection) -> None:

@@ -12,26 +12,26 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from .backend import StorageError
-from .jobs import Jobs, Live
-from .offers import Offer
+from .jobs import JobState, JobStore
+from .offers import ServedModel
 from .protocol import (
     Beat,
-    Began,
     Cancelled,
     Finished,
     Load,
     ModelFailed,
     ModelReady,
     Paused,
+    PictureTask,
     Preview,
     Start,
-    Stepped,
-    Task,
+    TaskBegan,
     TaskFailed,
+    TaskStepped,
     under_way,
 )
-from .queue import Head
-from .replicas import Down, Limits, MakeRanks, Replica, Said, Up
+from .queue import NextJob
+from .replicas import MakeRanks, RankLimits, RanksDown, RanksUp, Replica, ReplicaReport
 from .types import ENDED, Job, JobError, JobImage, ReplicaState
 
 logger = logging.getLogger(__name__)
@@ -42,11 +42,11 @@ SWITCH = 2.0
 # them; and before all jobs fail, or the server ends if none has ever served.
 LOADS, STARTS, MOST_STARTS = 2, 3, 6
 
-OfTask = Began | Stepped | Preview | Paused | Finished | TaskFailed | Cancelled
+TaskReport = TaskBegan | TaskStepped | Preview | Paused | Finished | TaskFailed | Cancelled
 
 
 @dataclass(eq=False)
-class Group:
+class ReplicaSlot:
     """A replica as the dispatcher sees it.
 
     Attributes:
@@ -54,7 +54,7 @@ class Group:
         models: names of those loaded.
         loading: the model that it was told to load.
         running: its tasks, by id: jobs and numbers of pictures.
-        alone: the job that has it for itself, since ranks have failed under it.
+        exclusive_job: the job that has it for itself, since ranks have failed under it.
         reserved: no task is given to it until it has none: then such a job gets it.
         failures: how often its ranks have failed since they last loaded a model.
         final: they are not started again.
@@ -65,15 +65,15 @@ class Group:
     up: bool = False
     models: set[str] = field(default_factory=set)
     loading: str = ""
-    running: dict[str, tuple[Live, int]] = field(default_factory=dict)
-    alone: str = ""
+    running: dict[str, tuple[JobState, int]] = field(default_factory=dict)
+    exclusive_job: str = ""
     reserved: bool = False
     failures: int = 0
     final: bool = False
 
     @property
-    def hopeless(self) -> bool:
-        """Whether its ranks have failed so often that nobody waits for them."""
+    def gave_up(self) -> bool:
+        """Whether its ranks have failed so often that jobs do not wait for them."""
         return self.final or self.failures >= MOST_STARTS
 
     @property
@@ -89,29 +89,29 @@ class Dispatcher:
     then on without company: so the one under which ranks fail again is the one to blame, and fails with the reason.
 
     Attributes:
-        groups: the replicas.
+        slots: the replicas.
     """
 
     def __init__(
         self,
-        jobs: Jobs,
-        offers: Mapping[str, Offer],
-        makes: Sequence[MakeRanks],
-        limits: Limits,
+        jobs: JobStore,
+        models: Mapping[str, ServedModel],
+        launchers: Sequence[MakeRanks],
+        limits: RankLimits,
         *,
         most_loaded: int,
         most_running: int,
         function: Callable[..., None] | None = None,
     ) -> None:
-        """Prepare a replica for each of ``makes``; for the other arguments see `Service`."""
-        self._jobs, self._offers = jobs, offers
+        """Prepare a replica for each of ``launchers``; for the other arguments see `Service`."""
+        self._jobs, self._models = jobs, models
         self._most_loaded, self._most_running = most_loaded, most_running
-        self.groups = []
-        for number, make in enumerate(makes):
+        self.slots = []
+        for number, make in enumerate(launchers):
             name = f"replica-{number}"
-            replica = Replica(name, make, self._hear, limits, function)
-            self.groups.append(Group(replica, ReplicaState(name=name, state="starting")))
-        self._group_of = {group.replica: group for group in self.groups}
+            replica = Replica(name, make, self._receive, limits, function)
+            self.slots.append(ReplicaSlot(replica, ReplicaState(name=name, state="starting")))
+        self._slot_of = {slot.replica: slot for slot in self.slots}
         # Loads that have failed, by model; whether any has been loaded.
         self._failed_loads: dict[str, int] = {}
         self._served = self._draining = False
@@ -120,21 +120,21 @@ class Dispatcher:
     async def start(self) -> None:
         """Start the replicas, and to give them tasks."""
         self._loop = asyncio.get_running_loop()
-        self._inbox: asyncio.Queue[tuple[Group, Said] | None] = asyncio.Queue()
-        for group in self.groups:
-            group.replica.start()
+        self._inbox: asyncio.Queue[tuple[ReplicaSlot, ReplicaReport] | None] = asyncio.Queue()
+        for slot in self.slots:
+            slot.replica.start()
         self._listener = asyncio.create_task(self._listen())
-        self._giver = asyncio.create_task(self._give())
+        self._giver = asyncio.create_task(self._assign_tasks())
 
     async def stop(self, grace: float) -> None:
         """Begin nothing any more, wait ``grace`` seconds for what is under way, and end the replicas."""
         self._draining = True
         limit = time.monotonic() + grace
-        while time.monotonic() < limit and (self._jobs.owing or any(group.running for group in self.groups)):
+        while time.monotonic() < limit and (self._jobs.has_unwritten or any(slot.running for slot in self.slots)):
             await asyncio.sleep(0.05)
-        for group in self.groups:
-            group.replica.stop()
-        await asyncio.gather(*(asyncio.to_thread(group.replica.join) for group in self.groups))
+        for slot in self.slots:
+            slot.replica.stop()
+        await asyncio.gather(*(asyncio.to_thread(slot.replica.join) for slot in self.slots))
         # Behind all that they have said.
         self._loop.call_soon(self._inbox.put_nowait, None)
         await self._listener
@@ -147,13 +147,13 @@ class Dispatcher:
         return self._reason
 
     @property
-    def hopeless(self) -> str:
+    def failure_reason(self) -> str:
         """Why jobs that wait would wait in vain, a clause; empty: they would not, or wait for another server."""
-        if self._gave_up.is_set() or not all(group.hopeless for group in self.groups):
+        if self._gave_up.is_set() or not all(slot.gave_up for slot in self.slots):
             return ""
-        group = min(self.groups, key=lambda one: one.final)
-        often = "" if group.final else f" {group.failures} times in a row"
-        return f"the ranks of {group.state.name} have failed{often}: {group.state.message}"
+        slot = min(self.slots, key=lambda one: one.final)
+        often = "" if slot.final else f" {slot.failures} times in a row"
+        return f"the ranks of {slot.state.name} have failed{often}: {slot.state.message}"
 
     def _give_up(self, reason: str) -> None:
         self._reason = reason
@@ -161,72 +161,71 @@ class Dispatcher:
 
     # ---- to replicas
 
-    async def _give(self) -> None:
-        """Give tasks to replicas whenever something has changed."""
+    async def _assign_tasks(self) -> None:
         while True:
             await self._jobs.wake.wait()
             self._jobs.wake.clear()
             try:
                 async with self._jobs.change:
-                    hungry = [] if self._draining else list(self.groups)
+                    open_slots = [] if self._draining else list(self.slots)
                     # One at a time to the replica that has the fewest.
-                    while hungry and not self._jobs.owing:
-                        group = min(hungry, key=lambda one: len(one.running))
-                        if not await self._feed(group):
-                            hungry.remove(group)
+                    while open_slots and not self._jobs.has_unwritten:
+                        slot = min(open_slots, key=lambda one: len(one.running))
+                        if not await self._assign_next(slot):
+                            open_slots.remove(slot)
             except StorageError as error:
-                # `Jobs.look_after` wakes this up again.
+                # `JobStore.maintain` wakes this up again.
                 logger.error("%s", error)
             except Exception:
                 logger.exception("giving tasks to replicas failed")
 
-    async def _feed(self, group: Group) -> bool:
+    async def _assign_next(self, slot: ReplicaSlot) -> bool:
         """Give a replica its next task, if it may have one; whether it got one."""
-        if not group.up or group.loading or len(group.running) >= 2 * self._most_running:
+        if not slot.up or slot.loading or len(slot.running) >= 2 * self._most_running:
             return False
-        head = await self._jobs.on_disk(self._choose(group))
+        head = await self._jobs.on_disk(self._choose(slot))
         # Another replica may have taken the job that this one was reserved for.
-        group.reserved = group.reserved and head is not None and head.again
-        if head is None or (group.reserved and group.running):
+        slot.reserved = slot.reserved and head is not None and head.again
+        if head is None or (slot.reserved and slot.running):
             return False
-        if len(group.running) >= self._most_running:
+        if len(slot.running) >= self._most_running:
             # Only for what is more urgent than a task of the same owner, which pauses.
-            tasks = [(live.owner, live.job.request.priority) for live, _ in group.running.values()]
-            tasks.append((self._jobs.lives[head.id].owner, head.priority))
+            tasks = [(live.owner, live.job.request.priority) for live, _ in slot.running.values()]
+            tasks.append((self._jobs.live_jobs[head.id].owner, head.priority))
             if len(tasks) - 1 not in under_way(tasks, self._most_running):
                 return False
         if head.again:
-            if not (group.idle or group.alone == head.id):
-                group.reserved = True
+            if not (slot.idle or slot.exclusive_job == head.id):
+                slot.reserved = True
                 return False
-            group.alone = head.id
-        group.reserved = False
-        if head.model not in group.models:
+            slot.exclusive_job = head.id
+        slot.reserved = False
+        if head.model not in slot.models:
             # Whatever may be unloaded for it must not be at work.
-            if len(group.models) < self._most_loaded or not group.running:
-                self._load(group, head.model)
+            if len(slot.models) < self._most_loaded or not slot.running:
+                self._load(slot, head.model)
             return False
         picture = await self._jobs.on_disk(self._jobs.queue.begin, head.id)
         if picture is None:
             return False
-        self._start(group, self._jobs.lives[head.id], picture)
+        self._start(slot, self._jobs.live_jobs[head.id], picture)
         return True
 
-    def _choose(self, group: Group) -> Callable[[], Head | None]:
+    def _choose(self, slot: ReplicaSlot) -> Callable[[], NextJob | None]:
         """What finds the job that a replica serves next; to be called on the disk's thread."""
         queue = self._jobs.queue
-        if group.alone and group.running:
-            return partial(queue.head, job=group.alone)
-        group.alone = ""
-        others = [one for one in self.groups if one is not group]
+        if slot.exclusive_job and slot.running:
+            return partial(queue.head, job=slot.exclusive_job)
+        slot.exclusive_job = ""
+        others = [one for one in self.slots if one is not slot]
         # A job that is to have ranks for itself need not wait for these when others are free, or about to be.
         elsewhere = any(one.idle or one.reserved or (not one.up and 0 < one.failures < STARTS) for one in others)
-        again = group.idle or not elsewhere
-        models = set(group.models)
+        again = slot.idle or not elsewhere
+        models = set(slot.models)
         there = {name for one in others for name in (*one.models, one.loading)}
 
-        def choose() -> Head | None:
-            head = queue.head(self._offers.keys(), again=again)
+        def choose() -> NextJob | None:
+            head = queue.head(self._models.keys(), again=again)
             if head is None or head.model in models:
                 return head
             own = queue.head(models, again=again)
@@ -235,71 +234,72 @@ class Dispatcher:
 
         return choose
 
-    def _load(self, group: Group, name: str) -> None:
-        group.loading = name
-        group.replica.send(Load(self._offers[name].spec, self._most_loaded))
+    def _load(self, slot: ReplicaSlot, name: str) -> None:
+        slot.loading = name
+        slot.replica.send(Load(self._models[name].spec, self._most_loaded))
 
-    def _start(self, group: Group, live: Live, picture: int) -> None:
-        self._jobs.begin(live, picture, group.replica)
+    def _start(self, slot: ReplicaSlot, live: JobState, picture: int) -> None:
+        self._jobs.begin(live, picture, slot.replica)
         task = live.task(picture)
-        group.running[task] = (live, picture)
+        slot.running[task] = (live, picture)
         paths = {one.digest: self._jobs.results.input(one.digest) for one in live.job.request.inputs}
         files = {digest: str(path) for digest, path in paths.items() if path is not None}
-        group.replica.send(Start(Task(task, live.model, live.job.request, picture, files, live.owner)))
+        slot.replica.send(Start(PictureTask(task, live.model, live.job.request, picture, files, live.owner)))
 
     # ---- from replicas
 
-    def _hear(self, replica: Replica, said: Said) -> None:
+    def _receive(self, replica: Replica, said: ReplicaReport) -> None:
         """Called in a replica's thread."""
         with suppress(RuntimeError):
             # The loop may be closed when this process ends.
-            self._loop.call_soon_threadsafe(self._inbox.put_nowait, (self._group_of[replica], said))
+            self._loop.call_soon_threadsafe(self._inbox.put_nowait, (self._slot_of[replica], said))
 
     async def _listen(self) -> None:
         while (item := await self._inbox.get()) is not None:
-            group, said = item
+            slot, said = item
             try:
                 async with self._jobs.change:
-                    if isinstance(said, (Up, Down, ModelReady, ModelFailed, Beat)):
-                        await self._of_ranks(group, said)
-                    elif said.id in group.running:
-                        await self._of_task(group, *group.running[said.id], said)
+                    if isinstance(said, (RanksUp, RanksDown, ModelReady, ModelFailed, Beat)):
+                        await self._apply_rank_report(slot, said)
+                    elif said.id in slot.running:
+                        await self._apply_task_report(slot, *slot.running[said.id], said)
             except Exception:
-                logger.exception("what %s said was not understood", group.replica.name)
-            if not isinstance(said, (Beat, Began, Stepped, Preview, Paused)):
+                logger.exception("what %s said was not understood", slot.replica.name)
+            if not isinstance(said, (Beat, TaskBegan, TaskStepped, Preview, Paused)):
                 self._jobs.wake.set()
 
-    async def _of_ranks(self, group: Group, said: Up | Down | ModelReady | ModelFailed | Beat) -> None:
-        """What a replica says of its ranks."""
-        if isinstance(said, Up):
-            await self._up(group)
-        elif isinstance(said, Down):
-            await self._down(group, said)
+    async def _apply_rank_report(
+        self, slot: ReplicaSlot, said: RanksUp | RanksDown | ModelReady | ModelFailed | Beat
+    ) -> None:
+        if isinstance(said, RanksUp):
+            slot.up = True
+            await self._load_first(slot)
+        elif isinstance(said, RanksDown):
+            await self._down(slot, said)
         elif isinstance(said, ModelReady):
-            self._loaded(group, said)
+            self._loaded(slot, said)
         elif isinstance(said, ModelFailed):
-            group.loading, group.models = "", group.models - set(said.unloaded)
-            group.state.message, group.state.models = said.message, sorted(group.models)
+            slot.loading, slot.models = "", slot.models - set(said.unloaded)
+            slot.state.message, slot.state.models = said.message, sorted(slot.models)
             await self._load_failed(said.name, JobError(code="internal", message=said.message), LOADS)
-            if not group.models:
-                # Whoever asks whether the server is ready asks for any of them.
-                await self._load_first(group)
+            if not slot.models:
+                # The server is ready with any of its models.
+                await self._load_first(slot)
         else:
-            state = group.state
+            state = slot.state
             state.ranks, state.bytes = list(said.ranks), dict(said.bytes)
             state.batch, state.calls, state.rows = said.batch, said.calls, said.rows
             state.synchronous_steps, state.drift = said.synchronous_steps, said.drift
 
-    async def _of_task(self, group: Group, live: Live, picture: int, said: OfTask) -> None:
-        """What a replica says of a task."""
+    async def _apply_task_report(self, slot: ReplicaSlot, live: JobState, picture: int, said: TaskReport) -> None:
         if isinstance(said, (Finished, TaskFailed, Cancelled)):
-            del group.running[said.id]
-            self._jobs.left(live, picture)
+            del slot.running[said.id]
+            self._jobs.task_ended(live, picture)
         if live.ended:
             return
-        if isinstance(said, Began):
+        if isinstance(said, TaskBegan):
             live.steps = said.steps or live.steps
-        elif isinstance(said, Stepped):
+        elif isinstance(said, TaskStepped):
             live.steps = said.steps
             self._jobs.stepped(live, picture, said.step, said.batch)
         elif isinstance(said, Preview):
@@ -310,17 +310,17 @@ class Dispatcher:
         elif isinstance(said, Finished):
             await self._finished(live, picture, said)
         elif isinstance(said, TaskFailed):
-            company = any(one is not live for one, _ in group.running.values())
+            company = any(one is not live for one, _ in slot.running.values())
             if said.code == "out_of_memory" and company and live.job.attempt == 1:
                 # There may be enough for it alone.
-                await self._again(live, [picture], said.message)
+                await self._restart(live, [picture], said.message)
             else:
                 await self._fail(live, JobError(code=said.code, message=said.message))
         else:
-            # Nobody has asked for that.
-            await self._again(live, [picture], "the ranks have given it back", counts=False)
+            # The ranks were not asked to.
+            await self._restart(live, [picture], "the ranks have given it back", counts=False)
 
-    async def _finished(self, live: Live, picture: int, said: Finished) -> None:
+    async def _finished(self, live: JobState, picture: int, said: Finished) -> None:
         """A picture is done: its file is written, then that it is there."""
         image = JobImage(
             index=picture,
@@ -330,7 +330,7 @@ class Dispatcher:
             height=said.height,
             receipt=dict(said.receipt),
         )
-        self._jobs.speed.done(live.work)
+        self._jobs.throughput.done(live.work)
         queue, results = self._jobs.queue, self._jobs.results
 
         def change() -> Job | None:
@@ -347,14 +347,14 @@ class Dispatcher:
                 if job.status in ENDED:
                     self._jobs.end(live, job)
 
-        await self._jobs.keep(live, change, then)
+        await self._jobs.write(live, change, then)
 
-    async def _fail(self, live: Live, error: JobError) -> None:
+    async def _fail(self, live: JobState, error: JobError) -> None:
         change = partial(self._jobs.queue.fail, live.id, error)
-        await self._jobs.keep(live, change, lambda job: None if job is None else self._jobs.end(live, job))
+        await self._jobs.write(live, change, lambda job: None if job is None else self._jobs.end(live, job))
 
-    async def _again(self, live: Live, pictures: Collection[int], why: str, counts: bool = True) -> None:
-        """Pictures have to be begun again."""
+    async def _restart(self, live: JobState, pictures: Collection[int], why: str, counts: bool = True) -> None:
+        """Put pictures back into the queue; ``counts``: as another attempt of their job."""
 
         def then(job: Job | None) -> None:
             if job is not None:
@@ -363,48 +363,44 @@ class Dispatcher:
                     live.progress.pop(picture, None)
                 live.log.publish("restarted", {"attempt": job.attempt, "reason": why})
 
-        await self._jobs.keep(live, partial(self._jobs.queue.interrupt, live.id, pictures, counts), then)
+        await self._jobs.write(live, partial(self._jobs.queue.interrupt, live.id, pictures, counts), then)
 
     # ---- ranks that come and go
 
-    async def _up(self, group: Group) -> None:
-        group.up = True
-        await self._load_first(group)
-
-    async def _load_first(self, group: Group) -> None:
+    async def _load_first(self, slot: ReplicaSlot) -> None:
         """Load the model that is asked for, or the first, unless that has failed."""
-        head = await self._jobs.on_disk(self._jobs.queue.head, self._offers.keys())
-        names = [*self._offers] if head is None else [head.model, *self._offers]
+        head = await self._jobs.on_disk(self._jobs.queue.head, self._models.keys())
+        names = [*self._models] if head is None else [head.model, *self._models]
         name = next((one for one in names if self._failed_loads.get(one, 0) < LOADS), None)
         if name is not None:
-            self._load(group, name)
+            self._load(slot, name)
 
-    def _loaded(self, group: Group, said: ModelReady) -> None:
-        group.loading, group.failures, self._served = "", 0, True
+    def _loaded(self, slot: ReplicaSlot, said: ModelReady) -> None:
+        slot.loading, slot.failures, self._served = "", 0, True
         self._failed_loads.pop(said.name, None)
-        group.models = (group.models | {said.name}) - set(said.unloaded)
-        self._offers[said.name].loaded(said.card)
+        slot.models = (slot.models | {said.name}) - set(said.unloaded)
+        self._models[said.name].loaded(said.card)
         for lora, note in said.card.get("lora_notes", {}).items():
             logger.warning("LoRA %s fits %s in part: %s", lora, said.name, note)
-        group.state.state, group.state.models = "ready", sorted(group.models)
-        group.state.mesh, group.state.strategy = dict(said.mesh), said.strategy
+        slot.state.state, slot.state.models = "ready", sorted(slot.models)
+        slot.state.mesh, slot.state.strategy = dict(said.mesh), said.strategy
 
-    async def _down(self, group: Group, said: Down) -> None:
+    async def _down(self, slot: ReplicaSlot, said: RanksDown) -> None:
         """Ranks are gone: what they were at begins again, or fails when they have failed under it alone."""
-        tasks, loading = list(group.running.values()), group.loading
-        group.up, group.loading, group.alone, group.reserved = False, "", "", False
-        group.running, group.models = {}, set()
-        state = group.state
+        tasks, loading = list(slot.running.values()), slot.loading
+        slot.up, slot.loading, slot.exclusive_job, slot.reserved = False, "", "", False
+        slot.running, slot.models = {}, set()
+        state = slot.state
         state.state = "stopped" if said.final else "restarting"
         state.message, state.models, state.batch, state.ranks = said.why, [], 0, []
-        group.final = said.final
+        slot.final = said.final
         if said.why:
-            group.failures += 1
+            slot.failures += 1
             state.restarts += not said.final
             logger.error("%s: %s", state.name, said.why, extra={"facts": {"replica": state.name}})
-        lost: dict[Live, list[int]] = {}
+        lost: dict[JobState, list[int]] = {}
         for live, picture in tasks:
-            self._jobs.left(live, picture)
+            self._jobs.task_ended(live, picture)
             if not live.ended:
                 lost.setdefault(live, []).append(picture)
         for live, pictures in lost.items():
@@ -413,31 +409,31 @@ class Dispatcher:
                 why = f"{said.why}; it was the second time for this job"
                 await self._fail(live, JobError(code=said.code, message=why))
             else:
-                await self._again(live, pictures, said.why, counts=bool(said.why) and not loading)
+                await self._restart(live, pictures, said.why, counts=bool(said.why) and not loading)
         if loading and said.why:
             await self._load_failed(loading, JobError(code=said.code, message=said.why), 1)
-        if said.why and (why := self.hopeless):
-            await self._despair(why, JobError(code=said.code, message=why))
+        if said.why and (why := self.failure_reason):
+            await self._fail_waiting_jobs(why, JobError(code=said.code, message=why))
 
-    async def _despair(self, why: str, error: JobError) -> None:
+    async def _fail_waiting_jobs(self, why: str, error: JobError) -> None:
         """No ranks start: what waits fails, unless it can wait for a server that has ever served."""
-        if not self._served or all(group.final for group in self.groups):
+        if not self._served or all(slot.final for slot in self.slots):
             self._give_up(f"{why}; the jobs stay in the queue")
             return
-        for live in list(self._jobs.lives.values()):
+        for live in list(self._jobs.live_jobs.values()):
             if not live.ended:
                 await self._fail(live, error)
 
     async def _load_failed(self, name: str, error: JobError, attempts: int) -> None:
         """A model could not be loaded: after `LOADS` attempts the jobs that wait for it fail."""
         self._failed_loads[name] = self._failed_loads.get(name, 0) + attempts
-        if self._failed_loads[name] < LOADS or any(name in group.models for group in self.groups):
+        if self._failed_loads[name] < LOADS or any(name in slot.models for slot in self.slots):
             return
         error = JobError(code=error.code, message=f"model {name} could not be loaded: {error.message}")
         logger.error("%s", error.message)
-        if not self._served and all(self._failed_loads.get(one, 0) >= LOADS for one in self._offers):
+        if not self._served and all(self._failed_loads.get(one, 0) >= LOADS for one in self._models):
             self._give_up(f"{error.message}; the jobs stay in the queue")
             return
-        for live in list(self._jobs.lives.values()):
+        for live in list(self._jobs.live_jobs.values()):
             if live.model == name and not live.ended and not live.tasks:
                 await self._fail(live, error)

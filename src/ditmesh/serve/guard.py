@@ -17,7 +17,7 @@ from .bodies import Bodies
 from .errors import Refused, answer_to
 from .keys import Keys
 from .metrics import Metrics
-from .settings import Settings
+from .settings import ApiSettings
 
 logger = logging.getLogger("ditmesh.serve.access")
 
@@ -36,14 +36,14 @@ SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
 @dataclass
-class Guard:
+class RequestGuard:
     """Middleware around the whole application.
 
     The owner that it finds out, the hash of the request's key, is ``request.state.owner``; empty without keys.
     """
 
     app: ASGIApp
-    settings: Settings
+    settings: ApiSettings
     keys: Keys | None
     metrics: Metrics
     bodies: Bodies
@@ -68,7 +68,7 @@ class Guard:
             with self.metrics.under_way():
                 await self._answered(scope, receive, answer)
         except ClientDisconnect:
-            # In the middle of its body; nobody reads an answer.
+            # In the middle of its body; the client reads no answer.
             status = status or 400
         except Exception as error:
             logger.error("%s %s failed", scope["method"], _route(scope), exc_info=error)
@@ -118,7 +118,7 @@ class Guard:
             )
 
     def _check_origin(self, method: str, headers: Headers) -> None:
-        """A page of another site may send forms here; a browser says whose they are."""
+        """A page of another site may send forms here; a browser names the site."""
         origin = headers.get("origin")
         if origin is None or method in SAFE_METHODS or origin in self.settings.cors:
             return

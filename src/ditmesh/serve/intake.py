@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import Header, Path
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
@@ -20,16 +20,19 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from ..errors import DitmeshError, InputError
-from .backend import Backend, Once, UnknownJob
+from .backend import IdempotencyKey, UnknownJob
 from .bodies import LIMITED, check_limits
 from .errors import Refused, as_refused, wait_header
 from .keys import Limiter
 from .logs import JobWatch
 from .metrics import Metrics
-from .settings import Settings
+from .settings import ApiSettings
 from .streams import ended
 from .types import Input, InputRole, Job, JobRequest, ModelCard
 from .uploads import Uploads, from_data_url
+
+if TYPE_CHECKING:
+    from .service import Service
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -39,7 +42,7 @@ JobId = Annotated[str, Path(description="`job_` and 32 hexadecimal digits", max_
 Size = Annotated[str, Field(pattern=r"^(auto|[1-9][0-9]{0,4}x[1-9][0-9]{0,4})$", examples=["1024x1024"])]
 
 
-IdempotencyKey = Annotated[
+IdempotencyHeader = Annotated[
     str | None,
     Header(
         alias="Idempotency-Key",
@@ -76,8 +79,8 @@ class Server:
         closing: set when the server stops and has done what it could.
     """
 
-    backend: Backend
-    settings: Settings
+    backend: Service
+    settings: ApiSettings
     metrics: Metrics
     watch: JobWatch
     limiter: Limiter
@@ -85,7 +88,7 @@ class Server:
     grace: float = 0.0
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     stopping: bool = False
-    # Requests that wait for a job's end, by its id; and what cancels those that nobody has come back to.
+    # Requests that wait for a job's end, by its id; and what cancels jobs without a client that waits.
     _waiting: Counter[str] = field(default_factory=Counter)
     _leaving: set[asyncio.Future[None]] = field(default_factory=set)
     _stopped: asyncio.Future[None] | None = None
@@ -93,7 +96,7 @@ class Server:
     async def stop(self, grace: float | None = None) -> None:
         """Take no more jobs, end those under way within ``grace`` seconds, and end all streams. Once, for all who ask.
 
-        Returns when that is done, whoever asked first.
+        Every caller returns when that is done.
         """
         if self._stopped is None:
             self.stopping = True
@@ -137,7 +140,7 @@ class Server:
 
         Args:
             request: what is asked for.
-            caller: whose it is.
+            caller: the HTTP request.
             videos: the endpoint is for videos alone, for pictures alone, or (None) for both.
             inputs: decodes and keeps the input pictures, when all else is allowed; called with a list that takes the
                 digests of those it keeps.
@@ -146,7 +149,7 @@ class Server:
 
         Raises:
             Refused: it is not allowed.
-            DitmeshError: as `Backend.submit`.
+            DitmeshError: as `Service.submit`.
         """
         owner: str = caller.state.owner
         kept: list[str] = []
@@ -172,10 +175,14 @@ class Server:
             if inputs is not None:
                 more["inputs"] = await inputs(kept)
             request = request.model_copy(update=more)
-            once = None if key is None else Once(key, _digest(caller.url.path, request))
-            job = None if once is None else await self.backend.repeated(owner, once)
+            repeatable = None
+            if key is not None:
+                # What tells a request that is repeated from another one.
+                text = f"{caller.url.path} {request.model_dump_json()}".encode("utf-8", "surrogatepass")
+                repeatable = IdempotencyKey(key, hashlib.sha256(text).hexdigest())
+            job = None if repeatable is None else await self.backend.repeated(owner, repeatable)
             if job is None:
-                job = await self.backend.submit(request, owner, once)
+                job = await self.backend.submit(request, owner, repeatable)
                 self.watch.follow(job, owner, caller.headers)
         except DitmeshError as error:
             self.metrics.refused(as_refused(error).code)
@@ -199,10 +206,10 @@ class Server:
             if not self._waiting[job.id]:
                 del self._waiting[job.id]
 
-    async def left(self, job: Job, owner: str, key: str | None) -> None:
+    async def client_gone(self, job: Job, owner: str, key: str | None) -> None:
         """The client that waited for a job has gone away: cancel the job.
 
-        With an ``Idempotency-Key`` it may come back to it: the job is cancelled when nobody has after a while.
+        With an ``Idempotency-Key`` it may come back to it: the job is cancelled when no client has after a while.
         """
         if not self.settings.cancel_on_disconnect or self.stopping:
             return
@@ -256,11 +263,6 @@ class Server:
                 kept.append(one.digest)
             found.append(one)
         return tuple(found)
-
-
-def _digest(path: str, request: JobRequest) -> str:
-    """What tells a request that is repeated from another one."""
-    return hashlib.sha256(f"{path} {request.model_dump_json()}".encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _check_kind(card: ModelCard, videos: bool | None) -> None:

@@ -7,29 +7,28 @@ import hashlib
 import logging
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ..errors import InputError
-from .backend import Once, StorageError, UnknownJob
+from .backend import IdempotencyKey, ResultFile, StorageError, UnknownJob
 from .events import EventLog
-from .offers import Offer
+from .offers import ServedModel
 from .protocol import Cancel
-from .queue import Place, Queue
+from .queue import Queue, QueuePlace
 from .replicas import Replica
-from .results import Results
+from .results import ResultFiles
 from .types import ENDED, Event, EventName, Job, JobError, JobRequest, Status
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# Seconds between looks at what the disk owes and what has changed places, and at what has expired.
+# Seconds between attempts to write changes that wait (with news of places in the queue), and between sweeps.
 LOOK, SWEEP = 0.5, 60.0
-# Ended jobs whose events are kept in memory; that have no results, on disk: clients make any number of them.
+# Ended jobs with their events that are kept in memory; and without results, on disk: clients make any number of them.
 ENDED_KEPT, WITHOUT_RESULTS = 128, 10_000
 # Numbers of events in one run of the server: a client that was cut off from an earlier run gets all of this one's.
 RUN = 2**32
@@ -38,7 +37,7 @@ LATEST, MEASURED = 0.2, 64
 
 
 @dataclass(eq=False)
-class Live:
+class JobState:
     """A job in memory, with what has happened to it.
 
     Attributes:
@@ -84,7 +83,7 @@ class Live:
         return f"{self.id}/{picture}"
 
 
-class Speed:
+class Throughput:
     """Work that all ranks together do in a second, over the last pictures, while anything was under way."""
 
     def __init__(self) -> None:
@@ -117,47 +116,44 @@ class Speed:
         return sum(work for _, work in known) / max(self._done[-1][0] - began, 1e-3)
 
 
-class Jobs:
+class JobStore:
     """All jobs that have not ended, and the latest that have.
 
-    Every change that has to survive is written by one thread before anybody is told of it, and changes happen one after
-    the other, under ``change``. While the folder cannot be written (a full disk, a locked database), those that cannot
-    be put off fail with `StorageError`; those that ranks have caused (an image is done, a job has failed) wait in
-    memory, in order, and are written as soon as that works. A damaged database will never take them: their jobs fail.
+    Every change that has to survive is written by one thread before a client is told of it, and changes happen one
+    after the other, under ``change``. While the folder cannot be written (a full disk, a locked database), those that
+    cannot be put off fail with `StorageError`; those that ranks have caused (an image is done, a job has failed) wait
+    in memory, in order, and are written as soon as that works. A damaged database will never take them: their jobs
+    fail.
+
+    ``owner`` is the hash of a client's API key, or empty. Calls may overlap.
 
     Attributes:
-        change: held by whoever changes a job, or reads on what is to be changed.
+        change: the lock of changes, and of what is read to be changed.
         wake: set when there may be something to do for replicas.
-        lives: jobs in memory, by id.
+        live_jobs: jobs in memory, by id.
+        throughput: of all ranks together.
     """
 
     def __init__(
         self,
-        offers: Mapping[str, Offer],
-        folder: str | Path,
-        *,
-        keep: float,
-        most_bytes: int,
-        reserve: int,
-        most: int,
-        most_per_owner: int,
-        weights: Mapping[str, float] | None,
+        served: Mapping[str, ServedModel],
+        open_queue: Callable[[], Queue],
+        open_results: Callable[[], ResultFiles],
     ) -> None:
-        """Prepare; `open` opens. For the arguments see `Queue` and `Results`."""
-        self._offers = offers
-        self._open_queue = partial(Queue, folder, keep=keep, most=most, most_per_owner=most_per_owner, weights=weights)
-        self._open_results = partial(Results, folder, keep=keep, most_bytes=most_bytes, reserve=reserve)
-        self.lives: OrderedDict[str, Live] = OrderedDict()
-        self.speed = Speed()
+        """Prepare; `open` opens the queue and the files of results, of one folder."""
+        self._served, self._open_queue, self._open_results = served, open_queue, open_results
+        self.live_jobs: OrderedDict[str, JobState] = OrderedDict()
+        self.throughput = Throughput()
         # Seconds per step, by model.
         self._pace: dict[str, float] = {}
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, QueuePlace] = {}
         # Requests with an input picture that are neither accepted nor refused, by its digest.
-        self._awaited: Counter[str] = Counter()
-        # Changes that the disk has not taken yet, in order, and what is to be done then.
-        self._owed: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
-        # Why it has not.
-        self._refusal = StorageError("nothing is owed")
+        self._pending_inputs: Counter[str] = Counter()
+        # Changes that the disk has not taken yet, in order, and what follows each.
+        self._unwritten: deque[tuple[Callable[[], Any], Callable[[Any], None]]] = deque()
+        # The error of the first of them.
+        self._write_error = StorageError("nothing is unwritten")
+        self._background: set[asyncio.Future[Any]] = set()
 
     async def open(self) -> None:
         """Open the folder, and take up the jobs of an earlier run. Raises `ConfigError`, `StorageError`."""
@@ -185,14 +181,14 @@ class Jobs:
                 *(len(unread), unread[0]),
             )
         for job, owner in live:
-            self._take_up(job, owner)
+            self._add_live(job, owner)
         await self._fail_without_model()
-        await self._find_places()
+        await self._update_places()
 
     async def _fail_without_model(self) -> None:
-        """Fail the jobs of an earlier run whose model this server does not have: they would wait for ever."""
-        there = ", ".join(self._offers)
-        gone = [live for live in self.lives.values() if live.model not in self._offers]
+        """Fail jobs of an earlier run for models that this server does not have: they would wait for ever."""
+        there = ", ".join(self._served)
+        gone = [live for live in self.live_jobs.values() if live.model not in self._served]
         for live in gone:
             message = f"this server has no model {live.model!r} any more; submit the job again for one of: {there}"
             error = JobError(code="invalid_request", message=message)
@@ -205,7 +201,7 @@ class Jobs:
 
     async def close(self) -> None:
         """Let all who follow jobs go, and leave the folder."""
-        for live in self.lives.values():
+        for live in self.live_jobs.values():
             live.log.close()
         await self.on_disk(self.queue.close)
         self._disk.shutdown()
@@ -216,67 +212,83 @@ class Jobs:
 
     # ---- what becomes of jobs
 
-    async def accept(self, id: str, request: JobRequest, owner: str, work: float, once: Once | None = None) -> Job:
+    async def accept(
+        self, id: str, request: JobRequest, owner: str, work: float, key: IdempotencyKey | None = None
+    ) -> Job:
         """Take a new job; it is on disk when this returns. A request that is repeated is answered with its job.
 
         Raises:
             InputError, QueueFull, StorageError, KeyReused: as `Queue.submit`.
         """
         async with self.change:
-            if self._owed:
-                raise self._refusal
-            job = await self.on_disk(self._submit, id, request, owner, work, once)
+            if self._unwritten:
+                raise self._write_error
+            job = await self.on_disk(self._submit, id, request, owner, work, key)
             if job.id != id:
-                return self.seen(job)
-            live = self._take_up(job, owner)
-            await self._find_places()
+                return self._seen(job)
+            live = self._add_live(job, owner)
+            await self._update_places()
             live.position = self._places[id].position if id in self._places else 0
             live.log.publish("queued", {"position": live.position})
         self.wake.set()
         return self.view(live)
 
-    def _submit(self, id: str, request: JobRequest, owner: str, work: float, once: Once | None) -> Job:
+    def _submit(self, id: str, request: JobRequest, owner: str, work: float, key: IdempotencyKey | None) -> Job:
         self.results.check_space()
         for one in request.inputs:
             if self.results.input(one.digest) is None:
                 raise InputError(f"input {one.digest[:16]}… is not here, or no longer; send the picture again")
-        return self.queue.submit(id, request, owner, work, self.speed.rate, once)
+        return self.queue.submit(id, request, owner, work, self.throughput.rate, key)
 
-    def _take_up(self, job: Job, owner: str) -> Live:
-        """Keep a job in memory."""
-        offer = self._offers.get(job.request.model)
+    def _add_live(self, job: Job, owner: str) -> JobState:
+        model = self._served.get(job.request.model)
         log = EventLog(self.first_event)
-        live = Live(job, owner, offer.work(job.request) if offer else 1.0, log, job.request.steps)
+        live = JobState(job, owner, model.work(job.request) if model else 1.0, log, job.request.steps)
         if job.status == "running":
             for name, data in _past(job):
                 log.publish(name, data)
-        self.lives[job.id] = live
+        self.live_jobs[job.id] = live
         return live
 
-    async def cancel(self, id: str) -> Live:
-        """End a job that nobody wants any more, unless it has ended. Raises `UnknownJob`, `StorageError`."""
+    async def cancel(self, id: str, owner: str) -> Job:
+        """Cancel a job: it has ended at once, its ranks stop at the next step. One that has ended stays as it is.
+
+        Raises:
+            UnknownJob, StorageError.
+        """
+        job = await self.job(id, owner)
+        return job if job.status in ENDED else await self._to_the_end(self._cancel(id))
+
+    async def _cancel(self, id: str) -> Job:
         async with self.change:
-            live = self.lives.get(id)
+            live = self.live_jobs.get(id)
             if live is None:
                 raise UnknownJob(f"there is no job {id!r}, or it has expired")
             job = await self.on_disk(self.queue.cancel, id, live.parts)
             if job is not None:
                 self.end(live, job)
         self.wake.set()
-        return live
+        return self.view(live)
 
-    def end(self, live: Live, job: Job) -> None:
+    async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await work that goes on to its end even if its caller is cancelled: half of it would not do."""
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return await asyncio.shield(task)
+
+    def end(self, live: JobState, job: Job) -> None:
         """A job has ended: tell who follows it, stop what runs of it, and forget the oldest ones that have."""
         live.job = job
         live.log.publish(_last(job.status), self.view(live).model_dump(mode="json"))
         for picture, replica in live.tasks.items():
             replica.send(Cancel(live.task(picture)))
-        self.lives.move_to_end(job.id)
-        ended = [id for id, one in self.lives.items() if one.ended]
+        self.live_jobs.move_to_end(job.id)
+        ended = [id for id, one in self.live_jobs.items() if one.ended]
         for id in ended[:-ENDED_KEPT]:
-            del self.lives[id]
+            del self.live_jobs[id]
 
-    def begin(self, live: Live, picture: int, replica: Replica) -> None:
+    def begin(self, live: JobState, picture: int, replica: Replica) -> None:
         """A picture is given to a replica."""
         if live.job.status == "queued":
             started = live.job.started or time.time()
@@ -287,14 +299,14 @@ class Jobs:
         live.progress.pop(picture, None)
         live.stepped.pop(picture, None)
         live.tasks[picture] = replica
-        self.speed.running(1)
+        self.throughput.running(1)
 
-    def left(self, live: Live, picture: int) -> None:
+    def task_ended(self, live: JobState, picture: int) -> None:
         """A picture is with its replica no more."""
         del live.tasks[picture]
-        self.speed.running(-1)
+        self.throughput.running(-1)
 
-    def stepped(self, live: Live, picture: int, step: int, batch: int) -> None:
+    def stepped(self, live: JobState, picture: int, step: int, batch: int) -> None:
         """A picture has come as far as a step, in a batch of so many rows."""
         now, before = time.monotonic(), live.stepped.get(picture)
         steps = step - live.progress.get(picture, 0)
@@ -309,7 +321,7 @@ class Jobs:
     async def put_input(self, data: bytes) -> str:
         """Keep an input picture until it is released; its digest. Raises `StorageError`."""
         digest = hashlib.sha256(data).hexdigest()
-        self._awaited[digest] += 1
+        self._pending_inputs[digest] += 1
         try:
             return await self.on_disk(self.results.put_input, data)
         except BaseException:
@@ -318,10 +330,10 @@ class Jobs:
 
     async def release_input(self, digest: str) -> None:
         """A job with an input picture was submitted, or refused: remove the picture if no job needs it."""
-        self._awaited[digest] -= 1
-        if not self._awaited[digest]:
-            del self._awaited[digest]
-            # Whoever sends it from now on comes later on the disk's thread.
+        self._pending_inputs[digest] -= 1
+        if not self._pending_inputs[digest]:
+            del self._pending_inputs[digest]
+            # A picture that is sent from now on comes later on the disk's thread.
             await self.on_disk(self._drop_input, digest)
 
     def _drop_input(self, digest: str) -> None:
@@ -330,12 +342,56 @@ class Jobs:
 
     # ---- how clients see them
 
+    async def repeated(self, owner: str, key: IdempotencyKey) -> Job | None:
+        """The job that was accepted with this key, unless it was cancelled. Raises `KeyReused`."""
+        job = await self.on_disk(self.queue.repeated, owner, key)
+        return job and self._seen(job)
+
+    async def job(self, id: str, owner: str) -> Job:
+        """A job. Raises `UnknownJob`."""
+        live = self.live_jobs.get(id)
+        if live is not None and live.owner == owner:
+            return self.view(live)
+        return await self.on_disk(self.queue.job, id, owner)
+
+    async def jobs(self, owner: str, limit: int = 50, status: Status | None = None) -> list[Job]:
+        """The newest first."""
+        return [self._seen(job) for job in await self.on_disk(self.queue.jobs, owner, limit, status)]
+
+    async def events(self, id: str, owner: str, after: int = 0) -> AsyncIterator[Event]:
+        """Events behind number ``after``, those to come too, up to the last one. Raises `UnknownJob`.
+
+        Of a job of an earlier run only what its state says is repeated; previews are never repeated.
+        """
+        live = self.live_jobs.get(id)
+        if live is not None and live.owner == owner:
+            async for event in live.log.follow(after):
+                yield event
+            return
+        # It has ended long ago, or in an earlier run: then its number of events is not known, and all are told.
+        job, first = await self.job(id, owner), self.first_event
+        told = _past(job) if after < first else []
+        if job.status in ENDED:
+            told.append((_last(job.status), job.model_dump(mode="json")))
+        for number, (name, data) in enumerate(told, max(after, first - 1) + 1):
+            yield Event(id=number, event=name, data=data)
+
+    async def result(self, id: str, index: int, owner: str) -> ResultFile:
+        """A result's file. Raises `UnknownJob`."""
+        await self.job(id, owner)
+        file = await self.on_disk(self.queue.file, id, index)
+        if file is not None:
+            path, media = self.results.path(id, file)
+            if path.exists():
+                return ResultFile(path, media)
+        raise UnknownJob(f"job {id} has no picture {index}, or not yet")
+
     @property
     def first_event(self) -> int:
         """Number of the first event of this run."""
         return (self.queue.run - 1) * RUN + 1
 
-    def view(self, live: Live) -> Job:
+    def view(self, live: JobState) -> Job:
         """A job as its owner sees it now."""
         job = live.job
         done = [live.steps if image.url is not None else live.progress.get(image.index, 0) for image in job.images]
@@ -349,14 +405,14 @@ class Jobs:
             update["eta"] = self._eta(live)
         return job.model_copy(update=update)
 
-    def seen(self, job: Job) -> Job:
+    def _seen(self, job: Job) -> Job:
         """A job of the queue with what is known of it here."""
-        live = self.lives.get(job.id)
+        live = self.live_jobs.get(job.id)
         return job if live is None else self.view(live)
 
-    def _eta(self, live: Live) -> float | None:
+    def _eta(self, live: JobState) -> float | None:
         """Seconds until a job is done, as far as that can be told."""
-        place, pace, rate = self._places.get(live.id), self._pace.get(live.model), self.speed.rate
+        place, pace, rate = self._places.get(live.id), self._pace.get(live.model), self.throughput.rate
         undone = sum(image.url is None for image in live.job.images)
         waiting = (place.work if place else 0.0) + (undone - len(live.tasks)) * live.work
         seconds = 0.0
@@ -370,12 +426,12 @@ class Jobs:
             seconds += pace * max(live.steps - live.progress.get(picture, 0) for picture in live.tasks)
         return round(max(0.0, seconds), 2)
 
-    async def _find_places(self) -> None:
+    async def _update_places(self) -> None:
         self._places = await self.on_disk(self.queue.places) if self.queue.queued else {}
 
-    def _tell_places(self) -> None:
+    def _publish_positions(self) -> None:
         for id, place in self._places.items():
-            live = self.lives.get(id)
+            live = self.live_jobs.get(id)
             if live is not None and live.position != place.position and live.log.readers:
                 live.position = place.position
                 live.log.publish("queued", {"position": place.position})
@@ -383,13 +439,13 @@ class Jobs:
     # ---- the disk
 
     @property
-    def owing(self) -> bool:
+    def has_unwritten(self) -> bool:
         """Whether the disk is full, and something waits to be written."""
-        return bool(self._owed)
+        return bool(self._unwritten)
 
-    async def keep(self, live: Live, change: Callable[[], T], then: Callable[[T], None]) -> None:
+    async def write(self, live: JobState, change: Callable[[], T], then: Callable[[T], None]) -> None:
         """Write down what has become of a job, then go on; while the folder cannot be written both wait."""
-        if not self._owed:
+        if not self._unwritten:
             try:
                 then(await self.on_disk(change))
                 return
@@ -399,36 +455,36 @@ class Jobs:
                     failure = JobError(code="storage", message=str(error))
                     self.end(live, live.job.model_copy(update={"status": "failed", "error": failure}))
                     return
-                self._refusal = error
+                self._write_error = error
                 live.log.publish("paused", {"reason": str(error)})
-        self._owed.append((change, then))
+        self._unwritten.append((change, then))
 
-    async def _pay(self) -> None:
-        """Write down what is owed, as far as there is room."""
-        while self._owed:
-            change, then = self._owed[0]
+    async def _flush_unwritten(self) -> None:
+        """Write the changes that wait, in order, until one fails again."""
+        while self._unwritten:
+            change, then = self._unwritten[0]
             try:
                 result = await self.on_disk(change)
             except StorageError as error:
-                self._refusal = error
+                self._write_error = error
                 if not error.broken:
                     return
                 # None of them will ever be written.
-                self._owed.clear()
+                self._unwritten.clear()
                 raise
-            self._owed.popleft()
+            self._unwritten.popleft()
             then(result)
 
-    async def look_after(self) -> None:
+    async def maintain(self) -> None:
         """Look now and then at what is owed, what waits and what has expired; until cancelled."""
         swept = time.monotonic()
         while True:
             await asyncio.sleep(LOOK)
             try:
                 async with self.change:
-                    await self._pay()
-                    await self._find_places()
-                    self._tell_places()
+                    await self._flush_unwritten()
+                    await self._update_places()
+                    self._publish_positions()
                 if time.monotonic() - swept > SWEEP:
                     swept = time.monotonic()
                     await self.sweep()
@@ -439,10 +495,10 @@ class Jobs:
             self.wake.set()
 
     async def sweep(self) -> None:
-        """Forget jobs whose time is over, and the oldest ones where there is too much."""
+        """Forget jobs that have expired, and the oldest ones where there is too much."""
         async with self.change:
             for id in await self.on_disk(self._sweep):
-                self.lives.pop(id, None)
+                self.live_jobs.pop(id, None)
 
     def _sweep(self) -> list[str]:
         gone: list[str] = []
@@ -457,14 +513,6 @@ class Jobs:
             gone += more
         self.results.sweep(self.queue.ids(), self.queue.inputs())
         return gone
-
-
-def events_of(job: Job, after: int, all: bool) -> list[Event]:
-    """The events that a job's state tells of, numbered behind ``after``; ``all``: not only the last one."""
-    told = _past(job) if all else []
-    if job.status in ENDED:
-        told.append((_last(job.status), job.model_dump(mode="json")))
-    return [Event(id=number, event=name, data=data) for number, (name, data) in enumerate(told, after + 1)]
 
 
 def _past(job: Job) -> list[tuple[EventName, dict[str, Any]]]:

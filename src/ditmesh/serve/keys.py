@@ -14,7 +14,7 @@ from pathlib import Path
 from ..core.files import written_whole
 from ..errors import InputError
 
-# Keys are 256 random bits, which nobody can try out: one round of SHA-256 hides them as well as a slow hash would.
+# Keys are 256 random bits, too many to be tried out: one round of SHA-256 hides them as well as a slow hash would.
 PREFIX = "dm-"
 LINE = re.compile(r"(?P<hash>[0-9a-f]{64})(?:\s+(?P<name>\S.*))?")
 # Seconds between two looks at whether the file has changed.
@@ -31,10 +31,10 @@ def new_key(file: str | Path, name: str = "") -> str:
 
     Args:
         file: where the hash goes; readable to its owner alone when it is made.
-        name: whose key it is, for those who read the file.
+        name: of the client, for those who read the file.
 
     Returns:
-        The key, which nobody can find out from the file.
+        The key, which cannot be found out from the file.
 
     Raises:
         InputError: the file holds something else, or cannot be written.
@@ -76,7 +76,7 @@ def read_keys(file: str | Path) -> dict[str, str]:
             continue
         match = LINE.fullmatch(line.strip())
         if match is None:
-            # The line itself may be a key that somebody has put there as it is.
+            # The line itself may be a key that was put there as it is.
             raise InputError(
                 f"line {number} of the keys {str(file)!r} is not a SHA-256 in hexadecimal; write keys there with "
                 "ditmesh serve --keys FILE --new-key NAME"

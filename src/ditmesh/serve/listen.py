@@ -21,7 +21,7 @@ LAST = 5
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that nobody else has, and that listens later.
+    """A socket that is bound to an address, and listens later.
 
     Raises:
         InputError: the port is taken, or the host is none of this machine's.

@@ -41,10 +41,10 @@ from ..media.videos import check_video_library
 from ..recipe import RECIPE
 from ..request import PictureRequest
 from ..strategies.vae.parallel import BandedVae
-from .batching import Batcher, Run, copied
+from .batching import Batcher, PipelineTask, copied
 from .offers import check_frames
 from .previews import Projection
-from .protocol import ModelSpec, Task
+from .protocol import ModelSpec, PictureTask
 from .types import ModelCard
 
 # Pictures that are done at the same time are decoded on a rank each: bands of one would need all ranks at once.
@@ -95,7 +95,7 @@ class LoadedModel:
         card: the fields of its `ModelCard` that loading shows.
 
     Raises:
-        InputError: it cannot be loaded. LayoutError: nobody can place its tokens.
+        InputError: it cannot be loaded. LayoutError: its tokens cannot be placed.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class LoadedModel:
         try:
             # Before anything that ranks do together: what fails here fails on all of them.
             own = copied(template)
-            run = Run(own, self._trial(own).arguments, 0, self.device)
+            run = PipelineTask(own, self._trial(own).arguments, 0, self.device)
         except Exception as error:
             batcher.why = f"it cannot be tried ({_short(error)}); requests run one after the other"
             return
@@ -230,11 +230,11 @@ class LoadedModel:
         with torch.no_grad():
             while not run.ended and not batcher.why:
                 if batcher.steps(run):
-                    batcher.look(run)
+                    batcher.check_joining(run)
                 trouble = None if batcher.why else batcher.round([run], {})
                 self._agree(run.failure if trouble is None else trouble.error)
         run.leave()
-        batcher.rest()
+        batcher.close_request()
         events.undo()
         if run.output is not None and latest is not None:
             # Of something else than images there are no previews, and its tasks fail with the reason.
@@ -246,7 +246,7 @@ class LoadedModel:
         """Whether the small picture can be made on all ranks; else requests run one after the other."""
         every = self._exchange("" if failed is None else _short(failed))
         if any(every):
-            self.batcher.rest(failed)
+            self.batcher.close_request(failed)
             reason = next(filter(None, every))
             self.batcher.why = f"a small picture to try it with failed ({reason}); requests run one after the other"
 
@@ -301,7 +301,7 @@ class LoadedModel:
 
     # --- tasks -------------------------------------------------------------------------------------------------
 
-    def prepare(self, task: Task) -> Prepared:
+    def prepare(self, task: PictureTask) -> Prepared:
         """A task's call.
 
         Raises:
@@ -357,7 +357,7 @@ class LoadedModel:
         fps = request.fps or card.fps or FPS
         return Prepared(job, own, arguments, denoising_steps(job, parameters), adapters, fps)
 
-    def _asked_size(self, task: Task, files: Sequence[InputFile]) -> tuple[int, int] | None:
+    def _asked_size(self, task: PictureTask, files: Sequence[InputFile]) -> tuple[int, int] | None:
         """Width and height that are asked for; of one side alone the other is the input image's, or the model's.
 
         Without both it is the input image's size; None: the model's.

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.files import finite
 from ..errors import DitmeshError, InputError
-from .backend import Backend
 from .metrics import Metrics
 from .streams import closed_after, ended
 from .types import ENDED, Event, Job
@@ -21,12 +20,14 @@ from .types import ENDED, Event, Job
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
+    from .service import Service
+
 LogFormat = Literal["json", "text"]
 
 logger = logging.getLogger("ditmesh.serve")
 
 
-class Lines(logging.Formatter):
+class LineFormatter(logging.Formatter):
     """One line a record; facts that are passed as ``extra={"facts": {...}}`` are fields of it.
 
     Args:
@@ -46,7 +47,7 @@ class Lines(logging.Formatter):
             line = {"time": when, "level": record.levelname.lower(), "logger": record.name}
             line |= {"message": record.getMessage(), **facts, **({"exception": error} if error else {})}
             return json.dumps(finite(line), allow_nan=False)
-        # A line break in a name would make somebody's text look like a line of ours.
+        # A line break in a name would make a client's text look like a line of ours.
         words = [when, record.levelname.lower(), _one_line(record.getMessage())]
         words += [f"{name}={_one_line(str(value))}" for name, value in facts.items()]
         return " ".join(words) + (f"\n{error}" if error else "")
@@ -56,7 +57,7 @@ def _one_line(text: str) -> str:
     return text.encode("unicode_escape").decode() if not text.isprintable() else text
 
 
-class Sparing(logging.Filter):
+class RepeatFilter(logging.Filter):
     """Lets a few records of a kind through, and then one now and then that says how many there were.
 
     A kind is a logger, a message before its values, and what was answered where. A million requests of nonsense are a
@@ -104,8 +105,8 @@ def log_config(form: LogFormat, level: str) -> dict[str, Any]:
     return {
         "version": 1,
         "disable_existing_loggers": False,
-        "formatters": {"lines": {"()": Lines, "form": form}},
-        "filters": {"sparing": {"()": Sparing}},
+        "formatters": {"lines": {"()": LineFormatter, "form": form}},
+        "filters": {"sparing": {"()": RepeatFilter}},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "lines", "filters": ["sparing"]}},
         "loggers": {
             name: {
@@ -156,7 +157,7 @@ class JobWatch:
         log_prompts: prompts are part of what is logged.
     """
 
-    def __init__(self, backend: Backend, metrics: Metrics, tracer: Tracer | None, log_prompts: bool) -> None:
+    def __init__(self, backend: Service, metrics: Metrics, tracer: Tracer | None, log_prompts: bool) -> None:
         self._backend, self._metrics, self._tracer, self._log_prompts = backend, metrics, tracer, log_prompts
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -192,15 +193,6 @@ class JobWatch:
             if span is not None:
                 span.end()
 
-    def _said(self, error: Mapping[str, Any]) -> dict[str, Any]:
-        # What says that a request cannot be done may quote it.
-        quotes = error.get("code") == "invalid_request" and not self._log_prompts
-        return {
-            f"error_{name}": error[name]
-            for name in ("code", "message")
-            if name in error and (name == "code" or not quotes)
-        }
-
     def _begin(self, job: Job, headers: Mapping[str, str]) -> Span | None:
         if self._tracer is None:
             return None
@@ -223,20 +215,20 @@ class JobWatch:
         elif event.event in ENDED:
             error = event.data.get("error") or {}
             self._metrics.ended(event.event, error.get("code"), seconds)
-            facts |= {"seconds": round(seconds, 4), **self._said(error)}
+            facts |= {"seconds": round(seconds, 4)}
+            # What says that a request cannot be done may quote it.
+            quotes = error.get("code") == "invalid_request" and not self._log_prompts
+            shown = ("code",) if quotes else ("code", "message")
+            facts |= {f"error_{name}": error[name] for name in shown if name in error}
         if span is not None and event.event != "preview":
             plain = {name: value for name, value in event.data.items() if isinstance(value, (int, float, str))}
             span.add_event(event.event, plain if event.event not in ENDED else {})
             if event.event == "failed":
+                from opentelemetry.trace import Status, StatusCode
+
                 # The message may quote the prompt.
-                _mark_failed(span, facts.get("error_code", ""))
+                span.set_attribute("error.type", facts.get("error_code", ""))
+                span.set_status(Status(StatusCode.ERROR, facts.get("error_code", "")))
         if event.event not in ("queued", "step", "preview", "image"):
             level = logging.WARNING if event.event in ("failed", "restarted") else logging.INFO
             logger.log(level, "job %s", event.event, extra={"facts": facts})
-
-
-def _mark_failed(span: Span, code: str) -> None:
-    from opentelemetry.trace import Status, StatusCode
-
-    span.set_attribute("error.type", code)
-    span.set_status(Status(StatusCode.ERROR, code))

@@ -15,7 +15,7 @@ SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 180
 
 
 class StateCollector:
-    """The server's state as metrics, read anew whenever somebody asks.
+    """The server's state as metrics, read at every scrape.
 
     Args:
         state: gives it.

@@ -22,7 +22,7 @@ STEPS, SIDE = 28, 1024
 
 
 @dataclass
-class Offer:
+class ServedModel:
     """A model that the server offers.
 
     Attributes:
@@ -37,7 +37,7 @@ class Offer:
     known: bool = False
 
     @classmethod
-    def of(cls, spec: ModelSpec) -> Offer:
+    def of(cls, spec: ModelSpec) -> ServedModel:
         """Look at a model's files.
 
         Raises:

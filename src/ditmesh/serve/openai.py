@@ -19,9 +19,9 @@ from starlette.responses import Response
 from ..request import image_fields, request_fields
 from .bodies import JsonRoute
 from .errors import ErrorDetail, Refused, described, wait_header
-from .intake import IdempotencyKey, Server, Size, sized, validated
+from .intake import IdempotencyHeader, Server, Size, sized, validated
 from .streams import EventStream, closed_after, ended, event_schema, gone, sse
-from .types import ENDED, Adapter, Event, Format, Input, Job, JobImage, JobRequest, ModelCard
+from .types import ENDED, Adapter, Format, Input, Job, JobImage, JobRequest, ModelCard
 
 router = APIRouter(prefix="/v1/images", tags=["images"], route_class=JsonRoute)
 
@@ -124,7 +124,7 @@ class ImageRequest(ImageFields):
 
 
 class EditRequest(ImageRequest):
-    """Pictures from a prompt and a picture; strength (0 to 1): how much of it is generated anew."""
+    """Pictures from a prompt and a picture; strength (0 to 1): how much of it is generated again."""
 
     strength: Annotated[float, Field(gt=0, le=1)] | None = None
     input_fidelity: str | None = Field(default=None, max_length=32)
@@ -204,7 +204,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 
 
 @router.post("/generations", response_model=ImagesResponse, responses=ANSWERS, summary="Pictures from a prompt")
-async def generations(request: Request, body: ImageRequest, key: IdempotencyKey = None) -> Response:
+async def generations(request: Request, body: ImageRequest, key: IdempotencyHeader = None) -> Response:
     """Generate pictures and wait for them. A client that goes away cancels its job."""
     server: Server = request.app.state.server
     body.check(server.settings.aliases)
@@ -231,8 +231,8 @@ def _edit_form() -> dict[str, Any]:
     summary="Pictures from a prompt and a picture",
     openapi_extra=_edit_form(),
 )
-async def edits(request: Request, key: IdempotencyKey = None) -> Response:
-    """Generate a picture anew, wholly or where a mask says: white, or (as OpenAI has it) transparent throughout."""
+async def edits(request: Request, key: IdempotencyHeader = None) -> Response:
+    """Generate a picture again, wholly or where a mask says: white, or (as OpenAI has it) transparent throughout."""
     server: Server = request.app.state.server
     async with request.form(max_files=4, max_fields=64, max_part_size=server.settings.max_body) as form:
         body, files = _parts(form)
@@ -301,10 +301,11 @@ async def _answered(
     async with server.waiting(job):
         done = await _ended(server, request, job, owner, key)
     if done is None:
-        await server.left(job, owner, key)
-        # Nobody reads it.
+        await server.client_gone(job, owner, key)
+        # The client has gone.
         return Response(status_code=499)
-    _check_success(done)
+    if (refused := _failure(done)) is not None:
+        raise refused
     base = str(request.base_url).rstrip("/")
     data = []
     for image in done.images:
@@ -337,7 +338,7 @@ async def _ended(server: Server, request: Request, job: Job, owner: str, key: st
             return tasks["end"].result()
     except asyncio.CancelledError:
         # What runs the application may tell in this way that the client has gone away.
-        await asyncio.shield(asyncio.ensure_future(server.left(job, owner, key)))
+        await asyncio.shield(asyncio.ensure_future(server.client_gone(job, owner, key)))
         raise
     finally:
         for task in tasks.values():
@@ -359,7 +360,7 @@ async def _last(server: Server, job: Job, owner: str, key: str | None) -> Job:
 def _stops(server: Server, job: Job, key: str | None) -> Refused:
     headers = wait_header(server.settings.retry_after)
     if key is None:
-        # A client that asked anew would have the same picture made twice.
+        # A client that asks again would have the same picture made twice.
         headers["x-should-retry"] = "false"
     return Refused(503, f"the server stops; it goes on with {job.id} when it is back", headers=headers)
 
@@ -371,12 +372,31 @@ async def _events(server: Server, job: Job, owner: str, kind: str, partial: int,
         async with server.waiting(job), closed_after(server.backend.events(job.id, owner)) as events:
             async for event in events:
                 if event.event == "preview" and seen[event.data["image"]] < partial:
-                    yield _streamed(_partial(job, event, kind, seen[event.data["image"]]))
+                    preview = StreamedImage(
+                        type=f"{kind}.partial_image",
+                        b64_json=event.data["b64_json"],
+                        created_at=int(job.created),
+                        output_format="jpeg",
+                        size=f"{event.data['width']}x{event.data['height']}",
+                        index=event.data["image"],
+                        partial_image_index=seen[event.data["image"]],
+                    )
+                    yield sse(preview.model_dump(exclude_none=True), preview.type)
                     seen[event.data["image"]] += 1
                 elif event.event == "image":
                     image = JobImage.model_validate(event.data)
                     data = await _base64(server, job, image.index, owner)
-                    yield _streamed(_completed(job, image, kind, data))
+                    done = StreamedImage(
+                        type=f"{kind}.completed",
+                        b64_json=data,
+                        created_at=int(job.created),
+                        output_format=job.request.format,
+                        size=_size(image) or "auto",
+                        index=image.index,
+                        seed=image.seed,
+                        usage=Usage(),
+                    )
+                    yield sse(done.model_dump(exclude_none=True), done.type)
                 elif event.event in ENDED:
                     over = True
                     if (refused := _failure(Job.model_validate(event.data))) is not None:
@@ -386,46 +406,12 @@ async def _events(server: Server, job: Job, owner: str, kind: str, partial: int,
     finally:
         # The client has gone away, or the server stops; that has taken back what it could.
         if not over:
-            await server.left(job, owner, key)
-
-
-def _partial(job: Job, event: Event, kind: str, number: int) -> StreamedImage:
-    return StreamedImage(
-        type=f"{kind}.partial_image",
-        b64_json=event.data["b64_json"],
-        created_at=int(job.created),
-        output_format="jpeg",
-        size=f"{event.data['width']}x{event.data['height']}",
-        index=event.data["image"],
-        partial_image_index=number,
-    )
-
-
-def _completed(job: Job, image: JobImage, kind: str, data: str) -> StreamedImage:
-    return StreamedImage(
-        type=f"{kind}.completed",
-        b64_json=data,
-        created_at=int(job.created),
-        output_format=job.request.format,
-        size=_size(image) or "auto",
-        index=image.index,
-        seed=image.seed,
-        usage=Usage(),
-    )
-
-
-def _streamed(image: StreamedImage) -> str:
-    return sse(image.model_dump(exclude_none=True), image.type)
+            await server.client_gone(job, owner, key)
 
 
 def _error(refused: Refused) -> str:
     detail = ErrorDetail(message=str(refused), type=refused.type, code=refused.code, param=refused.param)
     return sse({"error": detail.model_dump()}, "error")
-
-
-def _check_success(job: Job) -> None:
-    if (refused := _failure(job)) is not None:
-        raise refused
 
 
 def _failure(job: Job) -> Refused | None:

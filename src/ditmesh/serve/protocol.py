@@ -10,6 +10,8 @@ from ..config import ParallelConfig
 from ..generate.receipt import Dtype, Offload
 from .types import JobRequest, RankState
 
+FailureCode = Literal["invalid_request", "out_of_memory", "internal"]
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -39,7 +41,7 @@ class ModelSpec:
 
 
 @dataclass(frozen=True)
-class Task:
+class PictureTask:
     """One picture of a job.
 
     Attributes:
@@ -47,7 +49,7 @@ class Task:
         model: name of its `ModelSpec`.
         request: the job's; picture ``index`` has seed ``request.seed + index``.
         files: input pictures on this machine, by digest.
-        owner: whose it is; priorities count among the tasks of one owner.
+        owner: of the job; priorities count among the tasks of one owner.
     """
 
     id: str
@@ -61,8 +63,8 @@ class Task:
 def under_way(tasks: Sequence[tuple[str, int]], most: int) -> list[int]:
     """Which tasks take steps when there are more than may: the places of those, in order.
 
-    Whoever came first goes on. A later one takes the place of one of the same owner that is less urgent: of those the
-    least urgent, and of these the latest.
+    Tasks go on in the order in which they came. A later task takes the place of a less urgent one of the same owner:
+    of the least urgent one, and among equals of the latest.
 
     Args:
         tasks: owners and priorities, in the order in which they came.
@@ -95,7 +97,7 @@ class Load:
 class Start:
     """Begin a task at the next step."""
 
-    task: Task
+    task: PictureTask
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class ModelFailed:
 
 
 @dataclass(frozen=True)
-class Began:
+class TaskBegan:
     """A task's pipeline has been called; ``steps`` when they are known."""
 
     id: str
@@ -149,7 +151,7 @@ class Began:
 
 
 @dataclass(frozen=True)
-class Stepped:
+class TaskStepped:
     """A task has ended its denoising step number ``step``, from 1, in a batch of ``batch`` rows."""
 
     id: str
@@ -193,7 +195,7 @@ class TaskFailed:
     """A task cannot be done: the ranks are well."""
 
     id: str
-    code: Literal["invalid_request", "out_of_memory", "internal"]
+    code: FailureCode
     message: str
 
 
@@ -226,4 +228,6 @@ class Beat:
     drift: float | None = None
 
 
-Message = ModelReady | ModelFailed | Began | Stepped | Preview | Paused | Finished | TaskFailed | Cancelled | Beat
+Message = (
+    ModelReady | ModelFailed | TaskBegan | TaskStepped | Preview | Paused | Finished | TaskFailed | Cancelled | Beat
+)

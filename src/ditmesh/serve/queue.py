@@ -24,7 +24,7 @@ from pydantic import ValidationError
 
 from ..core.files import free_names, lock_of
 from ..errors import ConfigError, InputError
-from .backend import KeyReused, Once, QueueFull, UnknownJob
+from .backend import IdempotencyKey, KeyReused, QueueFull, UnknownJob
 from .results import INPUTS, RESULTS
 from .storage import kind_of, storage_error
 from .types import Job, JobError, JobImage, JobRequest, Status
@@ -34,7 +34,7 @@ FILE, LOCK = "queue.sqlite", "lock"
 # is new does not raise it: older servers fail the jobs that have it, and keep all others. And what says that the file
 # is ours: "dmsh".
 VERSION, APPLICATION = 1, 0x646D7368
-# What stands for the prompt of a job whose request cannot be read.
+# What stands for a prompt that cannot be read.
 UNREADABLE = "(not readable)"
 # Seconds after which it is worth asking again, while nothing has been measured, and at least.
 UNMEASURED, SOONEST = 5.0, 1.0
@@ -93,7 +93,7 @@ CREATE INDEX IF NOT EXISTS keys_job ON keys (job);
 """
 
 # Which picture is next: of jobs that ranks have failed under; then of the owner who has had the least; of that owner
-# the most urgent, then the oldest. A priority orders its owner's jobs: everybody may ask for the highest.
+# the most urgent, then the oldest. A priority orders its owner's jobs: any client may ask for the highest.
 ORDER = "j.attempt > 1 DESC, max(coalesce(o.used, 0), c.value), j.priority DESC, j.number"
 WAITING = (
     "FROM jobs j LEFT JOIN owners o ON o.owner = j.owner JOIN facts c ON c.name = 'clock' "
@@ -102,8 +102,8 @@ WAITING = (
 
 
 @dataclass(frozen=True)
-class Head:
-    """The job whose picture is next.
+class NextJob:
+    """The job with the next picture.
 
     Attributes:
         again: ranks have failed under it.
@@ -118,7 +118,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Place:
+class QueuePlace:
     """A queued job's place: number of queued jobs that begin before it, and work of all that goes before it."""
 
     position: int
@@ -134,7 +134,7 @@ class Queue:
 
     Attributes:
         aside: where a queue that could not be read was moved, with its results; None: all was well.
-        unread: jobs that waited and whose requests this version cannot read; they have failed.
+        unread: jobs that waited with requests that this version cannot read; they have failed.
         run: how often the folder has been opened.
         queued, running: numbers of jobs.
     """
@@ -206,9 +206,9 @@ class Queue:
             version, ours = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("user_version", "application_id"))
             tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
             if tables and (ours, version) != (APPLICATION, VERSION):
-                whose = f"version {version}" if ours == APPLICATION else "another program"
+                writer = f"version {version}" if ours == APPLICATION else "another program"
                 raise ConfigError(
-                    f"{self.path} is of {whose}, and this ditmesh keeps its queue in version {VERSION}; move it away, "
+                    f"{self.path} is of {writer}, and this ditmesh keeps its queue in version {VERSION}; move it away, "
                     "or give another folder"
                 )
             (state,) = db.execute("PRAGMA quick_check(1)").fetchone()
@@ -225,7 +225,7 @@ class Queue:
         return db
 
     def _move_aside(self) -> Path:
-        """Move a queue that cannot be read, and all results, which nobody else knows of, into a folder of their own."""
+        """Move a queue that cannot be read, and all results, which only it knew of, into a folder of their own."""
         stamp = time.strftime("broken-%Y%m%d-%H%M%S", time.gmtime(self._now()))
         aside = next(path for path in free_names(self.folder / stamp) if not path.exists())
         aside.mkdir()
@@ -282,7 +282,7 @@ class Queue:
         owner: str,
         work: float,
         rate: float | None = None,
-        once: Once | None = None,
+        key: IdempotencyKey | None = None,
     ) -> Job:
         """Accept a job: it is on disk when this returns. A request that is repeated is answered with its job.
 
@@ -292,7 +292,7 @@ class Queue:
             owner: who asks.
             work: of one picture, in any unit.
             rate: of all ranks together, in work per second, as far as it has been measured.
-            once: see `repeated`.
+            key: see `repeated`.
 
         Raises:
             InputError: it asks for more pictures than may ever wait.
@@ -304,7 +304,7 @@ class Queue:
         if request.n > most:
             raise InputError(f"n {request.n} is more than the {most} pictures that may wait; use n {most} at most")
         with self._change() as db:
-            if once is not None and (before := self._repeated(db, owner, once)) is not None:
+            if key is not None and (before := self._repeated(db, owner, key)) is not None:
                 return before
             self._check_bounds(db, request.n, owner, rate)
             number = db.execute(
@@ -317,13 +317,13 @@ class Queue:
             ).lastrowid
             digests = {given.digest for given in request.inputs}
             db.executemany("INSERT INTO inputs VALUES (?, ?)", [(digest, number) for digest in digests])
-            if once is not None:
-                db.execute("INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?)", (owner, once.key, once.digest, number))
+            if key is not None:
+                db.execute("INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?)", (owner, key.key, key.digest, number))
             job = self._job(db, id)
         assert job is not None
         return job
 
-    def repeated(self, owner: str, once: Once) -> Job | None:
+    def repeated(self, owner: str, key: IdempotencyKey) -> Job | None:
         """The job of a request that was accepted with this key, unless it was cancelled: then the key is free again.
 
         A key is remembered as long as its job.
@@ -332,18 +332,16 @@ class Queue:
             KeyReused: it came with another request.
         """
         with self._lock:
-            return self._repeated(self._db, owner, once)
+            return self._repeated(self._db, owner, key)
 
-    def _repeated(self, db: sqlite3.Connection, owner: str, once: Once) -> Job | None:
+    def _repeated(self, db: sqlite3.Connection, owner: str, key: IdempotencyKey) -> Job | None:
         row = db.execute(
             "SELECT j.*, k.digest FROM keys k JOIN jobs j ON j.number = k.job "
             "WHERE k.owner = ? AND k.key = ? AND j.status != 'cancelled'",
-            (owner, once.key),
+            (owner, key.key),
         ).fetchone()
-        if row is not None and row["digest"] != once.digest:
-            raise KeyReused(
-                f"Idempotency-Key {once.key!r} came with another request before; use a new key for this one"
-            )
+        if row is not None and row["digest"] != key.digest:
+            raise KeyReused(f"Idempotency-Key {key.key!r} came with another request before; use a new key for this one")
         return row and self._as_job(db, row)
 
     def _check_bounds(self, db: sqlite3.Connection, n: int, owner: str, rate: float | None) -> None:
@@ -361,15 +359,15 @@ class Queue:
         # Until enough of them are done: of all at the speed of all, of the owner's at the speed of a share.
         work = max(over * everyone["work"], over_mine * mine["work"] * everyone["owners"])
         after = max(SOONEST, work / rate) if rate else UNMEASURED
-        whose, number, bound = (
+        mine_or_all, number, bound = (
             ("", everyone["pictures"], self.most) if over > 0 else (" of yours", mine["pictures"], self.most_per_owner)
         )
         raise QueueFull(
-            f"{number} pictures{whose} wait already, and {bound} may; ask again in {after:.0f} s", round(after, 1)
+            f"{number} pictures{mine_or_all} wait already, and {bound} may; ask again in {after:.0f} s", round(after, 1)
         )
 
-    def head(self, models: Collection[str] | None = None, job: str | None = None, again: bool = True) -> Head | None:
-        """The job whose picture is to begin next.
+    def head(self, models: Collection[str] | None = None, job: str | None = None, again: bool = True) -> NextJob | None:
+        """The job with the picture that begins next.
 
         Args:
             models: only jobs of these.
@@ -386,7 +384,7 @@ class Queue:
             query += " AND j.attempt = 1"
         with self._lock:
             row = self._db.execute(f"{query} ORDER BY {ORDER} LIMIT 1", values).fetchone()
-        return row and Head(row["id"], row["model"], row["priority"], row["attempt"] > 1, row["created"])
+        return row and NextJob(row["id"], row["model"], row["priority"], row["attempt"] > 1, row["created"])
 
     def begin(self, id: str) -> int | None:
         """Begin a job's next picture, and charge its owner for it; its number, or None when none waits."""
@@ -394,7 +392,7 @@ class Queue:
             job = self._row(db, id)
             if job is None or not job["waiting"]:
                 return None
-            # Of those who wait the one that has used least: whoever comes now has no more credit than that.
+            # The virtual time: use of the waiting owner with the least. A new owner has no more credit than that.
             (clock,) = db.execute(f"SELECT min(max(coalesce(o.used, 0), c.value)) {WAITING}").fetchone()
             begun = {row[0] for row in db.execute("SELECT picture FROM pictures WHERE job = ?", (job["number"],))}
             picture = next(one for one in range(job["n"]) if one not in begun)
@@ -526,8 +524,8 @@ class Queue:
             row = self._db.execute(query, (id, picture)).fetchone()
         return row and row["file"]
 
-    def places(self) -> dict[str, Place]:
-        """Places of the queued jobs, as they will begin if nobody else comes."""
+    def places(self) -> dict[str, QueuePlace]:
+        """Places of the queued jobs, as they will begin if no others come."""
         query = (
             "SELECT j.id, j.owner, j.status, j.priority, j.attempt > 1 AS again, j.work, j.waiting, "
             f"max(coalesce(o.used, 0), c.value) AS used {WAITING} "
@@ -540,7 +538,7 @@ class Queue:
         for number, row in enumerate(rows):
             line = lines.setdefault(-row["again"], {}).setdefault(row["owner"], deque())
             line.append([(-row["priority"], number), row["waiting"], row])
-        places: dict[str, Place] = {}
+        places: dict[str, QueuePlace] = {}
         before = 0.0
         for _, owners in sorted(lines.items()):
             heap = [(used[owner], line[0][0], owner) for owner, line in owners.items()]
@@ -550,7 +548,7 @@ class Queue:
                 line = owners[owner]
                 row = line[0][2]
                 if row["status"] == "queued" and row["id"] not in places:
-                    places[row["id"]] = Place(len(places), before)
+                    places[row["id"]] = QueuePlace(len(places), before)
                 before += row["work"]
                 used[owner] += row["work"] / self._weights.get(owner, 1.0)
                 line[0][1] -= 1
@@ -563,7 +561,7 @@ class Queue:
     # ---- expiry
 
     def expired(self) -> list[str]:
-        """Jobs whose time is over."""
+        """Jobs that have expired."""
         with self._lock:
             return [row[0] for row in self._db.execute("SELECT id FROM jobs WHERE expires <= ?", (self._now(),))]
 

@@ -31,12 +31,12 @@ MakeRanks = Callable[[], Launcher]
 
 
 @dataclass(frozen=True)
-class Limits:
+class RankLimits:
     """Seconds after which ranks are given up.
 
     Attributes:
-        stall: without a message while they are idle, without a step or anything else done while they work; on ranks
-            whose steps take long, as long as four of the slowest.
+        stall: without a message while they are idle, without a step or anything else done while they work; where
+            steps take long, as long as four of the slowest.
         load: without a message while they start or load a model.
         stopped: for which a rank may be stopped by a signal such as SIGSTOP.
     """
@@ -47,12 +47,12 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Up:
+class RanksUp:
     """Ranks take commands from now on."""
 
 
 @dataclass(frozen=True)
-class Down:
+class RanksDown:
     """Ranks are gone: nothing that was given to them will be answered.
 
     Attributes:
@@ -66,12 +66,12 @@ class Down:
     final: bool = False
 
 
-Said = Message | Up | Down
+ReplicaReport = Message | RanksUp | RanksDown
 
 
 def serve(function: Callable[..., None] | None, *, report: Any) -> None:
     """Serve tasks on this rank until `Stop` comes. Every rank of a replica calls this."""
-    report(Up())
+    report(RanksUp())
     if function is not None:
         function((), report=report)
         return
@@ -84,7 +84,7 @@ def serve(function: Callable[..., None] | None, *, report: Any) -> None:
 class Replica:
     """A group of ranks, in a thread that starts them, listens to them, and starts them again when they fail.
 
-    A rank that dies or raises, a rank that is stopped, a step that takes longer than `Limits.stall`: all ranks are
+    A rank that dies or raises, a rank that is stopped, a step that takes longer than `RankLimits.stall`: all ranks are
     killed, since those left wait for the one that is gone, and new ones started, at once the first time and after up to
     a minute when that keeps failing.
     """
@@ -93,8 +93,8 @@ class Replica:
         self,
         name: str,
         make: MakeRanks,
-        say: Callable[[Replica, Said], None],
-        limits: Limits | None = None,
+        say: Callable[[Replica, ReplicaReport], None],
+        limits: RankLimits | None = None,
         function: Callable[..., None] | None = None,
     ) -> None:
         """Prepare; `start` starts.
@@ -102,11 +102,11 @@ class Replica:
         Args:
             name: of the replica.
             make: starts ranks of a launcher that takes replies (`launch.backend.Conversing`).
-            say: called in the replica's thread with what rank 0 reports, and `Up` and `Down` around it.
+            say: called in the replica's thread with what rank 0 reports, and `RanksUp` and `RanksDown` around it.
             limits: when ranks are given up.
             function: what every rank calls in the place of `worker.serve_rank`.
         """
-        self.name, self.limits = name, limits or Limits()
+        self.name, self.limits = name, limits or RankLimits()
         self._make, self._say, self._function = make, say, function
         self._thread = threading.Thread(target=self._run, name=f"ditmesh-{name}", daemon=True)
         self._pool: Conversing | None = None
@@ -124,7 +124,7 @@ class Replica:
         self._thread.start()
 
     def send(self, command: Command) -> None:
-        """Send the ranks a command, from any thread; dropped when they are gone, which `Down` tells."""
+        """Send the ranks a command, from any thread; dropped when they are gone, which `RanksDown` tells."""
         pool = self._pool
         if pool is None:
             return
@@ -148,7 +148,7 @@ class Replica:
     def _run(self) -> None:
         pause = BACKOFF
         while not self._stopping.is_set():
-            down = self._lives()
+            down = self._serve_once()
             self._say(self, down)
             if down.final:
                 return
@@ -156,8 +156,8 @@ class Replica:
             pause = BACKOFF if self._useful else min(2 * pause, LONGEST_BACKOFF)
             self._stopping.wait(pause)
 
-    def _lives(self) -> Down:
-        """Start ranks and let them serve; how that ended."""
+    def _serve_once(self) -> RanksDown:
+        """Start ranks and let them serve until they end; how they ended."""
         self._stalled, self._calls, self._slowest = "", -1, 0.0
         self._starting, self._loading, self._useful = True, False, False
         try:
@@ -170,24 +170,24 @@ class Replica:
                 self._heard = self._worked = self._looked = time.monotonic()
                 hear = partial(self._hear, cast("Conversing", pool))
                 pool.run(serve, self._function, on_message=hear, watch=self._missed)
-            down = Down(why="the ranks have returned")
+            down = RanksDown(why="the ranks have returned")
         except RankFailed as error:
             down = self._failed(error)
         except Exception as error:
             # What a launcher refuses it would refuse again; a full disk, or too many processes, may pass.
-            down = Down(why=f"ranks cannot be started: {error}", final=isinstance(error, ConfigError))
+            down = RanksDown(why=f"ranks cannot be started: {error}", final=isinstance(error, ConfigError))
         finally:
             self._pool = None
         # Ranks that had to be killed because they did not stop have not failed.
-        return Down(final=True) if self._stopping.is_set() else down
+        return RanksDown(final=True) if self._stopping.is_set() else down
 
-    def _hear(self, pool: Conversing, rank: int, message: Message | Up) -> None:
+    def _hear(self, pool: Conversing, rank: int, message: Message | RanksUp) -> None:
         if rank > 0:
             return
         self._heard = time.monotonic()
         if not (self._starting or self._loading):
             self._slowest = max(self._slowest, self._heard - self._worked)
-        if isinstance(message, Up):
+        if isinstance(message, RanksUp):
             # A command that was sent before would have come before the call that takes it.
             self._pool = pool
             if self._stopping.is_set():
@@ -218,10 +218,10 @@ class Replica:
             self._stalled = f"done a step for {limit:g} s"
         return self._stalled or None
 
-    def _failed(self, error: RankFailed) -> Down:
+    def _failed(self, error: RankFailed) -> RanksDown:
         text = str(error)
         first = text.splitlines()[0].strip()
         where = [f"{rank}: {how or f'{file} {line}'}" for rank, how, file, line in WHERE.findall(text)]
         stalled = bool(self._stalled) or " stalled" in first or "had not" in first
         why = f"{first} ({'; '.join(where)})" if where else first
-        return Down("stalled" if stalled else "rank_failed", why)
+        return RanksDown("stalled" if stalled else "rank_failed", why)

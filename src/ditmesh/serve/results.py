@@ -29,7 +29,7 @@ MEDIA = {suffix: media for *_, suffix, media in KINDS}
 OTHER = "application/octet-stream"
 
 
-class Results:
+class ResultFiles:
     """Files of jobs, ``results/<job>/<picture>.<kind>``, and input pictures, ``inputs/<SHA-256>``.
 
     A file is on disk, whole and under its name, when the method that writes it returns. Any thread may call.
@@ -50,7 +50,7 @@ class Results:
         """Look at what is there, and remove what was never finished.
 
         Args:
-            folder: of the server, which nobody else uses.
+            folder: of the server, which no other program uses.
             keep: seconds for which an input picture is kept that no job needs.
             most_bytes: of all files.
             reserve: bytes of the disk that new jobs leave alone, for the results of those that have been accepted.

@@ -11,11 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-class Settings(BaseModel):
+class ApiSettings(BaseModel):
     """Limits and behaviour of the HTTP API.
 
     Attributes:
-        keys: file of hashed keys (`keys.Keys`); None: everybody may ask.
+        keys: file of hashed keys (`keys.Keys`); None: any client may ask.
         hosts: names under which the server answers (the ``Host`` header, without the port); empty: any.
         cors: origins of other sites whose pages may call the API.
         max_pixels: of a result, width times height; of videos that of one frame.

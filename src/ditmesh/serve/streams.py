@@ -62,11 +62,11 @@ async def ended(task: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """Sends the events of a source as they come, and closes it at the end, whoever makes that.
+    """Sends the events of a source as they come, and closes it at the end: of the source, the client or the server.
 
     Args:
         source: events as `sse` makes them.
-        keep_alive: seconds of silence after which a comment is sent, by which proxies see that somebody is there.
+        keep_alive: seconds of silence after which a comment is sent, by which proxies see that the stream is alive.
         closing: set when the server stops.
     """
 

@@ -1,4 +1,4 @@
-"""Input pictures that clients send: decoded under a bound, and encoded anew, so that nothing else is kept of them."""
+"""Input pictures that clients send: decoded under a bound, and encoded again, so that nothing else is kept of them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Uploads:
         Args:
             data: a PNG, JPEG or WebP.
             param: the field that it came in.
-            mask: white is what is generated anew; of a mask with transparency it is what is transparent throughout.
+            mask: white is what is generated again; of a mask with transparency it is what is transparent throughout.
 
         Raises:
             Refused: it is none of these, or too large.

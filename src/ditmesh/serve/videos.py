@@ -14,7 +14,7 @@ from starlette.responses import Response
 from ..generate.video import FPS
 from .bodies import read_json
 from .errors import Refused, described
-from .intake import IdempotencyKey, InputData, JobBody, JobId, Server, known, result_file, validated
+from .intake import IdempotencyHeader, InputData, JobBody, JobId, Server, known, result_file, validated
 from .types import ENDED, Job, JobError, ModelCard
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
@@ -92,7 +92,7 @@ def _bodies() -> dict[str, Any]:
     summary="Submit a job of videos",
     openapi_extra=_bodies(),
 )
-async def post_video(request: Request, key: IdempotencyKey = None) -> Video:
+async def post_video(request: Request, key: IdempotencyHeader = None) -> Video:
     """Submit a job of a model that makes videos, and return at once."""
     server: Server = request.app.state.server
     body = await _body(request)

@@ -1,0 +1,221 @@
+"""What the ranks of a replica agree on before every round: commands, measurements and failures."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..comm import PeerError
+from ..errors import LayoutError
+from .protocol import Command, FailureCode, Message, Stop
+from .types import RankState
+
+# Bytes of a rank's pickled message that travel in the first collective; a longer message takes a second one.
+INLINE_BYTES = 2048
+# Weight of a new measurement in the mean of a call's seconds.
+EWMA = 0.3
+# Characters of an error's text that are reported.
+MAX_MESSAGE = 500
+
+
+class HostAllGather:
+    """All-gather of any Python objects over a process group of the host (gloo)."""
+
+    def __init__(self) -> None:
+        grouped = dist.is_available() and dist.is_initialized()
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        self._group: Any = dist.new_group(backend="gloo") if self.size > 1 else None
+        # After a timeout, destroying the group would wait for the missing rank.
+        self._lost = False
+
+    def __call__(self, value: Any, seconds: float | None = None) -> list[Any]:
+        """Every rank's value, in rank order: anything that can be pickled. A collective call.
+
+        Args:
+            value: this rank's.
+            seconds: for which others are waited for; None: the group's timeout.
+
+        Raises:
+            TimeoutError: a rank has not called. The group cannot be used any more.
+        """
+        if self._group is None:
+            return [value]
+        data = pickle.dumps(value)
+        mine = torch.zeros(INLINE_BYTES, dtype=torch.uint8)
+        mine[:8] = _bytes(len(data).to_bytes(8, "little"))
+        if len(data) <= INLINE_BYTES - 8:
+            mine[8 : 8 + len(data)] = _bytes(data)
+        every = [torch.empty_like(mine) for _ in range(self.size)]
+        gathering: Any = dist.all_gather(every, mine, group=self._group, async_op=True)
+        limit = None if seconds is None else time.monotonic() + seconds
+        while limit is not None and not gathering.is_completed():
+            if time.monotonic() > limit:
+                self._lost = True
+                raise TimeoutError
+            time.sleep(0.01)
+        gathering.wait()
+        values = []
+        for rank, box in enumerate(every):
+            size = int.from_bytes(bytes(box[:8].tolist()), "little")
+            whole = box[8 : 8 + size]
+            if size > INLINE_BYTES - 8:
+                whole = _bytes(data) if rank == self.rank else torch.empty(size, dtype=torch.uint8)
+                dist.broadcast(whole, rank, group=self._group)
+            values.append(value if rank == self.rank else pickle.loads(whole.numpy().tobytes()))
+        return values
+
+    def close(self) -> None:
+        """Give the group back."""
+        if self._group is not None and not self._lost:
+            dist.destroy_process_group(self._group)
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+class CommandReader:
+    """The owner's commands, read by a thread, so that ranks never block on the owner."""
+
+    def __init__(self, report: Any, kept: bool) -> None:
+        self._report, self._kept = report, kept
+        self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="ditmesh-commands", daemon=True).start()
+
+    def _read(self) -> None:
+        stopping = False
+        while not stopping:
+            try:
+                command = self._report.reply()
+            except (EOFError, OSError):
+                command = Stop()
+            # The next message after a stop is not a command.
+            stopping = isinstance(command, Stop)
+            if self._kept:
+                self._queue.put(command)
+
+    def take(self, wait: float) -> tuple[Command, ...]:
+        """All there are; waits for the first one, for so many seconds at most."""
+        found: list[Command] = []
+        with suppress(queue.Empty):
+            found.append(self._queue.get(timeout=wait) if wait else self._queue.get_nowait())
+            while True:
+                found.append(self._queue.get_nowait())
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class FailureReason:
+    """Why a task cannot be done, on one rank; ``consequence``: another rank knows the cause."""
+
+    code: FailureCode
+    message: str
+    consequence: bool = False
+
+
+@dataclass
+class RoundMessage:
+    """A rank's contribution to the all-gather before each round.
+
+    Attributes:
+        commands, seconds: of rank 0: the owner's commands, and what calls take.
+        stuck: tasks with a call that has failed, and why.
+        failed: tasks that have ended in an error.
+        state: of the rank, now and then.
+    """
+
+    commands: tuple[Command, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+    stuck: dict[str, FailureReason] = field(default_factory=dict)
+    failed: dict[str, FailureReason] = field(default_factory=dict)
+    state: RankState | None = None
+
+
+class RankRendezvous:
+    """Where all ranks of a replica meet before every round. Rank 0 alone talks to the owner.
+
+    Attributes:
+        gather: every rank's value, in rank order (`HostAllGather`).
+        message: this rank's contribution to the next round.
+        seconds: of calls, by component, ``""``: of a step. Rank 0 measures, all ranks go by its figures.
+        states: of the ranks, by rank, as last told.
+    """
+
+    def __init__(self, report: Any) -> None:
+        # Votes on a loaded model have a group of their own: ranks that still load are inside `gather`.
+        self.gather, self._votes = HostAllGather(), HostAllGather()
+        self.rank, self.size = self.gather.rank, self.gather.size
+        self.message = RoundMessage()
+        self.seconds: dict[str, float] = {}
+        self.states: dict[int, RankState] = {}
+        self._report, self._commands = report, CommandReader(report, kept=self.rank == 0)
+        self._measured: dict[str, float] = {}
+        self._told: dict[str, float] = {}
+
+    def meet(self, wait: float, state: RankState | None) -> list[RoundMessage]:
+        """Every rank's message, in rank order. A collective call.
+
+        Args:
+            wait: seconds that rank 0 waits for a command.
+            state: of this rank, if it is to be told.
+        """
+        message, self.message = self.message, RoundMessage()
+        message.state = state
+        if self.rank == 0:
+            message.commands = self._commands.take(wait)
+            # Small changes are not worth telling.
+            message.seconds = {
+                name: seconds
+                for name, seconds in self._measured.items()
+                if abs(seconds - self._told.get(name, 0.0)) > 0.2 * seconds
+            }
+            self._told.update(message.seconds)
+        messages = self.gather(message)
+        self.seconds.update(messages[0].seconds)
+        self.states.update({one.state.rank: one.state for one in messages if one.state is not None})
+        return messages
+
+    def vote(self, reason: str, seconds: float | None = None) -> list[str]:
+        """Every rank's reason against a model that was to be loaded; as `HostAllGather`."""
+        return self._votes(reason, seconds)
+
+    def send(self, message: Message) -> None:
+        """Report to the owner, from rank 0."""
+        if self.rank == 0:
+            self._report(message)
+
+    def measure(self, name: str, seconds: float) -> None:
+        """Take down what a call took here."""
+        before = self._measured.get(name)
+        self._measured[name] = seconds if before is None else before + EWMA * (seconds - before)
+
+    def close(self) -> None:
+        """Give the groups back."""
+        self.gather.close()
+        self._votes.close()
+
+
+def failure_of(error: BaseException) -> FailureReason:
+    """An error in the words of a report."""
+    said = " ".join(str(error).split())[:MAX_MESSAGE] or type(error).__name__
+    memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said
+    if memory:
+        return FailureReason(
+            "out_of_memory", f"there is not enough memory for this picture ({said}); ask for a smaller one"
+        )
+    if isinstance(error, PeerError):
+        return FailureReason("internal", said, consequence=True)
+    if isinstance(error, FloatingPointError):
+        return FailureReason("internal", said)
+    if isinstance(error, (ValueError, TypeError, NotImplementedError, LayoutError)):
+        return FailureReason("invalid_request", said)
+    return FailureReason("internal", f"{type(error).__name__}: {said}")
