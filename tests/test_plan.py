@@ -31,6 +31,7 @@ from ditmesh.forecast.costs.hardware import Hardware, LinkSpeed, device, known_d
 from ditmesh.forecast.costs.step import Term
 from ditmesh.forecast.costs.work import Work, Workload, as_data, from_data
 from ditmesh.forecast.fit import fitted
+from ditmesh.forecast.memory.anatomy import anatomy
 from ditmesh.forecast.model_work import work_of
 from ditmesh.forecast.plan import profile
 from ditmesh.forecast.prediction import predict, synchronous_steps
@@ -39,6 +40,7 @@ from ditmesh.forecast.shipped import WORKS, derived, model_of, to_ship
 from ditmesh.layout import layout_of
 from ditmesh.layout.conventions import Size
 from ditmesh.layout.describe import on_meta
+from ditmesh.strategies.pipefusion.stages import kinds_of
 from support.models import inputs, run, tiny
 from support.pipelines import arguments, draw, sd3
 from support.tiny import save_tiny_sd3
@@ -202,6 +204,46 @@ def test_bytes_are_those_that_travel(ranks, name, config):
     for steps in ranks(2).run(sent, name, config, EVEN):
         for terms, travelled in zip((predicted.synchronous, predicted.stale), steps, strict=True):
             assert sum(term.sent for term in terms) == pytest.approx(travelled, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("SD3", {"ulysses": 2}),
+        ("Flux", {"ring": 2}),
+        ("SD3", {"tensor": 2}),
+        ("Flux", {"ring": 2, "exchange": "displaced", "warmup": "fixed(1)"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ParallelConfig(**value).describe(),
+)
+def test_exchanges_that_are_explained_are_those_that_travel(ranks, name, config):
+    model = meta(name)
+    layout = layout_of(model)
+    order = kinds_of(model, layout)
+    given = type(model).__name__, dict(model.config), layout, ParallelConfig(**config)
+    layers, exchanges = anatomy(*given, replace(JOB, rows=EVEN.rows, cols=EVEN.cols), torch.float32)
+    assert {"request", "forward"} < {layer.around for layer in layers}
+    assert all(layer.reason for layer in layers)
+    # One block of each kind has run, in the order of the model's own.
+    kinds = list(dict.fromkeys(each.where for each in exchanges if each.where != "forward"))
+    assert len(kinds) == max(order) + 1
+    times = {path: order.count(kind) for kind, path in enumerate(kinds)}
+    bytes_ = sum(each.bytes * times.get(each.where, 1) for each in exchanges)
+    for steps in ranks(2).run(sent, name, config, EVEN):
+        assert bytes_ == steps[1]
+
+
+def test_a_command_explains_a_configuration(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", "--explain", "--devices", "4", "--ulysses", "2", "--cfg", "2", "--json"])
+    assert not ended.value.code
+    found = json.loads(capsys.readouterr().out)
+    layers = [(layer["around"], layer["name"]) for layer in found["layers"]]
+    assert layers.index(("request", "BatchRows")) < layers.index(("request", "ExactSequence"))
+    assert [each["link"] for each in found["exchanges"]] == ["ulysses", "ulysses", "sequence", "batch"]
+    with pytest.raises(SystemExit):
+        main(["inspect", "--explain"])
+    assert "--explain is of a configuration" in capsys.readouterr().err
 
 
 def test_predictions_of_branches_travel_once_a_step(ranks):

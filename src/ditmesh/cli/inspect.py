@@ -164,11 +164,10 @@ def inspect(
     if check:
         facts["probed"] = as_data(probed) if probed else None
         facts["differences"] = differences
-    if asked:
-        count, chosen = _config_of(config, devices, settings, info.heads)
-        chosen = chosen or ParallelConfig.auto(count, info.heads or 1)
-        if explain:
-            facts |= _anatomy(name, sizes, layout, chosen, workload, dtype)
+    count, chosen = _config_of(config, devices, settings, info.heads) if asked else (1, None)
+    chosen = chosen or ParallelConfig.auto(count, info.heads or 1)
+    if explain:
+        facts |= _anatomy(name, sizes, layout, chosen, workload, dtype)
     if hosts is not None:
         step = {"frames": frames, "text": tokens, "pictures": pictures, "guidance": guidance, "dtype": dtype}
         step["size"] = (workload.width, workload.height)
@@ -308,6 +307,9 @@ def _show(facts: dict[str, Any], layout: TokenLayout, check: bool) -> None:
         f"sizes in multiples of {facts['size_multiple']}",
         highlight=False,
     )
+    if "layers" in facts:
+        _show_anatomy(facts)
+        return
     console.print(f"Token layout ({layout.source})", markup=False, highlight=False, soft_wrap=True)
     for region in layout.regions:
         table = Table(box=None, padding=(0, 2, 0, 2))
@@ -326,8 +328,6 @@ def _show(facts: dict[str, Any], layout: TokenLayout, check: bool) -> None:
         console.print(table, highlight=False)
     if layout.refused:
         console.print("Derived from the call that sets one: " + ", ".join(layout.refused), highlight=False)
-    if "layers" in facts:
-        _show_anatomy(facts)
     if "between_hosts" in facts:
         _show_between(facts["between_hosts"])
     if check and not facts["differences"]:

@@ -24,7 +24,7 @@ from ..layout import TokenLayout
 
 T = TypeVar("T")
 # Arguments of a pipeline's call.
-PipelineCall = tuple[tuple[Any, ...], dict[str, Any]]
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 # Of a picture made with a strategy, compared with one device: the same bits, a stated tolerance, or none.
 Promise = Literal["bits", "tolerance", "none"]
 
@@ -165,7 +165,7 @@ class Strategy:
     def attach(self, pipe: Any, undo: ExitStack) -> None:
         """A pipeline is to use the transformers: put in place what stands around its other components."""
 
-    def arguments(self, pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineCall:
+    def arguments(self, pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         """The arguments that a pipeline's call is to run with."""
         return args, kwargs
 

@@ -30,7 +30,7 @@ from ..config import ParallelConfig
 from ..core.arguments import parameter_names
 from ..core.digests import WeightDigests, compared, digest, name_of
 from ..errors import InputDifferenceWarning, InputError
-from .base import Context, PipelineCall, Strategy
+from .base import CallArguments, Context, Strategy
 from .pipefusion.stages import IN_PIECES, blocks_of, spread_parameters
 from .sharded import ShardedWeights
 from .tensor.parallel import TensorParallel, already_cut
@@ -96,7 +96,7 @@ class AgreedInputs:
         self._spread, self._moved = spread, moved
         self._weights.look(adopt=True)
 
-    def agree(self, args: tuple[Any, ...], kwargs: dict[str, Any], undo: ExitStack) -> PipelineCall:
+    def agree(self, args: tuple[Any, ...], kwargs: dict[str, Any], undo: ExitStack) -> CallArguments:
         """The arguments all ranks run. Collective.
 
         Args:
@@ -529,7 +529,7 @@ class SameInputs(Strategy):
             # From here on no data group waits for another.
             agreed.compare(self.context.job.world)
 
-    def arguments(self, pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineCall:
+    def arguments(self, pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         return self._agreed[id(pipe)].agree(args, kwargs, self._call)
 
     def end_request(self, failed: bool) -> None:

@@ -20,7 +20,7 @@ from ..config import ParallelConfig
 from ..core.arguments import MISSING, Arguments, parameter_names
 from ..core.patching import Proceed
 from ..errors import InputError
-from .base import Context, ParallelModel, PipelineCall, Strategy
+from .base import CallArguments, Context, ParallelModel, Strategy
 
 # Sums of a tensor: of every so manyth element, so that shifted, mirrored and permuted values have other sums.
 SUMS = 13
@@ -83,7 +83,7 @@ class SameLatents(Strategy):
             names = parameter_names(type(model.model).forward)
             undo.callback(model.chain.add(partial(self._around_call, model, names)))
 
-    def arguments(self, pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineCall:
+    def arguments(self, pipe: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArguments:
         # Only in a pipeline's call all ranks are known to come to an end of the request together.
         self._noted, self._result = {}, []
         return args, kwargs
@@ -91,6 +91,7 @@ class SameLatents(Strategy):
     def _around_call(
         self, model: ParallelModel, names: tuple[str, ...], proceed: Proceed, *args: Any, **kwargs: Any
     ) -> Any:
+        """Note the sums of the latents that a call is given."""
         call = self.context.clock.call
         if self._noted is not None and call.branch == 0 and names:
             latents = Arguments(names, args, kwargs).get(names[0])

@@ -5,7 +5,8 @@ The program runs on the meta device with links to ranks that are not there, as f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -92,8 +93,8 @@ def anatomy(
                         return layers, None
                     make = Conventions(model, variant)
                     make.dtype = dtype
-                    _note_blocks(model, layout, place)
-                    _steps(engine, model, make.inputs(size), calls, seen)
+                    with _noted(model, layout, place):
+                        _steps(engine, model, make.inputs(size), calls, seen)
                     return layers, _in_a_row(seen)
                 except (DitmeshError, *FAILURES):
                     continue
@@ -103,11 +104,16 @@ def anatomy(
     return layers, None
 
 
-def _note_blocks(model: nn.Module, layout: TokenLayout, place: list[str]) -> None:
-    """Let blocks say when they run; the model is one that is thrown away."""
-    for path, block in blocks_of(model, layout):
-        block.register_forward_pre_hook(lambda *_, path=path: place.__setitem__(0, path), prepend=True)
-        block.register_forward_hook(lambda *_: place.__setitem__(0, "forward"), always_call=True)
+@contextmanager
+def _noted(model: nn.Module, layout: TokenLayout, place: list[str]) -> Iterator[None]:
+    """``place`` holds the path of the block that runs."""
+    with ExitStack() as undo:
+        for path, block in blocks_of(model, layout):
+            before = block.register_forward_pre_hook(lambda *_, path=path: place.__setitem__(0, path), prepend=True)
+            after = block.register_forward_hook(lambda *_: place.__setitem__(0, "forward"))
+            undo.callback(before.remove)
+            undo.callback(after.remove)
+        yield
 
 
 def _steps(engine: Engine, model: nn.Module, inputs: dict[str, Any], calls: int, seen: list[Any]) -> None:

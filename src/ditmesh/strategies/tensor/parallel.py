@@ -246,6 +246,7 @@ class TensorParallel:
                 )
 
     def _before_call(self, *_: Any) -> None:
+        """Look whether processors or adapters were changed since the last call."""
         self._check_processors()
         self._follow_adapters()
         if torch.is_grad_enabled():
