@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from .patching import Patch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class SchedulerStep:
 
     def latents(self) -> Tensor | None:
         """The latents after the step; None: there are none."""
+        from torch import Tensor
+
         found = self.result[0] if isinstance(self.result, tuple) else self.result.prev_sample
         return found if isinstance(found, Tensor) else None
 
@@ -41,6 +44,8 @@ class SchedulerStep:
 
         For flow matching x0 = x - sigma v; for DDPM-like schedulers as their ``prediction_type`` says.
         """
+        from torch import Tensor
+
         scheduler, output, sample = self.scheduler, self.prediction, self.sample
         if not isinstance(output, Tensor) or not isinstance(sample, Tensor):
             return None
