@@ -43,7 +43,7 @@ def in_parallel(name, config):
 @pytest.mark.parametrize(
     ("name", "config"),
     sampled(
-        NAMES, [{"ulysses": 2}, {"ring": 2, "weights": (2, 1)}, {"data": 2}, {"ring": 2, "exchange": "displaced"}], of=2
+        NAMES, [{"ulysses": 2}, {"ring": 2, "speeds": (2, 1)}, {"data": 2}, {"ring": 2, "exchange": "displaced"}], of=2
     ),
     ids=str,
 )
