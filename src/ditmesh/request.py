@@ -96,7 +96,7 @@ class PictureRequest(BaseModel):
         width, height: in pixels; None: those of an input image, rounded to what the model can make and with no more
             pixels than its default; without an image the pipeline's own.
         steps, guidance: None: the pipeline's own.
-        strength: how much of the input picture is generated anew; None: the pipeline's own.
+        strength: how much of the input picture is replaced; None: the pipeline's own.
         seed: of the first picture.
         frames, fps: of videos, frames a second; None: the pipeline's own, and for pictures. A pipeline that makes as
             many frames as its input video has is given so many of them.

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 # Axes of which a rank holds all weights, and of which every step is exact.
 AXES = ("cfg", "ring", "ulysses")
-# Tokens of a picture and of its text where nobody has said how many.
+# Tokens of a picture and of its text where the request does not say how many.
 IMAGE, TEXT = 4096, 256
 # What a pipeline's call takes the number of text tokens as.
 LENGTH = "max_sequence_length"
@@ -88,7 +88,7 @@ def chosen(
     except MISTAKES as error:
         unexpected(log, error, f"{transformer} runs with {simple.describe()}, as its configuration cannot be predicted")
         return simple
-    # A rank without work would be a waste that nobody has asked for.
+    # A rank without work would be a waste.
     return next((one.config for one in found.best if one.config.world_size == world_size), simple)
 
 

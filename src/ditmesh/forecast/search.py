@@ -168,7 +168,7 @@ def candidates(model: Model, workload: Workload, devices: int, limits: SearchLim
     most["pipe"] = min(most["pipe"], len(model.work.order))
     if limits.exactness == "exact":
         most["pipe"] = 1
-    # A cut that nobody can share evenly wastes what it leaves.
+    # A cut that ranks cannot share evenly wastes what it leaves.
     degrees = [[d for d in range(1, most[axis] + 1) if devices % d == 0] for axis in AXES]
     for combination in product(*degrees):
         chosen: dict[str, int] = dict(zip(AXES, combination, strict=True))

@@ -108,7 +108,7 @@ def generate_elastically(
                 break
             except RankFailed as failure:
                 if progress.finished:
-                    # Whoever was lost after that had nothing left to do.
+                    # Ranks that were lost after that had nothing left to do.
                     break
                 survivors = [rank for rank in range(ranks) if rank not in failure.lost]
                 entries = journal.keep_longest(folder, progress.request)

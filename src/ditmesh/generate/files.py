@@ -469,7 +469,7 @@ def load_controlnet(files: Iterable[InputFile], options: Mapping[str, Any]) -> d
         except (MemoryError, InputError):
             raise
         except Exception as error:
-            # Somebody else's file: what is wrong with it can come out as anything.
+            # A stranger's file: what is wrong with it can raise anything.
             raise InputError(f"--controlnet {file.path!r} cannot be loaded ({_in_short(error)})") from error
         return {"controlnet": network}
     return {}
@@ -539,7 +539,7 @@ def load_adapters(pipe: Any, files: Iterable[InputFile]) -> None:
         except MemoryError:
             raise
         except Exception as error:
-            # Somebody else's file: what is wrong with it can come out as anything.
+            # A stranger's file: what is wrong with it can raise anything.
             what = f"--{file.role} {file.path!r}"
             raise InputError(f"{what} cannot be loaded into {type(pipe).__name__} ({_in_short(error)})") from error
     if names:

@@ -25,7 +25,7 @@ from .model_info import ModelInfo
 from .receipt import MOST_PIXELS, Dtype, Offload, Receipt
 from .shape import input_size
 
-# Pictures of one call of the pipeline when nobody says how many, and of a whole job at most.
+# Pictures of one call of the pipeline where the request does not say how many, and of a whole job at most.
 PER_CALL = 64
 MOST_PICTURES = 100_000
 # What calls of pipelines that make audio alone are told of it.
@@ -351,7 +351,7 @@ def video_call(parameters: Mapping[str, Any]) -> bool:
 
 
 def check_layout(model: ModelInfo) -> None:
-    """Refuse a transformer whose tokens nobody can place, before any rank loads its weights.
+    """Refuse a transformer whose tokens cannot be placed, before any rank loads its weights.
 
     A class that the support table knows has a layout. Any other is probed here, with two blocks and random
     weights, as every rank will probe it with the real ones.

@@ -151,7 +151,7 @@ class Journal:
             if self._request < 0:
                 return forward(*args, **kwargs)
             inputs = dict(Arguments(names, args, kwargs).leaves())
-            # Before the call: nobody promises that it leaves its arguments alone.
+            # Before the call: it may change its arguments.
             digests = {path: digest(value) for path, value in inputs.items()}
             number = self.answered + self.computed
             if number < len(self._known):
@@ -259,7 +259,7 @@ def keep_longest(folder: str | Path, request: int) -> list[JournalEntry]:
 def steps(entries: list[JournalEntry]) -> int:
     """Denoising steps whose calls are all there; the last one counts when it has as many calls as the first.
 
-    Of a single step nobody knows how many calls it takes: it counts as none.
+    How many calls a single step takes is not known: it counts as none.
     """
     lengths = [len(list(calls)) for _, calls in groupby(entry.step for entry in entries)]
     whole = len(lengths) > 1 and lengths[-1] >= lengths[0]

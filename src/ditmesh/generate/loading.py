@@ -1,4 +1,4 @@
-"""`load`: a pipeline whose weights are spread over the ranks before anybody has held them all.
+"""`load`: a pipeline whose weights are spread over the ranks before any rank has held them all.
 
 `DiffusionPipeline.from_pretrained` followed by `parallelize` needs room for the whole transformer on every rank.
 Here the transformer is built without memory and every rank reads its own slices, or its own stage's blocks, from the
@@ -284,7 +284,7 @@ def load_transformer(
 
 
 class _Pieces:
-    """This rank's pieces of a transformer that is read in pieces; none where nobody has reviewed the layout.
+    """This rank's pieces of a transformer that is read in pieces; none where the layout is not a reviewed one.
 
     Args:
         model: without memory for its weights.
@@ -369,7 +369,7 @@ class _Pieces:
 
 
 def _elsewhere(model: nn.Module, config: ParallelConfig, mesh: Mesh, shapes: Mapping[str, list[int]]) -> set[str]:
-    """Names of the parameters that are not on this rank's stage; none where nobody has reviewed the layout.
+    """Names of the parameters that are not on this rank's stage; none where the layout is not a reviewed one.
 
     Args:
         model: without memory for its weights.

@@ -22,7 +22,7 @@ from ..request import FieldError
 HUB_LIMIT = 5.0
 HUB_ID = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 
-# Numbers of a configuration that are sizes, and their bounds: a model's folder is somebody else's data.
+# Numbers of a configuration that are sizes, and their bounds: a model's folder may come from a stranger.
 COUNTS = (
     *("patch_size", "sample_size", "num_attention_heads", "num_heads", "n_heads", "in_channels", "latent_channels"),
     *("z_dim", "pos_embed_max_size", "spatial_compression_ratio", "scale_factor_spatial"),
@@ -276,7 +276,7 @@ def find_model(model: str | Path) -> ModelInfo:
     if not there:
         files, local = (zoo.path(name), True) if name in zoo.EMBEDDED else _from_hub(name)
     if zoo.embedded(files) is not None:
-        # Where it is installed is nobody's business, and another place on the next machine.
+        # Its folder is private, and is another one on the next machine.
         name = files.resolve().name
     elif name in zoo.EMBEDDED:
         name = f"./{name}"

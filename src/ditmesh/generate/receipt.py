@@ -1,6 +1,6 @@
 """Receipts: the metadata inside a PNG or MP4, everything that is needed to generate it again.
 
-A receipt is somebody else's data: all of it is checked, and bounded, before anything is done with it.
+A receipt may come from a stranger: all of it is checked, and bounded, before anything is done with it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Receipt(AddedFields):
         together: pictures of one call of the pipeline; place: number of this one among them, from 0. Matrix
             kernels may round a row otherwise in a batch of another size.
         files: input pictures and adapters, by SHA-256.
-        strength: how much of the input picture was generated anew, when it was given.
+        strength: how much of the input picture was replaced, when it was given.
         variant: of the weights' files, when one was given.
         offload: which components were on the device only while they worked.
         scheduler: class of the scheduler that took the place of the pipeline's own, if one did.
@@ -95,7 +95,7 @@ class Receipt(AddedFields):
         frames_digest: of a video's frames before they were compressed (`video.frames_digest`).
         weights: in receipts of earlier versions only: digest of samples of the weights (`digests.sampled_fingerprint`).
         peak_memory: of every rank, the most bytes that it has taken by phase (``load``, ``encode``, ``denoise``,
-            ``decode``): tensors on a GPU, on a CPU what the process has resident; None where nobody has looked.
+            ``decode``): tensors on a GPU, on a CPU what the process has resident; None where it was not measured.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore")

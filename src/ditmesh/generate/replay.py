@@ -69,8 +69,8 @@ class Replay:
 def model_of(receipt: Receipt, model: str | None = None) -> ModelInfo:
     """The model of a receipt, or another one in its place.
 
-    A model embedded in ditmesh is found wherever ditmesh is installed. A picture is somebody else's: a hub model that
-    it names is taken from the hub's cache, and never fetched because a picture says so.
+    A model embedded in ditmesh is found wherever ditmesh is installed. An image may come from a stranger: a hub model
+    that it names is taken from the hub's cache, and never fetched because a picture says so.
 
     Raises:
         InputError: it is not there.

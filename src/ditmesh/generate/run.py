@@ -455,7 +455,7 @@ def load_pipeline(
     except (MemoryError, InputError):
         raise
     except Exception as error:
-        # Somebody else's files: what is wrong with them can come out as anything.
+        # Strangers' files: what is wrong with them can raise anything.
         said = " ".join(str(error).split())[:400] or type(error).__name__
         if isinstance(error, UnpicklingError):
             said = "a file of weights is a pickled program and not only tensors, and is not run"

@@ -18,7 +18,7 @@ from ..media.videos import read_frames as read_frames
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Frames per second when nobody says how many.
+# Frames per second where the request does not say how many.
 FPS = 16
 # x264's constant rate factor: hardly to be told from the frames. Chroma is halved where both sides are even.
 QUALITY = "16"
@@ -64,7 +64,7 @@ def write_mp4(frames: Sequence[Image], path: str | Path, fps: float, metadata: d
 
 
 def copy_mp4(content: bytes, path: str | Path, name: str, metadata: dict[str, str]) -> None:
-    """Write a video anew with other metadata; its frames stay as they are compressed.
+    """Copy a video with other metadata; its frames stay as they are compressed.
 
     Args:
         content: of the file.

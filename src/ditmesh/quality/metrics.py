@@ -137,7 +137,7 @@ def token_digests(tensor: torch.Tensor) -> torch.Tensor:
     Rows are digested one by one, so that the digests of a part of the tokens are a part of the digests of all. The
     digest is the sum of the row's bits, read as integers, times fixed random odd numbers, modulo 2^64 (multilinear
     hashing, Carter & Wegman 1979): two rows that differ in one value always differ in it, others do but for about
-    one in 2^60. It is not meant to stand against somebody who looks for collisions.
+    one in 2^60. It is not meant to resist a search for collisions.
     """
     import torch
 

@@ -73,7 +73,7 @@ class Checkpoints:
         try:
             self._write(step, state, background, facts or {})
         except BaseException:
-            # Another rank has failed: nobody waits for this one.
+            # Another rank has failed: no rank waits for this one.
             self._under_way = None
             raise
 
@@ -101,7 +101,7 @@ class Checkpoints:
             self._settle(step, problem or self._finished(step, part, facts))
             return
         if self._stager is None:
-            # In the thread nobody could take the filter back: filters belong to the process.
+            # The thread could not take the filter back: filters belong to the process.
             warnings.filterwarnings("ignore", _ALONE)
             pinned = self._mesh.device.type != "cpu"
             self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned))

@@ -191,7 +191,7 @@ def family_of(pipe: Any) -> Family:
     """The adapter of a pipeline's transformer.
 
     Raises:
-        ConfigError: nobody has written one; names those that are there.
+        ConfigError: there is none; names those that are there.
     """
     kind = type(getattr(pipe, "transformer", None))
     published = library_class(kind)

@@ -127,7 +127,7 @@ def shares(batches: Sequence[MicroBatch], speeds: Sequence[float], equal_counts:
     """Which of a step's micro-batches each data rank computes, so that all end at about the same time.
 
     The longest first, each to the rank that would end first with it (Graham 1969, "Bounds on multiprocessing timing
-    anomalies"). Every rank gets one, where there are enough: whoever has none cannot be measured, nor take part in
+    anomalies"). Every rank gets one, where there are enough: a rank without one cannot be measured, nor take part in
     what data ranks exchange during a backward pass.
 
     Args:

@@ -17,7 +17,7 @@ from ...comm.shared import Spec, message_bytes
 from ...config import ParallelConfig
 from ...core.alive import LiveBytes
 
-# Messages that nobody answers which may be under way.
+# Unanswered messages that may be under way.
 _UNDER_WAY = 2
 
 

@@ -33,7 +33,7 @@ class Setup:
     Attributes:
         model: folder of the pipeline.
         name: the model as the user named it.
-        weights: digest of the names, sizes and times of the weight files: a model trained anew is another one.
+        weights: digest of the names, sizes and times of the weight files: a model that is trained again is another one.
         steps: denoising steps; a second-order sampler evaluates the model more often.
         guidance: guidance scale; None: the pipeline's own.
         size: width and height in pixels; None: the pipeline's own.

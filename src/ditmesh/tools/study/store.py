@@ -49,7 +49,7 @@ class Store:
                     raise InputError(
                         f"{self._file} is not a study's: line {number} holds no cell; choose another --out"
                     ) from None
-                # The last line was being written when somebody pulled the plug.
+                # The last line was being written when the process was killed.
                 self._file.write_bytes(b"".join(line + b"\n" for line in lines[:-1]))
 
     def get(self, cell: Cell, setup: Setup) -> dict[str, Any] | None:

@@ -43,7 +43,7 @@ class Message:
         axis, kind: the link it went over, and the link's method.
         sent: bytes that this rank sent.
         posted, waited, ended: seconds since the timeline began: when it was posted, when the rank began to wait for it,
-            and when it went on. Nobody waited for it where the last two are None.
+            and when it went on. No rank waited for it where the last two are None.
     """
 
     axis: str
@@ -201,7 +201,7 @@ class Overlap:
 
 
 def overlaps(ranks: Sequence[RankTimeline]) -> dict[str, Overlap]:
-    """By axis. Messages nobody waited for are not counted."""
+    """By axis. Messages that no rank waited for are not counted."""
     found: dict[str, list[Message]] = {}
     for rank in ranks:
         for message in rank.messages:
