@@ -138,7 +138,7 @@ def test_a_request_that_was_broken_off(ranks, shared, interrupted):
     ("case", "said"),
     [
         ("offload", "is offloaded to the CPU.*take the offloading off, or leave shard out$"),
-        ("layout", "nobody has reviewed; use tensor to cut its weights, or leave shard out$"),
+        ("layout", "is not reviewed; use tensor to cut its weights, or leave shard out$"),
         ("mesh", "the mesh is for ulysses=2, the configuration for ulysses=2 shard=2"),
         ("cast", "were torch.float32 on cpu .* are torch.bfloat16 on cpu now; call ditmesh.restore"),
         ("gradient", "cannot be trained: weights are on a rank while their block runs forward"),
