@@ -182,7 +182,7 @@ def state_of(given, steps=None):
 
 
 @pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=[pytest.mark.matrix] if what == "whole" else []) for what in SETTINGS]
+    "what", [pytest.param(what, marks=[pytest.mark.matrix] if what in ("whole", "lora") else []) for what in SETTINGS]
 )
 def test_other_ranks_go_on(ranks, data, tmp_path, what):
     """Two sequence ranks, then one, then two data ranks: the curve, rate, average and scale of one run of one rank."""
