@@ -58,7 +58,7 @@ wheel: $(BIN)/ditmesh  ## the wheel, into dist/
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
 
 test-wheel: $(BIN)/ditmesh  ## a wheel in a fresh environment generates on two ranks
-	$(BIN)/python -m pytest -q -m matrix tests/test_packaging.py -k wheel
+	$(BIN)/python -m pytest -q -m matrix tests/project/test_packaging.py -k wheel
 
 clean:
 	rm -rf $(VENV) outputs build dist site .pytest_cache .ruff_cache

@@ -1,7 +1,7 @@
 """Checks of `make lint` on src/ditmesh: one class a name, no import circles, and a reason beside each complex function.
 
 Import circles are looked for between files, by imports at the top of a module. That imports run one way between rooms,
-late ones too, is what tests/test_docs.py holds against the tree of docs/architecture.md.
+late ones too, is what tests/project/test_docs.py holds against the tree of docs/architecture.md.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from ditmesh.comm import Link
 from ditmesh.layout.conventions import Size
 from support.models import inputs, relative_error, run, sizes, tiny
 from support.parity import parity
+from support.patched import everything, same
 from support.traffic import FLOAT, split
 
 
@@ -90,8 +91,6 @@ def replicated(name: str) -> int:
 
 def restored(name: str, config: dict[str, Any]) -> dict[str, bool]:
     """Parallelise, run, restore, three times over: what stayed the same."""
-    from test_engine import everything, same
-
     model, arguments = tiny(name), inputs(name, sizes(name)["B=2 ragged"])
     truth, before, weights = run(model, arguments), everything(model), bits(model)
     identities = [id(p) for p in model.parameters()]

@@ -24,7 +24,9 @@ ZOO = Path(__import__("ditmesh").__file__).parent / "zoo"
 
 def importing_tests() -> dict[str, str]:
     """An environment in which a program finds the modules of the tests, and ditmesh where this process has it from."""
-    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    tests = Path(__file__).parents[1]
+    rooms = sorted({str(file.parent) for file in tests.glob("*/test_*.py")})
+    paths = [str(tests), *rooms, os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 

@@ -1,6 +1,6 @@
 """What has been tested: class x combination of strategies, as the parity matrix left it.
 
-The table (`support.json`) is written by the tests, never by hand: ``pytest tests/test_matrix.py
+The table (`support.json`) is written by the tests, never by hand: ``pytest tests/strategies/test_matrix.py
 --write-support``. `parallelize` reads it: a combination known to be wrong is refused, one that no test has
 tested gives a warning by name.
 """
@@ -80,8 +80,9 @@ def as_markdown() -> str:
     lines = [
         "# What works",
         "",
-        "Written by the parity matrix (`pytest tests/test_matrix.py --write-support`), never by hand: every cell is",
-        "one forward of a tiny float32 model of the class on gloo ranks, against the unmodified model on one device.",
+        "Written by the parity matrix (`pytest tests/strategies/test_matrix.py --write-support`), never by hand:",
+        "every cell is one forward of a tiny float32 model of the class on gloo ranks, against the unmodified model",
+        "on one device.",
         f"diffusers {data['diffusers']}, torch {data['torch']}.",
         "",
         "The figure is the largest relative error; 0 means equal to the bit. For `displaced` and `pipe` it is the",

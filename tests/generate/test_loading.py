@@ -1,0 +1,315 @@
+"""ditmesh.load: every rank reads its own slices and never holds the whole transformer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ditmesh
+from support.loading import absent, loaded
+from support.pipelines import MAKERS
+from support.sample import sampled
+from support.tensor import bits, same_bits
+
+TOLERANCE = 1e-5
+
+
+PIPELINES = ["sd3", "flux"]
+
+
+@pytest.fixture(scope="module", params=PIPELINES)
+def saved(request, tmp_path_factory):
+    """A saved pipeline, its weights in one file."""
+    folder = tmp_path_factory.mktemp(request.param)
+    MAKERS[request.param]().save_pretrained(folder)
+    return request.param, folder
+
+
+CONFIGS: list[dict[str, Any]] = [
+    {"tensor": 2},
+    {"ulysses": 2},
+    {"tensor": 3},
+    {"tensor": 2, "ulysses": 2},
+    {"tensor": 2, "cfg": 2},
+    {"pipe": 2, "warmup": "fixed(9)"},
+    {"pipe": 2, "tensor": 2, "warmup": "fixed(9)"},
+]
+
+
+@pytest.mark.parametrize(("saved", "config"), sampled(PIPELINES, CONFIGS, of=3), indirect=["saved"], ids=str)
+def test_equals_whole_loading(ranks, saved, config):
+    name, folder = saved
+    world = ditmesh.ParallelConfig(**config).world_size
+    for result in ranks(world).run(loaded, name, folder, config, {}):
+        assert result["error"] <= TOLERANCE
+        assert result["equal"]
+        assert result["bits"]
+        assert result["dtypes"]
+        assert result["buffers"]
+        # The glue of such a tiny model weighs as much as a block, and every stage has it.
+        most = {1: 1.01, 2: 0.58, 3: 0.48}[config.get("tensor", 1)]
+        assert result["held"] < (0.85 * most if "pipe" in config else most)
+
+
+def counted(name, folder, config, dtype):
+    """What a rank reads of the transformer's files, what it keeps, and its fingerprint of the whole pipeline."""
+    from unittest import mock
+
+    import safetensors
+
+    from ditmesh.comm.mesh import Mesh
+    from ditmesh.core.digests import weights_fingerprint
+    from ditmesh.generate import loading
+    from ditmesh.generate.model_info import find_model
+
+    read = {}
+
+    class Slice:
+        def __init__(self, key, stored):
+            self.key, self.stored, self.get_shape = key, stored, stored.get_shape
+
+        def __getitem__(self, places):
+            value = self.stored[places]
+            read[self.key] = read.get(self.key, 0) + value.numel()
+            return value
+
+    class File:
+        def __init__(self, opened):
+            self.opened, self.keys = opened, opened.keys
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def get_slice(self, key):
+            return Slice(key, self.opened.get_slice(key))
+
+    opens = safetensors.safe_open
+    mesh = Mesh(ditmesh.ParallelConfig(**config))
+    with mock.patch("safetensors.safe_open", lambda *args, **more: File(opens(*args, **more))):
+        pipe = loading.read_pipeline(find_model(folder), mesh.config, mesh, torch_dtype=dtype, **absent(name))
+    whole = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype, **absent(name))
+    found = {
+        "read": read,
+        # The bias of a row-parallel linear is zero, not read, on all ranks but one.
+        "kept": {key: p.numel() for key, p in pipe.transformer.named_parameters() if p.numel() and p.any()},
+        "whole": {key: p.numel() for key, p in whole.transformer.named_parameters()},
+        "same": loading.fingerprint(pipe, mesh) == weights_fingerprint(whole),
+    }
+    with loading.whole_shapes(pipe, mesh):
+        found["shapes"] = [p.shape for p in pipe.transformer.parameters()] == [
+            p.shape for p in whole.transformer.parameters()
+        ]
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("config", [{"tensor": 2}, {"tensor": 3}, {"pipe": 2}, {"pipe": 2, "tensor": 2}], ids=str)
+def test_a_rank_reads_only_what_it_keeps(ranks, saved, config):
+    """Element by element; all together what there is, with one fingerprint."""
+    name, folder = saved
+    world = ditmesh.ParallelConfig(**config).world_size
+    found = ranks(world).run(counted, name, folder, config, torch.bfloat16 if "pipe" in config else torch.float32)
+    for rank in found:
+        assert {key: rank["read"].get(key) for key in rank["kept"]} == rank["kept"]
+        # Weights that are zero all over count as not kept: biases, at most.
+        assert not any(rank["read"].get(key, 0) > 512 for key in rank["whole"].keys() - rank["kept"].keys())
+        assert rank["same"]
+        assert rank["shapes"]
+    for key, whole in found[0]["whole"].items():
+        reads = [rank["read"].get(key, 0) for rank in found]
+        # Cut, or somebody's alone, or on all ranks.
+        assert sum(reads) in {whole * copies for copies in range(1, world + 1)}, (key, reads, whole)
+    assert sum(sum(rank["read"].values()) for rank in found) < 0.8 * world * sum(found[0]["whole"].values())
+
+
+def test_other_dtypes(ranks, saved):
+    name, folder = saved
+    for dtype in (torch.bfloat16, {"transformer": torch.float16, "default": torch.float32}):
+        for result in ranks(2).run(in_dtype, name, folder, dtype):
+            assert all(result)
+
+
+def in_dtype(name, folder, dtype):
+    """Whether weights, buffers and dtypes are those of an ordinary load."""
+    whole = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype, **absent(name)).transformer
+    sliced = ditmesh.load(folder, {"tensor": 2}, torch_dtype=dtype, **absent(name))
+    ditmesh.restore(sliced)
+    named = ditmesh.load(folder, {"pipe": 2}, dtype=dtype, **absent(name))
+    ditmesh.restore(named)
+    assert same_bits(bits(named.transformer), bits(sliced.transformer))
+    theirs, ours = bits(whole), bits(sliced.transformer)
+    return same_bits(theirs, ours), all(theirs[key].dtype == ours[key].dtype for key in theirs)
+
+
+def test_several_files_and_variants(ranks, tmp_path):
+    """Checkpoints in many files, with an index, of a variant."""
+    pipe = MAKERS["sd3"]()
+    pipe.save_pretrained(tmp_path / "many", max_shard_size="100KB")
+    assert len(list((tmp_path / "many" / "transformer").glob("*.safetensors"))) > 2
+    pipe.save_pretrained(tmp_path / "variant", variant="test", max_shard_size="100KB")
+    pipe.save_pretrained(tmp_path / "one", variant="test")
+    for folder, options in (("many", {}), ("variant", {"variant": "test"}), ("one", {"variant": "test"})):
+        for result in ranks(2).run(loaded, "sd3", tmp_path / folder, {"tensor": 2}, options):
+            assert result["equal"]
+            assert result["bits"]
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+PEAK = """
+import json, sys, threading, time
+import torch, torch.distributed as dist
+import diffusers, ditmesh
+
+how, folder, rank, port, config = *sys.argv[1:3], int(sys.argv[3]), sys.argv[4], json.loads(sys.argv[5])
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+torch.set_num_threads(1)
+
+def private():
+    for line in open("/proc/self/status"):
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+
+# Lazy imports and allocations of the first forward are not what is measured.
+from diffusers import DiTPipeline, DiTTransformer2DModel
+import safetensors
+diffusers.DiffusionPipeline.from_pretrained(folder, transformer=None)
+start, peak, run = private(), 0, True
+
+def watch():
+    global peak
+    while run:
+        peak = max(peak, private())
+        time.sleep(0.002)
+
+thread = threading.Thread(target=watch)
+thread.start()
+if how == "load":
+    pipe = ditmesh.load(folder, config, torch_dtype=torch.bfloat16)
+else:
+    pipe = diffusers.DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    ditmesh.parallelize(pipe, config)
+run = False
+thread.join()
+# On a busy machine the watcher may have slept through the end.
+peak = max(peak, private())
+held = sum(p.untyped_storage().nbytes() for p in pipe.transformer.parameters())
+# The transformer is called by hand: nobody else says where a request begins.
+ditmesh.engine_of(pipe).begin_request()
+with torch.no_grad():
+    latents = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    out = pipe.transformer(latents, timestep=torch.tensor([3]), class_labels=torch.tensor([1])).sample
+print(json.dumps({"peak": peak - start, "held": held, "mean": float(out.double().mean())}))
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A pipeline on disk with 300 MB of weights in bfloat16, and how many bytes they are.
+
+    The file is float32, so that nobody can use the mapped file as its memory.
+    """
+    torch.manual_seed(0)
+    transformer = diffusers.DiTTransformer2DModel(
+        num_attention_heads=16,
+        attention_head_dim=64,
+        in_channels=4,
+        num_layers=8,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=8,
+    )
+    whole = sum(p.numel() * 2 for p in transformer.parameters())
+    assert whole > 250e6
+    vae = diffusers.AutoencoderKL(block_out_channels=(8,), norm_num_groups=4, layers_per_block=1)
+    folder = tmp_path_factory.mktemp("large")
+    diffusers.DiTPipeline(transformer, vae, diffusers.DDIMScheduler()).save_pretrained(folder)
+    return folder, whole
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("config", [{"tensor": 2}, pytest.param({"pipe": 2}, marks=pytest.mark.matrix)], ids=str)
+def test_peak_memory_of_a_rank(large, tmp_path, config):
+    """300 MB of weights: a rank's private memory peaks near its own half, not near the whole."""
+    folder, whole = large
+    script = tmp_path / "peak.py"
+    script.write_text(textwrap.dedent(PEAK))
+    peaks = {}
+    for how in ("load", "whole"):
+        results = _two_ranks(script, how, folder, config)
+        peaks[how] = [result["peak"] / whole for result in results]
+        assert all(0.5 < result["held"] / whole < 0.53 for result in results)
+        assert len({result["mean"] for result in results}) == 1
+    print(f"peak private memory over the weights of the model ({whole / 1e6:.0f} MB): {peaks}")
+    assert all(0.5 < peak < 0.62 for peak in peaks["load"])
+    # The control: whoever loads everything and cuts then needs room for everything.
+    assert all(peak > 0.95 for peak in peaks["whole"])
+
+
+def _two_ranks(script: Path, how: str, folder: Path, config: dict[str, int]) -> list[dict[str, float]]:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), how, str(folder), str(rank), str(port), json.dumps(config)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    found = []
+    for process in processes:
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        found.append(json.loads(out.strip().splitlines()[-1]))
+    return found
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def message(folder):
+    try:
+        ditmesh.load(folder, {"tensor": 2})
+    except ditmesh.InputError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_refusals(ranks, tmp_path):
+    MAKERS["sd3"]().save_pretrained(tmp_path)
+    weights = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors"
+    stored = load_file(weights)
+    config = tmp_path / "transformer" / "config.json"
+    settings = json.loads(config.read_text())
+
+    def says(text):
+        assert all(text in found for found in ranks(2).run(message, tmp_path)), text
+
+    save_file({key: value for key, value in stored.items() if key != "pos_embed.proj.bias"}, weights)
+    says("1 weights of SD3Transformer2DModel are not in")
+    save_file({**stored, "pos_embed.proj.bias": torch.zeros(3)}, weights)
+    says("pos_embed.proj.bias in")
+    weights.write_bytes(b"nothing")
+    says("cannot read")
+    weights.unlink()
+    says("there is no diffusion_pytorch_model.safetensors in")
+    config.write_text(json.dumps({**settings, "quantization_config": {"quant_method": "bitsandbytes"}}))
+    says("is quantised; tensor parallelism cuts plain weights")

@@ -1,0 +1,404 @@
+"""What the documents promise: commands that run, imports that run one way, links that lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import socket
+import subprocess
+import sys
+import unicodedata
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from support import hub
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(*languages: str) -> list[Block]:
+    """Every fenced block of these languages, once: translations differ from the original in comments only."""
+    found: dict[str, Block] = {}
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        for match in re.finditer(r"^```(\w+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            if match[1] in languages:
+                place = f"{document.relative_to(ROOT)}:{text.count(chr(10), 0, match.start()) + 2}"
+                block = Block(place, match[2])
+                found.setdefault(block.meaning(), block)
+    return list(found.values())
+
+
+class Block(NamedTuple):
+    """A fenced block: where its text begins, and the text."""
+
+    place: str
+    text: str
+
+    def meaning(self) -> str:
+        """The text without its comments."""
+        lines = (re.sub(r"(^|\s+)#.*", "", line) for line in self.text.splitlines())
+        return "\n".join(line for line in lines if line.strip())
+
+    @property
+    def untested(self) -> str | None:
+        """Why the block is not run, as its first line says to every reader."""
+        reason = re.match(r"# (?:not tested: |未测试：)(.+)", self.text)
+        return reason and reason[1]
+
+    @property
+    def always(self) -> bool:
+        """Whether every change has to pass it: the first program of a reader."""
+        return self.place.startswith("README.md:") and not re.match(r"torchrun|ditmesh ", self.text)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that run it: two under torchrun, or one program."""
+        return 2 if "init_from_environment(" in self.text else 1
+
+
+# CI runs these as they are: they make an environment, run the tests, or measure.
+OF_CI = re.compile(r"(?:(?:make|pytest|mkdocs|python benchmarks/)[^\n]*\n)+")
+
+
+def marked(found: list[Block]) -> list[Any]:
+    """Blocks as parameters of a test."""
+    return [pytest.param(block, id=block.place, marks=() if block.always else pytest.mark.matrix) for block in found]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> dict[str, str]:
+    """Of a program that a reader pastes: the package, its commands, a hub of stand-ins."""
+    cache = tmp_path_factory.mktemp("hub")
+    hub.fill(cache)
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_CACHE": str(cache),
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+
+
+def ended(command: list[str], folder: Path, environment: dict[str, str]) -> str:
+    """Runs the command, which must end well; what it printed."""
+    result = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert result.returncode == 0, result.stderr[-6000:]
+    return result.stdout
+
+
+def shorter(text: str) -> str:
+    """A block with a few steps in place of FLUX.1-dev's 28, as its images have 4,096 tokens here too."""
+    return re.sub(r"(num_inference_steps=|--steps )28\b", r"\g<1>4", text)
+
+
+# Blocks that ask a server: tests/serve/test_serve_docs.py runs them against one.
+SERVED = re.compile(r"ditmesh serve|127\.0\.0\.1:8000")
+
+# The blocks of a tutorial lead on from one another: tests/train/test_train_tutorial.py runs them in their order.
+TUTORIAL = re.compile(r"keep\.txt|emoji-lora|out/lora")
+
+# Programs of examples/recipes and the lines that start them: tests/project/test_recipes.py runs them.
+RECIPES = re.compile(r"CONFIGS\[sys\.argv|examples/recipes/")
+
+PYTHON = [
+    block
+    for block in blocks("python")
+    if not block.untested
+    and not TUTORIAL.search(block.text)
+    and not SERVED.search(block.text)
+    and not RECIPES.search(block.text)
+]
+OF_READERS = [block for block in PYTHON if "Ranks(" in block.text]
+SHARING = [block for block in PYTHON if block not in OF_READERS]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "always"),
+    [
+        pytest.param(2, True, marks=pytest.mark.matrix),
+        pytest.param(2, False, marks=pytest.mark.matrix),
+        pytest.param(1, False, marks=pytest.mark.matrix),
+    ],
+)
+def test_programs(tmp_path, environment, ranks, always):
+    """Python blocks run as they stand, under torchrun where they ask for it; they share processes, and no names."""
+    chosen = [b for b in SHARING if b.ranks == ranks and b.always == always]
+    files = []
+    for block in chosen:
+        files.append(tmp_path / f"{block.place.replace('/', '_').replace(':', '_line_')}.py")
+        files[-1].write_text(shorter(block.text), encoding="utf-8")
+    assert files
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    ended([sys.executable, *launcher, "-m", "support.pasted", *map(str, files)], tmp_path, environment)
+
+
+@pytest.mark.parametrize("block", marked(OF_READERS))
+def test_program_that_starts_ranks(tmp_path, environment, block):
+    """A script runs from its file, a notebook's cell without one."""
+    if "__main__" in block.text:
+        (tmp_path / "first.py").write_text(block.text, encoding="utf-8")
+        ended([sys.executable, "first.py"], tmp_path, environment)
+        assert any(tmp_path.glob("*.png"))
+    else:
+        ended([sys.executable, "-c", block.text], tmp_path, environment)
+
+
+COMMANDS = [
+    block
+    for block in blocks("bash")
+    if not block.untested
+    and not OF_CI.fullmatch(block.text)
+    and not TUTORIAL.search(block.text)
+    and not SERVED.search(block.text)
+    and not RECIPES.search(block.text)
+]
+HOSTS = [block for block in COMMANDS if "$NODE_RANK" in block.text]
+
+
+@pytest.mark.parametrize("block", marked([block for block in COMMANDS if block not in HOSTS]))
+def test_commands(tmp_path, environment, block):
+    """Bash blocks run as they stand, in a folder of their own with the examples."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    assert ended(["bash", "-e", "-c", shorter(block.text)], tmp_path, environment).strip()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("block", HOSTS, ids=lambda block: block.place)
+def test_commands_of_two_hosts(tmp_path, environment, block):
+    """Two agents of torchrun on this machine stand in for two hosts."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"MASTER": "127.0.0.1", "PORT": str(free.getsockname()[1])}
+    with ThreadPoolExecutor(2) as hosts:
+        outputs = [
+            hosts.submit(
+                ended, ["bash", "-e", "-c", block.text], tmp_path, {**environment, **meeting, "NODE_RANK": str(node)}
+            )
+            for node in range(2)
+        ]
+    assert any(output.result().strip() for output in outputs)
+
+
+def test_what_is_not_run_says_why():
+    """Blocks that are left out are few, and say why where their reader sees it."""
+    left_out = [block for block in blocks("python", "bash") if block.untested]
+    assert len(left_out) <= 14, [block.place for block in left_out]
+    assert all(len(block.untested) > 5 for block in left_out if block.untested)
+    # Other names for the same languages would not be run.
+    for document in DOCUMENTS:
+        fences = re.findall(r"^```(\w+)", document.read_text(encoding="utf-8"), re.MULTILINE)
+        assert not set(fences) & {"py", "python3", "sh", "shell", "console"}, document
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = {target for block in blocks("bash") for target in re.findall(r"^make ([\w-]+)", block.text, re.MULTILINE)}
+    assert {"generate", "test"} <= targets
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+# Links and anchors, as the site has them in each language, and as the repository's files have them.
+LINK = re.compile(r"\]\(<?([^)\s>]+)>?\)")
+LANGUAGES = {"en": "", "zh": ".zh"}
+
+
+def prose(text: str) -> str:
+    """A page without its code."""
+    return re.sub(r"`[^`\n]+`", "", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+def headings(text: str) -> list[str]:
+    """The words of all headings, in their order."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    found = re.findall(r"^#{1,6} +(.+?) *$", text, re.MULTILINE)
+    return [re.sub(r"[`*]|\]\([^)]*\)|\[", "", heading) for heading in found]
+
+
+def anchors(text: str, slug: Callable[[str], str], number: str, first: int) -> set[str]:
+    """Names that a link may have behind ``#``: those of headings, numbered where one comes twice, and those written."""
+    found = set(re.findall(r'<a id="([^"]+)">', text))
+    for heading in headings(text):
+        name, count = slug(heading), first
+        while name in found or not name:
+            name = f"{slug(heading)}{number}{count}"
+            count += 1
+        found.add(name)
+    return found
+
+
+def of_site(text: str) -> set[str]:
+    """As Python-Markdown's `toc` names headings: ASCII only, so that a Chinese heading is ``_1``."""
+
+    def slug(heading: str) -> str:
+        ascii_only = unicodedata.normalize("NFKD", heading).encode("ascii", "ignore").decode()
+        return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", ascii_only).strip().lower())
+
+    return anchors(text, slug, "_", 1)
+
+
+def of_repository(text: str) -> set[str]:
+    """As a code host names them: any letters, every blank a hyphen."""
+    return anchors(text, lambda heading: re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-"), "-", 1)
+
+
+def broken(page: str, text: str, read: Callable[[str], str | None], names: Callable[[str], set[str]]) -> list[str]:
+    """Links of a page that lead to no file, or to no anchor of one; ``read`` gives the text of a target."""
+    wrong = []
+    for link in LINK.findall(prose(text)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        target, _, anchor = link.partition("#")
+        there = read(target) if target else text
+        if there is None or (anchor and anchor not in names(there)):
+            wrong.append(f"{page}: {link}")
+    return wrong
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_links_of_the_site(language):
+    """In each language, whose pages are the English ones where nobody has translated them."""
+    sys.path.insert(0, str(ROOT / "docs"))
+    try:
+        import hooks  # pyright: ignore[reportMissingImports]
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
+    config = SimpleNamespace(repo_url="https://repository", extra={})
+
+    def page_of(name: str) -> str | None:
+        """A page as the site has it; None if there is none."""
+        english = name.replace(".zh.md", ".md")
+        path = ROOT / "docs" / english.replace(".md", f"{LANGUAGES[language]}.md")
+        path = path if path.exists() else ROOT / "docs" / english
+        if not path.exists():
+            return None
+        if path.suffix != ".md":
+            return ""
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=path.name))
+        return hooks.on_page_markdown(path.read_text(encoding="utf-8"), page, config)
+
+    names = {path.name.replace(".zh.md", ".md") for path in (ROOT / "docs").glob("*.md")}
+    pages = {name: page_of(name) or "" for name in names}
+    # The page of the API has the names of Python objects, which the plugin makes.
+    assert sorted(link for name, text in pages.items() for link in broken(name, text, page_of, of_site)) == []
+
+
+def test_links_of_the_repository():
+    """A reader of the files on a code host: the link's own file, the host's anchors."""
+    wrong = []
+    for document in [*DOCUMENTS, *ROOT.glob("*.md"), *ROOT.glob("integrations/*/README.md")]:
+
+        def read(target: str, folder: Path = document.parent) -> str | None:
+            path = folder / target
+            return None if not path.exists() else path.read_text(encoding="utf-8") if path.suffix == ".md" else ""
+
+        wrong += broken(str(document.relative_to(ROOT)), document.read_text(encoding="utf-8"), read, of_repository)
+    assert wrong == []
+
+
+def titles(tree: Any) -> list[str]:
+    """Of all entries of the navigation."""
+    if isinstance(tree, str):
+        return []
+    if isinstance(tree, list):
+        return [title for entry in tree for title in titles(entry)]
+    return [title for name, entry in tree.items() for title in (name, *titles(entry))]
+
+
+def test_the_navigation_is_translated():
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    (i18n,) = [plugin["i18n"] for plugin in config["plugins"] if "i18n" in plugin]
+    (chinese,) = [one for one in i18n["languages"] if one["locale"] == "zh"]
+    assert set(titles(config["nav"])) == set(chinese["nav_translations"])
+
+
+@pytest.mark.parametrize("index", ["index.md", "index.zh.md"])
+def test_the_index_lists_every_page(index):
+    pages = {path.name for path in (ROOT / "docs").glob("*.md") if ".zh" not in path.name} - {"index.md"}
+    assert {link.split("#")[0] for link in LINK.findall((ROOT / "docs" / index).read_text(encoding="utf-8"))} == pages
+
+
+def figures(page: str, heading: str) -> list[list[str]]:
+    """The figures of the first table behind a heading, by row."""
+    section = (ROOT / "docs" / page).read_text(encoding="utf-8").split(heading, 1)[1]
+    table = re.search(r"^\|.*\n(?:\|.*\n)+", section, re.MULTILINE)
+    assert table
+    return [re.findall(r"\d+\.\d+|\d+%", row) for row in table[0].splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("heading", "translated"),
+    [("### Well-known models", "### 常见模型"), ("### Measured: every way", "### 实测：让权重放得下的各种办法")],
+)
+def test_translated_tables_have_the_same_figures(heading, translated):
+    found = figures("memory.md", heading)
+    assert sum(map(len, found)) > 50
+    assert figures("memory.zh.md", translated) == found
+
+
+def test_checkers_of_links_find_what_is_broken():
+    page = "# One two\n\n[a](other.md#there) [b](other.md#nowhere) [c](missing.md) [d](#one-two) `[e](code.md)`\n"
+    other = "# 中文\n\n## There\n\n## There\n"
+    found = broken("page.md", page, {"other.md": other}.get, of_site)
+    assert found == ["page.md: other.md#nowhere", "page.md: missing.md"]
+    assert of_site(other) == {"_1", "there", "there_1"}
+    assert of_repository(other) == {"中文", "there", "there-1"}
+
+
+def tree() -> list[str]:
+    """Modules and folders of the package, or parts of a folder, in the order of docs/architecture.md."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    listing = re.search(r"src/ditmesh/\n(.*?)```", text, re.DOTALL)
+    assert listing
+    return [
+        line.split()[0].removesuffix("/").removesuffix(".py")
+        for line in listing.group(1).splitlines()
+        if line.startswith("  ")
+    ]
+
+
+def test_every_module_is_in_the_tree():
+    found = {
+        path.stem
+        for path in (ROOT / "src" / "ditmesh").iterdir()
+        if (path.suffix == ".py" and not path.stem.startswith("__")) or (path / "__init__.py").exists()
+    }
+    assert found == {name.split("/")[0] for name in tree()}
+
+
+def test_imports_run_one_way():
+    """A module imports only those above it in the tree (types for checkers apart)."""
+    order = {tuple(name.split("/")): place for place, name in enumerate(tree())}
+    package = ROOT / "src" / "ditmesh"
+
+    def place(parts: Sequence[str]) -> int | None:
+        """Of the longest entry that holds a module."""
+        heads = (tuple(parts[:length]) for length in range(len(parts), 0, -1))
+        return next((order[head] for head in heads if head in order), None)
+
+    wrong = []
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package).with_suffix("").parts
+        here = place(parts)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if here is None or not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
+            target = [*parts[: len(parts) - node.level], *(node.module.split(".") if node.module else ())]
+            for alias in node.names:
+                there = place([*target, alias.name])
+                if there is not None and there > here:
+                    wrong.append(f"{path.relative_to(package)} imports {'.'.join([*target, alias.name])}")
+    assert wrong == []

@@ -1,0 +1,182 @@
+"""What is shipped: the wheel, the image, the site, the citation; and that they agree with one another."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import ditmesh
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).parents[2]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PINS = {
+    canonicalize_name(pin.name): pin.specifier
+    for pin in map(Requirement, re.findall(r"^[\w.-]+==\S+", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+}
+TRANSLATED = (
+    "index",
+    "quickstart",
+    "choosing",
+    "memory",
+    "hosts",
+    "notebooks",
+    "troubleshooting",
+    "migration",
+    "limits",
+)
+
+
+def done(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
+    """Runs a command that must end well; what it printed."""
+    result = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return result.stdout
+
+
+def requirements() -> list[Requirement]:
+    """All that pyproject.toml asks for, extras included."""
+    extras = PROJECT["optional-dependencies"]
+    lists = [PROJECT["dependencies"], *(extras[name] for name in extras if name != "study")]
+    return [Requirement(line) for one in lists for line in one]
+
+
+@pytest.mark.parametrize("requirement", requirements(), ids=str)
+def test_every_requirement_is_pinned(requirement):
+    pin = PINS.get(canonicalize_name(requirement.name))
+    assert pin is not None
+    assert requirement.specifier.contains(next(iter(pin)).version)
+
+
+def test_the_image_installs_what_the_project_says():
+    """pip's lines of the Dockerfile name pins and extras that exist, and files that are sent along."""
+    docker = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    installs = [line for line in docker.splitlines() if "pip install" in line]
+    assert len(installs) == 2
+    assert "$(grep '^torch==' constraints.txt)" in installs[0]
+    assert "torch" in PINS
+    extras = re.search(r"-c constraints.txt '\.\[([\w,]+)\]'", installs[1])
+    assert extras
+    assert set(extras[1].split(",")) <= set(PROJECT["optional-dependencies"])
+    sent = {word for line in re.findall(r"^COPY (.+)$", docker, re.MULTILINE) for word in line.split()[:-1]}
+    # The wheel's own parts: its readme, its licence, its source.
+    assert sent >= {"pyproject.toml", "constraints.txt", PROJECT["readme"], *PROJECT["license-files"], "src"}
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert sent == allowed
+    assert all((ROOT / name).exists() for name in sent)
+    assert f"python:{sys.version_info.major}." in docker
+
+
+def test_the_workflow_runs_targets_that_exist():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    assert {"lint", "test", "docs", "wheel"} <= set(workflow["jobs"])
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in [name for command in commands for name in re.findall(r"make ([\w-]+)", command)]:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    (docs,) = [line for line in commands if "mkdocstrings" in line]
+    wanted = {Requirement(line).name for line in PROJECT["optional-dependencies"]["docs"]}
+    assert all(name in docs for name in wanted)
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert citation["version"] == ditmesh.__version__
+    assert citation["license"] == PROJECT["license"]
+    assert citation["repository-code"] == PROJECT["urls"]["Source"]
+
+
+def test_no_hint_installs_from_a_registry_that_has_no_ditmesh():
+    places = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("README*.md")]
+    assert [str(path) for path in places if re.search(r"install '?\"?ditmesh", path.read_text(encoding="utf-8"))] == []
+
+
+def test_no_model_says_where_it_was_made():
+    files = (ROOT / "src" / "ditmesh" / "zoo").rglob("*.json")
+    assert not [str(file) for file in files if "_name_or_path" in file.read_text(encoding="utf-8")]
+
+
+def pages_of(tree: Any) -> list[str]:
+    if isinstance(tree, str):
+        return [tree]
+    return [page for item in (tree.values() if isinstance(tree, dict) else tree) for page in pages_of(item)]
+
+
+def test_every_page_is_in_the_navigation():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    pages = {path.name for path in (ROOT / "docs").glob("*.md") if not path.name.endswith(".zh.md")}
+    assert sorted(pages_of(nav)) == sorted(pages)
+    assert all((ROOT / "docs" / f"{name}.zh.md").exists() for name in TRANSLATED)
+
+
+@pytest.mark.matrix
+def test_the_site_builds(tmp_path):
+    """Without a warning: every link and anchor leads somewhere, in both languages."""
+    pytest.importorskip("mkdocs", reason="the site wants the docs extra: make docs")
+    done(sys.executable, "-m", "mkdocs", "build", "--strict", "-d", tmp_path / "site", NO_MKDOCS_2_WARNING="1")
+    first = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    assert "images/strip.png" in first
+    assert "nothing has been run on GPUs yet" in first
+    assert "尚未在 GPU 上运行过" in (tmp_path / "site" / "zh" / "index.html").read_text(encoding="utf-8")
+    assert "ditmesh.parallelize" in (tmp_path / "site" / "api" / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.matrix
+def test_the_sizes_in_the_recipes_are_what_the_script_computes(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import weights  # pyright: ignore[reportMissingImports]
+
+    page = weights.PAGE.read_text(encoding="utf-8")
+    assert weights.write(page) == page
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(1800)
+def test_the_wheel_generates_in_a_fresh_environment(tmp_path):
+    """Built, installed with the tested versions, and run on two ranks from an empty folder."""
+    pip = (sys.executable, "-m", "pip")
+    done(*pip, "wheel", "--quiet", "--no-deps", "-w", tmp_path / "dist", ROOT)
+    (wheel,) = (tmp_path / "dist").glob("ditmesh-*.whl")
+    done(sys.executable, "-m", "venv", tmp_path / "venv")
+    programs, empty = tmp_path / "venv" / "bin", tmp_path / "empty"
+    done(programs / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel)
+    empty.mkdir()
+    alone = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done(
+        programs / "ditmesh",
+        "generate",
+        "a red fox",
+        "--devices",
+        "2",
+        "--cfg",
+        "2",
+        "--steps",
+        "3",
+        cwd=empty,
+        **alone,
+    )
+    assert list(empty.rglob("*.png"))
+    where = done(programs / "python", "-c", "import ditmesh; print(ditmesh.__file__)", cwd=empty, **alone)
+    assert str(tmp_path) in where

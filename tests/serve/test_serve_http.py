@@ -1,0 +1,1046 @@
+"""The HTTP API over a backend in memory: what clients send, what they are answered, and who is let in."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from PIL import Image
+
+from ditmesh.errors import InputError, ServerError
+from ditmesh.serve.app import create_app
+from ditmesh.serve.keys import Keys, Limiter, new_key, read_keys
+from ditmesh.serve.listen import HttpServer, bound
+from ditmesh.serve.logs import LineFormatter, RepeatFilter, log_config, otlp_traces
+from ditmesh.serve.settings import LOOPBACK, ApiSettings
+from ditmesh.serve.types import ENDED
+from support.serving import FakeBackend, drawn, serving
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module")
+def backend() -> FakeBackend:
+    return FakeBackend()
+
+
+@pytest.fixture(scope="module")
+def url(backend: FakeBackend) -> Iterator[str]:
+    with serving(
+        backend, ApiSettings(keep_alive=0.2, state_interval=0.02, max_body=200_000, max_input_pixels=10_000)
+    ) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def http(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def picture(data: str) -> Image.Image:
+    return Image.open(BytesIO(base64.b64decode(data)))
+
+
+def file_of(image: Image.Image, kind: str = "PNG") -> bytes:
+    out = BytesIO()
+    image.save(out, format=kind)
+    return out.getvalue()
+
+
+def sse(lines: Iterator[str]) -> Iterator[dict[str, str]]:
+    """Events of a stream; comments are events without fields."""
+    event: dict[str, str] = {}
+    for line in lines:
+        if line.startswith(":"):
+            yield {}
+        elif line:
+            name, _, value = line.partition(": ")
+            event[name] = value
+        elif event:
+            yield event
+            event = {}
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "code", "param"}
+    return body["error"]
+
+
+# --- as OpenAI's clients speak
+
+
+def test_generations_with_the_official_client(client: openai.OpenAI):
+    made = client.images.generate(prompt="a red fox", n=2, size="32x16", extra_body={"seed": 5, "steps": 3})
+    assert made.data is not None
+    assert [image.seed for image in made.data] == [5, 6]  # type: ignore[attr-defined]
+    assert (made.size, made.output_format, made.background) == ("32x16", "png", "opaque")
+    for image in made.data:
+        seed = image.seed  # type: ignore[attr-defined]
+        assert picture(image.b64_json or "").convert("RGB").tobytes() == drawn("a red fox", seed, (32, 16)).tobytes()
+
+
+def test_urls_and_formats(client: openai.OpenAI, http: httpx.Client):
+    made = client.images.generate(
+        prompt="a", response_format="url", output_format="webp", size="auto", quality="auto", background="opaque",
+        moderation="low", user="somebody",
+    )  # fmt: skip
+    assert made.data is not None
+    answer = http.get(made.data[0].url or "")
+    assert answer.headers["content-type"] == "image/webp"
+    assert Image.open(BytesIO(answer.content)).size == (64, 64)
+
+
+def test_streams_with_partial_images(client: openai.OpenAI):
+    events = list(client.images.generate(prompt="a", stream=True, partial_images=3, extra_body={"steps": 8, "seed": 1}))
+    assert [event.type for event in events] == ["image_generation.partial_image"] * 3 + ["image_generation.completed"]
+    assert [event.partial_image_index for event in events[:3]] == [0, 1, 2]  # type: ignore[union-attr]
+    assert picture(events[0].b64_json).format == events[0].output_format.upper() == "JPEG"
+    assert picture(events[-1].b64_json).convert("RGB").tobytes() == drawn("a", 1, (64, 64)).tobytes()
+    assert events[-1].usage.total_tokens == 0  # type: ignore[union-attr]
+    (only,) = client.images.generate(prompt="a", stream=True)
+    assert only.type == "image_generation.completed"
+
+
+def test_edits_with_the_official_client(client: openai.OpenAI, backend: FakeBackend):
+    image = Image.new("RGB", (32, 32), "red")
+    hole = Image.new("RGBA", (32, 32), (0, 0, 0, 255))
+    hole.paste((0, 0, 0, 0), (8, 8, 16, 16))
+    made = client.images.edit(
+        image=("a.jpg", file_of(image, "JPEG")),
+        mask=("m.png", file_of(hole)),
+        prompt="a hat",
+        extra_body={"strength": 0.5, "seed": 9},
+    )
+    assert made.data is not None
+    job = asyncio.run(backend.job(made.job, ""))  # type: ignore[attr-defined]
+    assert (job.request.strength, job.request.seed) == (0.5, 9)
+    kept = {one.role: Image.open(BytesIO(backend.inputs[one.digest])) for one in job.request.inputs}
+    assert (kept["image"].mode, kept["mask"].mode) == ("RGB", "L")
+    # White is what is generated anew: where the mask was transparent.
+    assert kept["mask"].getbbox() == (8, 8, 16, 16)
+    streamed = list(client.images.edit(image=file_of(image), prompt="a", stream=True, partial_images=1))
+    assert [event.type for event in streamed] == ["image_edit.partial_image", "image_edit.completed"]
+
+
+def test_models_with_the_official_client(client: openai.OpenAI):
+    assert [model.id for model in client.models.list()] == ["stripes", "films"]
+    assert client.models.retrieve("films").owned_by == "ditmesh"
+    with pytest.raises(openai.NotFoundError, match="use one of: 'stripes', 'films'"):
+        client.models.retrieve("some/other")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "words"),
+    [
+        ({"prompt": ""}, openai.BadRequestError, "prompt: it has too few characters; use 1 or more"),
+        ({"n": 17}, openai.BadRequestError, "n: 17 results are more than this server's 16"),
+        ({"size": "4096x4096"}, openai.BadRequestError, "size 4096x4096 has more than this server's 4194304 pixels"),
+        ({"size": "33x32"}, openai.BadRequestError, "33 pixels are no multiple of 8"),
+        ({"size": "large"}, openai.BadRequestError, "size: "),
+        ({"extra_body": {"steps": 201}}, openai.BadRequestError, "steps: 201 steps are more"),
+        ({"prompt": "a" * 10_001}, openai.BadRequestError, "10001 characters"),
+        ({"extra_body": {"negative_prompt": "a" * 10_001}}, openai.BadRequestError, "10001 characters"),
+        ({"extra_body": {"seed": 2**63}}, openai.BadRequestError, "seed: "),
+        (
+            {"extra_body": {"sead": 3}},
+            openai.BadRequestError,
+            "sead: there is no field .sead.; leave it out; did you mean .seed.",
+        ),
+        ({"extra_body": {"loras": [{"name": "../x"}]}}, openai.BadRequestError, "there is no LoRA '../x'"),
+        ({"style": "vivid"}, openai.BadRequestError, "style='vivid' means nothing to this server; leave it out"),
+        ({"quality": "hd"}, openai.BadRequestError, "quality='hd' means nothing .*'auto'.*say steps"),
+        ({"background": "transparent"}, openai.BadRequestError, "pictures have no transparency"),
+        ({"output_compression": 50}, openai.BadRequestError, "output_compression"),
+        ({"partial_images": 2}, openai.BadRequestError, "partial_images needs stream=true"),
+        ({"model": "dall-e-3"}, openai.NotFoundError, "model 'dall-e-3' is none of this server's"),
+        ({"model": "films"}, openai.BadRequestError, "model 'films' makes videos; use POST /v1/videos"),
+        ({"prompt": "fail:out_of_memory"}, openai.InternalServerError, "it failed of out_of_memory"),
+        ({"prompt": "fail:invalid_request"}, openai.BadRequestError, "it failed of invalid_request"),
+    ],
+)
+def test_errors_are_those_of_the_official_client(client: openai.OpenAI, arguments: Any, kind: Any, words: str):
+    with pytest.raises(kind, match=words):
+        client.images.generate(**({"prompt": "a"} | arguments))
+
+
+def test_a_failure_in_a_stream_is_the_clients_error(client: openai.OpenAI):
+    with pytest.raises(openai.APIError, match="it failed of stalled") as failed:
+        list(client.images.generate(prompt="fail:stalled", stream=True))
+    assert failed.value.code == "stalled"
+
+
+def test_full_queues_and_disks(client: openai.OpenAI, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(backend, "most", 0)
+    with pytest.raises(openai.RateLimitError, match="jobs wait already") as full:
+        client.images.generate(prompt="a")
+    assert full.value.response.headers["retry-after"] == "7"
+    monkeypatch.setattr(backend, "most", 10)
+    monkeypatch.setattr(backend, "full_disk", True)
+    with pytest.raises(openai.InternalServerError, match="the disk is full") as full_disk:
+        client.images.generate(prompt="a")
+    assert full_disk.value.status_code == 507
+
+
+def test_a_bug_is_a_sentence_and_not_a_traceback(
+    http: httpx.Client, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(backend, "broken", True)
+    answer = http.post("/v1/jobs", json={"prompt": "a secret"})
+    assert answer.status_code == 500
+    assert error_of(answer)["message"] == "the server has failed; its log says more"
+    assert "the queue is broken" in caplog.text
+    assert "a secret" not in caplog.text
+
+
+# --- clients that go away
+
+
+def until(true: Any, seconds: float = 10.0) -> bool:
+    limit = time.monotonic() + seconds
+    while not true() and time.monotonic() < limit:
+        time.sleep(0.01)
+    return bool(true())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_cancels_its_job(url: str, backend: FakeBackend, stream: bool):
+    backend.hold(True)
+    try:
+        sent = {"prompt": "left", "stream": stream}
+        with (
+            contextlib.suppress(httpx.ReadTimeout),
+            httpx.stream("POST", f"{url}/v1/images/generations", json=sent, timeout=0.5) as answer,
+        ):
+            assert stream
+            # The first is a comment, in the silence of ranks that do nothing.
+            assert next(answer.iter_lines()).startswith(":")
+        (job,) = asyncio.run(backend.jobs("", 1))
+        assert job.request.prompt == "left"
+        assert until(lambda: job.status == "cancelled")
+    finally:
+        backend.hold(False)
+    # Nobody listens any more, the log neither.
+    assert until(lambda: backend.open_streams == 0)
+
+
+def test_streams_of_clients_that_went_away_are_closed(url: str, http: httpx.Client, backend: FakeBackend):
+    backend.hold(True)
+    try:
+        job = http.post("/v1/jobs", json={"prompt": "a"}).json()
+        # The log's own.
+        assert until(lambda: backend.open_streams == 1)
+        with httpx.Client(base_url=url) as other, other.stream("GET", f"/v1/jobs/{job['id']}/events") as stream:
+            events = sse(stream.iter_lines())
+            assert next(events)["event"] == "queued"
+            assert backend.open_streams == 2
+            # A comment in every silence.
+            assert any(event == {} for event in (next(events), next(events)))
+        assert until(lambda: backend.open_streams == 1)
+        # The job of a client of jobs goes on.
+        assert http.get(f"/v1/jobs/{job['id']}").json()["status"] in ("queued", "running")
+    finally:
+        backend.hold(False)
+
+
+# --- requests that are sent again
+
+
+def keyed(key: str) -> dict[str, str]:
+    return {"Idempotency-Key": key}
+
+
+def test_a_request_that_is_sent_again_with_its_key_is_one_job(http: httpx.Client, client: openai.OpenAI):
+    image = f"data:image/png;base64,{base64.b64encode(file_of(Image.new('RGB', (8, 8)))).decode()}"
+    sent = {"prompt": "again", "inputs": [{"role": "image", "data": image}], "strength": 0.5}
+    first = http.post("/v1/jobs", json=sent, headers=keyed("one")).json()
+    assert ended(http, first["id"])["status"] == "succeeded"
+    second = http.post("/v1/jobs", json=sent, headers=keyed("one"))
+    # The seed that the server took is the job's.
+    assert (second.status_code, second.json()["id"], second.json()["status"]) == (202, first["id"], "succeeded")
+    assert second.json()["request"] == first["request"]
+    assert http.post("/v1/jobs", json=sent, headers=keyed("two")).json()["id"] != first["id"]
+    for path, other in (("/v1/jobs", {**sent, "prompt": "another"}), ("/v1/images/generations", {"prompt": "again"})):
+        refused = http.post(path, json=other, headers=keyed("one"))
+        assert refused.status_code == 409
+        assert error_of(refused)["code"] == "idempotency_key_reused"
+        assert error_of(refused)["param"] == "Idempotency-Key"
+    for wrong in ("", "with a space", "x" * 256):
+        refused = http.post("/v1/jobs", json=sent, headers=keyed(wrong))
+        assert refused.status_code == 400
+        assert error_of(refused)["param"] == "Idempotency-Key"
+    made = [client.images.generate(prompt="again", extra_headers=keyed("three")) for _ in range(2)]
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.matrix), True])
+def test_a_client_with_a_key_may_come_back(stream: bool):
+    """Its job goes on without it for a while, and is cancelled if nobody comes."""
+    backend = FakeBackend()
+
+    def leave(http: httpx.Client, key: str) -> None:
+        sent = {"prompt": key, "stream": stream}
+        with (
+            contextlib.suppress(httpx.ReadTimeout),
+            http.stream("POST", "/v1/images/generations", json=sent, headers=keyed(key), timeout=0.5) as answer,
+        ):
+            assert stream
+            assert next(answer.iter_lines()).startswith(":")
+
+    with (
+        serving(backend, ApiSettings(keep_alive=0.2, come_back=1.0)) as url,
+        httpx.Client(base_url=url, timeout=20) as http,
+        httpx.Client(base_url=url, timeout=20) as other,
+    ):
+        backend.hold(True)
+        leave(other, "back")
+        (job,) = asyncio.run(backend.jobs("", 1))
+        answers: list[httpx.Response] = []
+        again = threading.Thread(
+            target=lambda: answers.append(
+                http.post("/v1/images/generations", json={"prompt": "back", "stream": stream}, headers=keyed("back"))
+            )
+        )
+        again.start()
+        time.sleep(1.5)
+        assert job.status == "running"
+        backend.hold(False)
+        again.join(10)
+        assert answers[0].status_code == 200
+        assert ("image_generation.completed" in answers[0].text) is stream
+        assert len(asyncio.run(backend.jobs("", 9))) == 1
+        backend.hold(True)
+        leave(other, "gone")
+        (job, _) = asyncio.run(backend.jobs("", 9))
+        assert job.status == "running"
+        assert until(lambda: job.status == "cancelled")
+        # And begun anew for who comes still.
+        backend.hold(False)
+        late = http.post("/v1/images/generations", json={"prompt": "gone", "stream": stream}, headers=keyed("gone"))
+        assert late.status_code == 200
+        assert len(asyncio.run(backend.jobs("", 9))) == 3
+
+
+# --- jobs
+
+
+def ended(http: httpx.Client, id: str) -> dict[str, Any]:
+    with http.stream("GET", f"/v1/jobs/{id}/events") as stream:
+        last = list(sse(stream.iter_lines()))[-1]
+    return json.loads(last["data"])
+
+
+def test_a_job_from_its_submission_to_its_file(http: httpx.Client):
+    answer = http.post("/v1/jobs", json={"prompt": "a red fox", "n": 2, "size": "32x32", "seed": 3, "previews": 4})
+    assert answer.status_code == 202, answer.text
+    job = answer.json()
+    with http.stream("GET", f"/v1/jobs/{job['id']}/events") as stream:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        events = [event for event in sse(stream.iter_lines()) if event]
+    names = [event["event"] for event in events]
+    assert names[:2] == ["queued", "started"]
+    assert names[-1] == "succeeded"
+    assert (names.count("step"), names.count("preview"), names.count("image")) == (16, 2, 2)
+    assert [int(event["id"]) for event in events] == list(range(1, len(events) + 1))
+    # After a lost connection only what is missing comes.
+    with http.stream("GET", f"/v1/jobs/{job['id']}/events", headers={"Last-Event-ID": "15"}) as stream:
+        assert next(sse(stream.iter_lines()))["id"] == "16"
+    done = http.get(f"/v1/jobs/{job['id']}").json()
+    assert (done["status"], done["step"]) == ("succeeded", 16)
+    file = http.get(done["images"][1]["url"])
+    assert file.headers["content-type"] == "image/png"
+    assert Image.open(BytesIO(file.content)).tobytes() == drawn("a red fox", 4, (32, 32)).tobytes()
+    saved = http.get(done["images"][1]["url"], params={"download": 1})
+    assert saved.headers["content-disposition"] == f'attachment; filename="{job["id"]}-1.png"'
+    assert http.get(f"/v1/jobs/{job['id']}/images/2").status_code == 404
+    listed = http.get("/v1/jobs", params={"limit": 1}).json()
+    assert [one["id"] for one in listed["data"]] == [job["id"]]
+    assert http.get("/v1/jobs", params={"status": "queued"}).json()["data"] == []
+
+
+def test_inputs_as_data_urls(http: httpx.Client, backend: FakeBackend):
+    def submitted(data: str) -> httpx.Response:
+        return http.post("/v1/jobs", json={"prompt": "a", "inputs": [{"role": "image", "data": data}]})
+
+    image = Image.new("RGB", (16, 16), "blue")
+    good = submitted("data:image/png;base64," + base64.b64encode(file_of(image)).decode())
+    assert good.status_code == 202, good.text
+    (kept,) = good.json()["request"]["inputs"]
+    assert Image.open(BytesIO(backend.inputs[kept["digest"]])).tobytes() == image.tobytes()
+    # Under its digest it can be used again.
+    again = http.post("/v1/jobs", json={"prompt": "a", "inputs": [{"role": "image", "digest": kept["digest"]}]})
+    assert again.status_code == 202
+    large = base64.b64encode(file_of(Image.new("RGB", (101, 100)))).decode()
+    for data, words in {
+        "file:///etc/passwd": "no data URL",
+        "http://example.org/a.png": "no data URL",
+        "/etc/passwd": "no data URL",
+        "data:image/svg+xml;base64,PHN2Zy8+": "no data URL",
+        "data:image/png;base64,AAA": "not base64",
+        "data:image/png;base64,AAAA": "is not an image",
+        f"data:image/png;base64,{large}": "more than 10000 pixels",
+        "data:image/png;base64," + base64.b64encode(file_of(image)[:60]).decode(): "cannot be decoded",
+    }.items():
+        refused = submitted(data)
+        assert refused.status_code == 400, data
+        assert words in error_of(refused)["message"]
+        assert error_of(refused)["param"] == "inputs.0.data"
+
+
+def test_cancelling_and_unknown_jobs(http: httpx.Client, backend: FakeBackend):
+    backend.hold(True)
+    try:
+        job = http.post("/v1/jobs", json={"prompt": "a"}).json()
+        assert http.delete(f"/v1/jobs/{job['id']}").json()["status"] == "cancelled"
+        waiting = http.post("/v1/jobs", json={"prompt": "b"}).json()
+        answers: list[httpx.Response] = []
+        ask = threading.Thread(
+            target=lambda: answers.append(http.post("/v1/images/generations", json={"prompt": "cancelled by another"}))
+        )
+        ask.start()
+        assert until(lambda: asyncio.run(backend.jobs("", 1))[0].request.prompt == "cancelled by another")
+        http.delete(f"/v1/jobs/{asyncio.run(backend.jobs('', 1))[0].id}")
+        ask.join(10)
+        assert answers[0].status_code == 409
+        # The official client would ask again.
+        assert answers[0].headers["x-should-retry"] == "false"
+        http.delete(f"/v1/jobs/{waiting['id']}")
+    finally:
+        backend.hold(False)
+    assert ended(http, job["id"])["status"] == "cancelled"
+    for id in ("job_" + "0" * 32, "job_x", "..%2f..%2fetc"):
+        for path in ("", "/events", "/images/0"):
+            answer = http.get(f"/v1/jobs/{id}{path}")
+            assert answer.status_code == 404, (id, path)
+            error_of(answer)
+
+
+def test_videos_are_for_video_models(http: httpx.Client):
+    made = http.post("/v1/videos", json={"prompt": "a", "model": "films", "frames": 9, "fps": 8})
+    assert made.status_code == 202
+    assert (made.json()["object"], made.json()["frames"]) == ("video", 9)
+    refused = http.post("/v1/videos", json={"prompt": "a"})
+    assert refused.status_code == 400
+    assert error_of(refused)["message"].startswith("model 'stripes' makes pictures; use POST /v1/images/generations")
+    many = http.post("/v1/videos", json={"prompt": "a", "model": "films", "frames": 258})
+    assert "258 frames are more than this server's 257" in error_of(many)["message"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        ({"content": b"{", "headers": {"content-type": "application/json"}}, "not JSON"),
+        ({"content": b"{}", "headers": {"content-type": "text/plain"}}, ""),
+        ({"content": b'{"prompt": "\\ud800"}', "headers": {"content-type": "application/json"}}, "prompt"),
+        (
+            {"content": b'{"\\ud800": 1, "prompt": "a"}', "headers": {"content-type": "application/json"}},
+            "there is no field",
+        ),
+        ({"content": b'{"prompt": "a", "guidance": NaN}', "headers": {"content-type": "application/json"}}, "guidance"),
+        ({"content": b"[" * 100_000, "headers": {"content-type": "application/json"}}, ""),
+        ({"json": {"prompt": "a", "size": "32x32", "width": 64}}, "contradicts width and height"),
+        ({"json": {"prompt": "a", "model": "/etc"}}, "is none of this server's"),
+    ],
+)
+def test_what_cannot_be_read_is_a_sentence(http: httpx.Client, sent: Any, words: str):
+    answer = http.post("/v1/jobs", **sent)
+    assert answer.status_code in (400, 404)
+    assert words in error_of(answer)["message"]
+    assert "\n" not in error_of(answer)["message"]
+
+
+# --- the server
+
+
+def test_states_and_health(http: httpx.Client, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch):
+    assert http.get("/healthz").json() == {"status": "ok"}
+    assert http.get("/readyz").status_code == 200
+    monkeypatch.setattr(backend, "ready", False)
+    answer = http.get("/readyz")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert error_of(answer)["message"] == "no replica is ready yet; ask again"
+    whole = backend.state
+
+    def failed() -> Any:
+        state = whole()
+        state.replicas[0].message = "rank 1 of 2 was killed by SIGKILL"
+        return state
+
+    monkeypatch.setattr(backend, "state", failed)
+    said = error_of(http.get("/readyz"))["message"]
+    assert said == "no replica is ready (rank 1 of 2 was killed by SIGKILL); ask again"
+    monkeypatch.setattr(backend, "state", whole)
+    assert http.get("/v1/server").json()["ready"] is False
+    with http.stream("GET", "/v1/server/events") as stream:
+        events = sse(stream.iter_lines())
+        first = next(events)
+        assert (first["event"], json.loads(first["data"])["ready"]) == ("state", False)
+        # Only what has changed is sent, and comments meanwhile.
+        assert next(events) == {}
+        monkeypatch.setattr(backend, "ready", True)
+        assert json.loads(next(event for event in events if event)["data"])["ready"] is True
+
+
+def test_metrics_and_their_dashboard(http: httpx.Client, client: openai.OpenAI):
+    with pytest.raises(openai.InternalServerError):
+        client.images.generate(prompt="fail:stalled")
+    with pytest.raises(openai.NotFoundError):
+        client.images.generate(prompt="a", model="none")
+    text = http.get("/metrics").text
+    for line in (
+        'ditmesh_rank_step_seconds{device="cpu",rank="1",replica="0"} 0.01',
+        'ditmesh_sent_bytes_total{axis="ulysses",replica="0"}',
+        'ditmesh_job_failures_total{code="stalled"}',
+        'ditmesh_jobs_refused_total{code="model_not_found"}',
+        'ditmesh_http_requests_total{method="POST",route="/v1/images/generations",status="404"}',
+        "ditmesh_job_waiting_seconds_count",
+        "ditmesh_drift{",
+    ):
+        assert line in text, line
+    # Ids of jobs are no labels.
+    assert "job_" not in re.sub(r"ditmesh_job_\w+", "", text)
+
+
+def test_two_servers_share_no_metrics():
+    one, other = create_app(FakeBackend()), create_app(FakeBackend())
+    one.state.server.metrics.submitted("only-here")
+    assert b"only-here" in one.state.server.metrics.page()
+    assert b"only-here" not in other.state.server.metrics.page()
+
+
+def test_answers_carry_what_browsers_heed(http: httpx.Client):
+    for path in ("/", "/docs", "/openapi.json", "/v1/models", "/nothing"):
+        headers = http.get(path).headers
+        assert headers["x-content-type-options"] == "nosniff"
+        assert "default-src 'self'" in headers["content-security-policy"]
+        assert "frame-ancestors 'none'" in headers["content-security-policy"]
+        assert "access-control-allow-origin" not in headers
+    page = http.get("/docs").text
+    assert "POST /v1/images/generations" in page
+    assert "src=" not in page
+
+
+def test_unknown_paths_and_methods(http: httpx.Client):
+    assert error_of(http.get("/v1/nothing"))["code"] == "not_found"
+    answer = http.put("/v1/jobs", json={})
+    assert answer.status_code == 405
+    assert error_of(answer)["type"] == "invalid_request_error"
+    assert "allow" in answer.headers
+
+
+def test_hosts_and_origins(http: httpx.Client, url: str):
+    """Names that lead here by somebody else's doing are not answered to, and pages of others not listened to."""
+    answer = http.get("/v1/models", headers={"Host": "evil.example"})
+    assert (answer.status_code, error_of(answer)["code"]) == (400, "wrong_host")
+    port = url.rpartition(":")[2]
+    for host in (f"localhost:{port}", "127.0.0.1", f"[::1]:{port}"):
+        assert http.get("/v1/models", headers={"Host": host}).status_code == 200
+    for origin in ("https://evil.example", "null", f"http://evil.example:{port}"):
+        answer = http.post("/v1/images/edits", headers={"Origin": origin}, data={"prompt": "a"})
+        assert answer.status_code == 403
+    assert http.post("/v1/jobs", headers={"Origin": url}, json={"prompt": "a"}).status_code == 202
+
+
+def test_bodies_are_bounded(http: httpx.Client):
+    answer = http.post("/v1/jobs", json={"prompt": "a" * 200_001})
+    assert answer.status_code == 413
+    assert error_of(answer)["message"] == "the request's body has more than 200000 bytes; send a smaller one"
+
+    def pieces() -> Iterator[bytes]:
+        yield b'{"prompt": "'
+        for _ in range(300):
+            yield b"a" * 1000
+
+    # Its length is not said before.
+    answer = http.post("/v1/jobs", content=pieces(), headers={"content-type": "application/json"})
+    assert answer.status_code == 413
+    error_of(answer)
+    files = {"image": ("a.png", b"a" * 200_001)}
+    assert http.post("/v1/images/edits", data={"prompt": "a"}, files=files).status_code == 413
+
+
+def test_edits_that_cannot_be(http: httpx.Client):
+    image, small = file_of(Image.new("RGB", (32, 32))), file_of(Image.new("L", (16, 16)))
+    for data, files, words in (
+        ({"prompt": "a"}, {}, "an edit needs a picture"),
+        ({}, {"image": image}, "prompt: it is missing; send it"),
+        ({"prompt": "a"}, {"image": image, "mask": small}, "use one size"),
+        ({"prompt": "a", "image": "http://example.org/a.png"}, {}, "image: extra inputs"),
+        ({"prompt": "a"}, {"image": image, "other": image}, "other: an edit takes the files image and mask"),
+        ({"prompt": "a", "loras": "x"}, {"image": image}, "loras: no JSON"),
+        ({"prompt": "a", "input_fidelity": "high"}, {"image": image}, "say strength"),
+    ):
+        answer = http.post(
+            "/v1/images/edits", data=data, files={name: ("f", file) for name, file in files.items()} or {"x": b""}
+        )
+        assert answer.status_code == 400
+        assert words in error_of(answer)["message"] or not files, answer.text
+    twice = [("image", ("a", image)), ("image[]", ("b", image))]
+    assert "there twice" in error_of(http.post("/v1/images/edits", data={"prompt": "a"}, files=twice))["message"]
+
+
+# --- keys
+
+
+def test_keys(tmp_path: Path):
+    """Only who has a key is answered, each sees its own jobs, and so many a minute."""
+    file = tmp_path / "keys"
+    ours, theirs = new_key(file, "ours"), new_key(file)
+    assert sorted(read_keys(file).values()) == ["", "ours"]
+    assert ours not in file.read_text()
+    assert file.stat().st_mode & 0o077 == 0
+    with (
+        serving(FakeBackend(), ApiSettings(keys=file, rate=3, cors=("https://page.example",))) as url,
+        httpx.Client(base_url=url) as http,
+    ):
+        for headers in (
+            {},
+            {"Authorization": "Bearer dm-wrong"},
+            {"Authorization": f"Basic {ours}"},
+            {"x-api-key": ours},
+        ):
+            for path in ("/v1/models", "/v1/jobs", "/metrics", "/v1/server/events"):
+                answer = http.get(path, headers=headers)
+                assert answer.status_code == 401
+                assert answer.headers["www-authenticate"] == "Bearer"
+                assert error_of(answer)["code"] == "invalid_api_key"
+        for path in ("/healthz", "/readyz", "/openapi.json"):
+            assert http.get(path).status_code == 200
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=ours, max_retries=0)
+        with pytest.raises(openai.AuthenticationError, match="the key is unknown"):
+            client.with_options(api_key="dm-wrong").models.list()
+        job = client.images.generate(prompt="a").job  # type: ignore[attr-defined]
+        mine, other = ({"Authorization": f"Bearer {key}"} for key in (ours, theirs))
+        assert http.get(f"/v1/jobs/{job}", headers=mine).status_code == 200
+        for path in ("", "/events", "/images/0"):
+            assert http.get(f"/v1/jobs/{job}{path}", headers=other).status_code == 404
+        assert http.delete(f"/v1/jobs/{job}", headers=other).status_code == 404
+        assert http.get("/v1/jobs", headers=other).json()["data"] == []
+        for _ in range(2):
+            assert http.post("/v1/jobs", json={"prompt": "a"}, headers=mine).status_code == 202
+        with pytest.raises(openai.RateLimitError, match="more than 3 jobs a minute") as limited:
+            client.images.generate(prompt="a")
+        assert 1 <= int(limited.value.response.headers["retry-after"]) <= 20
+        assert http.post("/v1/jobs", json={"prompt": "a"}, headers=other).status_code == 202
+        # A page that may ask is told so before it sends its key.
+        asked = http.options(
+            "/v1/jobs",
+            headers={
+                "Origin": "https://page.example",
+                "Access-Control-Request-Method": "POST",
+                "Access-Control-Request-Headers": "authorization",
+            },
+        )
+        assert asked.headers["access-control-allow-origin"] == "https://page.example"
+        refused = http.get("/v1/models", headers={"Origin": "https://page.example"})
+        assert refused.headers["access-control-allow-origin"] == "https://page.example"
+        schema = http.get("/openapi.json").json()
+        assert schema["paths"]["/v1/jobs"]["post"]["security"] == [{"key": []}]
+
+
+def test_an_alias_is_a_model_that_front_ends_ask_for():
+    with (
+        serving(FakeBackend(), ApiSettings(aliases={"dall-e-3": "stripes"})) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        made = client.images.generate(
+            prompt="a", model="dall-e-3", quality="hd", style="vivid", response_format="b64_json"
+        )
+        assert picture(made.data[0].b64_json).size == (64, 64)
+        with pytest.raises(openai.BadRequestError, match="quality='hd' means nothing"):
+            client.images.generate(prompt="a", model="stripes", quality="hd")
+        with pytest.raises(openai.NotFoundError, match="model 'dall-e-2' is none of this server's"):
+            client.images.generate(prompt="a", model="dall-e-2")
+
+
+def test_the_servers_state_names_ones_own_jobs_alone(tmp_path: Path):
+    file = tmp_path / "keys"
+    mine, other = ({"Authorization": f"Bearer {new_key(file)}"} for _ in range(2))
+    with serving(FakeBackend(0.05), ApiSettings(keys=file)) as url, httpx.Client(base_url=url) as http:
+        job = http.post("/v1/jobs", json={"prompt": "x", "steps": 100}, headers=mine).json()["id"]
+        assert until(lambda: http.get("/v1/server", headers=mine).json()["replicas"][0]["running"] == [job])
+        seen = http.get("/v1/server", headers=other).json()
+        assert seen["replicas"][0]["running"] == []
+        with http.stream("GET", "/v1/server/events", headers=other) as stream:
+            assert job not in next(sse(stream.iter_lines()))["data"]
+        http.delete(f"/v1/jobs/{job}", headers=mine)
+
+
+def test_files_of_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "keys"
+    with pytest.raises(InputError, match="cannot read the keys"):
+        Keys(file)
+    file.write_text("# nobody\n")
+    with pytest.raises(InputError, match="hold none"):
+        Keys(file)
+    file.write_text("dm-a-key-as-it-is\n")
+    with pytest.raises(InputError, match=r"line 1 of the keys .* is not a SHA-256") as wrong:
+        Keys(file)
+    assert "dm-a-key" not in str(wrong.value)
+    file.unlink()
+    one = new_key(file)
+    keys = Keys(file)
+    assert keys.owner(one)
+    assert keys.owner(one + "x") is None
+    # Keys come and go while the server runs.
+    other = new_key(file)
+    monkeypatch.setattr("ditmesh.serve.keys.LOOK", 0.0)
+    assert keys.owner(other)
+    file.write_text("\n".join(file.read_text().splitlines()[:1] + file.read_text().splitlines()[2:]))
+    assert keys.owner(one) is None
+    assert keys.owner(other)
+
+
+def test_the_limiter_fills_again(monkeypatch: pytest.MonkeyPatch):
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    limiter = Limiter(60)
+    assert [limiter.wait("a") for _ in range(60)] == [0.0] * 60
+    assert limiter.wait("a") == pytest.approx(1.0)
+    assert limiter.wait("b") == 0.0
+    now += 2.0
+    assert [limiter.wait("a") > 0 for _ in range(3)] == [False, False, True]
+    assert not any(Limiter(0).wait("a") for _ in range(1000))
+
+
+# --- logs and traces
+
+
+def test_logs_name_jobs_and_no_secrets(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    file = tmp_path / "keys"
+    key = new_key(file)
+    for log_prompts in (False, True):
+        caplog.clear()
+        with (
+            caplog.at_level(logging.INFO, logger="ditmesh"),
+            serving(FakeBackend(), ApiSettings(keys=file, log_prompts=log_prompts)) as url,
+            httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}) as http,
+        ):
+            job = http.post("/v1/jobs", json={"prompt": "a secret wish", "negative_prompt": "another"}).json()["id"]
+            ended(http, job)
+            assert until(lambda: "job succeeded" in caplog.text)
+        lines = [
+            json.loads(LineFormatter("json").format(record)) for record in caplog.records if hasattr(record, "facts")
+        ]
+        ours = [line for line in lines if line.get("job") == job]
+        assert [line["message"] for line in ours if line["logger"] == "ditmesh.serve"] == [
+            "job accepted", "job started", "job succeeded"
+        ]  # fmt: skip
+        assert any(line["logger"] == "ditmesh.serve.access" and line["status"] == 202 for line in ours)
+        texts = "\n".join(LineFormatter(form).format(record) for record in caplog.records for form in ("json", "text"))
+        assert key not in texts
+        assert ("a secret wish" in texts) is log_prompts
+        assert "another" not in texts
+
+
+def test_a_line_of_the_log_stays_one():
+    record = logging.LogRecord("x", logging.INFO, "", 0, "a\n2026-01-01 job succeeded", (), None)
+    record.facts = {"model": "b\nc"}
+    assert "\n" not in LineFormatter("text").format(record)
+    assert "\n" not in LineFormatter("json").format(record)
+    assert log_config("json", "INFO")["loggers"]["ditmesh"]["level"] == "INFO"
+
+
+def line(message: str, level: int, status: int | None = None) -> logging.LogRecord:
+    record = logging.LogRecord("ditmesh.serve", level, "", 0, message, (), None)
+    record.facts = {} if status is None else {"status": status, "route": "/v1/jobs"}
+    return record
+
+
+def test_what_is_said_again_and_again_is_left_out_of_the_log():
+    now = [0.0]
+    sparing = RepeatFilter(most=3, every=5.0, clock=lambda: now[0])
+    bad, job = partial(line, "request", logging.INFO, 400), partial(line, "job accepted", logging.INFO)
+    assert sum(sparing.filter(bad()) for _ in range(1000)) == 3
+    # Others are written: what jobs do, what was answered well, other statuses.
+    assert all(sparing.filter(job()) for _ in range(100))
+    assert all(sparing.filter(line("request", logging.INFO, 202)) for _ in range(100))
+    assert sparing.filter(line("request", logging.INFO, 413))
+    assert sparing.filter(line("a rank has failed", logging.ERROR))
+    now[0] = 5.1
+    later = bad()
+    assert sparing.filter(later)
+    assert later.facts["left_out"] == 997
+    assert not sparing.filter(bad())
+
+
+def test_polls_and_the_pages_files_are_not_in_the_log(caplog: pytest.LogCaptureFixture):
+    with (
+        caplog.at_level(logging.INFO, logger="ditmesh"),
+        serving(FakeBackend()) as url,
+        httpx.Client(base_url=url) as http,
+    ):
+        for path in ("/", "/static/app.js", "/v1/jobs", "/v1/server", "/healthz", "/v1/models"):
+            http.get(path)
+        assert http.get("/nothing").status_code == 404
+    requests = [record.facts for record in caplog.records if record.getMessage() == "request"]
+    assert [facts["status"] for facts in requests if facts["status"] < 400] == []
+    assert [facts["status"] for facts in requests][-1] == 404
+
+
+def test_traces(url: str):
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    spans, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    with serving(FakeBackend(), ApiSettings(), provider.get_tracer("test")) as url, httpx.Client(base_url=url) as http:
+        job = http.post("/v1/jobs", json={"prompt": "a", "steps": 2}).json()["id"]
+        ended(http, job)
+        assert until(spans.get_finished_spans)
+    (span,) = spans.get_finished_spans()
+    assert span.attributes["ditmesh.job"] == job
+    assert [event.name for event in span.events] == ["queued", "started", "step", "step", "image", "succeeded"]
+
+
+class Collector(BaseHTTPRequestHandler):
+    """Takes spans as a collector of OpenTelemetry does."""
+
+    taken: list[tuple[str, bytes]]
+
+    def do_POST(self) -> None:
+        self.taken.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *words: Any) -> None: ...
+
+
+def test_traces_go_to_a_collector(monkeypatch: pytest.MonkeyPatch):
+    """By the exporter itself, those of the end too; a span is a part of the one that the request names."""
+    service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    handler = type("Handler", (Collector,), {"taken": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
+        with otlp_traces() as tracer, serving(FakeBackend(), ApiSettings(), tracer) as url, httpx.Client() as http:
+            headers = {"traceparent": f"00-{trace}-{parent}-01"}
+            asked = [({"prompt": "a secret", "steps": 2}, headers), ({"prompt": "fail:stalled"}, {})]
+            jobs = [http.post(f"{url}/v1/jobs", json=body, headers=more).json()["id"] for body, more in asked]
+            for job in jobs:
+                until(lambda job=job: http.get(f"{url}/v1/jobs/{job}").json()["status"] in ENDED)
+        collector.shutdown()
+    spans, names = {}, set()
+    for path, body in handler.taken:
+        assert path == "/v1/traces"
+        assert b"secret" not in body
+        for resource in service.ExportTraceServiceRequest.FromString(body).resource_spans:
+            names |= {one.value.string_value for one in resource.resource.attributes if one.key == "service.name"}
+            for span in (span for scope in resource.scope_spans for span in scope.spans):
+                facts = {one.key: one.value for one in span.attributes}
+                spans[facts["ditmesh.job"].string_value] = span, facts
+    assert names == {"ditmesh"}
+    assert set(spans) == set(jobs)
+    (first, _), (failed, facts) = (spans[job] for job in jobs)
+    assert (first.trace_id.hex(), first.parent_span_id.hex()) == (trace, parent)
+    assert [event.name for event in first.events] == ["queued", "started", "step", "step", "image", "succeeded"]
+    assert first.end_time_unix_nano > first.start_time_unix_nano
+    assert (failed.parent_span_id, failed.status.code) == (b"", 2)
+    assert facts["error.type"].string_value == "stalled"
+
+
+# --- the end
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_server_that_stops_ends_what_is_under_way(done: bool):
+    """Within its grace jobs end and their clients are answered; then streams end, and who waits is told."""
+    backend = FakeBackend(step_seconds=0.05)
+    seen: list[dict[str, str]] = []
+    answers: list[httpx.Response] = []
+
+    def follow() -> None:
+        with httpx.stream("GET", f"{url}/v1/jobs/{job}/events", timeout=20) as stream:
+            seen.extend(sse(stream.iter_lines()))
+
+    def ask() -> None:
+        answers.append(httpx.post(f"{url}/v1/images/generations", json={"prompt": "b"}, timeout=20))
+
+    with serving(backend, ApiSettings(), grace=10.0 if done else 0.1) as url, httpx.Client(base_url=url) as http:
+        backend.hold(not done)
+        job = http.post("/v1/jobs", json={"prompt": "a"}).json()["id"]
+        clients = [threading.Thread(target=work) for work in (follow, ask)]
+        for client in clients:
+            client.start()
+        # Two of them are the log's.
+        assert until(lambda: backend.open_streams == 4)
+    for client in clients:
+        client.join(10)
+        assert not client.is_alive()
+    assert seen[0]["event"] == "queued"
+    assert (seen[-1]["event"] == "succeeded") is done
+    assert answers[0].status_code == (200 if done else 503)
+    if not done:
+        assert "goes on with job_" in error_of(answers[0])["message"]
+        # The job is not made twice by a client that asks again.
+        assert answers[0].headers["x-should-retry"] == "false"
+    assert backend.open_streams == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+def test_the_first_signal_waits_and_the_second_does_not():
+    path = os.pathsep.join(path for path in sys.path if path)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "support.serving", "--port", "0", "--held"],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        assert httpx.post(f"{url}/v1/jobs", json={"prompt": "a"}).status_code == 202
+        process.terminate()
+        assert until(lambda: httpx.get(f"{url}/readyz").status_code == 503)
+        # Clients of the job that is under way are answered still, and new ones told to come back.
+        assert httpx.get(f"{url}/v1/jobs").status_code == 200
+        refused = httpx.post(f"{url}/v1/jobs", json={"prompt": "a"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(5) == 130
+    finally:
+        process.kill()
+
+
+def test_a_server_ends_with_the_reason_when_its_backend_has_given_up():
+    class Hopeless(FakeBackend):
+        async def given_up(self) -> str:
+            await asyncio.sleep(0.2)
+            return "there is no GPU; the jobs stay in the queue"
+
+    backend = Hopeless()
+    server = HttpServer(create_app(backend), grace=5.0)
+    with bound("127.0.0.1", 0) as listening, pytest.raises(ServerError, match="there is no GPU; the jobs stay"):
+        asyncio.run(server.run_on(listening))
+    assert backend.stopped_with == 5.0
+
+
+# --- the description, and what it does not describe
+
+
+def test_the_description_is_complete():
+    schema = create_app(FakeBackend(), ApiSettings()).openapi()
+    paths = schema["paths"]
+    assert set(paths) == {
+        "/v1/images/generations", "/v1/images/edits", "/v1/videos", "/v1/videos/{id}", "/v1/videos/{id}/content",
+        "/v1/jobs", "/v1/jobs/{id}", "/v1/jobs/{id}/events", "/v1/jobs/{id}/images/{index}", "/v1/models",
+        "/v1/models/{id}", "/v1/server", "/v1/server/events", "/healthz", "/readyz", "/metrics",
+    }  # fmt: skip
+    for path, operations in paths.items():
+        for method, operation in operations.items():
+            assert operation["summary"], (path, method)
+            assert operation["description"], (path, method)
+            assert "422" not in operation["responses"]
+            for status, answer in operation["responses"].items():
+                if status.startswith(("4", "5")):
+                    assert answer["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorBody")
+    assert set(paths["/v1/jobs"]["post"]["responses"]) >= {
+        "202",
+        "400",
+        "403",
+        "404",
+        "413",
+        "429",
+        "500",
+        "503",
+        "507",
+    }
+    assert "HTTPValidationError" not in schema["components"]["schemas"]
+
+
+# What an answer must conform to.
+CONFORMANCE = {
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+}
+
+
+class Enough(Exception):
+    """The time is over."""
+
+
+def fuzzed(seconds: float, each: int) -> int:
+    """Sends made-up requests to every endpoint; how many. Every answer conforms to the description.
+
+    Args:
+        seconds: of all endpoints together; what one leaves over is the others'.
+        each: requests of each kind to each endpoint, however long they take.
+    """
+    import hypothesis
+    import schemathesis
+    from schemathesis import checks, openapi
+
+    own = ApiSettings(hosts=(*LOOPBACK, "testserver"), max_pixels=128 * 128, max_steps=4, max_images=2, max_body=50_000)
+    schema = openapi.from_asgi("/openapi.json", create_app(FakeBackend(step_seconds=0.0), own))
+    checks.load_all_checks()
+    wanted = [checks.CHECKS.get_one(name) for name in sorted(CONFORMANCE)]
+    operations = [result.ok() for result in schema.get_all_operations()]
+    assert len(operations) == 20
+    rounds = [(operation, mode) for operation in operations for mode in schemathesis.GenerationMode]
+    sent, began = 0, time.monotonic()
+    for number, (operation, mode) in enumerate(rounds, 1):
+        until, before = began + seconds * number / len(rounds), sent
+
+        @hypothesis.seed(number)
+        @hypothesis.settings(
+            max_examples=100_000,
+            deadline=None,
+            database=None,
+            phases=[hypothesis.Phase.generate],
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
+        @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+        def ask(case: schemathesis.Case) -> None:
+            nonlocal sent
+            if time.monotonic() > until and sent >= before + each:  # noqa: B023
+                raise Enough
+            sent += 1
+            case.validate_response(case.call(timeout=2), checks=wanted)
+
+        with contextlib.suppress(Enough, hypothesis.errors.Unsatisfiable):
+            ask()
+    return sent
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("seconds", "each", "least"),
+    # At least so many of each kind to each endpoint that takes anything, on a loaded machine too.
+    [(4.0, 3, 60), pytest.param(300.0, 3, 5000, marks=pytest.mark.matrix)],
+)
+def test_made_up_requests_get_answers_that_conform(seconds, each, least):
+    assert fuzzed(seconds, each) > least

@@ -1,0 +1,204 @@
+"""Checkpoints: written while training goes on, and loaded by other ranks than those that wrote them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_train import losses_of, pipeline
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+import ditmesh
+from ditmesh.comm.mesh import Mesh
+from ditmesh.launch import RankPool
+from ditmesh.train import TrainConfig
+from ditmesh.train.checkpoint import MANIFEST, Checkpoints, broken
+from ditmesh.train.trainer import Trainer
+from support.train import folder_of, settings
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return folder_of(tmp_path_factory.mktemp("data"), 6)
+
+
+def contents(folder):
+    """Digests of what ranks have written into a checkpoint."""
+    files = json.loads((folder / MANIFEST).read_text())["files"]
+    return {name: digest for name, digest in files.items() if name.endswith(".safetensors")}
+
+
+def slowly(given):
+    """A run in which a checkpoint is written only when the next step is over: losses, and what was there then."""
+    config, there, over = TrainConfig.read(given), {}, {}
+    write = HuggingFaceStorageWriter.write_data
+
+    def late(writer, *arguments):
+        step = int(Path(writer.path).stem.rpartition("-")[2])
+        assert over.setdefault(step, threading.Event()).wait(100)
+        return write(writer, *arguments)
+
+    HuggingFaceStorageWriter.write_data = late
+    try:
+        with Trainer(config, pipeline(), timeout=100.0) as trainer:
+
+            def report(now):
+                there[now.step] = sorted(path.name for path in trainer.checkpoints.folder.glob("checkpoint-*"))
+                for step in {now.step - 1, now.step} if now.step == now.steps else {now.step - 1}:
+                    over.setdefault(step, threading.Event()).set()
+
+            outcome = trainer.run(report=report)
+    finally:
+        HuggingFaceStorageWriter.write_data = write
+    return outcome.losses, there, outcome.unsaved
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"parallel": {"data": 2}, "sharding": "fsdp"},
+        *(pytest.param(m, marks=pytest.mark.matrix) for m in ({}, {"parallel": {"ulysses": 2}, "use_ema": True})),
+    ],
+    ids=str,
+)
+def test_written_while_training_goes_on(ranks, data, tmp_path, more):
+    """The same bits as of a run that waits: what training changes meanwhile is a copy."""
+    run = ranks(2).run if more else lambda function, *given: [function(*given)]
+    given = settings(data, tmp_path / "waits", global_batch_size=2, train_batch_size=1, checkpointing_steps=1, **more)
+    given["max_train_steps"] = 3
+    (whole, *_), *_ = run(losses_of, given)
+    on = {**given, "output_dir": str(tmp_path / "goes on"), "checkpointing_async": True}
+    (losses, there, unsaved), *_ = run(slowly, on)
+    assert not unsaved
+    assert losses == whole
+    # Step 2 was done before the checkpoint of step 1 was, for which the one of step 2 waited.
+    assert there == {1: [], 2: [], 3: ["checkpoint-1"]}
+    for step in (1, 2, 3):
+        waited, went_on = (tmp_path / name / f"checkpoint-{step}" for name in ("waits", "goes on"))
+        assert broken(went_on) is None
+        assert contents(went_on) == contents(waited)
+    (rest, *_), *_ = run(losses_of, {**on, "resume_from_checkpoint": "checkpoint-2"})
+    assert rest == {2: whole[2]}
+
+
+def stuck(given, *, report):
+    """A run that comes to no end of writing the checkpoint of step 2."""
+    write = HuggingFaceStorageWriter.write_data
+
+    def endless(writer, *arguments):
+        found = write(writer, *arguments)
+        if Path(writer.path).stem.endswith("-2"):
+            report("writing")
+            time.sleep(100)
+        return found
+
+    HuggingFaceStorageWriter.write_data = endless
+    losses_of(given)
+
+
+def test_kill_9_in_the_middle_of_writing(data, tmp_path):
+    given = settings(data, tmp_path, train_batch_size=1, checkpointing_steps=1, checkpoints_total_limit=1)
+    whole, _ = losses_of({**given, "output_dir": str(tmp_path / "whole")})
+    on = {**given, "checkpointing_async": True}
+    with (
+        RankPool(1, threads=1, timeout=100.0) as pool,
+        pytest.raises(ditmesh.RankFailed, match="was killed by SIGKILL"),
+    ):
+        pool.run(stuck, on, on_message=lambda rank, _: os.kill(pool.pids[rank], signal.SIGKILL))
+    # The one before was to go only when this one would be there.
+    assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == [".checkpoint-2.part", "checkpoint-1"]
+    rest, _ = losses_of({**on, "resume_from_checkpoint": "latest"})
+    assert rest == {step: whole[step] for step in (1, 2, 3)}
+    assert [path.name for path in tmp_path.glob("*checkpoint*")] == ["checkpoint-4"]
+
+
+def saved(folder, step, keep=None, background=False):
+    checkpoints = Checkpoints(folder, Mesh(ditmesh.ParallelConfig()), keep)
+    checkpoints.save(step, {"weight": torch.full((3,), float(step))}, background)
+    problem = checkpoints.wait()
+    checkpoints.close()
+    return problem
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_name_is_given_last_and_the_last_good_one_stays(tmp_path, monkeypatch, background):
+    """Broken off between any two renames, the newest that was written is found."""
+    for step in (1, 2, 3):
+        assert saved(tmp_path, step, 2, background) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
+    # A run that begins anew in the same folder: what it writes stays, and so does what was there.
+    assert saved(tmp_path, 1, 1, background) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
+    rename, left = os.replace, []
+
+    def broken_off(source, target):
+        if not left.pop():
+            raise OSError(28, "No space left on device")
+        rename(source, target)
+
+    monkeypatch.setattr("ditmesh.train.checkpoint.os.replace", broken_off)
+    for count in (0, 1, 2):
+        # Of the file of digests, of the one that makes room, of the checkpoint.
+        left[:] = [False] * 9 + [True] * count
+        assert "No space left" in saved(tmp_path, 3, None, background)
+        monkeypatch.setattr("ditmesh.train.checkpoint.os.replace", rename)
+        found = Checkpoints(tmp_path, Mesh(ditmesh.ParallelConfig())).find("latest")
+        assert found.name == "checkpoint-3"
+        assert broken(found) is None
+        monkeypatch.setattr("ditmesh.train.checkpoint.os.replace", broken_off)
+
+
+# --- on other ranks --------------------------------------------------------------------------------------------
+
+SETTINGS = {
+    "whole": {
+        "use_ema": True,
+        "ema_decay": 0.9,
+        "lr_scheduler": "cosine",
+        "lr_warmup_steps": 3,
+        "max_grad_norm": 0.5,
+        "mixed_precision": "fp16",
+    },
+    "lora": {"lora": {"rank": 2}, "use_ema": True},
+}
+
+
+def state_of(given, steps=None):
+    """Losses of a run, and what would be saved at its end, whole."""
+    config = TrainConfig.read(given)
+    with Trainer(config, pipeline(), timeout=100.0) as trainer:
+        losses = trainer.run(until=steps).losses
+        state, scaler = trainer._state(), trainer.update.scaler.state_dict()
+        rate = trainer.update.optimizer.param_groups[0]["lr"]
+    average = {name: value.clone() for name, value in state.get("average", {}).items()}
+    return losses, rate, average, scaler
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.matrix] if what in ("whole", "lora") else []) for what in SETTINGS]
+)
+def test_other_ranks_go_on(ranks, data, tmp_path, what):
+    """Two sequence ranks, then one, then two data ranks: the curve, rate, average and scale of one run of one rank."""
+    given = settings(data, tmp_path / "parts", global_batch_size=2, train_batch_size=1, max_train_steps=3)
+    given |= {"seed": 1, "learning_rate": 1e-3, **SETTINGS[what]}
+    curve, rate, average, scaler = state_of({**given, "output_dir": str(tmp_path / "whole")})
+    on = {**given, "resume_from_checkpoint": "latest"}
+    found = dict(ranks(2).run(state_of, {**given, "parallel": {"ulysses": 2}}, 1)[0][0])
+    found |= state_of(on, 2)[0]
+    last = ranks(2).run(state_of, {**on, "parallel": {"data": 2}})
+    found |= last[0][0]
+    assert sorted(found) == [0, 1, 2]
+    assert all(abs(found[step] / curve[step] - 1) <= 1e-3 for step in curve), (found, curve)
+    for _, its_rate, its_average, its_scaler in last:
+        assert its_rate == rate
+        assert its_scaler == scaler
+        assert its_average.keys() == average.keys()
+        for name, value in average.items():
+            assert (its_average[name] - value).abs().max() <= 1e-3, name

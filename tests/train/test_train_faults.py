@@ -1,0 +1,329 @@
+"""Faults while training: the job ends on every rank and says why, the last checkpoint stays, and the curve goes on.
+
+``make test`` runs a sample, ``make test-all`` all configurations, points and signals.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from test_train import losses_of, pipeline
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+import ditmesh
+from ditmesh.launch import RankPool
+from ditmesh.train import TrainConfig
+from ditmesh.train.checkpoint import broken
+from ditmesh.train.logs import read_log
+from ditmesh.train.trainer import Trainer
+from support.faults import DEADLINE, PROMPT, Injected, held, injected, more_than
+from support.processes import interruptible, marked, ranks_of, wait_until_gone
+from support.train import folder_of, importing_tests, settings
+
+CONFIGS = {
+    "ulysses": {"parallel": {"ulysses": 2}},
+    "ring": {"parallel": {"ring": 2, "shared_memory": False}},
+    "data": {"parallel": {"data": 2}},
+    "tensor": {"parallel": {"tensor": 2}},
+    "ddp": {"parallel": {"data": 2}, "sharding": "ddp"},
+    "fsdp": {"parallel": {"data": 2}, "sharding": "fsdp"},
+}
+POINTS = ("reading", "forward", "backward", "optimizer", "state", "writing")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return folder_of(tmp_path_factory.mktemp("data"), 4)
+
+
+@pytest.fixture(autouse=True)
+def _tidy(tmp_path):
+    """A drill's folder holds the model and its optimizer many times; of all drills that is tens of gigabytes."""
+    yield
+    shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+def short(data, out, **more):
+    """Runs of three small steps, with a checkpoint after each."""
+    given = settings(data, out, train_batch_size=1, global_batch_size=2, max_train_steps=3, checkpointing_steps=1)
+    return {**given, **more}
+
+
+class Faulty:
+    """Raises in the second step of a trainer on this rank.
+
+    Args:
+        point: where; one of `POINTS`.
+    """
+
+    def __init__(self, trainer: Trainer, point: str) -> None:
+        self._trainer = trainer
+        self._write = HuggingFaceStorageWriter.write_data
+        if point == "reading":
+            trainer.data.encoded.batch = self._before(trainer.data.encoded.batch)
+        elif point == "forward":
+            trainer.pipe.transformer.transformer_blocks[-1].register_forward_pre_hook(self._now)
+        elif point == "backward":
+            trainer.pipe.transformer.transformer_blocks[-1].register_forward_hook(self._in_backward)
+        elif point == "optimizer":
+            trainer.update.optimizer.register_step_pre_hook(self._now)
+        elif point == "state":
+            trainer._state = self._before(trainer._state)
+        else:
+            HuggingFaceStorageWriter.write_data = self._before(self._write)
+
+    def _now(self, *_):
+        if self._trainer.step >= 1:
+            injected()
+
+    def _before(self, function):
+        def faulty(*arguments):
+            step = self._trainer.step
+            if function is self._write:
+                # In a thread, perhaps while the next step is done.
+                step = int(Path(arguments[0].path).stem.rpartition("-")[2])
+            # The state of step 2 is asked for when that is done.
+            if step >= 1 + (function.__name__ in ("_state", "write_data")):
+                injected()
+            return function(*arguments)
+
+        return faulty
+
+    def _in_backward(self, module, arguments, output):
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if tensor is not None and tensor.requires_grad:
+                tensor.register_hook(self._now)
+
+    def close(self) -> None:
+        HuggingFaceStorageWriter.write_data = self._write
+
+
+def drill(given, points):
+    """Runs of which each has a fault on one rank, and how each of them ended here; then what this process holds."""
+    # Whatever a process opens once is open.
+    whole = losses_of({**given, "output_dir": given["output_dir"] + "/whole"})[0]
+    before, ended = held(), []
+    for number, (point, rank) in enumerate(points):
+        config = TrainConfig.read({**given, "output_dir": f"{given['output_dir']}/{number}"})
+        steps = [time.monotonic()]
+        with ended_in(ended), Trainer(config, pipeline(), timeout=DEADLINE) as trainer:
+            fault = Faulty(trainer, point) if dist.get_rank() == rank else None
+            try:
+                outcome = trainer.run(report=lambda _: steps.append(time.monotonic()))  # noqa: B023
+            finally:
+                if fault is not None:
+                    fault.close()
+            ended.append((f"ended; not saved: {outcome.unsaved}", outcome.losses))
+        # Since the last step that went well.
+        ended[-1] = (*ended[-1], time.monotonic() - steps[-1])
+        dist.barrier()
+    del fault, trainer
+    return whole, ended, more_than(before)
+
+
+class ended_in:  # noqa: N801
+    """Notes the error that a block ends with."""
+
+    def __init__(self, ended) -> None:
+        self._ended = ended
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if isinstance(error, Exception):
+            self._ended.append((f"{kind.__name__}: {error}", {}))
+        return isinstance(error, Exception)
+
+
+SAMPLE = [("ulysses", True, ["backward"])]
+# torch's wrappers hold their group: there the others learn of it when the process of the rank ends.
+EVERY = [(name, later, list(POINTS)) for name in CONFIGS if name not in ("ddp", "fsdp") for later in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "background", "points"),
+    [
+        pytest.param(
+            *case, id=f"{case[0]}-{'async' if case[1] else 'sync'}-{'some' if case in SAMPLE else 'all'}", marks=mark
+        )
+        for cases, mark in ((SAMPLE, ()), (EVERY, pytest.mark.matrix))
+        for case in cases
+    ],
+)
+def test_an_exception_on_one_rank(ranks, data, tmp_path, name, background, points):
+    """The others learn of it at once and end as well; checkpoints before it are whole, and the curve goes on."""
+    given = short(data, tmp_path, checkpointing_async=background, **CONFIGS[name])
+    turns = [(point, (number + background) % 2) for number, point in enumerate(points)]
+    answers = ranks(2).run(drill, given, turns)
+    whole = answers[0][0]
+    for rank, (_, ended, left) in enumerate(answers):
+        for (point, failing), (how, losses, seconds) in zip(turns, ended, strict=True):
+            assert seconds < PROMPT, (point, how)
+            if point == "writing":
+                # Training goes on without that checkpoint, and says so.
+                assert how.count("cannot be written (on purpose)") == 2, how
+                assert losses == whole
+            else:
+                assert how.startswith("Injected: on purpose" if rank == failing else "PeerError: "), (point, how)
+        assert not left, left
+    for number, (point, _) in enumerate(turns):
+        folder, last = tmp_path / str(number), 1
+        names = sorted(path.name for path in folder.glob("*checkpoint*") if path.suffix != ".part")
+        assert names == ["checkpoint-1"], (point, names)
+        assert broken(folder / "checkpoint-1") is None
+        if point == "writing":
+            assert not list(folder.glob(".*"))
+            continue
+        (rest, _), *_ = ranks(2).run(
+            losses_of, {**given, "output_dir": str(folder), "resume_from_checkpoint": "latest"}
+        )
+        assert rest == {step: whole[step] for step in range(last, 3)}, point
+
+
+def failing(given, point):
+    """A run that fails on rank 1."""
+    with Trainer(TrainConfig.read(given), pipeline(), timeout=DEADLINE) as trainer:
+        if dist.get_rank() == 1:
+            Faulty(trainer, point)
+        return trainer.run().losses
+
+
+@pytest.mark.parametrize(
+    ("name", "point"),
+    [
+        pytest.param(name, point, marks=() if (name, point) == ("fsdp", "backward") else pytest.mark.matrix)
+        for name in CONFIGS
+        for point in POINTS[:-1]
+    ],
+)
+def test_the_pool_names_the_rank_that_failed(data, tmp_path, name, point):
+    """What was being written is finished first."""
+    given = short(data, tmp_path, checkpointing_async=True, **CONFIGS[name])
+    with RankPool(2, threads=1, timeout=DEADLINE) as pool:
+        began = time.monotonic()
+        with pytest.raises(ditmesh.RankFailed) as error:
+            pool.run(failing, given, point)
+    assert time.monotonic() - began < PROMPT
+    assert str(error.value).startswith("rank 1 of 2 raised Injected: on purpose")
+    assert "in injected" in str(error.value)
+    assert "PeerError" not in str(error.value)
+    assert isinstance(error.value.__cause__, Injected)
+    assert broken(tmp_path / "checkpoint-1") is None
+
+
+# `ditmesh train` as a rank of torchrun, of which rank 1 fails.
+AS_A_RANK = """
+import os, sys
+from ditmesh.cli.main import main
+from ditmesh.train.trainer import Trainer
+from test_train_faults import Faulty
+prepare, point = Trainer._prepare, sys.argv.pop()
+def faulty(trainer):
+    prepare(trainer)
+    if os.environ["RANK"] == "1":
+        Faulty(trainer, point)
+Trainer._prepare = faulty
+main()
+"""
+
+
+def shm():
+    # Semaphores have no memory of a rank's, and come and go with other programs.
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
+
+
+def command_of(data, out, file, name, *more, **changed):
+    file.write_text(json.dumps(short(data, out, **CONFIGS[name], **changed)))
+    return ["train", str(file), "--threads", "1", "--device", "cpu", *more]
+
+
+@pytest.mark.parametrize(
+    ("name", "point"),
+    [pytest.param(name, point, marks=pytest.mark.matrix) for name in CONFIGS for point in POINTS[:-1]],
+)
+def test_under_torchrun(data, tmp_path, temporary, name, point):
+    """The rank that failed ends with its own traceback, and is what torchrun takes for the cause."""
+    script = tmp_path / "rank.py"
+    script.write_text(AS_A_RANK)
+    mark, environment = marked({**importing_tests(), "TMPDIR": str(temporary)})
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    before, command = shm(), command_of(data, tmp_path / "out", tmp_path / "run.json", name)
+    with interruptible([*start, *command, point], environment) as job:
+        _, said = job.communicate(timeout=200)
+        assert job.returncode == 1, said
+    assert "Injected: on purpose" in said
+    assert "PeerError" not in said
+    assert "rank      : 1 (local_rank: 1)" in said.partition("Root Cause")[2], said
+    assert not wait_until_gone(mark, 20)
+    assert shm() <= before
+    assert broken(tmp_path / "out" / "checkpoint-1") is None
+
+
+SIGNALS = (signal.SIGSTOP, signal.SIGTERM, signal.SIGKILL, signal.SIGINT)
+# Seconds that the others wait for a rank that is stopped.
+PATIENCE = 20
+SAID = {
+    signal.SIGSTOP: "stopped by a signal such as SIGSTOP",
+    signal.SIGTERM: "was killed by SIGTERM",
+    signal.SIGKILL: "was killed by SIGKILL",
+    signal.SIGINT: "ditmesh: stopped by Ctrl-C\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "background"),
+    [
+        pytest.param(
+            name,
+            number,
+            background,
+            id=f"{name}-{number.name}-{'async' if background else 'sync'}",
+            marks=pytest.mark.matrix,
+        )
+        for name in CONFIGS
+        for number in SIGNALS
+        for background in (False, True)
+    ],
+)
+def test_a_signal_at_a_random_moment(ranks, data, tmp_path, temporary, name, number, background):
+    """To one rank, or Ctrl-C to the command: one sentence, nothing left behind, and --resume goes on exactly."""
+    generator = random.Random(f"{name} {number} {background}")
+    out, more = tmp_path / "out", {"max_train_steps": 400, "checkpointing_async": background}
+    mark, environment = marked({"TMPDIR": str(temporary)})
+    patience = str(PATIENCE if number == signal.SIGSTOP else DEADLINE)
+    words = command_of(data, out, tmp_path / "run.json", name, "--timeout", patience, **more)
+    before = shm()
+    with interruptible([sys.executable, "-m", "ditmesh", *words], environment) as job:
+        limit = time.monotonic() + 120
+        while not list(out.glob("checkpoint-*")) and time.monotonic() < limit and job.poll() is None:
+            time.sleep(0.05)
+        time.sleep(3 * generator.random())
+        victims = [job.pid] if number == signal.SIGINT else ranks_of(job.pid)
+        os.kill(generator.choice(victims), number)
+        try:
+            _, said = job.communicate(timeout=PROMPT + PATIENCE)
+        finally:
+            job.kill()
+        assert job.returncode == (130 if number == signal.SIGINT else 1), said
+    assert SAID[number] in said, said
+    assert not wait_until_gone(mark, 20)
+    assert shm() <= before
+    assert not list(temporary.iterdir())
+    newest = max(int(path.name.split("-")[1]) for path in out.glob("checkpoint-*"))
+    given = short(data, out, **CONFIGS[name], **more)
+    whole, _ = ranks(2).run(losses_of, {**given, "output_dir": str(tmp_path / "whole")}, newest + 1)[0]
+    rest, _ = ranks(2).run(losses_of, {**given, "resume_from_checkpoint": "latest"}, newest + 1)[0]
+    # What lacked nothing but its name is found as well.
+    assert rest == {step: whole[step] for step in rest}
+    assert newest in rest or (out / f"checkpoint-{newest + 1}").exists()
+    assert [row["step"] for row in read_log(out / "loss.csv")] == list(range(newest + 1))

@@ -1,0 +1,372 @@
+"""Training data over ranks: one list of samples, caches of one or of several hosts, and ranks that are late."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import save_file
+from test_train import pipeline
+
+import ditmesh
+from ditmesh import ParallelConfig
+from ditmesh.comm import PeerError
+from ditmesh.comm.mesh import Mesh
+from ditmesh.comm.uneven import uneven_work
+from ditmesh.train import TrainConfig
+from ditmesh.train.agreement import agreed_samples
+from ditmesh.train.cache import DamagedFile, SampleCache
+from ditmesh.train.samples import Samples
+from ditmesh.train.trainer import Preparing, Trainer
+from support.train import folder_of, save_pipeline, settings
+
+COUNT = 12
+
+
+def rank_of() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return folder_of(tmp_path_factory.mktemp("data"), COUNT)
+
+
+def run(given, per_rank=None, late=0.0, until=None):
+    """A run on this rank: names asked for and trained, losses, what it tells; or its error.
+
+    Args:
+        given: the run; per_rank: settings of every rank that differ.
+        late: seconds that the last rank comes late to the cache.
+    """
+    config = TrainConfig.read(given | ((per_rank or {}).get(rank_of()) or {}))
+    seen: list[tuple[str, str]] = []
+    try:
+        with Trainer(config, pipeline(config.pretrained_model_name_or_path), timeout=60.0) as trainer:
+            encoded = trainer.data.encoded
+            sample, fill = encoded._sample, encoded.fill_cache
+
+            def watched(index, *more):
+                found = sample(index, *more)
+                seen.append((trainer.data.samples[index].name, found[1].name))
+                return found
+
+            def filled(*arguments):
+                time.sleep(late if rank_of() == dist.get_world_size() - 1 else 0.0)
+                fill(*arguments)
+
+            encoded._sample = watched
+            if late:
+                encoded.fill_cache = filled
+            outcome = trainer.run(until=until)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"seen": seen, "losses": outcome.losses, "skipped": outcome.skipped, "notes": outcome.notes}
+
+
+def one_epoch(data, out, **more):
+    """Every sample once, shared out to two data ranks."""
+    given = settings(data, out, global_batch_size=4, max_train_steps=COUNT // 4, parallel={"data": 2})
+    return {**given, "checkpointing_steps": 100, "lora": {"rank": 2}, **more}
+
+
+def files_of(cache: Path) -> list[Path]:
+    return sorted(file for file in cache.rglob("*.safetensors") if file.name != "empty.safetensors")
+
+
+# --- one list --------------------------------------------------------------------------------------------------
+
+
+def changed_copy(data: Path, to: Path, change: str) -> Path:
+    to.mkdir()
+    for file in data.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    listing = to / "metadata.jsonl"
+    lines = listing.read_text().splitlines()
+    if change == "lacks":
+        listing.write_text("\n".join(line for line in lines if "007" not in line))
+    elif change == "besides":
+        (to / "012.png").write_bytes((to / "000.png").read_bytes())
+        listing.write_text("\n".join([*lines, '{"file_name": "012.png", "text": "another"}']))
+    elif change == "caption":
+        listing.write_text("\n".join(lines).replace("a red fox", "a red box"))
+    elif change == "size":
+        Image.open(to / "003.png").resize((48, 64)).save(to / "003.png")
+    elif change == "bytes":
+        Image.open(to / "003.png").convert("L").convert("RGB").save(to / "003.png")
+    return to
+
+
+DIFFERENCES = {
+    "lacks": "rank 1 lacks '007.png'",
+    "besides": "rank 1 has '012.png' besides",
+    "caption": "rank 1 has another size, caption or length in bytes of '000.png'",
+    "size": "rank 1 has another size, caption or length in bytes of '003.png'",
+    "bytes": "rank 1 has another size, caption or length in bytes of '003.png'",
+}
+
+
+def agreed(given, folders):
+    """Names of the samples that are agreed on when rank 1 has these folders, or the errors."""
+    mesh, found = Mesh(ParallelConfig(data=2), timeout=60.0), []
+    for folder in folders:
+        place = folder if rank_of() == 1 else given["train_data_dir"]
+        config = TrainConfig.read({**given, "train_data_dir": place})
+        try:
+            samples = agreed_samples(mesh, lambda advance: Samples.find(config, "text", advance))  # noqa: B023
+            found.append([sample.name for sample in samples.good])
+        except ditmesh.InputError as error:
+            found.append(str(error))
+    mesh.close()
+    return found
+
+
+def test_ranks_with_other_data_are_named(ranks, data, tmp_path):
+    others = [changed_copy(data, tmp_path / change, change) for change in DIFFERENCES]
+    same = changed_copy(data, tmp_path / "none", "none")
+    found = ranks(2).run(agreed, one_epoch(data, tmp_path), [str(one) for one in (*others, same)])
+    assert found[0] == found[1]
+    # Copies at other places and of other times are the same.
+    assert found[0].pop() == [f"{number:03}.png" for number in range(COUNT)]
+    for sentence, said in zip(found[0], DIFFERENCES.values(), strict=True):
+        assert sentence.startswith("train_data_dir has to be the same on all ranks, and ")
+        assert said in sentence
+
+
+def test_a_rank_without_the_folder(ranks, data, tmp_path):
+    nowhere = {1: {"train_data_dir": str(tmp_path / "nowhere")}}
+    found = ranks(2).run(run, one_epoch(data, tmp_path / "out"), nowhere)
+    assert found[0] == found[1]
+    assert "rank 1: train_data_dir=" in found[0]["error"]
+    # Wrong everywhere, it is no matter of ranks.
+    found = ranks(2).run(run, one_epoch(tmp_path / "nowhere", tmp_path / "out"))
+    assert found[0] == found[1]
+    assert found[0]["error"].startswith("InputError: train_data_dir=")
+
+
+def test_what_one_rank_cannot_read_is_known_to_all(ranks, data, tmp_path):
+    other = changed_copy(data, tmp_path / "data", "none")
+    whole = (other / "005.png").read_bytes()
+    # Its header is whole, so that only decoding finds out, on the rank that trains it.
+    (other / "005.png").write_bytes(whole[: len(whole) // 2])
+    for more in ({}, {"cache_dir": str(tmp_path / "cache")}):
+        found = ranks(2).run(run, one_epoch(other, tmp_path / f"out-{len(more)}", **more))
+        assert found[0]["skipped"] == found[1]["skipped"]
+        (sentence,) = found[0]["skipped"]
+        assert sentence.startswith("005.png is corrupt")
+        assert sentence.endswith("; another sample took its place once")
+        replaced = [pair for one in found for pair in one["seen"] if pair[0] != pair[1]]
+        assert replaced == [("005.png", "006.png")]
+
+
+# --- one cache or several --------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_late_leaves_no_holes(ranks, data, tmp_path):
+    given = one_epoch(data, tmp_path / "out", cache_dir=str(tmp_path / "cache"))
+    found = ranks(2).run(run, given, None, 1.5)
+    assert len(files_of(tmp_path / "cache")) == COUNT
+    assert all(asked == got for one in found for asked, got in one["seen"])
+    assert all(one["skipped"] == one["notes"] == [] for one in found)
+
+
+def test_a_cache_of_each_hosts_own(ranks, data, tmp_path):
+    given = one_epoch(data, tmp_path / "out", cache_dir=str(tmp_path / "shared"))
+    own = {rank: {"cache_dir": str(tmp_path / f"cache-{rank}")} for rank in range(2)}
+    shared = ranks(2).run(run, given)
+    apart = ranks(2).run(run, {**given, "output_dir": str(tmp_path / "apart")}, own)
+    assert all(asked == got for one in apart for asked, got in one["seen"])
+    assert sorted(asked for one in apart for asked, _ in one["seen"]) == [f"{n:03}.png" for n in range(COUNT)]
+    assert [one["losses"] for one in apart] == [one["losses"] for one in shared]
+    assert apart[0]["skipped"] == []
+    assert apart[0]["notes"] == apart[1]["notes"]
+    assert apart[0]["notes"][0].startswith("cache_dir of rank 0 lacks 6 of 12 samples that other ranks have encoded")
+    late = [int(sentence.split()[3]) for sentence in apart[0]["notes"] if " in its steps" in sentence]
+    assert sum(late) == sum(len(files_of(tmp_path / f"cache-{rank}")) for rank in range(2)) - COUNT > 0
+
+
+def test_a_damaged_file_is_encoded_again(data, tmp_path):
+    given = settings(data, tmp_path / "out", cache_dir=str(tmp_path / "cache"), max_train_steps=6, lora={"rank": 2})
+    whole = run(given)
+    files = files_of(tmp_path / "cache")
+    for file in files[:3]:
+        content = file.read_bytes()
+        file.write_bytes([content[: len(content) // 2], b"", content[:-64] + bytes(64)][files.index(file)])
+    # A whole file, of other numbers than were written.
+    with safe_open(files[3], "pt") as opened:
+        wrong, about = {name: opened.get_tensor(name) + 1 for name in opened.keys()}, opened.metadata()  # noqa: SIM118
+    save_file(wrong, files[3], metadata=about)
+    again = run({**given, "output_dir": str(tmp_path / "again")})
+    assert again["losses"] == whole["losses"]
+    assert again["skipped"] == []
+    assert len(again["notes"]) == 4
+    assert all("is damaged (" in one and one.endswith("; the sample was encoded again") for one in again["notes"])
+    assert run({**given, "output_dir": str(tmp_path / "third")}, until=1)["notes"] == []
+
+
+def encoded_of(given, change=None):
+    """How many samples are encoded when the cache is filled."""
+    config, counted = TrainConfig.read(given), []
+    pipe = pipeline(config.pretrained_model_name_or_path)
+    if change is not None:
+        change(pipe)
+    with Trainer(config, pipe) as trainer:
+        encode = trainer.data.encoded._encode
+        trainer.data.encoded._encode = lambda index: counted.append(index) or encode(index)
+        trainer.data.encoded.fill_cache(trainer.mesh)
+    return len([index for index in counted if index is not None])
+
+
+def test_what_decides_what_is_encoded_is_in_the_names(data, tmp_path):
+    def other_words(pipe):
+        pipe.tokenizer.model_max_length = 12
+
+    def other_weights(pipe):
+        with torch.no_grad():
+            next(iter(pipe.vae.parameters())).add_(1.0)
+
+    def other_settings(pipe):
+        pipe.vae.register_to_config(norm_eps=1.0)
+
+    data = changed_copy(data, tmp_path / "data", "none")
+    given = settings(data, tmp_path / "out", cache_dir=str(tmp_path / "cache"))
+    assert [encoded_of(given), encoded_of(given)] == [COUNT, 0]
+    for change in (other_words, other_weights, other_settings):
+        assert encoded_of(given, change) == COUNT
+        assert encoded_of(given, change) == 0
+    assert encoded_of({**given, "max_sequence_length": 8}) == COUNT
+    assert encoded_of({**given, "random_flip": True}) == COUNT
+    assert encoded_of({**given, "resolution": 32}) == COUNT
+    listing = data / "metadata.jsonl"
+    listing.write_text(listing.read_text().replace("a red fox", "a red box"))
+    # Written again at another time.
+    os.utime(data / "003.png", (1, 1))
+    assert encoded_of(given) == 2
+
+
+def test_a_cache_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ditmesh.InputError, match=r"cache_dir: cannot write .* leave cache_dir out"):
+        SampleCache(tmp_path / "file" / "below", ["a"])
+    cache = SampleCache(tmp_path / "cache", ["a"])
+    (tmp_path / "cache" / "a.safetensors").mkdir()
+    with pytest.raises(DamagedFile):
+        cache.read(0)
+    with pytest.raises(ditmesh.InputError, match="cannot write"):
+        cache.write(0, {"moments": torch.zeros(2)})
+
+
+# --- ranks at their own pace -----------------------------------------------------------------------------------
+
+
+def slow_filling(given, seconds, deadline):
+    """Fill the cache with a last rank that needs so many seconds for each of its samples."""
+    config, shown = TrainConfig.read(given), []
+    with Trainer(config, pipeline(), timeout=deadline, preparing=shown.append) as trainer:
+        if rank_of() == 1:
+            encode = trainer.data.encoded._encode
+            trainer.data.encoded._encode = lambda index: (time.sleep(seconds), encode(index))[1]
+        began = time.monotonic()
+        trainer.data.encoded.fill_cache(trainer.mesh, trainer._preparing)
+    return time.monotonic() - began, shown
+
+
+def test_the_deadline_does_not_run_while_ranks_encode(ranks, data, tmp_path):
+    given = one_epoch(data, tmp_path / "out", cache_dir=str(tmp_path / "cache"))
+    (seconds, shown), _ = ranks(2).run(slow_filling, given, 1.2, 5.0)
+    assert seconds > 6
+    assert len(files_of(tmp_path / "cache")) == COUNT
+    last: list[Preparing] = [one for one in shown if one.what == "encoding samples"]
+    done = [one.ranks[1].done for one in last]
+    assert done == sorted(done)
+    assert {one.ranks[1].total for one in last} >= {COUNT // 2}
+    assert len(set(done)) > 3
+
+
+def at_own_pace(case):
+    """Rank 1 works for longer than the deadline, hangs, or fails; how that ended here, and after how many seconds."""
+    mesh, shown = Mesh(ParallelConfig(data=2), timeout=2.0), []
+    dist.barrier()
+    began = time.monotonic()
+    how = "fine"
+    try:
+        with uneven_work(mesh, "counting", shown.append) as advance:
+            if rank_of() == 1:
+                advance(1, 9)
+                for number in range(9):
+                    time.sleep(0.4 if case != "hangs" else 0.0)
+                    if case == "fails" and number == 2:
+                        raise ValueError("on purpose")
+                    advance(number + 1, 9)
+                time.sleep(6.0 if case == "hangs" else 0.0)
+    except (PeerError, ValueError) as error:
+        how = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - began
+    mesh.abandon()
+    mesh.close()
+    # Whatever happened, the next one begins afresh.
+    dist.barrier()
+    return how, seconds, shown
+
+
+@pytest.mark.parametrize(
+    ("case", "said", "least", "most"),
+    [
+        ("works", "fine", 3.4, 20),
+        ("hangs", "PeerError: rank 1 has not got on with counting for 2 s (it stands at 1 of 9)", 1.9, 5.5),
+        ("fails", "PeerError: rank 1 has failed while counting; see its own error", 1.0, 3.0),
+    ],
+)
+def test_who_gets_on_is_waited_for_and_who_does_not_is_named(ranks, case, said, least, most):
+    (how, seconds, shown), (other, _, _) = ranks(2).run(at_own_pace, case)
+    assert how == said
+    assert least < seconds < most
+    assert other == {"works": "fine", "hangs": "fine", "fails": "ValueError: on purpose"}[case]
+    if case == "works":
+        assert shown[-1][1].total == 9
+        assert len({one[1].done for one in shown}) > 3
+
+
+# --- refused before the first step -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "said"),
+    [
+        ("emoji-sd3", {"resolution": 62}, "samples of 62 x 62 pixels (height x width): StableDiffusion3Pipeline needs"),
+        ("emoji-sd3", {"aspect_ratio_buckets": "64,64;32,98"}, "samples of 32 x 98 pixels"),
+        ("emoji-sd3", {"resolution": 8192}, "has positions for"),
+        ("emoji-sd3", {"train_modules": ["transformer", "vae"]}, "'vae' cannot be trained"),
+        ("dit", {"aspect_ratio_buckets": "32,32;16,32"}, "makes squares"),
+    ],
+    ids=str,
+)
+def test_sizes_that_a_model_cannot_have(tmp_path, model, change, said):
+    data = folder_of(tmp_path / "data", 2)
+    Image.open(data / "001.png").resize((96, 32)).save(data / "001.png")
+    path = str(save_pipeline("dit", tmp_path)) if model == "dit" else model
+    given = settings(data, tmp_path / "out", pretrained_model_name_or_path=path, **change)
+    given |= {"max_sequence_length": None} if model == "dit" else {}
+    config = TrainConfig.read(given)
+    pipe = DiffusionPipeline.from_pretrained(path) if model == "dit" else pipeline()
+    with pytest.raises(ditmesh.ConfigError) as error:
+        Trainer(config, pipe)
+    assert said in str(error.value)
+
+
+def test_a_label_beside_the_classes(tmp_path):
+    """The number after the last class stands for no class at all."""
+    data = folder_of(tmp_path / "data", 2)
+    listing = data / "metadata.jsonl"
+    listing.write_text(listing.read_text().replace('"label": 1', '"label": 1000'))
+    path = str(save_pipeline("dit", tmp_path))
+    config = TrainConfig.read(settings(data, tmp_path / "out", pretrained_model_name_or_path=path, resolution=32))
+    with pytest.raises(ditmesh.ConfigError, match="label 1000 is none of the model's classes 0 to 999"):
+        Trainer(config, DiffusionPipeline.from_pretrained(path))
