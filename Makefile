@@ -8,7 +8,7 @@ DEVICES ?= --devices 2 --cfg 2
 OUT ?= outputs
 PROMPTS ?= "a red fox" "a cactus" "a pizza" "a red apple"
 
-.PHONY: generate test test-all lint format bench bench-overhead bench-training gpu-check docs wheel test-wheel clean
+.PHONY: generate test test-all lint format bench bench-overhead bench-training gpu-check docs wheel release-check clean
 
 $(BIN)/ditmesh: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -57,8 +57,9 @@ docs: $(BIN)/ditmesh  ## the documentation site, into site/
 wheel: $(BIN)/ditmesh  ## the wheel, into dist/
 	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
 
-test-wheel: $(BIN)/ditmesh  ## a wheel in a fresh environment generates on two ranks
-	$(BIN)/python -m pytest -q -m matrix tests/project/test_packaging.py -k wheel
+release-check: $(BIN)/ditmesh  ## sdist and wheel, checked and tried in a fresh environment, into dist/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	$(BIN)/python .ci/release.py
 
 clean:
 	rm -rf $(VENV) outputs build dist site .pytest_cache .ruff_cache

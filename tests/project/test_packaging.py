@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -152,31 +153,42 @@ def test_the_sizes_in_the_recipes_are_what_the_script_computes(monkeypatch):
     assert weights.write(page) == page
 
 
+@pytest.fixture
+def release(monkeypatch):
+    """The script of `make release-check`, as a module."""
+    monkeypatch.syspath_prepend(ROOT / ".ci")
+    return importlib.import_module("release")
+
+
+def test_the_change_log_is_of_this_version(release):
+    assert release.version_mistakes(ROOT) == []
+
+
+LOG = "# Changelog\n\n## Unreleased\n\n{}## 1.2.3 (2026-11-25)\n\n* **[bits]** One.\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "mistake"),
+    [
+        (LOG.format(""), None),
+        (LOG.format("* **[images]** **[interface]** Two.\n\n"), None),
+        (LOG.format("* **[pixels]** Two.\n\n"), "marks an entry with pixels"),
+        (LOG.format("").replace("1.2.3", "1.2.2"), "is not '## 1.2.3 (YYYY-MM-DD)'"),
+        (LOG.format("").replace(" (2026-11-25)", ""), "has no date"),
+        (LOG.format("").replace("2026-11-25", "25.11.2026"), "has no date"),
+        (LOG.format("").replace("## Unreleased", "## Next"), "begins with '## Unreleased'"),
+    ],
+)
+def test_mistakes_in_a_change_log(release, text, mistake):
+    found = release.changelog_mistakes(text, "1.2.3")
+    assert (found == []) if mistake is None else (len(found) == 1 and mistake in found[0])
+
+
 @pytest.mark.matrix
 @pytest.mark.timeout(1800)
-def test_the_wheel_generates_in_a_fresh_environment(tmp_path):
-    """Built, installed with the tested versions, and run on two ranks from an empty folder."""
-    pip = (sys.executable, "-m", "pip")
-    done(*pip, "wheel", "--quiet", "--no-deps", "-w", tmp_path / "dist", ROOT)
-    (wheel,) = (tmp_path / "dist").glob("ditmesh-*.whl")
-    done(sys.executable, "-m", "venv", tmp_path / "venv")
-    programs, empty = tmp_path / "venv" / "bin", tmp_path / "empty"
-    done(programs / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel)
-    empty.mkdir()
-    alone = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done(
-        programs / "ditmesh",
-        "generate",
-        "a red fox",
-        "--devices",
-        "2",
-        "--cfg",
-        "2",
-        "--steps",
-        "3",
-        cwd=empty,
-        **alone,
-    )
-    assert list(empty.rglob("*.png"))
-    where = done(programs / "python", "-c", "import ditmesh; print(ditmesh.__file__)", cwd=empty, **alone)
-    assert str(tmp_path) in where
+def test_a_release_can_be_cut(tmp_path):
+    """Built from what is committed, checked, installed with the tested versions, and run from an empty folder."""
+    pytest.importorskip("build", reason="the check wants the release extra: make release-check")
+    pytest.importorskip("twine", reason="the check wants the release extra: make release-check")
+    assert "the same pixels" in done(sys.executable, ROOT / ".ci" / "release.py", "--out", tmp_path)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".gz", ".whl"}
