@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import isfinite, prod
@@ -494,126 +494,6 @@ class ParallelConfig(BaseModel):
         if self.reproducible:
             parts.append("reproducible")
         return " ".join(parts)
-
-    def resized(
-        self,
-        devices: int,
-        keep: Literal["bits", "strategy"] = "bits",
-        *,
-        lost: Collection[int] | None = None,
-        heads: int | None = None,
-    ) -> ParallelConfig:
-        """The configuration for another number of devices that comes closest to this one.
-
-        What decides the bits of a reproducible picture stays in either case: tiles, patches, the tensor degree.
-
-        Args:
-            devices: number of ranks that are there.
-            keep: ``"bits"``: as many of the devices as can be used, shared among the axes much as they are. Among
-                those for equally many the pictures' axis (data) shrinks first, then the branches' (cfg), then the
-                stages' (pipe), then the tokens' (ring and ulysses together, which grow only where that uses more
-                ranks). ``"strategy"``: all devices, for PipeFusion or a stale exchange as far as it can use them, the
-                other axes given up for ring and ulysses.
-            lost: with ``"bits"``: ranks of this configuration that are gone. The others keep their speeds and become
-                ranks 0, 1, … in their order, the last ones perhaps without work; sequence ranks that several of them
-                share have the slowest one's speed. None: the devices are others, and the speeds are not kept.
-            heads: with ``"strategy"``: attention heads of the model, when known.
-
-        Returns:
-            With ``"bits"`` a configuration for ``world_size <= devices`` ranks, else for ``devices``.
-
-        Raises:
-            ConfigError: not even the smallest fits (no device is left, or too few for the weights), or the settings
-                that stay do not fit the devices.
-        """
-        if keep == "strategy":
-            return self._with_strategy(devices, heads)
-        if devices < self.tensor:
-            raise ConfigError(
-                f"tensor={self.tensor} needs {self.tensor} ranks, and {devices} {'is' if devices == 1 else 'are'} left"
-                if devices
-                else f"no rank of {self.describe()} is left"
-            )
-        degrees = self._closest_degrees(devices)
-        changed: dict[str, Any] = dict(degrees) | {"shard": self._closest_shard(degrees)}
-        if self.pipe > 1 and self.patches is None:
-            # As many patches as there were stages.
-            changed["patches"] = self.pipe
-        if lost is None or (degrees["pipe"] != self.pipe and isinstance(self.stages, tuple)):
-            # Other stages: how their blocks are cut is decided again.
-            changed["stages"] = "estimated"
-        if lost is None or (self.pipe > 1 and (degrees["pipe"] == 1 or isinstance(self.speeds, tuple))):
-            # Those of stages, or of ranks, that are no more.
-            changed["speeds"] = None
-        elif isinstance(self.speeds, tuple):
-            survivors = [rank for rank in range(self.world_size) if rank not in lost]
-            changed["speeds"] = self._speeds_of(self.speeds, survivors, degrees)
-        return ParallelConfig(**{**self.model_dump(), **changed})
-
-    def _closest_degrees(self, devices: int) -> dict[str, int]:
-        """Degrees of all axes but tensor, for as many of the devices as can be used (see `resized`)."""
-        limit = self.tiles if self.reproducible else devices
-
-        def closeness(degrees: tuple[int, ...]) -> tuple[int, ...]:
-            data, cfg, pipe, ring, ulysses = degrees
-            sequence = ring * ulysses
-            grown = max(0, sequence - self.sequence)
-            return (data * cfg * pipe * sequence, -grown, sequence, ulysses, pipe, cfg, data)
-
-        # A ring takes any number of ranks; Ulysses no more than the model has heads, of which the old degree is a
-        # proof.
-        most = (self.data, self.cfg, self.pipe, max(devices, self.ring), self.ulysses)
-        choices = product(*(range(1, min(degree, devices) + 1) for degree in most))
-        fitting = [
-            degrees
-            for degrees in choices
-            if prod(degrees) * self.tensor <= devices and degrees[3] * degrees[4] <= limit
-        ]
-        return dict(zip(("data", "cfg", "pipe", "ring", "ulysses"), max(fitting, key=closeness), strict=True))
-
-    def _closest_shard(self, degrees: Mapping[str, int]) -> int:
-        """The degree of sharing weights with which a rank of new degrees holds as little as now, if that can be."""
-        replicas = prod(degrees[axis] for axis in REPLICAS if axis != "data" or self.inputs != "per-data-rank")
-        return next((n for n in range(self.shard, replicas) if replicas % n == 0), replicas if self.shard > 1 else 1)
-
-    def _speeds_of(
-        self, given: tuple[float, ...], survivors: Sequence[int], degrees: Mapping[str, int]
-    ) -> tuple[float, ...] | None:
-        """Speeds of the new sequence ranks, from those of the ranks that take their places."""
-        sequence, shared = degrees["ring"] * degrees["ulysses"], self.tensor
-        if sequence == 1:
-            return None
-        speeds = [given[rank // shared % self.sequence] for rank in survivors]
-        replicas = degrees["data"] * degrees["cfg"] * degrees["pipe"]
-        return tuple(
-            min(
-                speeds[(replica * sequence + place) * shared + part]
-                for replica in range(replicas)
-                for part in range(shared)
-            )
-            for place in range(sequence)
-        )
-
-    def _with_strategy(self, devices: int, heads: int | None) -> ParallelConfig:
-        """All devices for the stale strategy, or for ring and ulysses (see `resized`)."""
-        if devices == self.world_size:
-            return self
-        settings = self.model_dump() | dict.fromkeys(self.degrees, 1) | {"speeds": None, "shard": 1}
-        if self.stages_or_patches:
-            patches = self.patches or self.pipe
-            settings |= {"patches": patches, "stages": "estimated"}
-            if 1 < devices <= patches:
-                return ParallelConfig(**{**settings, "pipe": devices})
-        elif self.exchange != "exact":
-            if devices > 1:
-                return ParallelConfig(**{**settings, **self._sharing(ring=devices)})
-            settings |= {"exchange": "exact", "compress": None}
-        exact = ParallelConfig.auto(devices, heads) if heads is not None else ParallelConfig(ring=devices)
-        return ParallelConfig(**{**settings, **self._sharing(ulysses=exact.ulysses, ring=exact.ring)})
-
-    def _sharing(self, **degrees: int) -> dict[str, int]:
-        """Degrees, and that of sharing weights for them."""
-        return degrees | {"shard": self._closest_shard({**dict.fromkeys(AXES, 1), **degrees})}
 
     def check_world_size(self, world_size: int) -> None:
         """Refuse when the degrees do not multiply to ``world_size`` ranks.

@@ -24,6 +24,7 @@ from ditmesh import zoo
 from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
 from ditmesh.errors import ConfigError, JournalError, RankFailed
+from ditmesh.forecast.candidates import resized
 from ditmesh.generate import journal
 from ditmesh.generate.elastic import Restarted, check_elastic, generate_elastically
 from ditmesh.generate.job import Generated, PictureJob, StepDone
@@ -237,16 +238,16 @@ def test_a_request_goes_on_at_any_call_on_any_number_of_ranks(ranks: Ranks, tmp_
 )
 def test_the_smaller_configuration(config: dict[str, Any], survivors: Any, expected: dict[str, Any]) -> None:
     before = ParallelConfig(**config, reproducible=True)
-    found = before.resized(len(survivors), lost=set(range(before.world_size)) - set(survivors))
+    found = resized(before, len(survivors), lost=set(range(before.world_size)) - set(survivors))
     assert found == ParallelConfig(**expected, reproducible=True)
 
 
 def test_no_configuration_for_nobody_or_for_half_the_weights() -> None:
     with pytest.raises(ConfigError, match="no rank of ulysses=2 is left"):
-        ParallelConfig(ulysses=2).resized(0, lost=[0, 1])
+        resized(ParallelConfig(ulysses=2), 0, lost=[0, 1])
     with pytest.raises(ConfigError, match="tensor=2 needs 2 ranks, and 1 is left"):
-        ParallelConfig(tensor=2).resized(1, lost=[1])
-    assert ParallelConfig(tensor=2, ulysses=2).resized(3, lost=[2]) == ParallelConfig(tensor=2)
+        resized(ParallelConfig(tensor=2), 1, lost=[1])
+    assert resized(ParallelConfig(tensor=2, ulysses=2), 3, lost=[2]) == ParallelConfig(tensor=2)
 
 
 # --------------------------------------------------------------------------------------------------

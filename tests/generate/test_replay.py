@@ -14,6 +14,7 @@ from ditmesh import zoo
 from ditmesh.cli.main import main
 from ditmesh.config import ParallelConfig
 from ditmesh.errors import ConfigError, InputError
+from ditmesh.forecast.candidates import resized
 from ditmesh.generate.model_info import find_model
 from ditmesh.generate.receipt import Receipt, read_receipt, write_png
 from ditmesh.generate.replay import changes_of, compare, job_of, model_of, place_of
@@ -217,7 +218,7 @@ def test_a_reproducible_picture_is_drawn_alone_a_fast_one_with_its_neighbours(tm
 
 def test_the_nearest_configuration_for_other_devices():
     def near(devices: int, **settings: Any) -> ParallelConfig:
-        return ParallelConfig(**settings).resized(devices, keep="strategy", heads=8)
+        return resized(ParallelConfig(**settings), devices, keep="strategy", heads=8)
 
     assert near(2, cfg=2) == ParallelConfig(cfg=2)
     assert near(4, cfg=2) == ParallelConfig(ulysses=4)
@@ -229,7 +230,7 @@ def test_the_nearest_configuration_for_other_devices():
         pipe=2, patches=4, reproducible=True
     )
     assert near(2, pipe=4) == ParallelConfig(pipe=2, patches=4)
-    assert ParallelConfig().resized(3, keep="strategy") == ParallelConfig(ring=3)
+    assert resized(ParallelConfig(), 3, keep="strategy") == ParallelConfig(ring=3)
     with pytest.raises(ConfigError, match="cannot share tiles=2"):
         near(4, ring=2, reproducible=True, tiles=2)
 

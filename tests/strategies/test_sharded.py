@@ -11,6 +11,7 @@ import torch
 
 from ditmesh.config import ParallelConfig
 from ditmesh.errors import ConfigError, RankFailed
+from ditmesh.forecast.candidates import resized
 from ditmesh.launch import RankPool
 from support.loading import absent, loaded
 from support.lora import fused, story
@@ -161,10 +162,10 @@ def test_configurations():
         ParallelConfig(pipe=2, ulysses=2, shard=2, stages="measured")
     config = ParallelConfig(ulysses=4, shard=2)
     assert config.describe() == "ulysses=4 shard=2"
-    assert config.resized(3).shard == 3
-    assert config.resized(2).shard == 2
-    assert config.resized(1).shard == 1
-    assert ParallelConfig(ring=4, shard=4, exchange="displaced").resized(2, "strategy").shard == 2
+    assert resized(config, 3).shard == 3
+    assert resized(config, 2).shard == 2
+    assert resized(config, 1).shard == 1
+    assert resized(ParallelConfig(ring=4, shard=4, exchange="displaced"), 2, "strategy").shard == 2
 
 
 CONFIGS_TO_LOAD = [

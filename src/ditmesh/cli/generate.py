@@ -229,7 +229,9 @@ def _on_ranks(
         # One device, in the same mode.
         config = ParallelConfig()
         if not isinstance(job.config, str) and job.config.reproducible:
-            config = job.config.resized(1)
+            from ..forecast.candidates import resized
+
+            config = resized(job.config, 1)
         with guarded_folder("ditmesh-compare-") as folder, launcher(name, 1, kind, threads, job.timeout) as ranks:
             alone, facts = _generated(job.changed(config=config, out=folder, number=1), ranks, "one device")
             difference = _largest_difference(made, alone)

@@ -62,6 +62,7 @@ def replay(
 
     ditmesh replay pictures/0000-a-red-fox-seed0.png --devices 1
     """
+    from ..forecast.candidates import resized
     from ..generate.job import check_folder, check_job
     from ..generate.receipt import copied_free, read_receipt, write_free
     from ..generate.replay import compare, config_of, job_of, model_of, place_of
@@ -76,7 +77,7 @@ def replay(
     own = config_of(was)
     chosen = config_of_words(config) if config is not None else None
     kind, there = _where(was, device, devices or (chosen.world_size if chosen else was.devices), devices, chosen)
-    chosen = chosen or own.resized(there, keep="strategy", heads=info.heads)
+    chosen = chosen or resized(own, there, keep="strategy", heads=info.heads)
     check_folder(out)
     with guarded_folder("ditmesh-replay-") as folder:
         job = job_of(was, info, chosen, folder, timeout, image.parent)

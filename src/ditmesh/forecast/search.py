@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import Literal
 
 from torch import nn
@@ -16,6 +15,7 @@ from ..layout import TokenLayout
 from ..recipe import RECIPE, check
 from ..strategies import support
 from ..strategies.tensor.slices import plan as tensor_plan
+from .candidates import grids
 from .costs.hardware import Hardware
 from .costs.step import Term
 from .costs.work import Work, Workload
@@ -169,15 +169,8 @@ def candidates(model: Model, workload: Workload, devices: int, limits: SearchLim
     if limits.exactness == "exact":
         most["pipe"] = 1
     # A cut that ranks cannot share evenly wastes what it leaves.
-    degrees = [[d for d in range(1, most[axis] + 1) if devices % d == 0] for axis in AXES]
-    for combination in product(*degrees):
-        chosen: dict[str, int] = dict(zip(AXES, combination, strict=True))
-        world = 1
-        for degree in combination:
-            world *= degree
-        if devices % world:
-            continue
-        yield from _settings(chosen, workload, limits)
+    for degrees in grids(devices, most):
+        yield from _settings(degrees, workload, limits)
 
 
 def _settings(degrees: dict[str, int], workload: Workload, limits: SearchLimits) -> Iterator[ParallelConfig]:

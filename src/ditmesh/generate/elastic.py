@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from ..config import ParallelConfig
 from ..errors import ConfigError, RankFailed
+from ..forecast.candidates import resized
 from ..launch import guarded_folder, launcher
 from . import journal
 from .job import Generated, Kept, Loaded, PictureJob, Restart, StepDone
@@ -117,7 +118,7 @@ def generate_elastically(
                 if not failure.lost or not survivors or reached <= before:
                     raise
                 try:
-                    config = config.resized(len(survivors), lost=failure.lost)
+                    config = resized(config, len(survivors), lost=failure.lost)
                 except ConfigError:
                     raise failure from None
                 step = max(progress.steps, journal.steps(entries))

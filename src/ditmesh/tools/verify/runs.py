@@ -10,12 +10,10 @@ import gc
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from errno import ENOSPC
-from functools import partial
-from itertools import product
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +25,7 @@ from ...comm import Link, Traffic
 from ...config import ParallelConfig
 from ...core.patching import Patch
 from ...errors import ConfigError, InputError, LayoutError, UntestedWarning
+from ...forecast.candidates import grids, resized
 from ...generate.job import PictureJob, check_config
 from ...generate.model_info import find_model
 from ...generate.run import call_arguments, device_of_rank, load
@@ -44,7 +43,7 @@ LEAST_BUDGET = 64e6
 
 def reference_of(config: ParallelConfig) -> ParallelConfig | None:
     """The one-device run to compare with: of a reproducible configuration the same settings, else None (diffusers')."""
-    return config.resized(1) if config.reproducible else None
+    return resized(config, 1) if config.reproducible else None
 
 
 def name_of(config: ParallelConfig | None) -> str:
@@ -55,14 +54,6 @@ def name_of(config: ParallelConfig | None) -> str:
     named = {word.partition("=")[0] for word in described.split()} | set(config.degrees)
     settings = config.model_dump(exclude_defaults=True)
     return " ".join([described, *(f"{name}={value}" for name, value in settings.items() if name not in named)])
-
-
-def _grids(devices: int, most: Mapping[str, int], *axes: str) -> list[dict[str, int]]:
-    """Degrees that multiply to the number of devices, each at most so large, the simplest first."""
-    degrees = [degree for degree in range(1, devices + 1) if devices % degree == 0]
-    chosen = ([degree for degree in degrees if degree <= most.get(axis, devices)] for axis in axes)
-    some = [dict(zip(axes, grid, strict=True)) for grid in product(*chosen) if prod(grid) == devices]
-    return sorted(some, key=lambda grid: (sum(d > 1 for d in grid.values()), [-d for d in grid.values()]))
 
 
 def sensible(
@@ -79,14 +70,19 @@ def sensible(
     of guidance to share. The size is in pixels, width and height; None: the model's own. Videos have ``frames``.
     """
     most = {"data": pictures, "cfg": 2 if guided else 1, "tensor": model.heads or 1}
-    grids = partial(_grids, devices, most)
+
+    def whole(*axes: str) -> list[dict[str, int]]:
+        """Degrees of these axes that use all devices, the simplest first."""
+        some = [grid for grid in grids(devices, most, axes) if prod(grid.values()) == devices]
+        return sorted(some, key=lambda grid: (sum(d > 1 for d in grid.values()), [-d for d in grid.values()]))
+
     rings, pipes = (
-        [grid for grid in grids(*axes) if grid[axes[0]] > 1]
+        [grid for grid in whole(*axes) if grid[axes[0]] > 1]
         for axes in (("ring", "cfg", "data"), ("pipe", "ulysses", "cfg"))
     )
     settings: list[dict[str, Any]] = [
-        *grids("ulysses", "ring", "cfg", "data", "tensor"),
-        *(grid | {"reproducible": True} for grid in grids("ulysses", "ring", "cfg", "data")),
+        *whole("ulysses", "ring", "cfg", "data", "tensor"),
+        *(grid | {"reproducible": True} for grid in whole("ulysses", "ring", "cfg", "data")),
         *(grid | {"exchange": exchange} for grid in rings for exchange in ("displaced", "naive")),
         *pipes,
     ]
