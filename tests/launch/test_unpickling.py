@@ -23,7 +23,7 @@ EXCEPTIONS = {
     ("launch/failures.py", "rank_failed", "pickle.loads"): OWN,
     ("launch/pool.py", "RankPool._hear", "pickle.loads"): OWN,
     ("launch/rank.py", "_answer", "pickle.loads"): OWN,
-    ("launch/ray.py", "RayRanks._collect", "pickle.loads"): OWN,
+    ("launch/ray.py", "RayRanks._next", "pickle.loads"): OWN,
     ("launch/ray.py", "_Rank._answer", "pickle.loads"): OWN,
     ("launch/ray.py", "_Report.reply", "pickle.loads"): OWN,
     ("ranks/handle.py", "Ranks._outcomes", "pickle.loads"): OWN,

@@ -40,8 +40,7 @@ from .values import fetched, parallel_config, picture_job, read_prompts, videos_
 if TYPE_CHECKING:
     from ..generate.job import Generated, PictureJob
     from ..generate.receipt import Receipt
-    from ..launch import Launcher
-    from ..launch import Report as ReportMessage
+    from ..launch import Launcher, MessageSink
     from ..report.report import Report
 
 
@@ -255,7 +254,7 @@ def _generated(job: PictureJob, ranks: Launcher, what: str = "generating") -> tu
 @contextlib.contextmanager
 def progress(
     job: PictureJob, what: str, shown: bool = True
-) -> Iterator[tuple[ReportMessage, list[Generated], dict[str, Any]]]:
+) -> Iterator[tuple[MessageSink, list[Generated], dict[str, Any]]]:
     """One bar for the whole job, fed by rank 0's reports; collects what was generated, and facts such as times.
 
     When the job is broken off it is said what there is.

@@ -15,7 +15,7 @@ from .options import AsJson, Device, Devices, Threads, Timeout, TrainingOptions,
 from .show import bar, count, emit
 
 if TYPE_CHECKING:
-    from ..launch import Report as ReportMessage
+    from ..launch import MessageSink
     from ..report.report import Report
     from ..train.config import TrainConfig
 
@@ -104,7 +104,7 @@ def train(
         emit({**results[0], "devices": world_size, "device": kind}, as_json, _say)
 
 
-def _on_rank(config: TrainConfig, timeout: float, *, report: ReportMessage) -> dict[str, Any]:
+def _on_rank(config: TrainConfig, timeout: float, *, report: MessageSink) -> dict[str, Any]:
     """Train on a rank of the command; progress is reported as plain data, which the command reads without torch."""
     from ..generate.run import quieten
     from ..train.run import train

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from .._version import library_versions
 from ..core.steps import loop_steps
 from ..errors import InputError
-from ..launch import Report
+from ..launch import MessageSink
 from ..launch.chatter import chatter_off
 from ..launch.pool import PRELOAD as OF_ANY_RANK
 from ..request import FieldError, PictureRequest, request_fields
@@ -46,7 +46,7 @@ PRELOAD = (*OF_ANY_RANK, __name__, "ditmesh.engine", "ditmesh.generate.loading",
 RATES = ("frame_rate", "fps")
 
 
-def generate(job: PictureJob, kept: Kept | None = None, *, report: Report | None = None) -> float:
+def generate(job: PictureJob, kept: Kept | None = None, *, report: MessageSink | None = None) -> float:
     """Load the pipeline, make it parallel, generate everything. Every rank of the job calls this.
 
     Rank 0 writes each PNG or MP4 as soon as it has it and reports `Loaded`, `StepDone` and `Generated`. It never
@@ -101,7 +101,7 @@ class PipelineRunner:
     """
 
     def __init__(
-        self, job: PictureJob, pipe: Any, facts: dict[str, Any], peaks: Peaks, rank: int, report: Report
+        self, job: PictureJob, pipe: Any, facts: dict[str, Any], peaks: Peaks, rank: int, report: MessageSink
     ) -> None:
         from ..engine import engine_of
         from .files import pictures_of
@@ -114,7 +114,7 @@ class PipelineRunner:
         self._ran = False
 
     @classmethod
-    def open(cls, job: PictureJob, report: Report | None = None) -> PipelineRunner:
+    def open(cls, job: PictureJob, report: MessageSink | None = None) -> PipelineRunner:
         """Load a job's pipeline and parallelise it. Every rank calls this.
 
         Raises:
@@ -132,7 +132,7 @@ class PipelineRunner:
 
         grouped = dist.is_available() and dist.is_initialized()
         rank, size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-        say: Report = report if report is not None and rank == 0 else lambda message: None
+        say: MessageSink = report if report is not None and rank == 0 else lambda message: None
         device, started = device_of_rank(), time.perf_counter()
         if job.check_memory:
             _check_memory(job, device)

@@ -5,7 +5,7 @@ already, and `init_from_environment` (or `TorchrunRanks`) joins them. Another pa
 `launcher` makes one by name.
 """
 
-from .backend import Launcher, Report, connection, device_of_launcher, launcher, threads_of_launcher
+from .backend import Launcher, MessageSink, connection, device_of_launcher, launcher, threads_of_launcher
 from .devices import DeviceChoice, default_threads, physical_cores, resolve_device
 from .pool import RankPool, begin_local_ranks
 from .processes import Terminated, guarded_folder, interrupt_behind, interrupts_end, interrupts_raise, leave
@@ -14,8 +14,8 @@ from .torchrun import TorchrunRanks, from_torchrun, init_from_environment, torch
 __all__ = [
     "DeviceChoice",
     "Launcher",
+    "MessageSink",
     "RankPool",
-    "Report",
     "Terminated",
     "TorchrunRanks",
     "begin_local_ranks",

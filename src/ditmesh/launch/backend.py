@@ -15,7 +15,7 @@ from .devices import DeviceChoice, DeviceKind, default_threads, resolve_device
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Report = Callable[[Any], None]
+MessageSink = Callable[[Any], None]
 OnMessage = Callable[[int, Any], None]
 Watch = Callable[[], str | None]
 

@@ -13,7 +13,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 from typing import Any
@@ -22,8 +21,8 @@ from ..errors import ConfigError, RankFailed
 from . import failures
 from . import rank as rank_
 from .backend import OnMessage, StayingRanks, Watch
+from .collect import Collector
 from .devices import DeviceChoice, DeviceKind, check_timeout, default_threads, may_have_gpus, resolve_device
-from .failures import Failure
 from .messages import CHUNK, OwnerChannel, Reply, encode, encode_call
 from .processes import ctrl_c_waits, fork_server, guarded_folder, main_left_out, start_fork_server
 from .torchrun import from_torchrun
@@ -37,7 +36,6 @@ QUIET = f"{__package__}.quiet_process"
 
 # Seconds.
 START_LIMIT = 300.0  # for all ranks to import what they need and to find one another
-GRACE = 2.0  # for a failure's cause to show up when it looks like a consequence, and for all ranks to end a failed call
 JOIN_LIMIT = 10.0  # for ranks that wait for calls to join a new process group
 CLOSE_LIMIT = 5.0  # for idle ranks to leave by themselves
 STACK_LIMIT = 1.0  # for a rank that hangs to write down where
@@ -125,8 +123,7 @@ class RankPool(StayingRanks):
         atexit.register(self.close)
         try:
             self._start(preload, gpus, import_main)
-            limit = time.monotonic() + START_LIMIT
-            self._collect(limit, f"started within {START_LIMIT:g} s", joining=True)
+            self._collect(Collector(world_size, START_LIMIT, "started"), joining=True)
         except BaseException as error:
             failed = isinstance(error, RankFailed)
             self._end(f"a rank could not start: {error}" if failed else "the start was broken off")
@@ -200,9 +197,8 @@ class RankPool(StayingRanks):
                 for channel in self._channels:
                     # A rank that is gone is noticed, with its reason, while the answers are collected.
                     channel.send(call)
-                limit = math.inf if deadline is None else time.monotonic() + deadline
-                expected = f"answered within {deadline:g} s" if deadline else ""
-                return self._collect(limit, expected, on_message, watch=watch)
+                limit = math.inf if deadline is None else deadline
+                return self._collect(Collector(self.world_size, limit, on_message=on_message, watch=watch))
             except RankFailed as error:
                 if not error.pool_open:
                     self._end(str(error).split("\n", 1)[0])
@@ -212,7 +208,7 @@ class RankPool(StayingRanks):
                 # Some work may be done and kept, and not have been heard of.
                 with contextlib.suppress(BaseException):
                     for rank in range(self.world_size):
-                        self._hear(rank, _PoolCall(on_message))
+                        self._hear(rank, Collector(self.world_size, on_message=on_message))
                 self._end("a call was broken off")
                 raise
 
@@ -265,53 +261,22 @@ class RankPool(StayingRanks):
 
     # ---- answers and failures
 
-    def _collect(
-        self,
-        limit: float,
-        expected: str,
-        on_message: OnMessage | None = None,
-        joining: bool = False,
-        watch: Watch | None = None,
-    ) -> list[Any]:
-        """Wait for one answer of every rank until a time on the monotonic clock; pass messages on meanwhile.
-
-        Args:
-            limit, expected: the time, and what a rank that misses it has failed to do.
-            on_message: receiver of the messages.
-            joining: whether the ranks are about to join a process group: without one they can do nothing else.
-            watch: see `Launcher.run`.
-        """
-        call, stops, everyone = _PoolCall(on_message), _Stops(self.pids, self.stop_limit), range(self.world_size)
-        while len(call.answers) < self.world_size and not stops.too_long:
-            # A dead rank sends nothing more. After an exception, wait briefly: other ranks may raise too.
-            done = call.failed and (call.causes[0].certain or not call.silent(everyone))
-            remaining = min(stops.interval, limit - time.monotonic())
-            if done or remaining <= 0:
-                break
-            for rank in self._next_events(call.failed, remaining):
-                self._hear(rank, call)
-            if call.failed:
-                # What was seen first may be a consequence; its cause shows up within moments.
-                limit = min(limit, time.monotonic() + GRACE)
-            elif watch is not None and (missed := watch()) is not None:
-                limit, expected = -math.inf, missed
-            stops.look()
-        if len(call.answers) == self.world_size:
-            return [call.answers[rank] for rank in everyone]
-        if call.failed:
+    def _collect(self, collector: Collector, joining: bool = False) -> list[Any]:
+        """Wait for one answer of every rank; ``joining``: without the process group that they are about to join ranks
+        can do nothing else."""
+        stops = _Stops(self.pids, self.stop_limit)
+        while seconds := collector.tick(time.monotonic()):
+            for rank in self._next_events(collector.failed, min(seconds, stops.interval)):
+                self._hear(rank, collector)
+            if too_long := stops.look():
+                name = ", the timeout," if self.stop_limit == self.timeout else ""
+                stopped = "after it was stopped by a signal such as SIGSTOP"
+                collector.give_up(too_long, f"gone on for {self.stop_limit:g} s{name} {stopped}")
+        if collector.failed:
             # What the others have reported so far is heard as well: it may be work that is done and kept.
-            for rank in set(everyone) - call.failed.keys():
-                self._hear(rank, call)
-            causes, silent = call.causes, call.silent(everyone)
-            stalled = self._whereabouts(silent) if causes[0].weight > 0 else dict.fromkeys(silent, "")
-            # All have come to an end of the call, and none has lost its device or a peer.
-            stay = not joining and not silent and not any(failure.weight or failure.gone for failure in causes)
-            stay = stay and (failures.alike(causes, self.world_size) or self._join_anew())
-            raise failures.rank_failed(causes, stalled, self.world_size, stay)
-        if stops.too_long:
-            name = ", the timeout," if self.stop_limit == self.timeout else ""
-            expected = f"gone on for {self.stop_limit:g} s{name} after it was stopped by a signal such as SIGSTOP"
-        raise failures.late(self._whereabouts(stops.too_long or call.silent(everyone)), self.world_size, expected)
+            for rank in set(range(self.world_size)) - collector.failed.keys():
+                self._hear(rank, collector)
+        return collector.result(self._whereabouts, None if joining else self._join_anew)
 
     def _join_anew(self) -> bool:
         """Let the ranks join a new process group: in the old one an unread message may be left."""
@@ -320,8 +285,7 @@ class RankPool(StayingRanks):
         try:
             for channel, settings in zip(self._channels, self._settings, strict=True):
                 channel.send(encode((rank_.join_group, (settings, name), {}, False)))
-            limit = time.monotonic() + JOIN_LIMIT
-            self._collect(limit, f"joined a new process group within {JOIN_LIMIT:g} s", joining=True)
+            self._collect(Collector(self.world_size, JOIN_LIMIT, "joined a new process group"), joining=True)
         except RankFailed:
             return False
         return True
@@ -339,26 +303,22 @@ class RankPool(StayingRanks):
             self._woken.recv(CHUNK)
         return sorted(found - {None})
 
-    def _hear(self, rank: int, call: _PoolCall) -> None:
+    def _hear(self, rank: int, collector: Collector) -> None:
         """Read what a rank has sent so far, or how it has ended."""
         channel, process = self._channels[rank], self._processes[rank]
         channel.flush()
         try:
             for data in channel.received():
                 kind, content = pickle.loads(data)
-                if kind == "answer":
-                    call.answers[rank] = content
-                elif kind == "failure":
-                    call.failed[rank] = content
+                collector.take(rank, kind, content)
+                if kind == "failure":
                     return
-                elif call.on_message is not None:
-                    call.on_message(rank, content)
             if process.is_alive():
                 return
         except EOFError:
             pass
         process.join(CLOSE_LIMIT)
-        call.failed[rank] = failures.of_death(rank, process.exitcode, self._stack(rank))
+        collector.take(rank, "failure", failures.of_death(rank, process.exitcode, self._stack(rank)))
 
     def _whereabouts(self, ranks: Sequence[int]) -> dict[int, str]:
         """Where in their Python code the ranks are at this moment."""
@@ -406,24 +366,6 @@ def begin_local_ranks(device: DeviceChoice, preload: Sequence[str] = PRELOAD) ->
         start_fork_server([QUIET, *preload])
 
 
-@dataclass
-class _PoolCall:
-    """A call of a function on every rank, and what the ranks have sent in return."""
-
-    on_message: OnMessage | None
-    answers: dict[int, Any] = field(default_factory=dict)
-    failed: dict[int, Failure] = field(default_factory=dict)
-
-    @property
-    def causes(self) -> list[Failure]:
-        """All failures, causes first."""
-        return sorted(self.failed.values(), key=lambda failure: failure.weight)
-
-    def silent(self, ranks: Sequence[int]) -> list[int]:
-        """Ranks that have neither answered nor failed."""
-        return [rank for rank in ranks if rank not in self.answers and rank not in self.failed]
-
-
 class _Stops:
     """Seconds for which ranks have been stopped, at a stretch, by a signal.
 
@@ -434,21 +376,19 @@ class _Stops:
     def __init__(self, pids: Sequence[int], limit: float) -> None:
         # Seconds between looks.
         self.interval = min(LOOK, limit / 4)
-        # Ranks that have been stopped for `limit` seconds.
-        self.too_long: list[int] = []
         self._seconds, self._limit = dict.fromkeys(pids, 0.0), limit
         self._last = time.monotonic()
 
-    def look(self) -> None:
-        """Look at all ranks, unless that was done a moment ago."""
+    def look(self) -> list[int]:
+        """Look at all ranks, unless that was done a moment ago: those that have been stopped for the limit."""
         passed = time.monotonic() - self._last
         if passed < self.interval:
-            return
+            return []
         self._last += passed
         # This process may have been stopped itself, and its ranks with it (Ctrl-Z): that time does not count.
         passed = min(passed, 2 * self.interval)
         self._seconds = {pid: before + passed if _stopped(pid) else 0.0 for pid, before in self._seconds.items()}
-        self.too_long = [rank for rank, seconds in enumerate(self._seconds.values()) if seconds >= self._limit]
+        return [rank for rank, seconds in enumerate(self._seconds.values()) if seconds >= self._limit]
 
 
 def _stopped(pid: int) -> bool:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -22,6 +22,7 @@ from .._version import library_versions
 from ..errors import ConfigError, RankFailed
 from . import failures
 from .backend import OnMessage, StayingRanks, Watch
+from .collect import GRACE, Collector
 from .devices import DeviceChoice, DeviceKind, check_timeout, interface_of, stay_on_loopback, use_interface
 from .failures import Failure, of_exception
 from .meeting import SAME
@@ -29,7 +30,6 @@ from .messages import encode, encode_call
 
 # Seconds.
 START_LIMIT = 300.0  # for Ray to find room, for all ranks to import what they need and to find one another
-GRACE = 2.0  # for a failure's cause to show up when it looks like a consequence
 LOST_LIMIT = 30.0  # for Ray to notice that a host is gone
 CONNECT_LIMIT = 10.0  # for the cluster to answer
 CLOSE_LIMIT = 5.0  # for actors to end
@@ -176,7 +176,9 @@ class RayRanks(StayingRanks):
             # The actors' main module is Ray's.
             call = encode_call(fn, args, kwargs, on_message is not None, main=False)
             try:
-                return self._collect(call, math.inf if deadline is None else deadline, on_message, watch)
+                limit = math.inf if deadline is None else deadline
+                collector = Collector(self.world_size, limit, on_message=on_message, watch=watch, grace=_grace)
+                return self._collect(call, collector)
             except RankFailed as error:
                 if not error.pool_open:
                     self._end(str(error).split("\n", 1)[0])
@@ -218,48 +220,19 @@ class RayRanks(StayingRanks):
 
     # ---- answers and failures
 
-    def _collect(self, call: bytes, deadline: float, on_message: OnMessage | None, watch: Watch | None) -> list[Any]:
-        """Wait ``deadline`` seconds for one answer of every rank; pass messages on meanwhile, and ask ``watch``."""
+    def _collect(self, call: bytes, collector: Collector) -> list[Any]:
+        """Wait for one answer of every rank to a call."""
         streams = {
             actor.call.options(num_returns="streaming").remote(call): rank for rank, actor in enumerate(self._actors)
         }
-        answers: dict[int, Any] = {}
-        failed: dict[int, Failure] = {}
-        everyone = range(self.world_size)
-        limit, expected = time.monotonic() + deadline, f"answered within {deadline:g} s"
-        while streams:
-            remaining = limit - time.monotonic()
-            causes = sorted(failed.values(), key=lambda failure: failure.weight)
-            if remaining <= 0 or (causes and causes[0].certain):
-                break
-            ready, _ = self._ray.wait(list(streams), num_returns=1, timeout=min(remaining, LOOK))
+        while seconds := collector.tick(time.monotonic()):
+            ready, _ = self._ray.wait(list(streams), num_returns=1, timeout=min(seconds, LOOK))
             for stream in ready:
-                rank = streams[stream]
-                kind, content = self._next(stream, rank)
-                if kind == "message" and on_message is not None:
-                    on_message(rank, content)
-                elif kind == "answer":
-                    answers[rank] = pickle.loads(content)
-                elif kind == "failure":
-                    failed[rank] = content
-                if kind in ("answer", "failure"):
+                kind, content = self._next(stream, streams[stream])
+                collector.take(streams[stream], kind, content)
+                if kind != "message":
                     del streams[stream]
-            if failed:
-                # A connection that broke may be a host that is gone, which Ray takes a while to notice.
-                broken = all(failure.weight and "timed out" not in failure.what.lower() for failure in failed.values())
-                limit = min(limit, time.monotonic() + (LOST_LIMIT if broken else GRACE))
-            elif watch is not None and (missed := watch()) is not None:
-                limit, expected = -math.inf, missed
-        if len(answers) == self.world_size:
-            return [answers[rank] for rank in everyone]
-        silent = [rank for rank in everyone if rank not in answers and rank not in failed]
-        if not failed:
-            raise failures.late(self._whereabouts(silent), self.world_size, expected)
-        causes = sorted(failed.values(), key=lambda failure: failure.weight)
-        stalled = self._whereabouts(silent) if causes[0].weight > 0 else dict.fromkeys(silent, "")
-        stay = not silent and not any(failure.weight or failure.gone for failure in causes)
-        stay = stay and (failures.alike(causes, self.world_size) or self._rejoined())
-        raise failures.rank_failed(causes, stalled, self.world_size, stay)
+        return collector.result(self._whereabouts, self._rejoined)
 
     def _next(self, stream: Any, rank: int) -> tuple[str, Any]:
         """What a rank says next."""
@@ -272,7 +245,7 @@ class RayRanks(StayingRanks):
             why = said[:200] or "Ray does not say why"
             what = f"is gone: its process on host {self.hosts[rank]}, or that host ({why})"
             return "failure", Failure(rank, 0, what, gone=True)
-        return kind, content
+        return kind, pickle.loads(content) if kind == "answer" else content
 
     def _rejoined(self) -> bool:
         try:
@@ -291,6 +264,13 @@ class RayRanks(StayingRanks):
                 with contextlib.suppress(self._ray.exceptions.RayError):
                     places[asked[reference]] = self._ray.get(reference)
         return places
+
+
+def _grace(failed: Collection[Failure]) -> float:
+    """Seconds to wait for more after these failures."""
+    # A connection that broke may be a host that is gone, which Ray takes a while to notice.
+    broken = all(failure.weight and "timed out" not in failure.what.lower() for failure in failed)
+    return LOST_LIMIT if broken else GRACE
 
 
 class _Rank:

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from ...errors import InputError
 from ...generate.job import PictureJob
-from ...launch import Report, TorchrunRanks, guarded_folder, launcher
+from ...launch import MessageSink, TorchrunRanks, guarded_folder, launcher
 from .runs import RankRun, RunTask, run_tasks
 
 OnBegan = Callable[[int, Any], None]
@@ -59,7 +59,7 @@ class JoinedRanks:
         return [list(of_ranks) for of_ranks in zip(*(every if devices > 1 else every[:1]), strict=True)]
 
 
-def _run_on_first(job: PictureJob, tasks: Sequence[RunTask], *, report: Report) -> list[RankRun]:
+def _run_on_first(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink) -> list[RankRun]:
     import torch.distributed as dist
 
     return run_tasks(job, tasks, report=report) if dist.get_rank() == 0 else []

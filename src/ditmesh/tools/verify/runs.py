@@ -29,7 +29,7 @@ from ...forecast.candidates import grids, resized
 from ...generate.job import PictureJob, check_config
 from ...generate.model_info import find_model
 from ...generate.run import call_arguments, device_of_rank, load
-from ...launch import Report
+from ...launch import MessageSink
 
 if TYPE_CHECKING:
     from ...generate.model_info import ModelInfo
@@ -170,7 +170,7 @@ def budget_of(folder: str | Path, traces: int, wanted: float = TRACE_BUDGET) -> 
     return budget
 
 
-def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: Report | None = None) -> list[RankRun]:
+def run_tasks(job: PictureJob, tasks: Sequence[RunTask], *, report: MessageSink | None = None) -> list[RankRun]:
     """Make several runs, with one loaded pipeline as far as each rank needs all of it.
 
     Every rank calls this, and of a task that writes the first one alone.
