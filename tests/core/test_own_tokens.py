@@ -12,8 +12,8 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor
 
 from ditmesh.comm import PeerError
-from ditmesh.core.own_tokens import OwnTokens, settled
 from ditmesh.core.partition import Partition
+from ditmesh.parts.own_tokens import OwnTokens, settled
 
 TOKENS, RANK = Partition(((4, 2),)), 1
 WIDTH = 6

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ditmesh.strategies.pipefusion.lazy import COMMON, Deferred, LazyPatches, Owners
+from ditmesh.parts.lazy import COMMON, Deferred, LazyPatches, Owners
 
 PATCHES = 3
 

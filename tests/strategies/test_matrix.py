@@ -14,8 +14,8 @@ import torch
 
 import ditmesh
 from ditmesh.config import ParallelConfig
+from ditmesh.parts.lazy import whole_of
 from ditmesh.strategies import support
-from ditmesh.strategies.pipefusion.lazy import whole_of
 from support.models import MAKERS, RAGGED, inputs, relative_error, run, tiny
 
 TOLERANCE = 1e-5

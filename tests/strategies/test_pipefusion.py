@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import ditmesh
+from ditmesh.parts.lazy import LazyPatches, whole_of
 from ditmesh.strategies.pipefusion import patches
-from ditmesh.strategies.pipefusion.lazy import LazyPatches, whole_of
 from ditmesh.strategies.pipefusion.stages import balanced
 from support import more_pipelines
 from support.models import MAKERS, RAGGED, inputs, relative_error, sizes, tiny

@@ -20,8 +20,8 @@ from torch import Tensor
 
 import ditmesh
 from ditmesh import ConfigError, ParallelConfig, zoo
-from ditmesh.strategies.vae.band import Band, bands_of
-from ditmesh.strategies.vae.banded import Banded, Uncut
+from ditmesh.parts.band import Band, bands_of
+from ditmesh.parts.banded import Banded, Uncut
 from ditmesh.strategies.vae.parallel import in_bands
 from ditmesh.strategies.vae.tested import TESTED
 from support.autoencoders import CASES, against_whole, bands_of_ranks, without

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ditmesh.comm.mesh import Mesh
 from ditmesh.config import ParallelConfig
-from ditmesh.strategies.vae import rules
-from ditmesh.strategies.vae.banded import Banded, Bands
+from ditmesh.parts import banded_rules as rules
+from ditmesh.parts.banded import Banded, Bands
 from ditmesh.strategies.vae.parallel import InBands
 from support.models import stirred
 

@@ -24,11 +24,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ..core.alive import LiveBytes
-from ..core.own_tokens import OwnTokens, settled
 from ..core.partition import Partition, even_cut
 from ..errors import DitmeshError, LayoutError
 from ..layout import Region, Stream, TokenLayout
 from ..layout.conventions import CallVariant, Conventions, Size, call_variants
+from ..parts.own_tokens import OwnTokens, settled
 from ..strategies.heads import heads_of
 from ..strategies.pipefusion.stages import blocks_of, kinds_of
 from ..strategies.sequence import result_of, with_result

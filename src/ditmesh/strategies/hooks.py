@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from ..core import intercept
 from ..core.arguments import Arguments, parameter_names
-from ..core.own_tokens import settled
 from ..core.partition import Partition
 from ..core.patching import CallChain, Proceed
 from ..errors import LayoutError
@@ -27,6 +26,7 @@ from ..layout import Leaf, Region, TokenLayout, layout_of
 from ..layout.derive import derive_anew, derive_rows
 from ..layout.forms import Forms, Processors
 from ..layout.influence import why
+from ..parts.own_tokens import settled
 from .balance import Balance
 
 

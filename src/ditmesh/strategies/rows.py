@@ -34,11 +34,11 @@ from ..forecast.costs.step import Share, StepForecast, Term
 from ..forecast.costs.work import Work, Workload
 from ..layout import TokenLayout
 from ..layout.forms import holds_tensors, kind_of
+from ..parts.banded import Banded
+from ..parts.lazy import LazyPatches, Owners
 from .base import Context, ParallelModel, Request, Strategy
 from .caches import diffusers_hooks, stateful_hooks
 from .hooks import ModelHooks, requires_grad
-from .pipefusion.lazy import LazyPatches, Owners
-from .vae.banded import Banded
 
 # Stands among the arguments of a call for what else the result depends on. No argument has such a name.
 _STATE = "<state>"

@@ -23,16 +23,16 @@ from ..comm.mesh import Mesh
 from ..config import ParallelConfig
 from ..core.arguments import MISSING, Arguments, covers
 from ..core.group import Group
-from ..core.own_tokens import OwnTokens
 from ..core.partition import Partition, weighted_cut
 from ..core.patching import Patch
-from ..core.per_token import PerToken
 from ..core.values import tracked
 from ..errors import ConfigError, LayoutError
 from ..forecast.costs.step import Share, StepForecast, Term
 from ..forecast.costs.work import Gather, Work, Workload
 from ..layout import Attention, Count, Grid, Leaf, Region, Stream, TokenLayout
 from ..layout.forms import dtype_class
+from ..parts.own_tokens import OwnTokens
+from ..parts.per_token import PerToken
 from . import token_mixers as leaves
 from .balance import Balance
 from .base import ParallelModel

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from ..comm import Link, Traffic, Transfer
 from ..comm.mesh import Mesh
 from ..config import AXES, ParallelConfig
-from ..core.own_tokens import settled
 from ..core.patching import Proceed
 from ..errors import ConfigError, LayoutError
+from ..parts.own_tokens import settled
 from ..staleness.control import WarmupControl
 from .base import ParallelModel
 from .hooks import BlockSite, Handler

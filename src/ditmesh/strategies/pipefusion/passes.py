@@ -21,10 +21,10 @@ from ...core.arguments import Arguments
 from ...core.partition import Partition
 from ...errors import InputError, LayoutError
 from ...layout import Region, Stream
+from ...parts.lazy import COMMON, Owners
 from ..balance import median_seconds
 from ..hooks import BlockSite
 from ..sequence import result_of, shared
-from .lazy import COMMON, Owners
 from .patches import Buffers, ForwardRun, PatchParallel, skipped
 from .stages import Stages, filled
 

@@ -37,9 +37,9 @@ from ...errors import ConfigError, LayoutError
 from ...forecast.costs.step import Share, StepForecast, Term
 from ...forecast.costs.work import Work, Workload
 from ...layout import Region
+from ...parts.lazy import COMMON, Deferred, LazyPatches, settled_of, whole_of
 from ...staleness.control import PATIENCE, WarmupControl
 from ..base import ParallelModel, Request
-from .lazy import COMMON, Deferred, LazyPatches, settled_of, whole_of
 from .passes import (
     DryRun,
     PatchPlan,

@@ -23,11 +23,11 @@ from ...core.library import library_name
 from ...core.partition import even_cut
 from ...core.patching import Patch
 from ...errors import UntestedWarning
+from ...parts.band import bands_of
+from ...parts.banded import Banded, Bands, Uncut
+from ...parts.banded_rules import FUNCTIONS, RULES
+from ...parts.lazy import whole_of
 from ..base import Context, Request, Strategy
-from ..pipefusion.lazy import whole_of
-from .band import bands_of
-from .banded import Banded, Bands, Uncut
-from .rules import FUNCTIONS, RULES
 from .tested import TESTED
 
 # Rows of latents for each rank, and latents of a picture, from which bands are worth their exchanges.

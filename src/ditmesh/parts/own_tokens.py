@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .partition import Partition
+from ..core.partition import Partition
 
 # What is answered without any elements.
 _METADATA = {

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ...comm import Link
-from ...errors import DitmeshError
+from ..comm import Link
+from ..errors import DitmeshError
 from .band import Band
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.intercept import sdpa
+from ..core.intercept import sdpa
 from .band import Band
 from .banded import Banded, Bands, Held, Operation, Outcome, Rule
 

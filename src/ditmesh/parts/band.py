@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from ...core.partition import Partition, even_cut, offsets
+from ..core.partition import Partition, even_cut, offsets
 
 # Rows of a picture are cut at multiples of a power of two, if each rank has that many of them: levels of an encoder,
 # which halve the rows, are cut at whole rows then.

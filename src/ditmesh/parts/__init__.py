@@ -1,0 +1,1 @@
+"""Tensors that stand for whole ones of which a rank, or a moment, has a part."""
